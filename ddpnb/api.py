@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from IPython.display import Code
+
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.query import Search
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import Script
 from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.options import typed
@@ -312,6 +315,28 @@ def compare(
         options=PlotOptions(y=y, log=log, target=parse_target(target)),
     )
     return this_session().compare(spec, wait=wait)
+
+
+@typed
+def source(strategy: str) -> Code:
+    """Return the source of a built-in strategy; the twin of ``%ddp_source``.
+
+    A notebook highlights it.  Pasted into a comparison's cell under another name, its class trains like any of your own.
+
+    Args:
+        strategy: a name without options, such as ``"ddp-by-hand"``.
+
+    Returns:
+        The file, as ``.data``.
+
+    Raises:
+        UserError: there is no such strategy.
+    """
+    if strategy not in STRATEGIES:
+        near = closest(strategy, STRATEGIES)
+        advice = f"did you mean {near}?" if near else f"there are {', '.join(STRATEGIES)}."
+        raise UserError(f"There is no strategy {strategy!r} with a file; {advice}")
+    return Code(STRATEGIES[strategy].file.read_text(), language="python")
 
 
 @typed

@@ -120,6 +120,20 @@ class CollectiveKernels:
         self._library._destroy()
 
 
+_libraries: list[Any] = []
+
+
+def add_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Have torch's dispatcher call Python functions before the backend's own kernels, for good.
+
+    Each stands by its operation, and takes a key set and the arguments of the operation.
+    """
+    library: Any = torch.library.Library("c10d", "IMPL")
+    for operation, kernel in kernels.items():
+        library.impl(operation, kernel, "ADInplaceOrView", with_keyset=True)
+    _libraries.append(library)  # which removes them where nobody holds it
+
+
 @probe("torch", "torch.compile traces into the comparison of collectives, and warns")
 def skips_frames() -> bool:
     """Whether torch.compile can be kept from a function, without importing its half of torch."""

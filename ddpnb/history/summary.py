@@ -92,6 +92,8 @@ class StrategySummary:
     """The most that a rank holds of the parameters."""
     optimizer_bytes: float = math.nan
     """The most that a rank holds of the optimizer's state."""
+    peak_bytes: float = math.nan
+    """The most that tensors held on a rank's GPU, activations included; NaN on CPUs."""
     seconds_to_target: Spread = field(default_factory=Spread)
     """Until the target was reached: by the smoothed training loss, or on held-out samples."""
     samples_to_target: Spread = field(default_factory=Spread)
@@ -339,6 +341,7 @@ def _summary(
         num_lost_samples=_greatest(counted, lambda report: report.num_lost_samples),
         parameter_bytes=_greatest(counted, lambda report: report.num_parameter_bytes),
         optimizer_bytes=_greatest(counted, lambda report: report.num_optimizer_bytes),
+        peak_bytes=_greatest(counted, lambda report: report.num_peak_bytes),
         seconds_to_target=spread([seconds for seconds, _ in reached]),
         samples_to_target=spread([samples for _, samples in reached]),
         samples_by_repeat=samples,

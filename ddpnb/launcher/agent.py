@@ -145,10 +145,10 @@ class Agent:
 
     def compare_calls(self, *, id: int, others: list[Any]) -> None:
         """Add this host's calls to the ``others``, and say which calls do not match."""
-        from ddpnb.rank import collective_log  # noqa: PLC0415  imports torch
+        from ddpnb.rank.collectives import log  # noqa: PLC0415  imports torch
 
-        calls = [*others, *collective_log.kept_calls(self.folder)]
-        self.answer(id, [calls, collective_log.find_mismatch(calls)])
+        calls = [*others, *log.kept_calls(self.folder)]
+        self.answer(id, [calls, log.find_mismatch(calls)])
 
     def connect(self, *, id: int, connection: Frame, sockets: list[str]) -> None:
         """Write the engines' connection file, and name the forwarded sockets as it does.

@@ -256,6 +256,8 @@ def names(magic: str, namespace: dict[str, object], prefix: str) -> Iterator[Sim
     match magic:
         case "ddp_compare":
             yield from of_kind("strategy", choices(STRATEGIES, prefix))
+        case "ddp_source":
+            yield from of_kind("strategy", STRATEGIES)
         case "ddp_show":
             yield from of_kind("collective", (*COLLECTIVES, *SHOWN))
         case "ddp_auto":

@@ -387,6 +387,16 @@ class DdpMagics(Magics):
             text, only = " ".join(args.text), {"task": args.task, "strategy": args.strategy}
             display(api.runs(text, **only, since=args.since, last=args.last))
 
+    @magic_arguments()
+    @argument("strategy", metavar="NAME", help="a strategy, such as ddp-by-hand")
+    @line_magic
+    def ddp_source(self, line: str) -> None:
+        """Show the source of a strategy: ``%ddp_source ddp-by-hand``.
+
+        Pasted into a comparison's cell under another name, its class trains like any of your own.
+        """
+        display(api.source(arguments(self.ddp_source, line).strategy))
+
 
 def with_magic_line(magic: str, cell: str) -> str:
     """Return a cell with its magic as a comment above it, so that line numbers stay right."""

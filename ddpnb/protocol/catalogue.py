@@ -6,10 +6,13 @@ To add a strategy, write its file in ``rank/strategies/`` and its entry in ``STR
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import Option
+
+PACKAGE = Path(__file__).parents[1]
 
 BASELINE = "single"
 """The strategy against which the others' speed-up is measured, in the same comparison."""
@@ -36,6 +39,12 @@ class Entry:
         """Import the class or function; on the ranks alone, for it imports torch."""
         module, _, name = self.import_path.partition(":")
         return getattr(importlib.import_module(module), name)
+
+    @property
+    def file(self) -> Path:
+        """The file of the class or function, which is not imported."""
+        module = self.import_path.partition(":")[0].removeprefix("ddpnb.")
+        return PACKAGE / f"{module.replace('.', '/')}.py"
 
 
 Dashes = Literal["solid", "dashed", "dash-dot", "long", "dotted", "dash-dot-dot", "long-short"]

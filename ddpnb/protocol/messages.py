@@ -308,6 +308,8 @@ class RunReport:
     """What this rank holds of the parameters when training ends; 0 if not known."""
     num_optimizer_bytes: int = 0
     """What this rank holds of the optimizer's state."""
+    num_peak_bytes: int = 0
+    """The most memory that tensors had on its GPU while it trained; 0: not measured."""
     was_stopped: bool = False
     """Whether it was stopped before its last step."""
     shards: tuple[int, ...] = ()

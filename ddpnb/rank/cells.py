@@ -22,7 +22,7 @@ from IPython.core.interactiveshell import ExecutionInfo
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, CellSpec, Failure
-from ddpnb.rank.collective_log import CollectiveMismatchError
+from ddpnb.rank.collectives.log import CollectiveMismatchError
 from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine, id_of
 from ddpnb.rank.publisher import Publisher
@@ -270,8 +270,6 @@ def chain_of(error: BaseException) -> Collection[BaseException]:
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
     """Describe an exception that has just been caught, for the notebook."""
-    if is_consequence(error):
-        engine.group.leave_unread()
     formatted = vars(error).pop(RENDERS_ITSELF, None)
     return Failure(
         rank=engine.group.rank,

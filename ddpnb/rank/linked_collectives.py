@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.collective_log import METHODS
+from ddpnb.rank.collectives.table import METHODS
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.comm.link import COLLECTIVES, NUM_GROUPS, EmulatedLink
 from ddpnb.rank.comm.rendezvous import CancellationToken

@@ -100,6 +100,8 @@ class Meter:
             yield
         finally:
             self.timer.begin(before)
+            if self._num_in_flight:
+                self._last = self.timer.moment()
 
     def issued(self) -> None:
         """Note a message that is on its way while this worker goes on computing."""

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -17,20 +17,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import destroy_process_group, init_process_group  # not the user's: torchrun
 
-from ddpnb.compat import gloo_internals, ipykernel_internals, torch_internals
+from ddpnb.compat import ipykernel_internals, torch_internals
 from ddpnb.protocol.connections import (
     Address,
     TcpConnection,
-    admit_no_more,
     as_socket,
-    established,
     own_connections,
-    own_listeners,
     traffic_of,
 )
 from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.processes import atomic_write
-from ddpnb.rank.collective_checks import CollectiveChecker
+from ddpnb.rank.collectives import mismatch
+from ddpnb.rank.collectives.mismatch import MismatchCheck
 from ddpnb.rank.comm.rendezvous import CancellationToken
 
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -70,13 +68,6 @@ MAX_ITEMS = 1000
 """A larger container holds data, not models."""
 
 
-UNREAD_SECONDS = 2.0
-"""After so long gloo has ended all waits for connections that were closed or shut down."""
-
-stuck_groups: list[Any] = []
-"""Groups over several hosts whose end would wait for what ``FreeableWork`` has left."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Group:
     """This rank's membership in the default process group of ``torch.distributed``.
@@ -100,8 +91,6 @@ class Group:
     """The host's name, as the user wrote it; empty: as the host names itself."""
     peers: frozenset[str] = frozenset()
     """The addresses of the other hosts."""
-    listeners: frozenset[int] = frozenset()
-    """The sockets, by inode, at which gloo's threads of the default group listen."""
     server: dist.TCPStore | None = None
     """Where the ranks of several hosts meet; in rank 0's process only."""
     generation: int = field(default=-1)
@@ -109,7 +98,7 @@ class Group:
     """``time.time_ns()`` when this generation's group was formed."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
     """Ends waits that are not the group's own; each group has a new one."""
-    collective_checks: CollectiveChecker = field(default_factory=CollectiveChecker)
+    collective_checks: MismatchCheck = field(default_factory=MismatchCheck)
     """Refuses collectives that do not match the other ranks'."""
 
     def join(self, generation: int, *, is_checked: bool = False) -> None:
@@ -130,29 +119,17 @@ class Group:
             os.environ.setdefault(name, value)
         level = dist.DebugLevel.DETAIL if is_checked else dist.DebugLevel.OFF
         dist.set_debug_level(level)
-        self.collective_checks.begin(self.folder, generation)
+        self.collective_checks.start(self.folder, generation)
         if generation:  # a rank that dies while the first group is formed ends the start
             self._meet(store)
-        listened = own_listeners()
         init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
         self.generation = generation
         self.cancellation = CancellationToken()
-        waits_in_slices = self.peers and not self.can_abort  # to NCCL a slice's end is a failure
-        self.collective_checks.token = self.cancellation if waits_in_slices else None
-        if waits_in_slices:
-            gloo_internals.survive_long_messages()
         self.joined_ns = time.time_ns()
         self.announce()
         total = torch.ones(1, device=self.device, dtype=torch.float32)  # not each rank's default
         dist.all_reduce(total)
         assert total.item() == self.world_size
-        is_complete = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0"
-        made = {i: each for i, each in own_listeners().items() if i not in listened}
-        self.listeners = frozenset(made)
-        if waits_in_slices and is_complete:  # and gloo would keep whoever else connects
-            for descriptor in made.values():
-                with contextlib.suppress(OSError):  # a system without filters for sockets
-                    admit_no_more(descriptor)
 
     def _meet(self, store: dist.Store) -> None:
         """Wait until all ranks are about to form the group: that can be aborted, unlike the rest.
@@ -196,9 +173,6 @@ class Group:
                 ends_in_time([lambda: torch.cuda.synchronize(self.device)], DRAIN_SECONDS)
             if not abort_groups(ABORT_SECONDS):
                 raise RuntimeError(f"{self.backend} did not abort: restart this rank.")
-        is_stuck = self.cancellation.is_aborted or gloo_internals.num_stopped_threads()
-        if self.peers and is_stuck:
-            stuck_groups.extend(torch_internals.process_groups())
         with contextlib.suppress(RuntimeError):  # the connections of an aborted group are closed
             destroy_process_group()
 
@@ -226,25 +200,10 @@ class Group:
             print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
         num_aborted = self.cancellation.abort()
         ends = {(Address(*there), Address(*here)) for there, here in peers_ends}
-        inodes = set()
         for own in own_connections():
             if (own.raddr, own.laddr) in ends or self._leads_to_peer(own):
-                inodes.add(own.inode)
                 num_aborted += shut_down(own.fd)
-        self.leave_unread(inodes)
         return num_aborted
-
-    def leave_unread(self, inodes: Collection[int] = ()) -> None:
-        """Have gloo's threads soon spend no time on messages of connections that have ended.
-
-        ``inodes``: connections besides those of the default group.
-        """
-        watched = {*inodes, *gloo_internals.watched_beside(self.listeners)} - self.listeners
-        later = threading.Timer(
-            UNREAD_SECONDS, lambda: gloo_internals.leave_unread(watched - established())
-        )
-        later.daemon = True
-        later.start()
 
     def _leads_to_peer(self, connection: TcpConnection) -> bool:
         """Return whether a connection leads to a rank of another host, as far as can be known.
@@ -288,8 +247,7 @@ class Group:
             local_world_size=self.local_world_size,
             missing=(
                 *torch_internals.missing_features(can_abort=self.can_abort),
-                *(gloo_internals.missing_features() if self.peers else ()),
-                *self.collective_checks.missing_features(),
+                *mismatch.missing_features(),
                 *ipykernel_internals.missing_features(),
             ),
         )

@@ -34,35 +34,31 @@ def preserve_globals(device: torch.device) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(_set_num_threads, torch.get_num_threads())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        stack.callback(set_random_state, random_state(device), device)
+        stack.callback(set_random_state, random_state(device))
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         yield
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of all global random numbers, in types that a checkpoint can hold."""
-    kind, keys, *rest = np.random.get_state()
-    version, internal, gauss = random.getstate()
+    """Return the state of all global random numbers."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
-        "python": [version, list(internal), gauss],
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type == "cuda":  # all of them: the replicas of dp are on several
+        state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
     """Restore what ``random_state`` returned."""
     torch.set_rng_state(state["torch"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def _set_num_threads(num_threads: int) -> None:

@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankStatus
-from ddpnb.rank.collective_checks import BACKWARD
 from ddpnb.rank.comm.link import is_exchanging
 from ddpnb.rank.comm.shared_all_reduce import num_sums
 from ddpnb.rank.process_group import Group
+from ddpnb.rank.stack import BACKWARD, outward
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
 """The number of Linux's system call that waits for a lock."""
@@ -101,10 +101,7 @@ def users_stack(shell: Any) -> list[str]:
 
 def main_thread_frames() -> Iterator[FrameType]:
     """Yield the frames of the main thread, innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    yield from outward(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def is_users(frame: FrameType, shell: Any) -> bool:

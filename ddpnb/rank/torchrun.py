@@ -31,9 +31,9 @@ import torch.multiprocessing
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Script
-from ddpnb.rank.collective_checks import CELLS, lines_of
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.random_state import preserve_globals, seed_everything
+from ddpnb.rank.stack import CELLS, lines_of
 
 LAUNCHER = "torch.distributed.launcher.api"
 """What torchrun and accelerate's ``notebook_launcher`` start processes with."""

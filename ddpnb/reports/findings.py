@@ -249,6 +249,8 @@ def _exposed(summary: StrategySummary) -> Cell:
 
 def _memory(summary: StrategySummary) -> Cell:
     parameters, state = summary.parameter_bytes, summary.optimizer_bytes
+    if math.isfinite(summary.peak_bytes):
+        return Cell(text=size(summary.peak_bytes), quiet="peak")
     if math.isnan(parameters) and math.isnan(state):
         return Cell(text=NOTHING)
     both = sum(part for part in (parameters, state) if math.isfinite(part))

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
+from ddpnb.rank.collectives.account import Account
+from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
-
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.base import OptimizerFactory, Supervised
@@ -175,18 +176,19 @@ def drive(
         seed=problem.seed,
         folder=folder,
         accumulate=problem.accumulate,
-        **({"name": "fit", "optimizer": problem.factory()} | fields),
+        **({"name": "fit", "make_optimizer": problem.factory()} | fields),
     )
     strategy.setup(worker)
     reports = []
     shards = taken_in_advance(strategy.shards(), fields.get("num_prefetched", 0))
-    for number, shard in enumerate(shards):
-        if before_step is not None:
-            before_step(state.rank, number)
-        batch = batch_of(order, shard, inputs, targets)
-        loss = strategy.step(batch)
-        traffic = worker.meter.take()
-        reports.append(StepReport(loss, batch.num_samples, traffic, worker.staleness))
+    with listening(Account(worker.meter)):
+        for number, shard in enumerate(shards):
+            if before_step is not None:
+                before_step(state.rank, number)
+            batch = batch_of(order, shard, inputs, targets)
+            loss = strategy.step(batch)
+            traffic = worker.meter.take()
+            reports.append(StepReport(loss, batch.num_samples, traffic, worker.staleness))
     num_files, memory = len(list(folder.iterdir())), strategy.memory()
     return replace(
         fit_of(strategy.finish(), reports),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.collective_checks import CollectiveChecker
+from ddpnb.rank.collectives.mismatch import MismatchCheck
 
 TIMEOUT_SECONDS = 60.0
 
@@ -145,7 +145,7 @@ def make_state(rank: int, world_size: int) -> RankState:
 def serve(state: RankState, folder: Path, rendezvous: Path, pipe: Connection) -> None:
     """Carry out jobs until the test's end of the pipe is closed."""
     torch.set_num_threads(1)
-    CollectiveChecker().begin(rendezvous, 0)  # as in a cluster: no strategy may be refused
+    MismatchCheck().start(rendezvous, 0)  # as in a cluster: no strategy may be refused
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(rendezvous / "store"), state.world_size),

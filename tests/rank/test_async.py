@@ -158,7 +158,7 @@ def test_each_step_hands_over_the_gradients_bytes(ranks):
     problem = Problem(num_epochs=1)
     size = sum(4 * p.numel() for p in problem.build().parameters())
     for fit in ranks(2).call(fit_async, problem):
-        assert {report.num_bytes_sent for report in fit.reports} == {size}
+        assert {report.traffic.sent for report in fit.reports} == {size}
 
 
 def test_the_samples_are_those_of_a_synchronous_run(ranks):

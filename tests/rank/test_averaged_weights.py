@@ -52,12 +52,12 @@ class Averaging:
             parameter.data /= 2
 """
 )
-AVERAGING = ["local-sgd", "diloco", "gossip", "gossip:together=on", "easgd"]
+AVERAGING = ["local-sgd", "diloco", "gossip"]
 
 
 def trained(ranks, folder: Path, word: str, source: str = CELL) -> tuple[RunReport, list[str]]:
     """Train on two ranks; write the model."""
-    spec = spec_of(word, source=source, checkpoints=str(folder), save_every=1, num_epochs=2)
+    spec = spec_of(word, source=source, models=str(folder), num_epochs=2)
     report, events = ranks(2).call(train_job, spec)[0]
     (header,) = [event for event in events if isinstance(event, RunHeader)]
     return report, [note for note in header.notes if note == BATCHNORM_NOTE]
@@ -71,7 +71,7 @@ def with_exact_statistics(folder: Path) -> tuple[nn.Module, float]:
         torch.manual_seed(0)
         (inputs, _), (held_out, targets) = (defined["data"](split) for split in ("train", "test"))
     model = defined["model"]()
-    model.load_state_dict(torch.load(folder / "run-1" / "model.pt", weights_only=True))
+    model.load_state_dict(torch.load(folder / "run-1.pt", weights_only=True))
     hidden, scored = model[0](inputs), model[0](held_out)
     exact = (scored - hidden.mean(dim=0)) / (hidden.var(dim=0) + 1e-5).sqrt()
     outputs = model[3](torch.relu(exact * model[1].weight + model[1].bias))

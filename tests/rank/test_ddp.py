@@ -3,17 +3,23 @@
 import itertools
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from ddpnb.protocol.errors import UserError
+from ddpnb.rank.collectives.account import Account
+from ddpnb.rank.collectives.intercept import listening
+from ddpnb.rank.meter import Meter
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.replica import Batch, Replica
+from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks.base import Supervised
-from ddpnb.rank.training.timing import CpuClock
+from ddpnb.rank.training.requirements import check_strategy
+from ddpnb.rank.training.timing import CpuClock, StepReport
 from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance, drive
+from tests.rank.ranks import make_state
 
 
 @pytest.mark.parametrize(
@@ -48,7 +54,7 @@ def test_compressed_gradients_are_weighted_as_plain_ones(ranks, hook):
 
 def test_half_the_width_is_half_the_bytes(ranks):
     plain, fp16, bf16 = (
-        ranks(2).call(by_strategy, f"ddp:hook={hook}", Problem())[0].reports[-1].num_bytes_sent
+        ranks(2).call(by_strategy, f"ddp:hook={hook}", Problem())[0].reports[-1].traffic.sent
         for hook in ("none", "fp16", "bf16")
     )
     assert fp16 == bf16 == plain // 2
@@ -58,11 +64,27 @@ def test_half_the_width_is_half_the_bytes(ranks):
 def test_powersgd_sends_two_thin_matrices_for_each_wide_one(ranks, option, num_plain):
     """After its first plain steps."""
     reports = ranks(2).call(by_strategy, f"ddp:hook=powersgd{option}", Problem())[0].reports
-    sent = [report.num_bytes_sent for report in reports]
+    sent = [report.traffic.sent for report in reports]
     plain = 4 * (6 * 16 + 16 + 16 * 3 + 3)
-    assert sent[:num_plain] == [plain] * num_plain
+    order = 4 * 6  # DDP also broadcasts the order of its buckets in the second step
+    assert sent[:num_plain] == [plain, plain + order, *[plain] * (num_plain - 2)]
     # rank 1: (6 + 16) for 6 x 16, (16 + 3) for 16 x 3; the biases as they are
     assert set(sent[num_plain:]) == {4 * (6 + 16 + 16 + 16 + 3 + 3)}
+
+
+def worker_of(model, state, folder) -> Worker:
+    return Worker(
+        model=model,
+        make_model=lambda: model,
+        training_step=Supervised(nn.functional.mse_loss),
+        make_optimizer=partial(torch.optim.SGD, lr=0.01),
+        device=torch.device("cpu"),
+        rank=state.rank,
+        world_size=state.world_size,
+        num_steps=20,
+        folder=folder,
+        name="large",
+    )
 
 
 def large_job(state, folder, word):
@@ -70,24 +92,16 @@ def large_job(state, folder, word):
     strategy = make_strategy(word, {})
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600), nn.Linear(600, 2))
-    strategy.setup(
-        Replica(
-            model=model,
-            training_step=Supervised(nn.functional.mse_loss),
-            optimizer=partial(torch.optim.SGD, lr=0.01),
-            device=torch.device("cpu"),
-            rank=state.rank,
-            world_size=state.world_size,
-            num_steps=20,
-            folder=folder,
-            name="large",
-        )
-    )
+    strategy.setup(worker_of(model, state, folder))
     batch = Batch(content=(torch.randn(4, 600), torch.randn(4, 2)), num_samples=4, num_global=8)
     for _ in range(20):
         strategy.step(batch)
-    buckets = strategy._ddp._get_ddp_logging_data()["num_buckets_reduced"]
-    return buckets, strategy.notes(), [p.detach().clone() for p in strategy.finish().parameters()]
+    buckets = strategy.ddp._get_ddp_logging_data()["num_buckets_reduced"]
+    return (
+        buckets,
+        strategy.plan(state).notes,
+        [p.detach().clone() for p in strategy.finish().parameters()],
+    )
 
 
 def test_powersgd_sends_one_bucket_whose_messages_cannot_mix(ranks):
@@ -101,9 +115,8 @@ def test_powersgd_sends_one_bucket_whose_messages_cannot_mix(ranks):
 
 @pytest.mark.parametrize("option", ["powersgd_rank=4", "powersgd_start=10"])
 def test_an_option_for_no_powersgd_is_refused(option):
-    name, _, _ = option.partition("=")
-    with pytest.raises(UserError, match=f"{name} goes with ddp:hook=powersgd"):
-        make_strategy(f"ddp:{option}", {})
+    with pytest.raises(UserError, match=r"goes with ddp:hook=powersgd"):
+        check_strategy(f"ddp:{option}", worker_of(nn.Linear(1, 1), make_state(0, 1), Path()))
 
 
 def test_powersgd_cannot_compress_before_its_third_step():
@@ -115,7 +128,7 @@ def views_job(state, folder, word):
     """Train a step; return whether all gradients lie in one piece of memory."""
     with closing(make_strategy(word, {})) as strategy:
         drive(strategy, state, folder, Problem(num_epochs=0.3))
-        grads = [parameter.grad for parameter in strategy._replica.parameters]
+        grads = [parameter.grad for parameter in strategy.worker.parameters]
         return len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
 
 
@@ -133,25 +146,16 @@ def timed_job(state, folder, word, num_steps):
     problem, clock = Problem(batch_size=16), CpuClock()
     inputs, targets = torch.randn(64, 256), torch.randn(64, 256)
     timings = []
+    worker = worker_of(torch.nn.Sequential(*layers), state, folder)
+    worker.meter, worker.num_steps = Meter(clock), num_steps
     with closing(make_strategy(word, {})) as strategy:
-        strategy.setup(
-            Replica(
-                model=torch.nn.Sequential(*layers),
-                training_step=Supervised(torch.nn.functional.mse_loss),
-                optimizer=problem.factory(),
-                device=torch.device("cpu"),
-                rank=state.rank,
-                world_size=state.world_size,
-                num_steps=num_steps,
-                folder=folder,
-                name="timed",
-                timer=clock,
-            )
-        )
+        strategy.setup(worker)
         clock.start()
-        for shard in strategy.shards():
-            batch = batch_of(problem.order(state.world_size), shard, inputs, targets)
-            timings += clock.timing(strategy.step(batch))
+        with listening(Account(worker.meter)):
+            for shard in strategy.shards():
+                batch = batch_of(problem.order(state.world_size), shard, inputs, targets)
+                loss = strategy.step(batch)
+                timings += clock.timing(StepReport(loss, batch.num_samples, worker.meter.take()))
         strategy.finish()
     return [(timing.seconds, timing.parts) for timing in timings]
 

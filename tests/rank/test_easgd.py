@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ddpnb.rank.strategies.easgd import Easgd
 from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.easgd import Easgd
 from ddpnb.rank.tasks.batches import Shard
 from tests.rank.fit import Fit, Problem, distance, drive, fit_of, optimum
 from tests.rank.hold import wait_for

@@ -10,8 +10,8 @@ import torch
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
+from ddpnb.rank.meter import NullTimer
 from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.fault_injection import FaultInjector, notes
 from tests.rank.ranks import make_state

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ddpnb.rank.strategies.replica import NullTimer
 
 from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.gossip import Gossip, choose_peer
-from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.context import build_context
 from tests.rank.fit import Fit, Problem, average, distance, drive, fit_of, optimum

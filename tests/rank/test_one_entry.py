@@ -22,17 +22,16 @@ catalogue.STRATEGIES["added"] = catalogue.StrategyEntry(
 """
 
 FILE = """
-from ddpnb.rank.strategies.base import SynchronousStrategy
-from ddpnb.rank.strategies.replica import StepReport
+from ddpnb.rank.strategies.base import Strategy
 
-class Added(SynchronousStrategy):
+class Added(Strategy):
     def __init__(self, *, every=2):
         self.every = every
 
     def step(self, batch):
-        loss = self._replica.compute_gradients(batch)
-        self._replica.update(self._optimizer)
-        return StepReport(loss=loss, num_samples=batch.num_samples)
+        loss = self.worker.compute_gradients(batch)
+        self.worker.update(self.optimizer)
+        return loss
 """
 
 ON_A_RANK = """

@@ -36,7 +36,7 @@ def branching_job(state, folder):
     """Train; return the fit and the gradients of the last step."""
     strategy = DdpOverlapByHand()
     fit = drive(strategy, state, folder, Branches())
-    return fit, [p.grad.clone() for p in strategy._replica.parameters]
+    return fit, [p.grad.clone() for p in strategy.worker.parameters]
 
 
 class Branches(Problem):
@@ -85,7 +85,7 @@ def hooks_job(state, folder):
     """Train; return how many hooks the trained model has."""
     strategy = DdpOverlapByHand()
     drive(strategy, state, folder, Problem())
-    model = strategy._replica.model
+    model = strategy.worker.model
     return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
 

@@ -173,7 +173,7 @@ def test_hooks_of_the_optimizer_see_all_gradients_once_a_step(ranks, word):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_zero_sends_gradients_to_all_and_each_part_to_all_others(ranks, num_ranks):
     fits = ranks(num_ranks).call(by_strategy, "zero", WIDE_PROBLEM)
-    per_step = sum(one.reports[0].num_bytes_sent for one in fits)
+    per_step = sum(one.reports[0].traffic.sent for one in fits)
     others = num_ranks - 1
     assert per_step == num_ranks * (2 * others * S // num_ranks) + others * S
 
@@ -186,7 +186,7 @@ def test_fsdp_sends_its_part_for_each_gather_and_scatter(ranks, num_ranks, accum
     problem = replace(WIDE_PROBLEM, accumulate=accumulate)
     for word, num_gathers in (("fsdp", 2 * accumulate), ("fsdp:reshard=off", accumulate)):
         for one in ranks(num_ranks).call(by_strategy, word, problem):
-            assert one.reports[0].num_bytes_sent == (num_ranks - 1) * part * (num_gathers + 1)
+            assert one.reports[0].traffic.sent == (num_ranks - 1) * part * (num_gathers + 1)
 
 
 @pytest.mark.parametrize("word", ["fsdp", "fsdp:reshard=off"])
@@ -197,7 +197,7 @@ def test_fsdp_sends_no_gradients_of_what_is_frozen(ranks, word):
     odd = [(6 + 1) * num_gathers, 1]  # three rows in two parts: one more is sent each time
     for one in ranks(2).call(by_strategy, word, FrozenProblem()):
         num_values = (all_values * num_gathers + trained + sum(odd)) / 2
-        assert {report.num_bytes_sent for report in one.reports} == {4 * num_values}
+        assert {report.traffic.sent for report in one.reports} == {4 * num_values}
 
 
 def test_layers_are_what_is_called_by_itself_and_shares_nothing():
@@ -250,7 +250,7 @@ def reported_and_recorded(state, folder, word, problem) -> tuple[int, int]:
     parts = [values_of_a_part(e, state.world_size) for e in entries if e["time_created_ns"] > since]
     for_the_end = [-(-len(p) // state.world_size) * p[0].numel() for p in fit.parameters]
     recorded = (state.world_size - 1) * 4 * (sum(parts) - sum(for_the_end))
-    return sum(report.num_bytes_sent for report in fit.reports), recorded
+    return sum(report.traffic.sent for report in fit.reports), recorded
 
 
 def values_of_a_part(entry, num_parts: int) -> int:

@@ -179,7 +179,7 @@ def test_where_ranks_share_no_memory_gloo_takes_over_with_a_note(ranks):
     for fit in ranks(2).call(apart, Problem()):
         assert distance(fit, by_hand(Problem(), 2)) < 1e-5
         assert "cannot share memory" in fit.notes[0]
-        assert fit.reports[0].num_bytes_sent == 4 * (6 * 16 + 16 + 16 * 3 + 3)
+        assert fit.reports[0].traffic.sent == 4 * (6 * 16 + 16 + 16 * 3 + 3)
 
 
 def apart(state, folder, problem):

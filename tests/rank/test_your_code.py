@@ -10,7 +10,6 @@ import torch
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
-from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.context import build_context
 from tests.rank.ranks import RankFailedError, make_state
@@ -304,7 +303,7 @@ def rates_of(lines: str) -> list[float]:
     """The learning rates of six updates of a cell's optimizer, two in an epoch."""
     spec = spec_of("single", SHORT + lines, batch_size=50, num_epochs=3)
     context = build_context(spec, make_state(0, 1), {}, filename="here")
-    replica = context.replica("t", num_steps=6, timer=NullTimer())
+    replica = context.worker("t", num_steps=6)
     optimizer, rates = replica.optimizer(replica.parameters), []
     optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
     for _ in range(6):

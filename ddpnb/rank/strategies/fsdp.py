@@ -116,8 +116,13 @@ class Fsdp(Strategy):
         return plain
 
     def snapshot(self) -> State:
-        """Gather the whole model; takes part: every rank."""
-        return {name: _whole(value) for name, value in self.worker.model.state_dict().items()}
+        """Gather the whole model, each parameter once; takes part: every rank."""
+        model = self.worker.model
+        whole = {id(each): _whole(each.detach()) for each in model.parameters()}
+        state: State = model.state_dict()
+        for name, each in model.named_parameters(remove_duplicate=False):
+            state[name] = whole[id(each)]
+        return state
 
     @contextmanager
     def _unsynced(self) -> Iterator[None]:

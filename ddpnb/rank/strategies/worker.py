@@ -34,7 +34,7 @@ class Worker:
     make_model: Callable[[], nn.Module]
     """Makes the plain model anew, on ``device``, with the weights that training began with."""
     training_step: StepFunction = CLASSIFY
-    optimizer: OptimizerFactory
+    make_optimizer: OptimizerFactory
     """Makes an optimizer with its scaled learning rate, warm-up and clipping."""
     device: torch.device
     rank: int
@@ -80,6 +80,11 @@ class Worker:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are trained, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Make the task's optimizer for some parameters."""
+        self.optimizers.append(self.make_optimizer(parameters))
+        return self.optimizers[-1]
 
     def state_with(self, parameters: Iterable[Tensor]) -> dict[str, Any]:
         """Return the model's state with other values of the parameters that are trained."""

@@ -25,9 +25,10 @@ from torch import Tensor
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import RankSpans, Span
-from ddpnb.rank.collective_checks import BACKWARD, users_file
-from ddpnb.rank.collective_log import METHODS, Collective
+from ddpnb.rank import stack
+from ddpnb.rank.collectives.table import METHODS, Collective
 from ddpnb.rank.comm.flat_buffers import num_bytes
+from ddpnb.rank.stack import BACKWARD
 
 MAX_SPANS: Final = 20_000
 """Spans that a rank keeps; later ones are counted."""
@@ -275,7 +276,7 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def users_line() -> str:
     """Return where the user's code is: ``"line 3"``; empty if there is none near."""
-    wanted, in_backward = users_file(), False
+    wanted, in_backward = stack._users_file, False
     frame: FrameType | None = sys._getframe(2)
     for _ in range(MAX_FRAMES):
         if frame is None:

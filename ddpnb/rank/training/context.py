@@ -13,7 +13,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ddpnb.compat.torch_internals import end_data_workers
@@ -126,19 +125,13 @@ class RunContext:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model.train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
-        optimizers: list[Optimizer] = []
         is_tried = phase == CHECK
         make = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule, is_tried)
-
-        def recorded_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
-            optimizers.append(make(parameters, model))
-            return optimizers[-1]
-
         return Worker(
             model=model,
             make_model=self.make_model,
             training_step=self.task.step,
-            optimizer=recorded_optimizer,
+            make_optimizer=lambda parameters: make(parameters, model),
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
@@ -151,7 +144,6 @@ class RunContext:
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
             transport=self.spec.transport,
             link=self.link,
-            optimizers=optimizers,
             delay=delay,
             joins=self.rejoin_info is not None,
             num_prefetched=NUM_PREFETCHED * self.num_data_workers if self.prefetches else 0,
@@ -165,7 +157,7 @@ class RunContext:
             seed_everything(self.spec.seed)
             return self.task.model().to(self.device)
         finally:
-            set_random_state(numbers, self.device)
+            set_random_state(numbers)
 
     def source(self, strategy: Strategy) -> Source:
         """Return the source of the samples for a strategy that has been set up."""
@@ -277,7 +269,7 @@ class RunContext:
         plan, on_gpu = self.plan, self.device.type == "cuda"
         is_shared = plan.num_ranks == self.state.world_size > 1
         # Ranks that do not wait for each other in each step would do so in BatchNorm.
-        is_in_step = plan.synchronous and plan.num_steps_ahead == 0
+        is_in_step = plan.synchronous and plan.num_steps_ahead == 0 and not plan.never_waits
         return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
     def _alone(self, indices: Tensor) -> Batch:

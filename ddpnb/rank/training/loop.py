@@ -32,6 +32,8 @@ from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
 from ddpnb.protocol.processes import atomic_write
+from ddpnb.rank.collectives.account import Account
+from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.base import Strategy
@@ -48,6 +50,7 @@ from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.timing import Clock, StepReport, clock_of
 from ddpnb.rank.training.validation import (
     check_evaluation,
+    check_loading,
     check_own,
     check_training,
     with_place,
@@ -104,6 +107,8 @@ def _checked(context: RunContext) -> Checked:
     else:
         check_training(worker, batch, context.spec.strategy)
         check_strategy(context.spec.strategy, worker)
+    if context.prefetches and context.device.type == "cuda":
+        check_loading(context)
     score = Score()
     if context.state.rank == 0 and context.is_evaluated:
         size, has_loss = batch.num_samples, context.has_loss
@@ -234,9 +239,10 @@ def _perform(
         # -- train ------------------------------------------------------------------------
         if not plan.synchronous:
             source = metrics.recorded(source)
-        with contextlib.nullcontext():
+        with listening(Account(worker.meter)):
             _train(metrics, strategy, worker, source, stop, fault_injector, snapshots)
             metrics.memory = strategy.memory()
+            metrics.note_peak()
             # -- finish -------------------------------------------------------------------
             model = strategy.finish()  # waits for all: only then may the stop file be removed
         if plan.finish_is_timed:

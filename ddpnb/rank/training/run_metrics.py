@@ -42,6 +42,7 @@ class RunMetrics:
     num_bytes_received: int = 0
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
+    num_peak_bytes: int = 0
     shards: list[int] = field(default_factory=list)
 
     def recorded(self, source: Iterator[tuple[Shard, Content]]) -> Iterator[tuple[Shard, Content]]:
@@ -55,6 +56,8 @@ class RunMetrics:
         """Start counting time."""
         if self.context.rejoin_info is not None:
             self.late_seconds = time.time() - self.context.rejoin_info.began_at
+        if self.context.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.context.device)
         self.clock.start()
 
     def add(self, timings: list[StepTiming]) -> None:
@@ -77,6 +80,11 @@ class RunMetrics:
             self.num_samples += timing.report.num_samples
             self.num_bytes_received += timing.report.traffic.received
 
+    def note_peak(self) -> None:
+        """Measure the most memory that the training had on the GPU, activations included."""
+        if self.context.device.type == "cuda":
+            self.num_peak_bytes = torch.cuda.max_memory_allocated(self.context.device)
+
     def mark(self, text: str) -> None:
         """Publish something that has just happened on this rank."""
         rank = self.context.state.rank
@@ -96,6 +104,7 @@ class RunMetrics:
             shards=tuple(self.shards),
             num_parameter_bytes=self.memory.parameters,
             num_optimizer_bytes=self.memory.optimizer,
+            num_peak_bytes=self.num_peak_bytes,
         )
 
     def estimate_batchnorm(self, model: nn.Module) -> None:

@@ -97,14 +97,14 @@ class CpuClock(Timer):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Count no time in this context, which is entered between two steps."""
-        begun = time.perf_counter()
+        begun, since, phase, spent = time.perf_counter(), self._since, self._phase, {**self._spent}
         try:
             yield
         finally:
             seconds = time.perf_counter() - begun
             self._start += seconds
             self._end += seconds
-            self._since += seconds
+            self._since, self._phase, self._spent = since + seconds, phase, spent
 
     @property
     def seconds(self) -> float:
@@ -115,18 +115,21 @@ class CpuClock(Timer):
 class _Pending(NamedTuple):
     report: StepReport
     marks: list[tuple[Phase, torch.cuda.Event]]
-    """The parts of the step and when each began; the last is the end of the step."""
+    """The phases of the step and when each began; the last is the end of the step."""
     hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]]
     loss: Tensor
     metrics: Tensor
     """Their values, in the report's order."""
-    paused_seconds: float
-    """How long the clock was paused before this step."""
 
 
 @final
 class CudaClock(Timer):
-    """Reads CUDA events of finished steps."""
+    """Reads CUDA events of finished steps.
+
+    Seconds add up from event to event: ``elapsed_time`` returns milliseconds as a float32, which
+    are no finer than 0.1 ms after a quarter of an hour (torch.cuda.Event, CUDA's
+    cudaEventElapsedTime).
+    """
 
     num_steps_ahead = MAX_PENDING + 1
 
@@ -135,8 +138,9 @@ class CudaClock(Timer):
         self._marks: list[tuple[Phase, torch.cuda.Event]] = []
         self._hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._pending: deque[_Pending] = deque()
+        self._free: list[torch.cuda.Event] = []
+        """Events of finished steps, to be recorded anew."""
         self._seconds = 0.0
-        self._paused_seconds = 0.0
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Record an event behind the work that the GPU has so far."""
@@ -146,7 +150,7 @@ class CudaClock(Timer):
 
     def moment(self) -> Moment:
         """Record an event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -157,10 +161,8 @@ class CudaClock(Timer):
     def start(self) -> None:
         """Let the GPU finish, then record the first event."""
         torch.cuda.synchronize(self._device)
-        self._marks, self._hidden = [], []
-        self._seconds = self._paused_seconds = 0.0
+        self._marks, self._hidden, self._seconds = [], [], 0.0
         self.begin("data")
-        self._start = self._marks[0][1]
 
     def timing(self, report: StepReport) -> list[StepTiming]:
         """Record an event behind this step; return the steps that the GPU has finished."""
@@ -171,9 +173,7 @@ class CudaClock(Timer):
         for held, value in zip(metrics, report.metrics.values(), strict=True):
             held.copy_(value, non_blocking=True)
         self.begin("data")
-        self._pending.append(
-            _Pending(report, self._marks, self._hidden, loss, metrics, self._paused_seconds)
-        )
+        self._pending.append(_Pending(report, self._marks, self._hidden, loss, metrics))
         self._marks, self._hidden = [self._marks[-1]], []
         if len(self._pending) > MAX_PENDING:
             self._pending[0].marks[-1][1].synchronize()
@@ -188,20 +188,18 @@ class CudaClock(Timer):
         """Let the GPU finish, and count what has followed the last step too."""
         last = self.moment()
         torch.cuda.synchronize(self._device)
-        self._seconds = self._start.elapsed_time(last) / 1000 - self._paused_seconds
+        self._seconds += self._marks[0][1].elapsed_time(last) / 1000
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let the GPU finish before and after; the next step's time begins then."""
         torch.cuda.synchronize(self._device)
-        begun = self.moment()
         try:
             yield
         finally:
-            self._marks = []
-            self.begin("data")
             torch.cuda.synchronize(self._device)
-            self._paused_seconds += begun.elapsed_time(self._marks[0][1]) / 1000
+            self._marks, self._hidden = [], []
+            self.begin("data")
 
     @property
     def seconds(self) -> float:
@@ -212,12 +210,13 @@ class CudaClock(Timer):
         timings = []
         while self._pending and self._pending[0].marks[-1][1].query():
             done = self._pending.popleft()
-            passed = self._start.elapsed_time(done.marks[-1][1]) / 1000
-            self._seconds = passed - done.paused_seconds
+            parts = _parts_of(done)
+            self._seconds += sum(parts) - parts.hidden
             metrics = dict(zip(done.report.metrics, done.metrics.tolist(), strict=True))
-            timings.append(
-                StepTiming(done.report, self._seconds, done.loss.item(), _parts_of(done), metrics)
-            )
+            timings.append(StepTiming(done.report, self._seconds, done.loss.item(), parts, metrics))
+            used = [event for _, event in done.marks[:-1]]  # the last begins the next step
+            used += [event for pair in done.hidden for event in pair]
+            self._free += {id(event): event for event in used}.values()
         return timings
 
 

@@ -20,8 +20,9 @@ from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
-from ddpnb.rank.tasks.batches import Tree, shape_of, twice
-from ddpnb.rank.tasks.samples import Items
+from ddpnb.rank.tasks.batches import Shard, Tree, shape_of, twice
+from ddpnb.rank.tasks.samples import DatasetSamples, Items
+from ddpnb.rank.training.context import RunContext, prefetching
 from ddpnb.rank.training.evaluation import Score, number_of, pair_of, score
 from ddpnb.rank.training.requirements import needs_all_gradients, wraps_model
 
@@ -153,6 +154,27 @@ def check_own(worker: Worker, batch: Batch, strategy: Strategy) -> None:
     with closing(strategy):
         strategy.setup(worker)
         strategy.step(batch)
+
+
+def check_loading(context: RunContext) -> None:
+    """Load one sample in another process, as the run will: a forked one cannot use a GPU.
+
+    See "CUDA in multiprocessing" in torch's notes on multiprocessing.
+
+    Raises:
+        UserError: the user's data set fails there.
+    """
+    assert isinstance(context.task.train, DatasetSamples), "it is loaded sample by sample"
+    first = Shard(step=0, part=0, num_parts=1)
+    loading = prefetching(
+        context.task.train, [first], lambda _: torch.zeros(1, dtype=int), 1, seed=0
+    )
+
+    def load() -> None:
+        with loading as source:
+            next(source)
+
+    attempt("A loading process cannot use the GPU; keep the samples on the CPU. It failed", load)
 
 
 def check_model(model: nn.Module) -> None:

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from ddpnb.rank.collective_log import (
+from ddpnb.rank.collectives.log import (
     FILES,
-    METHODS,
-    NO_ROOT,
     CollectiveLog,
     CollectiveMismatchError,
     find_mismatch,
     kept_calls,
     settle_dispute,
+    text_of,
 )
+from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
 from ddpnb.rank.comm.rendezvous import CancellationToken, FreeableWork, freeable_future
 from tests.cluster.rig import wait_until
 
@@ -33,8 +33,8 @@ def opened(path: Path) -> list[CollectiveLog]:
 
 
 def write(log: CollectiveLog, size: int) -> tuple[int, bool]:
-    text, checksum = METHODS["allreduce"].text([torch.ones(size)], NO_ROOT)
-    return log.write(text, checksum, 0, False)
+    call = Call(METHODS["allreduce"], None, [[torch.ones(size)]], NO_ROOT, is_blocking=True)
+    return log.write(*text_of(call), 0, False)
 
 
 def in_threads(call: Callable[[int], None]) -> None:

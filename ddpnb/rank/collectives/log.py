@@ -15,18 +15,19 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from ddpnb.rank.collectives.table import NO_ROOT, ROOT_WORDS, Call, kind_of
+from ddpnb.rank.stack import MARK, mark_of
+
 FILES: Final = "calls-{generation}-"
 """How the name of a group's file begins."""
-NO_ROOT = -1
 NOT_COMPARED = -1
 """Stands for the size if tensors of different sizes may meet."""
 NUM_KEPT: Final = 64
@@ -46,8 +47,6 @@ _RANK: Final = struct.Struct("<I")
 DISPUTE_SECONDS = 1.0
 """How long a backend may take to accept or refuse a call that differs from another rank's."""
 POLL_SECONDS = 0.001
-_MARK: Final = 2**24
-"""Lines are smaller; above them is the mark of the file."""
 SETTLE_SECONDS = 0.05
 """How long to wait before raising, so that the error also names ranks that come a little later."""
 
@@ -56,92 +55,22 @@ class CollectiveMismatchError(RuntimeError):
     """The ranks of a group make different calls, or one call with tensors that do not match."""
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """A method of ``ProcessGroup``, and the operation that it calls in torch's dispatcher."""
-
-    name: str
-    """As users call it."""
-    operation: str
-    num_tensors: int
-    """Arguments of the operation before its group."""
-    _: KW_ONLY
-    tensor: int | None = 0
-    """The index of the argument that holds this rank's tensors; None if there are no tensors."""
-    root: int | None = None
-    """The index of the root among the operation's arguments after its group; None without one."""
-    root_is: Literal["from", "to", ""] = ""
-    sizes: Literal["equal", "equal on CPUs", "equal without splits", "free"] = "equal"
-    """NCCL accepts tensors of different sizes in some calls that gloo does not."""
-
-    def text(self, arguments: Sequence[Any], root: int) -> tuple[bytes, int]:
-        """Return the text by which a call is compared, and the text's checksum.
-
-        Args:
-            arguments: of the method, or of the operation without its group.
-            root: the root's number in the group; ``NO_ROOT`` without one.
-        """
-        if self.tensor is None:
-            return _text(self.name, None, root, NOT_COMPARED, ())
-        part = arguments[self.tensor]
-        first = part if isinstance(part, Tensor) else part[0] if part else None
-        if first is None:
-            return _text(self.name, None, root, NOT_COMPARED, ())
-        if self.sizes != "equal" and not self._is_sized(first, arguments):
-            size = NOT_COMPARED
-        elif part is first or len(part) == 1:
-            size = first.numel()
-        else:
-            size = sum(each.numel() for each in part)
-        return _text(self.name, first.dtype, root, size, first.shape)
-
-    def _is_sized(self, tensor: Tensor, arguments: Sequence[Any]) -> bool:
-        if self.sizes == "equal on CPUs":
-            return tensor.device.type == "cpu"
-        return self.sizes == "equal without splits" and not any(arguments[2:4])
-
-
-_ALL_GATHER_SINGLE = Collective("all_gather_single", "_allgather_base_", 2, tensor=1)
-_REDUCE_SCATTER_SINGLE = Collective("reduce_scatter_single", "_reduce_scatter_base_", 2, tensor=1)
-_ALL_TO_ALL_SINGLE = Collective(
-    "all_to_all_single", "alltoall_base_", 2, tensor=1, sizes="equal without splits"
-)
-_ALL_GATHER_COALESCED = Collective(
-    "all_gather_coalesced", "allgather_into_tensor_coalesced_", 2, tensor=1
-)
-_REDUCE_SCATTER_COALESCED = Collective(
-    "reduce_scatter_coalesced", "reduce_scatter_tensor_coalesced_", 2, tensor=1
-)
-
-METHODS = {
-    "allreduce": Collective("all_reduce", "allreduce_", 1),
-    "allreduce_coalesced": Collective("all_reduce_coalesced", "allreduce_coalesced_", 1),
-    "broadcast": Collective("broadcast", "broadcast_", 1, root=0, root_is="from"),
-    "reduce": Collective("reduce", "reduce_", 1, root=1, root_is="to"),
-    "allgather": Collective("all_gather", "allgather_", 2, tensor=1, sizes="equal on CPUs"),
-    "allgather_coalesced": Collective("all_gather_coalesced", "allgather_coalesced_", 2, tensor=1),
-    "all_gather_single": _ALL_GATHER_SINGLE,
-    "_allgather_base": _ALL_GATHER_SINGLE,
-    "all_gather_single_coalesced": _ALL_GATHER_COALESCED,
-    "allgather_into_tensor_coalesced": _ALL_GATHER_COALESCED,
-    "gather": Collective(
-        "gather", "gather_", 2, tensor=1, root=0, root_is="to", sizes="equal on CPUs"
-    ),
-    "scatter": Collective("scatter", "scatter_", 2, root=0, root_is="from", sizes="equal on CPUs"),
-    "reduce_scatter": Collective("reduce_scatter", "reduce_scatter_", 2, sizes="equal on CPUs"),
-    "reduce_scatter_single": _REDUCE_SCATTER_SINGLE,
-    "_reduce_scatter_base": _REDUCE_SCATTER_SINGLE,
-    "reduce_scatter_single_coalesced": _REDUCE_SCATTER_COALESCED,
-    "reduce_scatter_tensor_coalesced": _REDUCE_SCATTER_COALESCED,
-    "alltoall": Collective("all_to_all", "alltoall_", 2, tensor=1, sizes="free"),
-    "all_to_all_single": _ALL_TO_ALL_SINGLE,
-    "alltoall_base": _ALL_TO_ALL_SINGLE,
-    "barrier": Collective("barrier", "barrier", 1, tensor=None),
-    "monitored_barrier": Collective("monitored_barrier", "monitored_barrier_", 1, tensor=None),
-}
-"""By their names in ``ProcessGroup``.  Calls between two ranks are not compared."""
-
-ROOT_WORDS = {each.name: each.root_is for each in METHODS.values()}
+def text_of(call: Call) -> tuple[bytes, int]:
+    """Return the text by which a call is compared, and the text's checksum."""
+    collective, arguments = call.collective, call.arguments
+    if collective.tensor is None:
+        return _text(call.name, None, call.root, NOT_COMPARED, ())
+    part = arguments[collective.tensor]
+    first = part if isinstance(part, Tensor) else part[0] if part else None
+    if first is None:
+        return _text(call.name, None, call.root, NOT_COMPARED, ())
+    if collective.sizes != "equal" and not collective.is_sized(first, arguments):
+        size = NOT_COMPARED
+    elif part is first or len(part) == 1:
+        size = first.numel()
+    else:
+        size = sum(each.numel() for each in part)
+    return _text(call.name, first.dtype, call.root, size, first.shape)
 
 
 def is_match(one: bytes, other: bytes) -> bool:
@@ -287,11 +216,6 @@ class CollectiveLog:
         return found
 
 
-def mark_of(path: str) -> int:
-    """Return what is added to the lines of a script, so that other files' lines differ."""
-    return (1 + zlib.crc32(path.encode()) % 255) * _MARK
-
-
 def settle_dispute(log: CollectiveLog, number: int, script: str = "") -> None:
     """Return once the call of this rank may go to the backend.
 
@@ -380,23 +304,18 @@ def _differing(log: CollectiveLog, number: int) -> list[Entry]:
 def _text(
     name: str, dtype: torch.dtype | None, root: int, size: int, shape: tuple[int, ...]
 ) -> tuple[bytes, int]:
-    kind = "" if dtype is None else _kind(dtype)
+    kind = "" if dtype is None else kind_of(dtype)
     text = f"{name}\t{kind}\t{root}\t{size}\t{list(shape)}".encode()[:TEXT_BYTES]
     return text, zlib.crc32(text)
 
 
-def _kind(dtype: torch.dtype) -> str:
-    """Return a type's name as torch's errors spell it: ``"Float"``."""
-    return torch.empty(0, dtype=dtype).type().split(".")[-1].removesuffix("Tensor")
-
-
 def _described(entries: Sequence[Entry], ranks: Sequence[int], script: str) -> str:
     """Return the sentence that says which ranks make which call, and where in the script."""
-    named = mark_of(script) // _MARK if script else 0
+    named = mark_of(script) // MARK if script else 0
     calls: dict[str, list[int]] = {}
     for entry in sorted(entries, key=lambda entry: ranks[entry.place]):
         call = spelled(entry.text, ranks, in_backward=entry.in_backward)
-        mark, number = divmod(entry.line, _MARK)
+        mark, number = divmod(entry.line, MARK)
         file = f" of {Path(script).name}" if mark and mark == named else ""
         line = f" (line {number}{file})" if number else ""
         calls.setdefault(call + line, []).append(ranks[entry.place])

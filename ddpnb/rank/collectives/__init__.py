@@ -1,0 +1,1 @@
+"""Calls of ``torch.distributed``: what they are, and who hears of them (ranks)."""

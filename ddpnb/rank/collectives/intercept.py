@@ -1,0 +1,331 @@
+"""The one place where this rank's calls of ``torch.distributed`` are seen (ranks).
+
+Users, and torch's own Python code, call methods of ``ProcessGroup``, which are replaced here.
+Torch's C++ code, such as DDP's in the backward pass, goes through the dispatcher alone: there a
+Python kernel comes before the backend's own.  The replaced methods bypass these kernels.  Both
+stay in place once they are, and cost next to nothing while nobody listens.
+
+A listener overrides only what it needs to hear.  What no listener overrides is not done: the work
+that a call returns is the backend's own unless a wait is to be heard of, or an end to be held back.
+"""
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+
+from ddpnb.compat import torch_internals
+from ddpnb.rank.collectives.table import MESSAGES, METHODS, NO_ROOT, Call, Collective
+
+MAX_KEPT = 64
+"""Exchanges that are kept alive although nobody has waited for them yet."""
+
+
+class Listener:
+    """Hears of the calls of this rank."""
+
+    def begin(self, call: Call) -> None:
+        """Hear of a call that the backend does not have yet; may wait, or refuse it by raising."""
+
+    def accepted(self, call: Call) -> None:
+        """Hear that the backend has a call."""
+
+    def refused(self, call: Call, error: BaseException) -> None:
+        """Hear that a call which ``begin`` has let through does not reach the backend."""
+
+    def waiting(self, call: Call) -> AbstractContextManager[object]:
+        """Return a context for the time in which Python code waits for a call.
+
+        That of a blocking call begins before the backend has it.
+        """
+        return contextlib.nullcontext()
+
+    def ended(self, call: Call) -> None:
+        """Hear that a call is complete, once, in any thread; may set ``call.held_until``."""
+
+    def hold(self, call: Call) -> None:
+        """Return once a complete call may end for its caller; may raise in place of that."""
+
+
+class _Audience(NamedTuple):
+    """All listeners, and those that override a method."""
+
+    every: tuple[Listener, ...] = ()
+    waiting: tuple[Listener, ...] = ()
+    ended: tuple[Listener, ...] = ()
+    hold: tuple[Listener, ...] = ()
+
+    @property
+    def follows(self) -> bool:
+        """Whether anybody hears of what comes after a call was accepted."""
+        return bool(self.waiting or self.ended or self.hold)
+
+
+_audience = _Audience()
+_is_installed = False
+_changing = threading.RLock()
+_kept: "dict[Exchange, None]" = {}
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Return a context in which a listener hears of this process's calls."""
+    add(listener)
+    try:
+        yield
+    finally:
+        remove(listener)
+        _kept.clear()
+
+
+def add(listener: Listener) -> None:
+    """Have a listener hear of all calls from now on, after those that were added before it."""
+    install()
+    with _changing:
+        _seat((*_audience.every, listener))
+
+
+def remove(listener: Listener) -> None:
+    """Undo ``add``."""
+    with _changing:
+        _seat([each for each in _audience.every if each is not listener])
+
+
+def _seat(every: Sequence[Listener]) -> None:
+    global _audience
+
+    def hear(name: str) -> tuple[Listener, ...]:
+        silent = getattr(Listener, name)
+        return tuple(each for each in every if getattr(type(each), name) is not silent)
+
+    _audience = _Audience(tuple(every), hear("waiting"), hear("ended"), hear("hold"))
+
+
+def install() -> None:
+    """Put the methods and kernels in place; may be called twice."""
+    global _is_installed
+    with _changing:
+        if _is_installed or not torch_internals.intercepts_collectives.works:
+            return
+        _is_installed = True
+        known = {name: each for name, each in METHODS.items() if is_known(each)}
+        for name, each in (known | MESSAGES).items():
+            torch_internals.replace_method(name, partial(_method, each))
+        by_operation = {each.operation: each for each in known.values()}
+        torch_internals.add_kernels({name: _kernel(each) for name, each in by_operation.items()})
+
+
+def is_known(collective: Collective) -> bool:
+    """Return whether torch's dispatcher has a collective as it stands in ``METHODS``."""
+    return torch_internals.has_operation(
+        collective.operation, collective.num_tensors, collective.root
+    )
+
+
+def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of a method of ``ProcessGroup``."""
+
+    @torch_internals.not_compiled
+    @functools.wraps(original)
+    def method(group: Any, *arguments: Any, **options: Any) -> Any:
+        audience = _audience
+        settings = options.get("opts", arguments[-1] if arguments else None)
+        root = _root_of(collective, arguments, settings) if audience.every else None
+        if root is None:  # nobody listens, or not called as torch.distributed does
+            return original(group, *arguments, **options)
+        blocks = not getattr(settings, "asyncOp", collective.name != "monitored_barrier")
+        call = Call(collective, group, arguments, root, is_blocking=blocks)
+        make = partial(original, group, *arguments, **options)
+        with torch_internals.below_lowest():
+            return _followed(call, audience, make)
+
+    return method
+
+
+def _kernel(collective: Collective) -> Callable[..., Any]:
+    """Return what the dispatcher calls before the backend's own kernel."""
+    backends_own = torch_internals.next_kernel(collective.operation, is_lowest=True)
+    num = collective.num_tensors
+
+    @torch_internals.not_compiled
+    def kernel(keys: Any, *arguments: Any) -> Any:
+        audience = _audience
+        if not audience.every:
+            return backends_own(keys, *arguments)
+        group = torch_internals.ProcessGroup.unbox(arguments[num])
+        rest = arguments[num + 1 :]
+        root = NO_ROOT if collective.root is None else rest[collective.root]
+        # C++ waits for its broadcasts at once; nobody can hear of these waits.
+        blocks = collective.name in ("broadcast", "monitored_barrier")
+        compared = arguments[:num] + rest
+        call = Call(collective, group, compared, root, is_blocking=blocks, is_in_cpp=True)
+        made: Any = None
+
+        def make() -> Any:
+            nonlocal made
+            made = backends_own(keys, *arguments)
+            boxed = made[-1] if isinstance(made, tuple) else made
+            is_followed = boxed is not None and audience.follows
+            return torch_internals.unboxed_work(boxed) if is_followed else None
+
+        work = _followed(call, audience, make)
+        if not isinstance(work, Exchange) or not audience.hold:
+            return made
+        held = torch_internals.work_of(work.get_future())
+        return (*made[:-1], held) if isinstance(made, tuple) else held
+
+    return kernel
+
+
+def _root_of(collective: Collective, arguments: Sequence[Any], settings: Any) -> int | None:
+    """Return the root in a method's arguments, ``NO_ROOT`` without one, None if unknown."""
+    if collective.tensor is not None and len(arguments) < collective.num_tensors:
+        return None
+    if collective.root is None:
+        return NO_ROOT
+    root: int | None = getattr(settings, "rootRank", None)
+    return root
+
+
+def _followed(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
+    """Make a call, and have it followed to its end by whoever listens to that."""
+    if not audience.follows:
+        return _issued(call, audience, make)
+    if not call.is_blocking:
+        work = _issued(call, audience, make)
+        is_over = call.is_in_cpp and not audience.ended and not audience.hold
+        return work if work is None or is_over else Exchange(work, call, audience)
+    with _heard(call, audience):
+        work = _issued(call, audience, make)
+        if work is not None:
+            work.wait()
+        _end(call, audience)
+    return work
+
+
+def _issued(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
+    """Make a call, if all who listen let it through."""
+    begun: list[Listener] = []
+    try:
+        for each in audience.every:
+            each.begin(call)
+            begun.append(each)
+        work = make()
+    except BaseException as error:
+        for each in begun:
+            each.refused(call, error)
+        raise
+    for each in audience.every:
+        each.accepted(call)
+    return work
+
+
+@contextlib.contextmanager
+def _heard(call: Call, audience: _Audience) -> Iterator[None]:
+    """Return a context for a wait; it lasts at least until the call may end."""
+    with contextlib.ExitStack() as waits:
+        for each in audience.waiting:
+            waits.enter_context(each.waiting(call))
+        yield
+        for each in audience.hold:
+            each.hold(call)
+
+
+_ending = threading.Lock()
+
+
+def _end(call: Call, audience: _Audience) -> None:
+    """Say once that a call is complete; return when all have heard it."""
+    with _ending:
+        if not call.is_ended:
+            call.is_ended = True
+            for each in audience.ended:
+                each.ended(call)
+
+
+@final
+class Exchange(dist.Work):
+    """The work of an asynchronous call, whose waits and end are heard of."""
+
+    def __init__(self, work: Any, call: Call, audience: _Audience) -> None:
+        super().__init__()
+        self._work, self._call, self._audience = work, call, audience
+        self._future: Any = None
+        if (audience.ended or audience.hold) and not call.collective.is_message:
+            self._future = self._followed_future()  # gloo's messages have none
+        if not call.is_in_cpp:
+            _kept[self] = None  # C++ may hold it alone, and then find no Python any more
+        while len(_kept) > MAX_KEPT:
+            with contextlib.suppress(KeyError, StopIteration):  # another thread was faster
+                del _kept[next(iter(_kept))]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end; raise what went wrong."""
+        with _heard(self._call, self._audience):
+            done = bool(self._work.wait(timeout) if timeout else self._work.wait())
+            _end(self._call, self._audience)
+        _kept.pop(self, None)
+        return done
+
+    def is_completed(self) -> bool:
+        """Return whether a wait would return at once."""
+        if not self._work.is_completed():
+            return False
+        _end(self._call, self._audience)
+        return self._call.held_until <= time.monotonic()
+
+    def get_future(self) -> Any:
+        """Return the future of the result."""
+        return self._future or torch_internals.future_of(self._work)
+
+    def _followed_future(self) -> Any:
+        """Return a future that is complete once the call may end for its caller."""
+        call, audience = self._call, self._audience
+        future = torch_internals.future_of(self._work)
+        if not audience.hold:
+            future.add_done_callback(lambda _: _end(call, audience))
+            return future
+        held: Any = torch.futures.Future()
+
+        def hold() -> None:
+            for each in audience.hold:
+                each.hold(call)
+
+        def complete() -> None:
+            with contextlib.suppress(RuntimeError):  # which is raised again below
+                hold()
+            held.set_result(None)
+
+        def follow(_: object) -> None:
+            _end(call, audience)
+            # In a thread of its own: torch's PowerSGD waits for an exchange in what the end of the
+            # one before calls.
+            threading.Thread(target=complete, name="ddpnb-held", daemon=True).start()
+
+        def value(_: object) -> Any:
+            hold()
+            return future.value()  # raises the backend's error
+
+        ended = held.then(value)
+        future.add_done_callback(follow)
+        return ended
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def forward(self: Exchange, *arguments: Any) -> Any:
+        return getattr(self._work, name)(*arguments)
+
+    return forward
+
+
+for _name in vars(dist.Work):
+    if not _name.startswith("__") and _name not in (*vars(Exchange), "unbox"):
+        setattr(Exchange, _name, _forwarded(_name))
