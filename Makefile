@@ -43,7 +43,7 @@ test: $(STAMP)  ## Run all tests: real processes, kernels and a browser
 compat: $(COMPAT)  ## Run the code of accelerate, Lightning, transformers and tutorials on the ranks
 	$(BIN)/pytest tests/compat --junitxml=build/compat.xml
 
-mutants: $(STAMP)  ## Put ten faults into a copy, one at a time: the tests must catch each
+mutants: $(STAMP)  ## Put 25 faults into a copy, one at a time: the tests must catch each
 	$(BIN)/python -m tests.mutants
 
 check: $(STAMP)  ## Lint, type check, and check that imports point one way

@@ -321,7 +321,8 @@ def compare(
 def source(strategy: str) -> Code:
     """Return the source of a built-in strategy; the twin of ``%ddp_source``.
 
-    A notebook highlights it.  Pasted into a comparison's cell under another name, its class trains like any of your own.
+    A notebook highlights it.  Pasted into a comparison's cell under another name, its class trains
+    like any of your own.
 
     Args:
         strategy: a name without options, such as ``"ddp-by-hand"``.

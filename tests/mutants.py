@@ -1,6 +1,7 @@
-"""Ten faults put into a copy of the product, each of which the tests must catch.
+"""Twenty-five faults put into a copy of the product, each of which the tests must catch.
 
-``python -m tests.mutants`` makes them one after the other; ``CONTRIBUTING.md`` lists them.
+``python -m tests.mutants`` makes them one after the other, ``python -m tests.mutants 3 7`` only
+these two; ``CONTRIBUTING.md`` lists them.
 """
 
 import os
@@ -44,6 +45,13 @@ MUTANTS = [
         "tests/rank/test_conformance.py -k 'several and central'",
     ),
     Mutant(
+        "the outer momentum of DiLoCo is not Nesterov's",
+        "rank/strategies/diloco.py",
+        "nesterov=self._outer_momentum > 0",
+        "nesterov=False",
+        "tests/rank/test_periodic.py -k nesterov",
+    ),
+    Mutant(
         "gathered gradients of unequal shares count alike",
         "rank/comm/parameter_store.py",
         "add_(gradient, alpha=weight)",
@@ -58,11 +66,60 @@ MUTANTS = [
         "tests/unit/rank/test_transport.py",
     ),
     Mutant(
+        "a shard that a worker holds is not known to be out",
+        "rank/comm/work_queue.py",
+        "self._is_out[shard] = True",
+        "self._is_out[shard] = False",
+        "tests/rank/test_hogwild.py -k each_shard_once",
+    ),
+    Mutant(
+        "an aborted group leaves a rank waiting in shared memory",
+        "rank/comm/shared_all_reduce.py",
+        "cancellation.held(self._shut_down)",
+        "cancellation.held(lambda: None)",
+        "tests/faults/test_strategies.py -k 'frees_whoever_waits and ddp-shm'",
+    ),
+    Mutant(
+        "calls with tensors of other types count as the same",
+        "rank/collective_log.py",
+        "_text(self.name, first.dtype, root, size, first.shape)",
+        "_text(self.name, None, root, size, first.shape)",
+        "tests/faults/test_collective_checks.py -k 'nothing_is_lost and type'",
+    ),
+    Mutant(
+        "an emulated all-reduce is one message too long",
+        "rank/comm/link.py",
+        "    number = 2 * (num_ranks - 1)",
+        "    number = 2 * num_ranks - 1",
+        "tests/unit/rank/test_link.py",
+    ),
+    Mutant(
         "every epoch has the order of the first",
         "rank/tasks/batches.py",
         "if epoch != self._epoch:",
         "if self._epoch < 0:",
         "tests/unit/rank/test_batches.py",
+    ),
+    Mutant(
+        "a comparison's cell overwrites the user's variables",
+        "rank/tasks/cell.py",
+        "scope = dict(namespace)",
+        "scope = namespace",
+        "tests/unit/rank/test_validation.py -k users_variables",
+    ),
+    Mutant(
+        "a loss that is a sum over the samples is let through",
+        "rank/training/validation.py",
+        "step.loss(twice(outputs), twice(targets))",
+        "step.loss(outputs, targets)",
+        "tests/unit/rank/test_validation.py -k 'each_mistake and sum'",
+    ),
+    Mutant(
+        "a last batch that is smaller weighs as much in a score",
+        "rank/training/evaluation.py",
+        "self.total += value * num_samples\n        self.num_samples += num_samples",
+        "self.total += value\n        self.num_samples += 1",
+        "tests/rank/test_tasks.py -k every_sample_counts",
     ),
     Mutant(
         "a rank that sleeps reports that it waits in a call",
@@ -79,11 +136,18 @@ MUTANTS = [
         "tests/faults/test_diagnosis.py -k recv",
     ),
     Mutant(
-        "an aborted group leaves a rank waiting in shared memory",
-        "rank/comm/shared_all_reduce.py",
-        "cancellation.held(self._shut_down)",
-        "cancellation.held(lambda: None)",
-        "tests/faults/test_strategies.py -k 'frees_whoever_waits and ddp-shm'",
+        "ranks of the second host are counted on from the first",
+        "cluster/placement.py",
+        "str(rank - neighbours[0])",
+        "str(rank)",
+        "tests/unit/session/test_plan.py",
+    ),
+    Mutant(
+        "a rank that a signal killed seems to have exited",
+        "launcher/forkserver.py",
+        "code = os.waitstatus_to_exitcode(status)",
+        "code = abs(os.waitstatus_to_exitcode(status))",
+        "tests/faults/test_death.py -k cause",
     ),
     Mutant(
         "ranks apart are written as a range",
@@ -93,11 +157,53 @@ MUTANTS = [
         "tests/unit/session/test_ranks.py",
     ),
     Mutant(
+        "every repeat begins with the same strategy",
+        "session/comparison_spec.py",
+        "names[(position + repeat) % len(names)]",
+        "names[position]",
+        "tests/unit/session/test_comparison_spec.py -k repeat",
+    ),
+    Mutant(
+        "a magic takes the beginning of an option for all of it",
+        "magics/arguments.py",
+        "parser.allow_abbrev = False",
+        "parser.allow_abbrev = True",
+        "tests/unit/session/test_comparison_spec.py -k wrong_line",
+    ),
+    Mutant(
+        "an update's loss is the mean over ranks, not samples",
+        "history/align.py",
+        "np.bincount(step, weighted, num_steps) / weight",
+        'np.bincount(step, rows["loss"], num_steps) / np.bincount(step)',
+        "tests/unit/history/test_curves.py",
+    ),
+    Mutant(
         "an interval is not widened for the other claims of its sentence",
         "history/claims.py",
         "(1 - LEVEL) / 2 / num_claims",
         "(1 - LEVEL) / 2",
         "tests/unit/history/test_claims.py",
+    ),
+    Mutant(
+        "a line that one rank has more splits the lines of all",
+        "reports/merging.py",
+        "not ahead[rank][item] for",
+        "True for",
+        "tests/unit/reports/test_output.py",
+    ),
+    Mutant(
+        "a speed that was emulated stands without brackets",
+        "reports/findings.py",
+        'f"({text})" if summary.is_emulated',
+        "text if summary.is_emulated",
+        "tests/unit/reports/test_tables.py",
+    ),
+    Mutant(
+        "gradients can be there before the backward pass ends",
+        "scaling/simulate.py",
+        "    ends = [backward]",
+        "    ends = [0.0]",
+        "tests/unit/scaling/test_simulation.py",
     ),
 ]
 

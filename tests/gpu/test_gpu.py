@@ -34,7 +34,6 @@ SAME = (
     "ring-by-hand",
     "central",
     "zero",
-    "fsdp",
     "dp",
 )
 """Strategies whose every step is ``single``'s, but for the order of sums."""
@@ -103,7 +102,7 @@ def test_a_gpus_clock_stands_still_while_it_is_paused():
     timings = []
     for _ in range(3):
         loss = torch.ones(200, 200, device="cuda").square().mean()
-        timings += clock.timing(StepReport(loss=loss, num_samples=1))
+        timings += clock.timing(StepReport(loss, 1))
         with clock.paused():
             time.sleep(1)
     timings += clock.stop()
@@ -121,13 +120,12 @@ def test_nccl_is_freed_when_a_cell_is_stopped():
 
 
 def test_no_strategy_is_forgotten():
-    assert {*SAME, *NEAR, "single", "no-comm", "hogwild"} == set(STRATEGIES)
+    assert {*SAME, *NEAR, "single", "no-comm", "hogwild", "fsdp"} == set(STRATEGIES)
 
 
 def test_every_strategy_trains_where_two_ranks_share_a_gpu():
     ddpnb.start(2, backend="gloo")
     result = ddpnb.compare(*SAME, *NEAR, "no-comm", epochs=4, **DIGITS)
-    assert any("gossip meets in pairs" in note for note in headers(result)["gossip"])
     found = result.to_frame()
     assert set(found.device) == {"cuda:0"}
     losses = dict(found.set_index("strategy").final_loss)
@@ -139,7 +137,7 @@ def test_every_strategy_trains_where_two_ranks_share_a_gpu():
         ddpnb.compare("hogwild", epochs=1, **DIGITS)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero"])
+@pytest.mark.parametrize("strategy", ["zero"])
 def test_parts_tell_of_messages_where_two_ranks_share_a_gpu(strategy):
     ddpnb.start(2, backend="gloo")
     found = ddpnb.compare(strategy, epochs=1, **DIGITS).to_frame().set_index("strategy")
@@ -149,8 +147,8 @@ def test_parts_tell_of_messages_where_two_ranks_share_a_gpu(strategy):
 
 def test_over_nccl_one_rank_alone_is_single():
     ddpnb.start(1)
-    exact = [name for name in SAME if name != "dp"] + ["local-sgd", "gossip", "easgd"]
-    losses = final_losses(ddpnb.compare(*exact, "dp", epochs=2, **DIGITS))
+    names = (*SAME, "fsdp", "local-sgd", "gossip")
+    losses = final_losses(ddpnb.compare(*names, epochs=2, **DIGITS))
     for strategy, loss in losses.items():
         assert loss == pytest.approx(losses["single"], rel=0.02), strategy
 
@@ -167,7 +165,7 @@ def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock():
         result = matrix @ matrix
         clock.begin("optimizer")
         clock.hide(begun, clock.moment())
-        timings += clock.timing(StepReport(loss=result.mean(), num_samples=1))
+        timings += clock.timing(StepReport(result.mean(), 1))
     ahead = 3 * MAX_PENDING - len(timings)
     assert 0 <= ahead <= MAX_PENDING
     timings += clock.stop()
@@ -181,21 +179,69 @@ def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock():
     assert clock.seconds == before
 
 
+def test_a_clock_that_has_run_for_long_is_as_fine():
+    """Milliseconds since the start, as float32, would be no finer than 0.1 ms."""
+    clock = CudaClock(torch.device("cuda", 0))
+    clock.start()
+    clock._seconds = 3600.0
+    timings = []
+    for _ in range(20):
+        timings += clock.timing(StepReport(torch.ones(9, device="cuda").mean(), 1))
+    timings += clock.stop()
+    ends = [timing.seconds for timing in timings]
+    assert len(set(ends)) == 20
+    assert ends == sorted(ends)
+
+
+def test_memory_is_what_tensors_really_held():
+    ddpnb.start(1)
+    result = ddpnb.compare("ddp", epochs=1, **DIGITS)
+    (run,) = [run for run in result.comparison.runs if run.name == "ddp"]
+    (report,) = run.reports
+    assert report.num_peak_bytes > report.num_parameter_bytes + report.num_optimizer_bytes
+
+
+def test_a_run_leaves_its_memory_to_the_others():
+    ddpnb.start(1)
+    ddpnb.compare("ddp", epochs=1, **DIGITS)
+    ddpnb.run_cell("import torch\nheld = torch.cuda.memory_reserved()")
+    assert ddpnb.pull("held", ranks="0") < 64e6
+
+
+def test_fsdp_is_refused_where_ranks_share_a_gpu():
+    ddpnb.start(2, backend="gloo")
+    with pytest.raises(UserError, match="fsdp needs a GPU for each rank"):
+        ddpnb.compare("fsdp", epochs=1, **DIGITS)
+
+
+def test_loading_processes_that_touch_the_gpu_are_refused_before_anything_trains():
+    ddpnb.start(1)
+    source = (
+        "import torch\nfrom torch import nn\n"
+        "def model(): return nn.Linear(4, 2)\n"
+        "class Items(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 64\n"
+        "    def __getitem__(self, n): return torch.ones(4, device='cuda') * n, n % 2\n"
+        "def data(split): return Items()\n"
+    )
+    with pytest.raises(UserError, match="loading process"):
+        ddpnb.compare("ddp", source=source, batch_size=16, data_workers=1)
+
+
+def test_overlap_of_ddp_is_hidden_once():
+    """What is hidden is a part of the backward pass, however many buckets there are."""
+    ddpnb.start(1)
+    steps = ddpnb.compare("ddp:bucket_cap_mb=0.01", epochs=1, **DIGITS).steps()
+    ddp = steps[steps.strategy == "ddp:bucket_cap_mb=0.01"]
+    assert (ddp.hidden_seconds <= ddp.backward_seconds + 1e-4).all()
+
+
 def test_bf16_learns_as_well():
     ddpnb.start(1)
     halves = final_losses(ddpnb.compare("ddp", epochs=3, amp="bf16", **DIGITS))
     whole = final_losses(ddpnb.compare("ddp", epochs=3, **DIGITS))
     assert halves["ddp"] == pytest.approx(whole["ddp"], abs=0.1)
     assert halves["ddp"] != whole["ddp"]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_is_resumed(num_ranks):
-    ddpnb.start(num_ranks, backend="gloo" if num_ranks > 1 else "auto")
-    ddpnb.compare("ddp", "fsdp", epochs=1, save_every=1, name="first", **DIGITS)
-    on = final_losses(ddpnb.compare("ddp", "fsdp", epochs=3, resume="first", **DIGITS))
-    whole = final_losses(ddpnb.compare("ddp", "fsdp", epochs=3, **DIGITS))
-    assert on == pytest.approx(whole, rel=0.02)
 
 
 def test_a_rank_that_waits_is_freed_when_another_raises():
@@ -249,6 +295,17 @@ def test_data_parallel_is_torchs_own_on_two_gpus():
     ddpnb.start(2)
     result = ddpnb.compare("dp", task="digits", epochs=1)
     assert not any("emulated" in note for note in headers(result)["dp"])
+
+
+@pytest.mark.two_gpus
+def test_random_numbers_of_all_gpus_are_restored():
+    ddpnb.start(2)
+    read = "import torch\nfound = [s.tolist() for s in torch.cuda.get_rng_state_all()]"
+    ddpnb.run_cell(read)
+    before = ddpnb.pull("found", ranks="0")
+    ddpnb.compare("dp", epochs=1, **DIGITS)
+    ddpnb.run_cell(read)
+    assert ddpnb.pull("found", ranks="0") == before
 
 
 @pytest.mark.two_gpus

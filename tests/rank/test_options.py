@@ -292,9 +292,8 @@ def test_a_shard_with_too_few_samples_to_accumulate_has_a_note(ranks):
 @pytest.mark.parametrize("strategy", sorted({*STRATEGIES} - {"hogwild"}))  # that has no GPU
 def test_batchnorm_is_synchronised_only_where_each_step_is(strategy):
     spec = spec_of(strategy, sync_batchnorm=True)
-    context = build_context(
-        spec, replace(make_state(0, 2), device="cuda:0", backend="nccl"), {}, filename="here"
-    )
+    state = replace(make_state(0, 2), device="cuda:0", backend="nccl")
+    context = build_context(spec, state, {}, filename="here")
     apart = {"single", "dp", "async", "local-sgd", "diloco", "gossip", "no-comm"}
     assert context.syncs_batchnorm == (strategy not in apart)
 

@@ -85,6 +85,13 @@ def test_every_character_counts_as_its_fraction_of_the_sample():
     assert found.accuracy == pytest.approx((0.75 + 0.5) / 2)
 
 
+def test_every_sample_counts_alike_whatever_its_batch():
+    scores, targets = torch.zeros(600, 3), torch.zeros(600, dtype=torch.int64)
+    scores[512:, 0] = 5.0
+    found = scored(TensorSamples(scores, targets))
+    assert found.loss == pytest.approx(nn.functional.cross_entropy(scores, targets).item())
+
+
 NO_CLASSES = {
     "one column": (torch.randn(6, 1), torch.randint(2, (6,))),
     "one column, one target column": (torch.randn(6, 1), torch.randint(2, (6, 1))),

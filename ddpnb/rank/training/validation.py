@@ -166,9 +166,8 @@ def check_loading(context: RunContext) -> None:
     """
     assert isinstance(context.task.train, DatasetSamples), "it is loaded sample by sample"
     first = Shard(step=0, part=0, num_parts=1)
-    loading = prefetching(
-        context.task.train, [first], lambda _: torch.zeros(1, dtype=int), 1, seed=0
-    )
+    one = torch.zeros(1, dtype=torch.int64)
+    loading = prefetching(context.task.train, [first], lambda _: one, 1, seed=0)
 
     def load() -> None:
         with loading as source:

@@ -45,6 +45,13 @@ def compared(*runs: Run) -> Comparison:
     return Comparison(comparison_id="c", name="c", runs=tuple(r.snapshot() for r in runs))
 
 
+def test_a_speed_up_over_repeats_is_the_geometric_mean_of_each_ones():
+    singles = [timed("single", (1.0,), repeat) for repeat in range(2)]
+    ddps = [timed("ddp", (seconds, seconds), repeat) for repeat, seconds in enumerate((1.0, 0.25))]
+    _, ddp = summarise(compared(*singles, *ddps))
+    assert ddp.speed_up == pytest.approx(4.0)  # of 2 and 8
+
+
 def test_a_fault_that_did_not_strike_is_noted():
     run = timed("ddp", (2.0, 2.0)).snapshot()
     assert run.spec is not None

@@ -1,6 +1,7 @@
 """Every mistake in a comparison cell is reported in one sentence before anything trains."""
 
 import traceback
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -22,14 +23,17 @@ DATA_ALONE = "import torch\n" + DATA
 GOOD = MODEL + DATA
 
 
+NO_NAMES = MappingProxyType({})
+
+
 def check(source: str, strategy: str = "ddp", num_ranks: int = 2, batch_size: int = 10, **names):
     check_choices(source, strategy, num_ranks, names, batch_size=batch_size)
 
 
-def check_choices(source: str, strategy: str, num_ranks: int = 2, names=(), **choices):
+def check_choices(source: str, strategy: str, num_ranks: int = 2, names=NO_NAMES, **choices):
     """Check what is trained with further options."""
     spec = RunSpec(run_id="r", strategy=strategy, source=source, **{"batch_size": 10} | choices)
-    loop.validate(spec, state=make_state(0, num_ranks), namespace=dict(names))
+    loop.validate(spec, state=make_state(0, num_ranks), namespace=names)
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
@@ -285,7 +289,8 @@ def test_the_users_variables_stay_as_they_are():
     expected = torch.rand(1), np.random.rand()
     torch.manual_seed(7)
     np.random.seed(7)
-    check(source + "torch.set_default_dtype(torch.float64)\n", "single", **namespace)
+    source += "torch.set_default_dtype(torch.float64)\n"
+    check_choices(source, "single", names=namespace)
     assert (torch.rand(1), np.random.rand()) == expected
     assert torch.get_default_dtype() == torch.float32
     assert namespace == names

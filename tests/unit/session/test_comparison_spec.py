@@ -256,6 +256,7 @@ WRONG_LINES = {
     "--eval-every=-1": "--eval-every must be at least 0, not -1.",
     "--save-every=-1": "--save-every must be at least 0, not -1.",
     "--epoxs 1": "ddp_compare has no option --epoxs; did you mean --epochs?",
+    "--epoch 1": "ddp_compare has no option --epoch; did you mean --epochs?",
     "--epochs": "argument --epochs: expected one argument; %ddp_compare? explains it.",
     "--lucky": "ddp_compare has no option --lucky; its options are: --repeats,",
     "--name 'lines": "No closing quotation",

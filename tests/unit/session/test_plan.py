@@ -125,6 +125,17 @@ def test_the_environment_is_torchruns():
     assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 
 
+def test_across_hosts_ranks_are_counted_on_each_one_anew():
+    host = HostReport(name="a", address="10.0.0.1", interface="eth0", num_cores=2)
+    plan = Placement(
+        devices=("cpu",) * 3, backend="gloo", num_threads=2, hosts=(host, host), sizes=(2, 1)
+    )
+    found = [torchrun_environment(plan, rank, 4242) for rank in range(3)]
+    assert [each["LOCAL_RANK"] for each in found] == ["0", "1", "0"]
+    assert [each["GROUP_RANK"] for each in found] == ["0", "0", "1"]
+    assert [each["LOCAL_WORLD_SIZE"] for each in found] == ["2", "2", "1"]
+
+
 def test_a_free_port_can_be_listened_on():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", free_port()))
