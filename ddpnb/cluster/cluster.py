@@ -1,7 +1,6 @@
 """A cluster: how it starts, keeps one process group, detaches and ends (kernel)."""
 
 import contextlib
-import os
 import shutil
 import sys
 import threading
@@ -10,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
@@ -31,12 +30,18 @@ from ddpnb.cluster.run_folder import (
     held_error,
     private_folder,
     read,
-    write_owners,
 )
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks
-from ddpnb.protocol.processes import RankCommand, num_cores, process_id, working_folder
+from ddpnb.protocol.processes import (
+    KERNEL_LOCK,
+    RankCommand,
+    hold,
+    num_cores,
+    process_id,
+    working_folder,
+)
 
 FREE_SECONDS = 10.0
 """How long ranks may take to give up forming a group without one that has died."""
@@ -75,6 +80,8 @@ class Cluster(Engines):
 
     def __init__(self, spec: ClusterSpec, folder: Path, home: Path) -> None:
         super().__init__(folder, home)
+        self._lock: TextIO | None = None
+        """Held for as long as this kernel needs the folder."""
         self.spec = spec
         self.timeouts = Timeouts()
         """How calls are supervised; may be replaced at any time, as tests do."""
@@ -102,6 +109,7 @@ class Cluster(Engines):
         placement = None if spec.is_remote or asks_for_gpus(spec) else place_ranks(spec, 0)
         home = working_folder()
         cluster = cls(spec, private_folder(), home)
+        cluster._lock = hold(cluster.folder / KERNEL_LOCK)
         cluster.placement = placement
         if spec.is_remote:
             return cluster._start_on_hosts(progress)
@@ -270,9 +278,8 @@ class Cluster(Engines):
             return
         self._is_detached = True
         self.disconnect("was left to another kernel")
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended
-            write_owners(self.folder, [self.processes.pid])
         self.processes.detach()
+        self._release()
 
     def stop(self) -> None:
         """End every process of the cluster; may be called twice."""
@@ -281,6 +288,11 @@ class Cluster(Engines):
         self.disconnect("was ended with the cluster")
         self.processes.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     def _start_on_hosts(self, progress: Callable[[str], None]) -> "Cluster":
         try:
@@ -293,6 +305,7 @@ class Cluster(Engines):
             )
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
+            self._release()
             raise
         try:
             progress("checking the hosts")
@@ -319,12 +332,12 @@ class Cluster(Engines):
             self.start_rank(rank, generation=self.generation)
         client = self.connect()
         self.processes.ready.result(START_TIMEOUT_SECONDS)
-        write_owners(self.folder, [os.getpid(), self.processes.pid])
         progress(f"{len(ranks)} ranks form a process group")
         self.states = tuple(client.wait_for(len(ranks), self.raise_if_dead))
 
     def _restore(self, record: ClusterRecord) -> None:
         """Take the state over from the kernel that has left."""
+        self._lock = hold(self.folder / KERNEL_LOCK)
         self.spec, self.placement, self.states = record.spec, record.placement, record.states
         self.began = record.began
         self._master_port = record.master_port
@@ -336,7 +349,6 @@ class Cluster(Engines):
         client = self.connect()
         client.take_over(record.engine_of)
         client.wait_for_output(self.living)
-        write_owners(self.folder, [os.getpid(), self.processes.pid])
 
     def _begin_generation(self) -> None:
         """Number a new process group, unusable until all ranks have joined it."""

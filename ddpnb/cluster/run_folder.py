@@ -1,7 +1,8 @@
-"""The folder of a cluster's files: its owners, and the cluster's record (kernel).
+"""The folder of a cluster's files: who needs it, and the cluster's record (kernel).
 
-Each cluster has one of its own, closed to other users, in memory where possible.  The fork server
-removes it, or else the next kernel.  The record of a cluster that outlives its kernel is JSON.
+Each cluster has one of its own, closed to other users, in memory where possible.  Its kernel and
+its fork server each lock a file in it.  The fork server removes it, or else the next kernel once
+neither holds its lock.  The record of a cluster that outlives its kernel is JSON.
 """
 
 import contextlib
@@ -18,10 +19,16 @@ from typing import Any
 from ddpnb.cluster.placement import ClusterSpec, HostReport, Placement
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.processes import ProcessId, atomic_write, is_alive, process_id
+from ddpnb.protocol.processes import (
+    KERNEL_LOCK,
+    SERVER_LOCK,
+    ProcessId,
+    atomic_write,
+    holder_of,
+    is_alive,
+)
 
 PREFIX = "ddpnb-"
-OWNERS = "owners.json"
 RECORD_FILE = "cluster.json"
 SOCKET = "kernel.sock"
 """Where the fork server waits for another kernel."""
@@ -34,20 +41,13 @@ def parent_folder() -> Path:
 
 def private_folder() -> Path:
     """Make a folder for a cluster, closed to other users (mode 0700)."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent_folder()))
-    write_owners(folder, [os.getpid()])
-    return folder
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent_folder()))
 
 
-def write_owners(folder: Path, pids: list[int]) -> None:
-    """Note the processes that need the folder; it is a leftover once all have ended."""
-    owners = [process_id(pid) for pid in pids]
-    atomic_write(folder / OWNERS, json.dumps(owners).encode())
-
-
-def living_owners(folder: Path) -> list[int]:
-    """Return the living processes that need the folder."""
-    return [owner[0] for owner in json.loads((folder / OWNERS).read_text()) if is_alive(owner)]
+def is_needed(folder: Path) -> bool:
+    """Return whether a process holds the folder, or has yet to lock it."""
+    locks = [path for name in (KERNEL_LOCK, SERVER_LOCK) if (path := folder / name).exists()]
+    return not locks or any(holder_of(path) is not None for path in locks)
 
 
 def own_folders() -> list[Path]:
@@ -65,7 +65,7 @@ def remove_leftovers() -> list[Path]:
     removed = []
     for folder in own_folders():
         with contextlib.suppress(OSError, ValueError):
-            if not living_owners(folder):
+            if not is_needed(folder):
                 shutil.rmtree(folder)
                 removed.append(folder)
     return removed
@@ -126,7 +126,7 @@ def read(folder: Path) -> ClusterRecord:
     try:
         return _parse(folder, path.read_text())
     except (ValueError, TypeError, KeyError, AttributeError, UserError) as error:
-        server = living_owners(folder)[-1]  # after the kernel, if one holds it
+        server = holder_of(folder / SERVER_LOCK)
         raise UserError(
             f"{path} is damaged, or another version of ddpnb wrote it: its cluster cannot be "
             f"attached to; end it with `kill {server}` and start anew with %ddp_start."
@@ -168,7 +168,7 @@ def _read_all() -> tuple[list[ClusterRecord], dict[str, UserError]]:
     unreadable: dict[str, UserError] = {}
     for folder in own_folders():
         with contextlib.suppress(OSError, ValueError):  # just starting, or just ended
-            if not living_owners(folder):
+            if holder_of(folder / SERVER_LOCK) is None:
                 continue
             try:
                 record = read(folder)
@@ -183,7 +183,7 @@ def _read_all() -> tuple[list[ClusterRecord], dict[str, UserError]]:
 def holder(record: ClusterRecord) -> int | None:
     """Return the process id of the kernel that holds a cluster, if there is one."""
     with contextlib.suppress(OSError, ValueError):
-        return next((pid for pid in living_owners(record.folder) if pid != record.server[0]), None)
+        return holder_of(record.folder / KERNEL_LOCK)
     return None
 
 

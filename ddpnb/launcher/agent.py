@@ -33,11 +33,12 @@ import psutil
 
 from ddpnb.protocol.processes import (
     AGENT_GREETING,
+    SERVER_LOCK,
     ForkServerEvent,
     KernelRequest,
     atomic_write,
+    hold,
     num_cores,
-    process_id,
 )
 
 SILENCE_SECONDS = 30.0
@@ -266,7 +267,6 @@ def run_folder(token: str) -> Path:
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     folder = Path(parent) / f"ddpnb-{token}"
     folder.mkdir(mode=0o700)
-    atomic_write(folder / "owners.json", json.dumps([process_id()]).encode())
     return folder
 
 
@@ -278,12 +278,14 @@ def main(token: str) -> None:
     for name in [each for each in os.environ if each.startswith(TASK_VARIABLES)]:
         del os.environ[name]
     agent = Agent(kernel=StandardPipe(), token=token, folder=run_folder(token))
+    lock = hold(agent.folder / SERVER_LOCK)
     from ddpnb.launcher import forkserver  # noqa: PLC0415  what it imports would delay the greeting
 
     server = forkserver.Forkserver(
         kernel=agent.kernel,
         folder=agent.folder,
         method="fork",
+        more_ends=[lock],
         silence_seconds=SILENCE_SECONDS,
         more_requests={
             KernelRequest.PROBE: agent.probe,

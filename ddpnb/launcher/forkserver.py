@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 gc.disable()  # imports make few objects that die; they are frozen before the ranks are forked
 
@@ -47,9 +47,11 @@ from ddpnb.launcher.child import (  # noqa: E402
 )
 from ddpnb.protocol.connections import Ends, ends_of  # noqa: E402
 from ddpnb.protocol.processes import (  # noqa: E402
+    SERVER_LOCK,
     ForkServerEvent,
     KernelRequest,
     RankCommand,
+    hold,
 )
 
 STOP_TIMEOUT_SECONDS = 3.0
@@ -111,7 +113,7 @@ class Forkserver:
     """How long the kernel may be silent; None: as long as the pipe is open."""
     more_requests: Mapping[str, Callable[..., None]] = field(default_factory=dict)
     """What carries out the requests that only the agent of another host has."""
-    more_ends: list[socket.socket] = field(default_factory=list)
+    more_ends: list[socket.socket | TextIO] = field(default_factory=list)
     """What a forked child closes besides the pipes."""
     _ends: dict[int, set[Ends]] = field(default_factory=dict)
     """The connections of each rank, by pid, when they were last listed."""
@@ -408,6 +410,7 @@ def main(kernel_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
+        server.more_ends.append(hold(server.folder / SERVER_LOCK))
         server.start_controller(request["controller_arguments"])
         if server.method == "fork":
             preload()

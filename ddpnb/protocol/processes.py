@@ -4,12 +4,14 @@ Every process imports it; it imports neither torch nor IPython.
 """
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -143,6 +145,36 @@ def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends (prctl(2))."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+KERNEL_LOCK = "kernel.lock"
+SERVER_LOCK = "server.lock"
+"""Files of a run folder, locked by its kernel, and by its fork server or agent, while they live."""
+
+
+def hold(path: Path) -> TextIO:
+    """Lock a file until it is closed or this process has ended; the file has the process id.
+
+    The operating system keeps the lock.  So processes see it that share the folder and not their
+    process ids, as containers may.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    file = draft.open("w")
+    file.write(str(os.getpid()))
+    file.flush()
+    fcntl.flock(file, fcntl.LOCK_EX)
+    draft.replace(path)  # it appears as a locked file
+    return file
+
+
+def holder_of(path: Path) -> int | None:
+    """Return the process that holds a file; None if none does.  Raises OSError without the file."""
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(file.read())
+    return None
 
 
 def working_folder() -> Path:

@@ -13,10 +13,10 @@ import pytest
 from ddpnb.cluster.client import EngineClient
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.cluster.run_folder import OWNERS, PREFIX, parent_folder
+from ddpnb.cluster.run_folder import own_folders
 from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import num_cores
+from ddpnb.protocol.processes import KERNEL_LOCK, holder_of, num_cores
 from tests.cluster.rig import (
     ALL_REDUCE,
     is_alive,
@@ -186,10 +186,10 @@ def test_a_start_survives_a_lost_message(monkeypatch: pytest.MonkeyPatch):
 def folders() -> set[Path]:
     """The run folders that this process has made and that are still there."""
     found = set()
-    for path in parent_folder().glob(f"{PREFIX}*/{OWNERS}"):
+    for folder in own_folders():
         with contextlib.suppress(OSError):
-            if os.getpid() in [pid for pid, _ in json.loads(path.read_text())]:
-                found.add(path.parent)
+            if holder_of(folder / KERNEL_LOCK) == os.getpid():
+                found.add(folder)
     return found
 
 

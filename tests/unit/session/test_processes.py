@@ -24,7 +24,7 @@ from ddpnb.cluster.processes import (
 from ddpnb.cluster.run_folder import RECORD_FILE, detached, find, name_of, private_folder
 from ddpnb.launcher.forkserver import Forkserver
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import atomic_write, is_alive, process_id
+from ddpnb.protocol.processes import SERVER_LOCK, atomic_write, hold, is_alive, process_id
 
 ENDED = AdoptedServer(process=(2**22 + 1, 0.0))
 """A fork server that is gone; its pid is nobody's process group."""
@@ -34,7 +34,8 @@ ENDED = AdoptedServer(process=(2**22 + 1, 0.0))
 def folder() -> Iterator[Path]:
     """A run folder that this process needs."""
     made = private_folder()
-    yield made
+    with hold(made / SERVER_LOCK):
+        yield made
     shutil.rmtree(made)
 
 

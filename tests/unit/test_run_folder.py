@@ -1,0 +1,65 @@
+"""The run folder: who needs it, across processes that cannot see each other."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpnb.cluster.run_folder import private_folder, remove_leftovers
+from ddpnb.protocol.processes import KERNEL_LOCK, SERVER_LOCK, hold, holder_of
+
+NAMESPACE = ["unshare", "--user", "--map-current-user", "--pid", "--fork", "--mount-proc"]
+REMOVE = "from ddpnb.cluster.run_folder import remove_leftovers; print(*remove_leftovers())"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = private_folder()
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def test_a_folder_stays_while_its_kernel_or_its_fork_server_lives(folder: Path):
+    kernel, server = hold(folder / KERNEL_LOCK), hold(folder / SERVER_LOCK)
+    for lock in (kernel, server):
+        assert folder not in remove_leftovers()
+        lock.close()
+    assert folder in remove_leftovers()
+    assert not folder.exists()
+
+
+def test_a_folder_that_is_just_being_made_stays(folder: Path):
+    assert folder not in remove_leftovers()
+
+
+def test_a_killed_holder_holds_nothing(folder: Path):
+    code = (
+        "import sys; from pathlib import Path; from ddpnb.protocol.processes import hold;"
+        "lock = hold(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    )
+    path = folder / SERVER_LOCK
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert holder_of(path) == process.pid
+        process.kill()
+    assert holder_of(path) is None
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
+    reason="this system gives no process namespaces",
+)
+def test_a_container_that_shares_memory_but_no_process_ids_removes_nothing_that_lives(folder: Path):
+    with hold(folder / KERNEL_LOCK):
+        found = subprocess.run(
+            [*NAMESPACE, sys.executable, "-c", REMOVE], capture_output=True, text=True, check=True
+        )
+    assert str(folder) not in found.stdout
+    assert folder.exists()
