@@ -90,15 +90,24 @@ class Watch:
 
         Raises:
             KeyboardInterrupt: the kernel was interrupted, and the ranks have stopped.
+            Exception: ``handle``, ``tick`` or ``notify`` failed, and the ranks have stopped.
         """
         with noted_interrupts() as is_interrupted:
             try:
-                self._supervise(is_interrupted)
-            except KeyboardInterrupt:
+                self._supervise_or_stop(is_interrupted)
+            except Exception:
+                self.handle, self.tick, self.notify = _ignore, lambda: None, _ignore
                 self._stop_ranks()
                 raise
             finally:
                 self.is_settled = True
+
+    def _supervise_or_stop(self, is_interrupted: Callable[[], bool]) -> None:
+        try:
+            self._supervise(is_interrupted)
+        except KeyboardInterrupt:
+            self._stop_ranks()
+            raise
 
     def _supervise(self, is_interrupted: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.timeout if self.timeout else None
@@ -271,6 +280,10 @@ class Watch:
         deadline = time.monotonic() + seconds
         while not self.call.done and time.monotonic() < deadline:
             self._attend(self._timeouts.tick_seconds)
+
+
+def _ignore(shown: object) -> None:
+    """Show nothing any more."""
 
 
 def refused(rank: int, sentence: str) -> Failure:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self, final
 
-import psutil
 from IPython.core.getipython import get_ipython
 from IPython.display import DisplayHandle, display
 
 from ddpnb.history.comparison import Comparison, overlay
+from ddpnb.reports.drawing import REDRAW_SECONDS, DrawingGuard, RedrawThrottle
 from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
@@ -26,18 +26,6 @@ if TYPE_CHECKING:
 Bundle = Mapping[str, Any]
 
 CHECKING = "Checking the model, the data and each strategy on all ranks ..."
-
-REDRAW_SECONDS = 0.5
-"""The shortest time between two redraws."""
-
-MAX_SHARE = 0.1
-"""The share of a core's time that redraws may take: two redraws a second cost about 7 %."""
-
-BUSY_SHARE, BUSY_PERCENT = 0.03, 80.0
-"""The share where all cores together are busier than this."""
-
-MAX_PAUSE_SECONDS = 2.5
-"""The longest pause: costly pictures, such as the first of a run, are rare."""
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -93,6 +81,7 @@ class LiveFigureAndTable:
         self._picture = LiveDisplay()
         self._line = LiveDisplay()
         self._throttle = RedrawThrottle()
+        self._guard = DrawingGuard()
         self._lock = threading.Lock()  # a training's thread and a panel's controls both draw
         self._is_training = False
         self._latest: tuple[Comparison, ...] = ()
@@ -148,17 +137,18 @@ class LiveFigureAndTable:
             if self._figure is not None and self._figure.lacks_panels(self._all()):
                 self._figure = None  # a larger one, once nothing moves any more
             self._show_result()
-        self._on_end(result)
+        self._guard.draw(lambda: self._on_end(result))
 
     def _show_progress(self, comparison: Comparison) -> None:
         self._latest = (comparison,)
-        self._draw()
-        self._line.show_table(progress_of(comparison))
+        self._guard.draw(self._draw)
+        self._guard.draw(lambda: self._line.show_table(progress_of(comparison)))
 
     def _show_result(self) -> None:
         if self._latest or self._beside:
-            self._draw()
-            self._line.show_summary(ComparisonResult(self._all(), self._options))
+            self._guard.draw(self._draw)
+            all_runs = ComparisonResult(self._all(), self._options)
+            self._guard.draw(lambda: self._line.show_summary(all_runs))
 
     def _all(self) -> Comparison:
         return overlay([*self._latest, *self._beside])
@@ -166,11 +156,13 @@ class LiveFigureAndTable:
     def _draw(self) -> None:
         from ddpnb.reports.figures.figure import LiveFigure  # noqa: PLC0415  matplotlib: 0.3 s
 
-        if self._figure is None:
-            self._figure = LiveFigure(self._all(), self._options)
+        figure, self._figure = self._figure, None  # one that cannot be drawn is made anew
+        if figure is None:
+            figure = LiveFigure(self._all(), self._options)
         else:
-            self._figure.update(self._all())
-        self._picture.show_picture(self._figure.png(), repr(self._figure))
+            figure.update(self._all())
+        self._picture.show_picture(figure.png(), repr(figure))
+        self._figure = figure
 
 
 @final
@@ -180,6 +172,7 @@ class LiveText:
     def __init__(self) -> None:
         self._last_run = ""
         self._next_seconds = 0.0
+        self._guard = DrawingGuard()
 
     def announced(self) -> Self:
         """Write on a terminal that a comparison is being checked."""
@@ -204,7 +197,7 @@ class LiveText:
         """Rewrite the line; in a file, write one line per run."""
         self._next_seconds = time.monotonic() + REDRAW_SECONDS
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{progress_of(comparison)!r}")
+            self._guard.draw(lambda: sys.stderr.write(f"\r\x1b[K{progress_of(comparison)!r}"))
         elif comparison.runs and comparison.runs[-1].run_id != self._last_run:
             self._last_run = comparison.runs[-1].run_id
             run, number = comparison.runs[-1], len(comparison.runs)
@@ -214,7 +207,7 @@ class LiveText:
     def finish(self, result: ComparisonResult) -> None:
         """Write the table."""
         sys.stderr.write("\r\x1b[K" if sys.stderr.isatty() else "")
-        print(result)
+        self._guard.draw(lambda: print(result))
 
 
 Live = LiveFigureAndTable | LiveText
@@ -265,41 +258,6 @@ class LiveDisplay:
     def show_summary(self, result: ComparisonResult) -> None:
         """Show the table and the sentence of a result."""
         self.show({"text/html": result.summary_html(), "text/plain": repr(result)})
-
-
-@final
-class RedrawThrottle:
-    """Spaces redraws, so that they take a small share of this process's time.
-
-    The share is smaller where training keeps all cores busy, because drawing slows it there.
-
-    Args:
-        now: a monotonic clock.
-        spent: a clock of the processor time of the drawing thread.
-        busy: returns how busy all cores have been since the last call, in percent.
-    """
-
-    def __init__(
-        self,
-        now: Callable[[], float] = time.monotonic,
-        spent: Callable[[], float] = time.thread_time,
-        busy: Callable[[], float] = psutil.cpu_percent,
-    ) -> None:
-        self._now, self._spent, self._busy = now, spent, busy
-        self._next_seconds = 0.0
-        busy()
-
-    def is_due(self) -> bool:
-        """Return whether the next redraw is due."""
-        return self._now() >= self._next_seconds
-
-    def draw(self, drawing: Callable[[], None]) -> None:
-        """Draw, then set the pause that keeps drawing within its share."""
-        began = self._spent()
-        drawing()
-        share = MAX_SHARE if self._busy() < BUSY_PERCENT else BUSY_SHARE
-        pause = (self._spent() - began) / share
-        self._next_seconds = self._now() + min(max(pause, REDRAW_SECONDS), MAX_PAUSE_SECONDS)
 
 
 def _canvas_is_chosen() -> bool:

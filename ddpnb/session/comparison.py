@@ -17,7 +17,7 @@ from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
 from ddpnb.protocol.notation import check_across_hosts, format_ranks, parse_strategy
 from ddpnb.protocol.processes import RankCommand
@@ -136,6 +136,9 @@ class Training:
         except KeyboardInterrupt:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
             raise CellInterrupt from None
+        except Exception as error:
+            self.recorder.end(spec.run_id, Status.FAILED, summary_of(error))
+            raise
         finally:
             recovery.end()
         watch.lost = {r: cause for r, cause in watch.lost.items() if not recovery.survives(r)}

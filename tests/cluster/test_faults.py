@@ -126,6 +126,21 @@ def test_a_cell_in_time_is_not_stopped(cluster: Cluster):
     assert not cell.failures
 
 
+@pytest.mark.parametrize("part", ["handle", "tick"])
+def test_what_fails_in_the_kernel_stops_the_ranks_and_is_raised(cluster: Cluster, part: str):
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    run(cluster, f"{IMPORTS}\nkept = rank")
+    cell = begin(cluster, LOOP)
+    setattr(cell.watch, part, fail)
+    with pytest.raises(ZeroDivisionError):
+        finish(cell)
+    assert cell.watch.call.done
+    assert {failure.name for failure in cell.failures.values()} == {"KeyboardInterrupt"}
+    check_it_goes_on(cluster, [0, 1])
+
+
 def test_an_interrupt_also_stops_what_the_cell_waits_behind(cluster: Cluster):
     run(cluster, f"{IMPORTS}\nkept = rank")
     first = begin(cluster, LOOP, ranks=[0])

@@ -1,10 +1,11 @@
 import pytest
 
-from ddpnb.reports.live import (
+from ddpnb.reports.drawing import (
     BUSY_SHARE,
     MAX_PAUSE_SECONDS,
     MAX_SHARE,
     REDRAW_SECONDS,
+    DrawingGuard,
     RedrawThrottle,
 )
 
@@ -59,3 +60,16 @@ def test_cores_that_become_idle_are_used():
     clock.throttle.draw(lambda: clock.draw(0.06))
     clock.now += 0.06 / MAX_SHARE + 0.1
     assert clock.throttle.is_due()
+
+
+def test_what_cannot_be_drawn_is_said_once_and_the_next_drawing_is_tried(capsys):
+    guard, drawn = DrawingGuard(), []
+
+    def fail() -> None:
+        raise ValueError("no colour")
+
+    guard.draw(fail)
+    guard.draw(fail)
+    guard.draw(lambda: drawn.append(1))
+    assert drawn == [1]
+    assert capsys.readouterr().err.count("ValueError: no colour") == 1
