@@ -1,6 +1,8 @@
 """What is compared, and the trainings that it takes (kernel)."""
 
+import ast
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -12,6 +14,9 @@ from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import check_link, check_transport, has_transport
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.style import EVERYTHING, PlotOptions
+
+MAGIC = re.compile(r"([\w\s,]+=\s*)?[%!]|.*\?$")
+"""A line of IPython: ``%magic``, ``!command``, ``x = !command``, ``name?``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,7 @@ class ComparisonSpec:
             raise UserError(
                 f"--task {task} and a cell that defines the task: leave one of them out."
             )
+        refuse_magics(self.training.source)
         if self.num_repeats < 1:
             raise UserError(f"--repeats must be at least 1, not {self.num_repeats}.")
 
@@ -83,6 +89,22 @@ class ComparisonSpec:
             for position in range(len(names))
             for name in [names[(position + repeat) % len(names)]]
         )
+
+
+def refuse_magics(source: str) -> None:
+    """Refuse a comparison's cell with a line that only IPython understands."""
+    try:
+        ast.parse(source)
+    except SyntaxError as error:
+        lines = source.splitlines()
+        line = lines[error.lineno - 1].strip() if 0 < (error.lineno or 0) <= len(lines) else ""
+        if MAGIC.match(line):
+            raise UserError(
+                f"Line {error.lineno} of the cell, {line}, is no Python, which a comparison's cell "
+                "must be: move this line to a cell of its own, or to a %%ddp cell for the ranks."
+            ) from None
+    except ValueError:  # a null byte, which the ranks refuse too
+        return
 
 
 def seed_of(seed: int, repeat: int) -> int:
