@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class Engines:
         self.profile = folder / "profile"
         self.home = home
         """The working folder in which cells start, on every rank."""
+        self.work_folder = home
+        """The notebook's working folder now, to which ranks change with the next call."""
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}
         """Processes that ended without being asked to."""
@@ -104,6 +107,7 @@ class Engines:
         self.require(ranks)
         sent, self._interrupts = self._interrupts, []
         wait(sent, SIGNAL_SECONDS)  # a late one would end the call that begins now
+        function = replace(function, folder=str(self.work_folder))
         return self.client.submit(function, *arguments, ranks=ranks)
 
     def gather(

@@ -28,10 +28,15 @@ class OnRank:
     """
 
     function: str
+    folder: str = ""
+    """The notebook's working folder, where the rank works too; empty: where it is."""
 
     def __call__(self, *args: object) -> object:
         """Look the function up and call it; runs on the rank."""
-        return getattr(importlib.import_module("ddpnb.rank.calls"), self.function)(*args)
+        calls = importlib.import_module("ddpnb.rank.calls")
+        if self.folder:
+            calls.work_in(self.folder)
+        return getattr(calls, self.function)(*args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

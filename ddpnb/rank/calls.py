@@ -1,9 +1,10 @@
 """The functions that the kernel calls on a rank by their names, through ``OnRank`` (ranks)."""
 
 import functools
+import os
 import shutil
 from collections.abc import Callable, Collection
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,18 @@ def or_failure(call: Callable[..., Any]) -> Callable[..., Any]:
             return cells.failure_of(error, this_engine())
 
     return guarded
+
+
+def work_in(folder: str) -> None:
+    """Follow the notebook to another working folder, where this host has it.
+
+    A cell may work elsewhere: only a change of the notebook's own folder is followed.
+    """
+    engine = this_engine()
+    if folder != engine.notebook_folder:
+        engine.notebook_folder = folder
+        with suppress(OSError):
+            os.chdir(folder)
 
 
 def state() -> RankState:

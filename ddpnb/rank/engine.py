@@ -58,6 +58,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
     group = Instance(Group)
     adopted_group = Instance(AdoptedGroup)
+    notebook_folder = ""
+    """The notebook's working folder when it last called this rank."""
     publisher: Any = None
     """The publisher of the cell or run in progress."""
     sending: "Sending"
@@ -236,5 +238,6 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     else:
         group.join(settings["generation"])
     engine.initialize(settings["engine_arguments"])
-    os.chdir(settings["cells_folder"])
+    engine.notebook_folder = settings["cells_folder"]
+    os.chdir(engine.notebook_folder)
     engine.start()

@@ -1,6 +1,7 @@
 """All that ddpnb can do in one notebook; magics and their Python twins call it (kernel)."""
 
 import atexit
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -346,9 +347,12 @@ class Session:
         return self._cluster
 
     def free_cluster(self) -> Cluster:
-        """Return the cluster; refuse while a comparison is training."""
+        """Return the cluster, in the notebook's folder; refuse while a comparison is training."""
         self._jobs.refuse_if_training()
-        return self._require()
+        cluster = self._require()
+        with contextlib.suppress(UserError):  # the folder has been removed
+            cluster.work_folder = working_folder()
+        return cluster
 
     def idle_cluster(self) -> Cluster:
         """Return the cluster; refuse while a comparison or a cell is running."""

@@ -1,0 +1,56 @@
+"""Ranks work in the notebook's folder, also after ``%cd``."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.client import Kernel, both
+
+COMPARED = """%%ddp_compare ddp --epochs 1 --batch-size 32 --no-baseline
+import torch
+from torch import nn
+sizes = list(map(int, open("sizes.txt").read().split()))
+
+def model():
+    return nn.Linear(*sizes)
+
+def data(split):
+    return torch.randn(64, sizes[0]), torch.zeros(64).long()
+"""
+
+
+@pytest.fixture
+def moved(kernel: Kernel, project: Path) -> Iterator[Kernel]:
+    """A kernel that has changed to a folder with files of its own."""
+    folder = project / "elsewhere"
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text("print(open('sizes.txt').read())\n")
+    (folder / "beside.py").write_text("VALUE = 7\n")
+    (folder / "sizes.txt").write_text("4 2")
+    kernel.run("%cd elsewhere")
+    yield kernel
+    kernel.run(f"%cd {project}\n%ddp_pull 1")
+
+
+def test_a_script_a_cell_and_a_comparison_find_the_files_of_the_new_folder(moved: Kernel):
+    assert moved.run("%ddp_run script.py").by_rank == both("4 2")
+    cell = moved.run("%%ddp\nimport beside\nprint(beside.VALUE, open('sizes.txt').read())")
+    assert cell.by_rank == both("7 4 2"), cell.text
+    compared = moved.run(COMPARED, timeout=120)
+    assert not compared.error, compared.error_text
+
+
+def test_a_folder_that_a_cell_has_chosen_stays_until_the_notebook_moves(moved: Kernel):
+    moved.run("%%ddp\nimport os\nos.chdir('/')")
+    assert moved.run("%%ddp\nprint(os.getcwd())").by_rank == both("/")
+    moved.run("%cd ..")
+    assert moved.run("%%ddp\nprint(os.getcwd())").by_rank == both(str(moved.folder))
+
+
+def test_a_folder_that_has_been_removed_changes_nothing(moved: Kernel, tmp_path: Path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    moved.run(f"%cd {gone}")
+    gone.rmdir()
+    assert moved.run("%%ddp\nprint(rank)").by_rank == {0: ["0"], 1: ["1"]}
