@@ -15,8 +15,8 @@ from ddpnb.protocol.notation import check_link, check_transport, has_transport
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 
-MAGIC = re.compile(r"([\w\s,]+=\s*)?[%!]|.*\?$")
-"""A line of IPython: ``%magic``, ``!command``, ``x = !command``, ``name?``."""
+MAGIC = re.compile(r"([\w\s,]+=\s*)?[%!]")
+"""The beginning of a line of IPython: ``%magic``, ``!command``, ``x = !command``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

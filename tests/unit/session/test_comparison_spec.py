@@ -39,6 +39,19 @@ def test_each_repeat_begins_with_another_strategy_and_has_a_seed_that_all_share(
     assert differences(runs) == []
 
 
+@pytest.mark.parametrize("line", ["%matplotlib inline", "!pip list", "x = !ls", "%%time"])
+def test_a_magic_in_the_cell_is_named_with_its_line(line: str):
+    with pytest.raises(UserError) as raised:
+        ComparisonSpec(strategies=("ddp",), training=TrainingSpec(source=f"{CELL}\n{line}\nx = 1"))
+    assert "Line 3" in str(raised.value)
+    assert line in str(raised.value)
+
+
+@pytest.mark.parametrize("source", ["x = 5 % 2", "x = (5\n% 2)", 'x = """\n%a\n"""', "def f(:"])
+def test_what_is_no_magic_is_left_to_python(source: str):
+    ComparisonSpec(strategies=("ddp",), training=TrainingSpec(source=f"{CELL}\n{source}"))
+
+
 def test_the_greatest_seed_has_repeats_too():
     training = TrainingSpec(task="digits", seed=2**63 - 1)
     spec = ComparisonSpec(strategies=("ddp",), training=training, num_repeats=2, baseline=False)
