@@ -21,8 +21,9 @@ from ddpnb.reports.result import export as write_export
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
-from ddpnb.session.cells import RunningCell, read_script
+from ddpnb.session.cells import RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec
+from ddpnb.session.functions import NotebookFunctions
 from ddpnb.session.session import this_session
 
 
@@ -269,7 +270,15 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 @takes_training_options
 def compare(
     *strategies: str,
-    source: str = "",
+    source: Path | str = "",
+    model: object = None,
+    data: object = None,
+    loss: object = None,
+    metric: object = None,
+    training_step: object = None,
+    validation_step: object = None,
+    optimizer: object = None,
+    collate_fn: object = None,
     repeats: int = 1,
     name: str = "",
     baseline: bool = True,
@@ -285,7 +294,17 @@ def compare(
         *strategies: ``"ddp"``, with options ``"ddp:hook=fp16"``, or the name of a class in
             ``source``.
         source: a cell that defines ``model()`` and ``data(split)``, optionally
-            what docs/your-code.md lists, and a strategy of your own.
+            what docs/your-code.md lists, and a strategy of your own; or a file,
+            ``"cell.py"``.
+        model: in place of ``source``: a function that returns a new model.  Functions and
+            classes of the notebook travel with the names that they use.
+        data: with ``model``: a function of ``"train"`` or ``"test"`` that returns samples.
+        loss: and the following, with ``model``: functions as a cell defines them.
+        metric: of all held-out outputs and their targets.
+        training_step: of model and batch.
+        validation_step: likewise, on held-out samples.
+        optimizer: of the parameters.
+        collate_fn: of the items of a batch.
         repeats: how often each strategy is trained; the strategies take turns.
         name: the name of the stored comparison; by default made from the task.
         baseline: whether to train ``single`` too, as the reference of the speed-up, and
@@ -298,14 +317,33 @@ def compare(
         **choices: as listed.
 
     Returns:
-        The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``.  If ``wait``
+        The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``, and the
+        trained ``.model("ddp")``.  If ``wait``
         is false, the running comparison, with ``.wait()``, ``.interrupt()``, ``.result``.
 
     Raises:
         UserError: something cannot be trained; nothing has been trained then.
         RankError: a strategy failed; the others have been trained.
     """
-    training = make_training_spec(choices, in_python=True, source=source)
+    functions = NotebookFunctions.of(
+        {
+            "model": model,
+            "data": data,
+            "loss": loss,
+            "metric": metric,
+            "training_step": training_step,
+            "validation_step": validation_step,
+            "optimizer": optimizer,
+            "collate_fn": collate_fn,
+        }
+    )
+    if functions is not None and (source or "task" in choices):
+        other = "source" if source else "task"
+        raise UserError(
+            f"compare: {other}= says what is trained, and so does model=: leave one of them out."
+        )
+    cell = functions.source if functions else cell_in(source)
+    training = make_training_spec(choices, in_python=True, source=cell)
     spec = ComparisonSpec(
         strategies=strategies,
         training=training,
@@ -313,6 +351,7 @@ def compare(
         name=name,
         baseline=baseline,
         options=PlotOptions(y=y, log=log, target=parse_target(target)),
+        functions=functions,
     )
     return this_session().compare(spec, wait=wait)
 

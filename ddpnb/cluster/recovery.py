@@ -35,6 +35,8 @@ class RankRecovery:
     handle: Callable[[CallEvent], None]
     survives_deaths: bool
     """Whether the run goes on when a rank other than 0 dies."""
+    before_joining: Callable[[int], None] = lambda _: None
+    """Prepares a new process for the run, before it joins."""
     restarted: set[int] = field(default_factory=set)
     """Ranks whose process was replaced during the run."""
     _began_at: float = float("inf")
@@ -124,6 +126,7 @@ class RankRecovery:
             began_at=min(self._began_at, time.time()),
         )
         with contextlib.suppress(UserError):  # it has died again: the next ``attend`` notes that
+            self.before_joining(rank)
             self._calls[rank] = self.cluster.submit(
                 OnRank("train"), self.spec, rejoin_info, ranks=[rank]
             )

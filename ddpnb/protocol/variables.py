@@ -41,6 +41,9 @@ SEARCH_DEPTH = 4
 SEARCH_WIDTH = 10_000
 """How many parts are tried at each depth."""
 
+NOTEBOOK_FUNCTIONS = ("ddpnb.rank.variables", "notebook_functions")
+"""What a cell imports, from where, that stands for functions of the notebook."""
+
 Part = memoryview
 """The pickle, or the memory of one array."""
 
@@ -238,15 +241,45 @@ def padded(size: int) -> int:
 
 def receive(parcel: Parcel) -> Any:
     """Unpickle a parcel; raises what unpickling raises.  Its arrays are writable and its own."""
+    return load(opened(parcel))
+
+
+def opened(parcel: Parcel) -> list[Any]:
+    """Return the pickle in a parcel, and the memory of its arrays, writable and its own."""
     if not parcel.path:
-        stream, *buffers = parcel.parts
-        return Unpickler(io.BytesIO(stream), buffers=map(bytearray, buffers)).load()
+        return list(map(bytearray, parcel.parts))
     file = os.open(parcel.path, os.O_RDONLY)
     try:
-        stream, *buffers = read(file, parcel.sizes)
+        return list(read(file, parcel.sizes))
     finally:
         os.close(file)
-    return Unpickler(io.BytesIO(stream), buffers=buffers).load()
+
+
+def load(parts: Sequence[Any], namespace: dict[str, Any] | None = None) -> Any:
+    """Unpickle the parts of a parcel, which what is loaded shares from then on.
+
+    Functions of the notebook find their global variables in ``namespace``, and bring those along
+    that they use; by default that is ``main_namespace``.
+    """
+    stream, *buffers = parts
+    return _Loader(io.BytesIO(stream), buffers, namespace).load()
+
+
+class _Loader(Unpickler):
+    """Unpickles functions into a namespace of one's choice."""
+
+    def __init__(
+        self, file: io.BytesIO, buffers: Sequence[Any], namespace: dict[str, Any] | None
+    ) -> None:
+        super().__init__(file, buffers=buffers)
+        self._namespace = namespace
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """Look a global up, as the base class does."""
+        found = super().find_class(module_name, global_name)
+        if found is main_namespace and self._namespace is not None:
+            return lambda: self._namespace
+        return found
 
 
 def read(file: int, sizes: Sequence[int]) -> Iterator[Any]:

@@ -4,7 +4,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Collection
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from ddpnb.rank.trace import collectives, data_parallel_steps, ddp_steps, replic
 from ddpnb.rank.training import loop
 
 received = variables.Received()
+trained = variables.TrainedModels()
 
 
 def or_failure(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,6 +107,7 @@ def describe(source: str, offset: int, detail_level: int) -> dict[str, str]:
 def validate(spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     engine = this_engine()
+    trained.begin(spec.comparison)
     cells.warn_again()
     cells.announce(spec.source, engine.shell)
     with engine.adopted_group.during():
@@ -132,7 +134,8 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
     is_built_in = parse_strategy(spec.strategy).name in STRATEGIES  # then torch calls as it should
     trusting = group.collective_checks.trusting_torch() if is_built_in else nullcontext()
-    with closing(publisher), trusting, engine.adopted_group.during():
+    with closing(publisher), trusting, engine.adopted_group.during(), ExitStack() as opened:
+        opened.callback(trained.settle)  # however the evaluation ends
         report = cells.interruptible(
             lambda: loop.run(
                 spec,
@@ -146,6 +149,7 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
                 rejoin_info=rejoin_info,
                 cancellation=group.cancellation,
                 cache=engine.data_cache,
+                keep=functools.partial(trained.keep, spec.strategy, spec.run_id),
             )
         )
     return replace(report, num_batches_sent=publisher.num_batches)
@@ -171,6 +175,21 @@ def measure_links(ranks: tuple[int, ...]) -> list[tuple[int, int, float, float]]
 def push(parcel: Parcel) -> None:
     """Put the notebook's variables into this rank's namespace."""
     received.take(parcel, this_engine().shell.user_ns)
+
+
+@or_failure
+def keep_functions(key: str, parcel: Parcel) -> None:
+    """Keep the functions that a comparison trains."""
+    variables.keep_functions(key, parcel)
+
+
+@or_failure
+def pull_model(run_id: str, path: str, classes: Collection[str], num_copies: int) -> Parcel:
+    """Return the trained model of a run of the latest comparison."""
+    engine = this_engine()
+    namespace = {"model": trained.of(run_id)}
+    path = f"{path}-{engine.group.rank}" if path else ""
+    return variables.give("model", namespace, path=path, classes=classes, num_copies=num_copies)
 
 
 @or_failure

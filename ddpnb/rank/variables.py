@@ -1,11 +1,13 @@
-"""Takes variables from the notebook and gives values to it (ranks)."""
+"""Takes variables and functions from the notebook, and gives values and models to it (ranks)."""
 
 import os
 from collections.abc import Collection
 from types import FunctionType, ModuleType
 from typing import Any
 
-from ddpnb.protocol.errors import closest
+from torch import Tensor, nn
+
+from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.variables import (
     LARGE_BYTES,
     Parcel,
@@ -13,6 +15,8 @@ from ddpnb.protocol.variables import (
     dump,
     in_file,
     in_message,
+    load,
+    opened,
     receive,
     size_of,
 )
@@ -66,6 +70,82 @@ class Received:
     def _may_replace(self, name: str, value: object) -> bool:
         held = self._values.get(name, MISSING)
         return held is value or (isinstance(held, tuple) and held == token_of(value))
+
+
+_functions: dict[str, list[Any]] = {}
+"""The functions that the latest comparison with functions trains, pickled, under their key."""
+
+
+def keep_functions(key: str, parcel: Parcel) -> None:
+    """Keep the functions that ``ddpnb.compare`` was called with, in place of earlier ones."""
+    _functions.clear()
+    _functions[key] = opened(parcel)
+
+
+def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
+    """Return the functions that were sent under a key, with these global variables.
+
+    The cell that stands for them calls it, once a run: no run sees what another has changed.
+    """
+    if key not in _functions:
+        raise UserError(
+            "This rank does not have the functions of this comparison any more: call ddpnb.compare "
+            "with them again."
+        )
+    return load(_functions[key], namespace)
+
+
+class TrainedModels:
+    """The trained models of the latest comparison, one a strategy, in memory (rank 0)."""
+
+    def __init__(self) -> None:
+        self._comparison = ""
+        self._by_strategy: dict[str, tuple[str, nn.Module]] = {}
+        """Of the latest run of each strategy: its id and its model."""
+        self._state: dict[str, Any] | None = None
+        """The weights of the model that is being evaluated."""
+
+    def begin(self, comparison: str) -> None:
+        """Forget the models of another comparison."""
+        if comparison != self._comparison:
+            self._comparison = comparison
+            self._by_strategy.clear()
+
+    def keep(self, strategy: str, run_id: str, model: object) -> None:
+        """Keep a run's model in place of that of the repeat before; ``settle`` must follow."""
+        if isinstance(model, nn.Module):
+            self._by_strategy.pop(strategy, None)
+            self._by_strategy[strategy] = run_id, model
+            self._state = copied(model.state_dict())
+
+    def settle(self) -> None:
+        """Give the model its weights back, once it has lent itself to the copies' evaluation.
+
+        What only the training needed is freed: gradients, and a GPU's memory.
+        """
+        if (state := self._state) is not None:
+            self._state = None
+            _, model = list(self._by_strategy.values())[-1]
+            model.zero_grad(set_to_none=True)
+            model.cpu().load_state_dict(state)
+
+    def of(self, run_id: str) -> nn.Module:
+        """Return the model of a run."""
+        for kept_id, model in self._by_strategy.values():
+            if kept_id == run_id:
+                return model
+        raise UserError(
+            "Rank 0 does not have this model: it keeps those of the latest comparison, of each "
+            "strategy that has trained to its end, until the rank ends."
+        )
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a model's state, on the CPU."""
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
 
 
 def token_of(value: object) -> object:

@@ -23,6 +23,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.options import Value
+from ddpnb.protocol.variables import NOTEBOOK_FUNCTIONS
 from ddpnb.reports.script_text import BEGINNING, IMPORTS
 from ddpnb.reports.script_training import TRAINING
 
@@ -195,6 +196,11 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
     spec = _spec_of(comparison, strategy)
     choice, options = parse_strategy(spec.strategy), _options(spec)
     cell = body_of(spec.source).strip()
+    if f"from {NOTEBOOK_FUNCTIONS[0]} import" in cell:
+        raise UserError(
+            "This comparison trained functions of the notebook, which are not stored: to export a "
+            "script, compare with source=, a cell or a file that defines them."
+        )
     try:
         unknown, bound = _names(cell)
     except SyntaxError as error:

@@ -275,6 +275,17 @@ def read_script(path: str) -> tuple[str, str]:
         raise UserError(f"{path} cannot be read as a script: {error}.") from None
 
 
+def cell_in(source: Path | str) -> str:
+    """Return a cell: the text itself, or that of a file if it is a path, or a name with ``.py``.
+
+    Raises:
+        UserError: there is no such file, or it is not a text.
+    """
+    text = str(source)
+    is_file = isinstance(source, Path) or (text.endswith(".py") and "\n" not in text)
+    return read_script(text)[1] if is_file else text
+
+
 class Prompt:
     """Asks the user what a rank asks, with the notebook's own ``input``.
 

@@ -28,6 +28,8 @@ from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.cells import check_on_ranks, error_of, warn_stale
 from ddpnb.session.comparison_spec import ComparisonSpec, long_enough, with_models
 from ddpnb.session.errors import CellInterrupt, HangError, RankError
+from ddpnb.session.functions import NotebookFunctions
+from ddpnb.session.variables import pull
 
 STOP_INTERVAL_SECONDS = 0.3
 """Between two requests to stop; the ranks get them until they have stopped."""
@@ -50,6 +52,8 @@ class Training:
     options: PlotOptions = EVERYTHING
     printed: PrintedLines = field(default_factory=PrintedLines)
     """What the cell has printed on the ranks."""
+    functions: NotebookFunctions | None = None
+    """What is trained, if it is no cell; a rank that is started anew needs them again."""
     grace_seconds: float = GRACE_SECONDS
     _watch: Watch | None = None
     _is_stopped: bool = False
@@ -89,7 +93,7 @@ class Training:
                         break
         finally:
             free_data(self.cluster)
-            result = ComparisonResult(self.recorder.comparison, self.options)
+            result = ComparisonResult(self.recorder.comparison, self.options, self._model_of)
             self.live.finish(result)
             self.printed.show()
         if errors:
@@ -98,6 +102,17 @@ class Training:
                 print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
             raise first
         return result
+
+    def _model_of(self, run_id: str) -> Any:
+        """Return a trained model, which rank 0 keeps until the next comparison."""
+        if self.cluster.is_over:
+            raise UserError("The ranks that kept the model have ended: train it again.")
+        (model,) = pull(self.cluster, run_id, [0], OnRank("pull_model"))
+        return model
+
+    def _send_functions(self, rank: int) -> None:
+        if self.functions is not None:
+            self.functions.send(self.cluster, [rank])
 
     def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
         """Return whether the rest is trained after a strategy has failed, and print it."""
@@ -119,6 +134,7 @@ class Training:
             spec=spec,
             handle=self._handle,
             survives_deaths=spec.strategy in self.survivors,
+            before_joining=self._send_functions,
         )
         self.printed.begin(self.cluster.ranks)
         self._watch = watch = Watch(
@@ -136,8 +152,8 @@ class Training:
         except KeyboardInterrupt:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
             raise CellInterrupt from None
-        except Exception as error:
-            self.recorder.end(spec.run_id, Status.FAILED, summary_of(error))
+        except Exception as failure:
+            self.recorder.end(spec.run_id, Status.FAILED, summary_of(failure))
             raise
         finally:
             recovery.end()
@@ -167,6 +183,8 @@ class Training:
                 raise
             print(f"Rank {format_ranks(dead)} {how}. {error}", file=sys.stderr)
             return False
+        for rank in dead:
+            self._send_functions(rank)
         how += "; it is a new process now, without its variables."
         print(f"Rank {format_ranks(dead)} {how}", file=sys.stderr)
         return True
@@ -231,6 +249,8 @@ def prepare(
     own_id = new_id()
     specs = tuple(replace(each, comparison=own_id) for each in placed)
     warn_stale(cluster.require_group())
+    if spec.functions is not None:
+        spec.functions.send(cluster, cluster.ranks)
     shown = shown_by or live(spec.options).announced()
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
     printed = PrintedLines()
@@ -270,6 +290,7 @@ def prepare(
         live=shown,
         options=spec.options,
         printed=printed,
+        functions=spec.functions,
     )
 
 

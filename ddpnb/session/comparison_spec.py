@@ -14,6 +14,7 @@ from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import check_link, check_transport, has_transport
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.style import EVERYTHING, PlotOptions
+from ddpnb.session.functions import NotebookFunctions
 
 MAGIC = re.compile(r"([\w\s,]+=\s*)?[%!]")
 """The beginning of a line of IPython: ``%magic``, ``!command``, ``x = !command``."""
@@ -32,6 +33,8 @@ class ComparisonSpec:
     """Whether ``single`` is trained too, as the reference of the speed-up, and ``no-comm``, as the
     ceiling of it."""
     options: PlotOptions = EVERYTHING
+    functions: NotebookFunctions | None = None
+    """What ``training.source`` stands for; None: it is a cell of its own."""
 
     def __post_init__(self) -> None:
         if not self.strategies:
@@ -96,11 +99,11 @@ def refuse_magics(source: str) -> None:
     try:
         ast.parse(source)
     except SyntaxError as error:
-        lines = source.splitlines()
-        line = lines[error.lineno - 1].strip() if 0 < (error.lineno or 0) <= len(lines) else ""
+        lines, number = source.splitlines(), error.lineno or 0
+        line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
         if MAGIC.match(line):
             raise UserError(
-                f"Line {error.lineno} of the cell, {line}, is no Python, which a comparison's cell "
+                f"Line {number} of the cell, {line}, is no Python, which a comparison's cell "
                 "must be: move this line to a cell of its own, or to a %%ddp cell for the ranks."
             ) from None
     except ValueError:  # a null byte, which the ranks refuse too

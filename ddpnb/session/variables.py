@@ -14,7 +14,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Failure, OnRank
 from ddpnb.protocol.variables import (
     LARGE_BYTES,
-    Parcel,
+    Part,
     culprit,
     dump,
     error_of,
@@ -26,51 +26,73 @@ from ddpnb.protocol.variables import (
 
 SLOWEST_BYTES_PER_SECOND = 1e8
 """Of a push: what is large may take so much longer than other calls."""
+PULL = OnRank("pull")
 PREFIX = "variables-"
 """Of the files in the run folder; each is removed as soon as its call has ended."""
 
 
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]) -> None:
     """Copy variables to ranks; raises a UserError if one cannot be sent, and then none is."""
+    send(cluster, pickled(variables, dict(variables)), variables, ranks, OnRank("push"))
+
+
+def pickled(variables: Mapping[str, object], value: object) -> list[Part]:
+    """Pickle for the ranks a value that is made of variables; a UserError if one cannot be."""
     try:
-        parts = dump(dict(variables), for_ranks=True)
+        return dump(value, for_ranks=True)
     except Exception as error:
         raise UserError(explain(variables, error)) from error
-    timeout = CALL_TIMEOUT_SECONDS + size_of(parts) / SLOWEST_BYTES_PER_SECOND
-    if size_of(parts) < LARGE_BYTES or not cluster.is_local:
-        send(
-            cluster, in_message(parts), variables, ranks, timeout * (1 + 9 * (not cluster.is_local))
-        )
-        return
-    with new_files(cluster.folder, [""]) as (path, (file,)):
-        try:
-            parcel = in_file(parts, file, path)
-        except MemoryError as error:
-            names = ", ".join(variables)
-            raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
-        send(cluster, parcel, variables, ranks, timeout)
 
 
 def send(
     cluster: Cluster,
-    parcel: Parcel,
+    parts: Sequence[Part],
     names: Iterable[str],
     ranks: Sequence[int],
-    timeout: float = CALL_TIMEOUT_SECONDS,
+    function: OnRank,
+    *arguments: object,
 ) -> None:
-    """Have ranks take a parcel; raises a UserError where one cannot."""
-    call = cluster.submit(OnRank("push"), parcel, ranks=ranks)
-    for failure in answers(cluster, call, timeout):
-        if failure is not None:
-            cause = cause_of(failure)
-            raise UserError(f"{', '.join(names)} cannot be read on rank {failure.rank}: {cause}")
+    """Have a function on ranks take what was pickled; raises a UserError where one cannot.
+
+    Args:
+        cluster: of the ranks.
+        parts: what was pickled.
+        names: what errors call it.
+        ranks: they take it.
+        function: is called with ``arguments`` and the parcel.
+        arguments: of the function.
+    """
+    timeout = CALL_TIMEOUT_SECONDS + size_of(parts) / SLOWEST_BYTES_PER_SECOND
+    with contextlib.ExitStack() as opened:
+        if size_of(parts) < LARGE_BYTES or not cluster.is_local:
+            parcel = in_message(parts)
+            timeout *= 1 if cluster.is_local else 10
+        else:
+            path, (file,) = opened.enter_context(new_files(cluster.folder, [""]))
+            try:
+                parcel = in_file(parts, file, path)
+            except MemoryError as error:
+                raise UserError(
+                    f"{', '.join(names)} cannot be sent to the ranks: {error}."
+                ) from error
+        call = cluster.submit(function, *arguments, parcel, ranks=ranks)
+        for failure in answers(cluster, call, timeout):
+            if failure is not None:
+                raise UserError(
+                    f"{', '.join(names)} cannot be read on rank {failure.rank}: {cause_of(failure)}"
+                )
 
 
-def pull(cluster: Cluster, expression: str, ranks: Sequence[int]) -> list[Any]:
-    """Return the value of an expression on each rank; raises a UserError where one has none."""
+def pull(
+    cluster: Cluster, expression: str, ranks: Sequence[int], function: OnRank = PULL
+) -> list[Any]:
+    """Return the value of an expression on each rank; raises a UserError where one has none.
+
+    ``function`` on the rank evaluates the expression, or what it takes in its place.
+    """
     with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as (path, files):
         call = cluster.submit(
-            OnRank("pull"),
+            function,
             expression,
             path if cluster.is_local else "",
             own_classes(),
@@ -79,6 +101,8 @@ def pull(cluster: Cluster, expression: str, ranks: Sequence[int]) -> list[Any]:
         )
         found = answers(cluster, call, has_advanced=growing(files))
         for value in found:
+            if isinstance(value, Failure) and value.name == UserError.__name__:
+                raise UserError(value.text)
             if isinstance(value, Failure):
                 raise UserError(f"Rank {value.rank} cannot give {expression}: {cause_of(value)}")
         try:

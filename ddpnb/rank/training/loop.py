@@ -146,6 +146,7 @@ def run(
     rejoin_info: RejoinInfo | None = None,
     cancellation: CancellationToken | None = None,
     cache: DataCache | None = None,
+    keep: Callable[[nn.Module], None] = lambda _: None,
 ) -> RunReport:
     """Train and evaluate one run.  Takes part: every rank of the default process group.
 
@@ -165,6 +166,7 @@ def run(
         rejoin_info: where this rank joins if the others train already; it is in no group then.
         cancellation: ends waits that are not the group's.
         cache: keeps the data between the runs of a comparison.
+        keep: takes the trained model, on rank 0, before it is evaluated.
 
     Raises:
         UserError: what ``validate`` would have refused.
@@ -188,13 +190,13 @@ def run(
         context = opened.enter_context(linked(context))
         if rejoin_info is not None:
             try:
-                return _perform(context, publish, should_stop, expects_stop)
+                return _perform(context, publish, should_stop, expects_stop, keep)
             except RunOverError:
                 return no_part
         opened.callback(release_memory, context.device)
         # -- rehearse ... evaluate --------------------------------------------------------
         with _announced_failure(context, "t"):
-            return _perform(context, publish, should_stop, expects_stop)
+            return _perform(context, publish, should_stop, expects_stop, keep)
 
 
 def _announced_failure(context: RunContext, phase: str) -> contextlib.AbstractContextManager[None]:
@@ -209,6 +211,7 @@ def _perform(
     publish: Publish,
     should_stop: Callable[[], bool],
     expects_stop: Callable[[], bool] | None,
+    keep: Callable[[nn.Module], None],
 ) -> RunReport:
     spec, plan = context.spec, context.plan
     metrics = RunMetrics(context=context, publish=publish, clock=clock_of(context.device))
@@ -255,6 +258,7 @@ def _perform(
         return metrics.report()
     if is_estimated:
         metrics.estimate_batchnorm(model)
+    keep(model)
     _save(model, metrics)
     train = metrics.score(model, is_held_out=False)
     held_out = metrics.score(model, is_held_out=True)
