@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RunHeader, StepEvent
 from ddpnb.protocol.notation import parse_link
-from ddpnb.rank import linked_collectives
+from ddpnb.rank.collectives import emulated_link
 from ddpnb.rank.comm.link import EmulatedLink, is_exchanging
 from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.strategies import fsdp
@@ -157,7 +157,7 @@ def linked_job(state, folder, call, text=LINK):
     """Make a call over a link; return the seconds it took."""
     cancellation = CancellationToken()
     link = EmulatedLink(parse_link(text), folder / "a.link", state.world_size)
-    with linked_collectives.over(link, cancellation):
+    with emulated_link.over(link, cancellation):
         dist.barrier()
         began = time.monotonic()
         result = call(state, cancellation)
@@ -220,7 +220,7 @@ def test_an_abort_frees_ranks_that_wait_for_the_link(fresh_ranks):
 def freed_job(state, folder):
     cancellation = CancellationToken()
     link = EmulatedLink(parse_link(LINK), folder / "a.link", state.world_size)
-    with linked_collectives.over(link, cancellation):
+    with emulated_link.over(link, cancellation):
         began = time.monotonic()
         text = freed(state, cancellation)
     return time.monotonic() - began, text
@@ -240,3 +240,19 @@ def test_a_part_of_the_ranks_forms_a_group_of_its_own(ranks):
     results = [result for _, result in ranks(3).call(linked_job, in_halves)]
     assert [value for value, _ in results] == [2, 2, 1]
     assert min(results[0][1], results[1][1]) >= 0.04
+
+
+def in_many_groups(state, _):
+    """Each half of the ranks works in groups of its own, at its own pace."""
+    groups = [dist.new_group([0, 1] if n % 2 else [2, 3]) for n in range(24)]
+    value = torch.ones(1)
+    for group in groups:
+        if dist.get_rank(group) >= 0:
+            dist.all_reduce(value, group=group)
+    dist.barrier()
+    return value.item()
+
+
+def test_groups_that_share_no_rank_do_not_wait_for_each_other(fresh_ranks):
+    results = fresh_ranks(4).call(linked_job, in_many_groups, "1Gbit,0ms")
+    assert [value for _, value in results] == [2**12] * 4

@@ -6,10 +6,10 @@ follow each other.  This is the model of Thakur, Rabenseifner and Gropp, "Optimi
 Communication Operations in MPICH", IJHPCA 19(1), 2005, section 3, where the lists of messages
 below are from; the ring's is in Patarasuk and Yuan, JPDC 69(2), 2009.
 
-Exchanges are really made, in the host's memory, and end as late as over that network: at the
-latest of both.  An exchange begins when the last of its ranks has come to it and the links of all
-of them are free.  A file that all ranks of the host map knows until when each link is in use.  Who
-waits sleeps, so that the cores are free, as they are where a network card does the work.
+Exchanges are really made, in the host's memory, and end as late as over that network.  Who waits
+sleeps, so that the cores are free, as they are where a network card does the work.  A file that all
+ranks of the host map lines up the messages between two ranks.  ``collectives.emulated_link`` lines
+up the collectives, in each rank for itself.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ COLLECTIVES: Mapping[str, Callable[[int, int], Messages]] = {
     "barrier": tree,
 }
 """By the operation in torch's dispatcher: the messages, for the bytes of the tensors by which
-``collective_log.METHODS`` compares it, which are a part or the whole."""
+``collectives.table.METHODS`` compares it, which are a part or the whole."""
 
 
 # -- a rank's link -------------------------------------------------------------------------
@@ -219,34 +219,21 @@ class EmulatedLink(Link):
 
 # -- until when is each link in use --------------------------------------------------------
 
-NUM_GROUPS: Final = 16
-"""Channels for groups; two groups that share one would only be timed less exactly."""
-NUM_KEPT: Final = 128
-"""Exchanges of one channel in which a rank may be ahead of another."""
 _ENDS: Final = struct.Struct("<dd")
 """Until when a rank sends, and until when it receives."""
-_ENTRY: Final = struct.Struct("<qqd")
-"""An exchange's number in its channel, from 1 on; ranks that have come to it; its end."""
 
 
 @final
 class Timeline:
     """Until when each rank's link is in use, in a file that all ranks of the host map.
 
-    Raises ``UserError`` where there is no room for it.
-
-    A channel is what numbers exchanges alike on all its ranks: a group, or two ranks in one
-    direction.  The last rank that comes to an exchange fixes its end.  All is read and written
-    under a lock; times are of the monotonic clock, which is the host's.
+    Raises ``UserError`` where there is no room for it.  Times are of the host's monotonic clock.
     """
 
     def __init__(self, path: Path, world_size: int) -> None:
         self._path = path
-        self._num_ranks = world_size
         self._lock = threading.Lock()  # a record lock is a process's, whichever thread has it
-        num_channels = NUM_GROUPS + world_size**2
-        self._first_entry = world_size * _ENDS.size
-        size = self._first_entry + num_channels * NUM_KEPT * _ENTRY.size
+        size = world_size * _ENDS.size
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(self._descriptor, 0, size)  # else a full disk would end the process
@@ -254,50 +241,22 @@ class Timeline:
             os.close(self._descriptor)
             path.unlink(missing_ok=True)
             raise UserError(
-                f"There is no room for {size / 1e6:.1f} MB of shared memory in {path.parent}, "
+                f"There is no room for {size} bytes of shared memory in {path.parent}, "
                 "which --link needs; free some."
             ) from error
         self._map = mmap.mmap(self._descriptor, size)
-        self._numbers: dict[int, int] = {}
-
-    def pair(self, source: int, target: int) -> int:
-        """Return the channel of the messages from one rank to another."""
-        return NUM_GROUPS + source * self._num_ranks + target
-
-    def next_number(self, channel: int) -> int:
-        """Return the number of this rank's next exchange in a channel."""
-        with self._lock:
-            self._numbers[channel] = self._numbers.get(channel, 0) + 1
-            return self._numbers[channel]
 
     def reserve(self, pairs: Collection[tuple[int, int]], seconds: float) -> float:
         """Use the links from one rank to another, as soon as all are free; return until when."""
         with self._locked():
-            return self._reserve(pairs, seconds)
-
-    def come(
-        self,
-        channel: int,
-        number: int,
-        num_parties: int,
-        pairs: Collection[tuple[int, int]],
-        seconds: float,
-    ) -> None:
-        """Note that this rank has come to an exchange; the last one to come reserves the links."""
-        with self._locked():
-            at = self._place(channel, number)
-            found, num_there, end = _ENTRY.unpack_from(self._map, at)
-            if found > number:  # the others are far ahead
-                return
-            num_there = num_there + 1 if found == number else 1
-            end = self._reserve(pairs, seconds) if num_there == num_parties else math.nan
-            _ENTRY.pack_into(self._map, at, number, num_there, end)
-
-    def end(self, channel: int, number: int) -> float:
-        """Return when an exchange ends; NaN if a rank has not come to it."""
-        with self._locked():
-            found, _, end = _ENTRY.unpack_from(self._map, self._place(channel, number))
-        return float(end) if found == number else 0.0
+            start = time.monotonic()
+            for source, target in pairs:
+                start = max(start, self._ends(source)[0], self._ends(target)[1])
+            end = start + seconds
+            for source, target in pairs:
+                _ENDS.pack_into(self._map, source * _ENDS.size, end, self._ends(source)[1])
+                _ENDS.pack_into(self._map, target * _ENDS.size, self._ends(target)[0], end)
+            return end
 
     def close(self) -> None:
         """Remove the file; may be called twice."""
@@ -306,22 +265,9 @@ class Timeline:
             os.close(self._descriptor)
             self._path.unlink(missing_ok=True)
 
-    def _reserve(self, pairs: Collection[tuple[int, int]], seconds: float) -> float:
-        start = time.monotonic()
-        for source, target in pairs:
-            start = max(start, self._ends(source)[0], self._ends(target)[1])
-        end = start + seconds
-        for source, target in pairs:
-            _ENDS.pack_into(self._map, source * _ENDS.size, end, self._ends(source)[1])
-            _ENDS.pack_into(self._map, target * _ENDS.size, self._ends(target)[0], end)
-        return end
-
     def _ends(self, rank: int) -> tuple[float, float]:
         sends, receives = _ENDS.unpack_from(self._map, rank * _ENDS.size)
         return sends, receives
-
-    def _place(self, channel: int, number: int) -> int:
-        return self._first_entry + (channel * NUM_KEPT + number % NUM_KEPT) * _ENTRY.size
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ from ddpnb.protocol.inspection import (
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.notation import parse_link
 from ddpnb.protocol.trace import Span
-from ddpnb.rank import linked_collectives
+from ddpnb.rank.collectives import emulated_link
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.comm.link import EmulatedLink
 from ddpnb.rank.comm.rendezvous import CancellationToken
@@ -106,10 +106,10 @@ def _linked(
     if not spec.link:
         yield
         return
-    linked_collectives.check(state.device)
+    emulated_link.check(state.device)
     path = folder / f"{spec.inspection_id}.link"
     link = EmulatedLink(parse_link(spec.link), path, state.world_size)
-    with linked_collectives.over(link, cancellation):
+    with emulated_link.over(link, cancellation):
         yield
 
 

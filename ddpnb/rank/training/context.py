@@ -21,7 +21,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import check_fault_ranks, parse_link, parse_strategy
 from ddpnb.protocol.processes import die_with_parent
-from ddpnb.rank import linked_collectives
+from ddpnb.rank.collectives import emulated_link
 from ddpnb.rank.comm.link import NO_LINK, EmulatedLink, Link
 from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.meter import Meter, NullTimer, Timer
@@ -303,7 +303,7 @@ def build_context(
     """
     check_fault_ranks(spec.slow, spec.kill, state.world_size)
     if spec.link:
-        linked_collectives.check(state.device)
+        emulated_link.check(state.device)
     # so that the data are the same on every rank, and in every repeat
     seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)
     task = load_task(spec, namespace, filename, cache)
@@ -353,7 +353,7 @@ def linked(context: RunContext) -> Iterator[RunContext]:
         return
     path = context.folder / f"{context.name('l')}.link"
     link = EmulatedLink(parse_link(context.spec.link), path, context.state.world_size)
-    with linked_collectives.over(link, context.cancellation):
+    with emulated_link.over(link, context.cancellation):
         yield replace(context, link=link)
 
 

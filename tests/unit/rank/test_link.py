@@ -8,7 +8,7 @@ import pytest
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LINKS, parse_link
-from ddpnb.rank import linked_collectives
+from ddpnb.rank.collectives import emulated_link
 from ddpnb.rank.comm.link import COLLECTIVES, EmulatedLink, Timeline
 
 GIGABIT = parse_link("1Gbit,0.5ms")
@@ -76,22 +76,6 @@ def test_messages_to_one_rank_follow_each_other(timelines):
     assert back - began == pytest.approx(10, abs=1)
 
 
-def test_an_exchange_begins_when_the_last_rank_has_come(timelines):
-    pairs = [(rank, rank) for rank in range(3)]
-    numbers = [each.next_number(0) for each in timelines]
-    assert numbers == [1, 1, 1]
-    for each in timelines[:2]:
-        each.come(0, 1, 3, pairs, 5.0)
-        assert not each.end(0, 1) >= 0  # not known: NaN
-    came_at = time.monotonic()
-    timelines[2].come(0, 1, 3, pairs, 5.0)
-    ends = {each.end(0, 1) for each in timelines}
-    assert len(ends) == 1
-    assert ends.pop() - came_at == pytest.approx(5, abs=1)
-    busy = timelines[0].reserve([(1, 2)], 1.0)  # what comes next waits for the link
-    assert busy - came_at == pytest.approx(6, abs=1)
-
-
 def test_an_aborted_group_ends_the_sleep(tmp_path: Path):
     link = EmulatedLink(GIGABIT, tmp_path / "times", 1)
     with link.opened():
@@ -101,6 +85,6 @@ def test_an_aborted_group_ends_the_sleep(tmp_path: Path):
 
 
 def test_a_gpu_does_not_wait_for_an_emulated_link():
-    linked_collectives.check("cpu")
+    emulated_link.check("cpu")
     with pytest.raises(UserError, match="between ranks on CPUs: %ddp_start --device cpu"):
-        linked_collectives.check("cuda:0")
+        emulated_link.check("cuda:0")
