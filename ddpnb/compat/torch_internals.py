@@ -29,13 +29,11 @@ ProcessGroup: Any = dist.ProcessGroup
 @probe("torch", "calls are not compared before gloo; `--check` still does it")
 def intercepts_collectives() -> bool:
     """Whether methods of ``ProcessGroup`` and kernels of its operations can be replaced."""
-    is_removable = hasattr(torch.library.Library, "_destroy")
-    if not is_removable or not hasattr(ProcessGroup, "unbox"):
+    if not hasattr(torch.library.Library, "impl") or not hasattr(ProcessGroup, "unbox"):
         return False
     ProcessGroup.allreduce = ProcessGroup.allreduce
-    below_autograd()
-    below_lowest()
-    CollectiveKernels({"barrier": next_kernel("barrier")}).remove()
+    below_kernels()
+    next_kernel("barrier")
     return True
 
 
@@ -54,23 +52,10 @@ def has_operation(operation: str, num_tensors: int, root: int | None) -> bool:
         return False
 
 
-def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Replace a method of ``ProcessGroup``, if there is one, by what ``make`` returns for it.
-
-    Returns:
-        What ``restore_method`` needs to undo it.
-    """
-    if (original := getattr(ProcessGroup, name, None)) is None:
-        return None
-    descriptor = vars(ProcessGroup)[name]  # unlike the original, it binds the group
-    setattr(ProcessGroup, name, make(original))
-    return descriptor
-
-
-def restore_method(name: str, descriptor: Any) -> None:
-    """Undo ``replace_method``."""
-    if descriptor is not None:
-        setattr(ProcessGroup, name, descriptor)
+def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of ``ProcessGroup``, if there is one, by what ``make`` returns for it."""
+    if (original := getattr(ProcessGroup, name, None)) is not None:
+        setattr(ProcessGroup, name, make(original))
 
 
 def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -83,41 +68,15 @@ def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..
             names[name] = replacement
 
 
-def below_autograd() -> AbstractContextManager[None]:
-    """Return a context in which calls bypass ``CollectiveKernels``."""
-    guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
-    return guard
+_KEY = "ADInplaceOrView"
+"""The kernels with it run below autograd's, and also in what autograd's own code calls."""
 
 
-def below_lowest() -> AbstractContextManager[None]:
-    """Return a context in which calls bypass the lowest ``CollectiveKernels`` alone."""
+def below_kernels() -> AbstractContextManager[None]:
+    """Return a context in which calls bypass the kernels of ``add_kernels``."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
     return guard
-
-
-@final
-class CollectiveKernels:
-    """Python functions that torch's dispatcher calls before the backend's own kernels.
-
-    Each stands by its operation, and takes a key set and the arguments of the operation.
-
-    Args:
-        kernels: the functions, by operation.
-        is_lowest: whether they come after other such functions, and ``below_autograd`` too.
-    """
-
-    def __init__(
-        self, kernels: Mapping[str, Callable[..., Any]], *, is_lowest: bool = False
-    ) -> None:
-        self._library: Any = torch.library.Library("c10d", "IMPL")
-        key = "ADInplaceOrView" if is_lowest else "Autograd"
-        for operation, kernel in kernels.items():
-            self._library.impl(operation, kernel, key, with_keyset=True)
-
-    def remove(self) -> None:
-        """Restore the backends' own kernels; may be called twice."""
-        self._library._destroy()
 
 
 _libraries: list[Any] = []
@@ -130,7 +89,7 @@ def add_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
     """
     library: Any = torch.library.Library("c10d", "IMPL")
     for operation, kernel in kernels.items():
-        library.impl(operation, kernel, "ADInplaceOrView", with_keyset=True)
+        library.impl(operation, kernel, _KEY, with_keyset=True)
     _libraries.append(library)  # which removes them where nobody holds it
 
 
@@ -158,12 +117,10 @@ def _skip_frames(code: CodeType) -> None:
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
-def next_kernel(operation: str, *, is_lowest: bool = False) -> Callable[..., Any]:
-    """Return the function by which a kernel of ``CollectiveKernels`` calls what comes after it."""
+def next_kernel(operation: str) -> Callable[..., Any]:
+    """Return the function by which a kernel of ``add_kernels`` calls what comes after it."""
     redispatch = getattr(torch.ops.c10d, operation).default.redispatch
-    keys_of = torch._C.DispatchKey
-    after = keys_of.ADInplaceOrView if is_lowest else keys_of.AutogradOther
-    below = torch._C._dispatch_keyset_full_after(after)
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
     return lambda keys, *arguments: redispatch(keys & below, *arguments)
 
 

@@ -132,7 +132,6 @@ def undisturbed() -> Iterator[None]:
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     """Run a cell's source; return the errors of it, first the one that it failed with."""
     engine.shell.execution_count = spec.execution_count
-    engine.group.cancellation.has_lost_result = False
     was_aborted = engine.group.cancellation.is_aborted
     warn_again()
     try:
@@ -237,7 +236,7 @@ def aborted(engine: RankEngine, *, was_aborted: bool) -> list[BaseException]:
     ``was_aborted``: whether the group was before the cell, whose own calls then all raise.
     """
     token, can_abort = engine.group.cancellation, engine.group.can_abort
-    if token.has_lost_result or (can_abort and not was_aborted):
+    if can_abort and not was_aborted:
         try:
             token.check()
         except RuntimeError as error:

@@ -340,16 +340,16 @@ def test_a_refused_call_may_be_made_again_rightly(both: list[Cluster]) -> None:
 
 SLOW_REFUSAL = """
 from ddpnb.compat import torch_internals
-real = torch_internals.below_autograd
+real = torch_internals.below_kernels
 def slow():
     time.sleep(0.4)
     return real()
 try:
     if rank == {0}:
-        torch_internals.below_autograd = slow
+        torch_internals.below_kernels = slow
         dist.all_gather([torch.ones(2)], x)
 except (RuntimeError, ValueError): pass
-finally: torch_internals.below_autograd = real
+finally: torch_internals.below_kernels = real
 dist.all_reduce(x)
 """
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
-from ddpnb.rank.collectives.table import MESSAGES, METHODS, NO_ROOT, Call, Collective
+from ddpnb.rank.collectives.table import ANY_SOURCE, MESSAGES, METHODS, NO_ROOT, Call, Collective
 
 MAX_KEPT = 64
 """Exchanges that are kept alive although nobody has waited for them yet."""
@@ -144,7 +144,7 @@ def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..
         blocks = not getattr(settings, "asyncOp", collective.name != "monitored_barrier")
         call = Call(collective, group, arguments, root, is_blocking=blocks)
         make = partial(original, group, *arguments, **options)
-        with torch_internals.below_lowest():
+        with torch_internals.below_kernels():
             return _followed(call, audience, make)
 
     return method
@@ -152,7 +152,7 @@ def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..
 
 def _kernel(collective: Collective) -> Callable[..., Any]:
     """Return what the dispatcher calls before the backend's own kernel."""
-    backends_own = torch_internals.next_kernel(collective.operation, is_lowest=True)
+    backends_own = torch_internals.next_kernel(collective.operation)
     num = collective.num_tensors
 
     @torch_internals.not_compiled
@@ -271,7 +271,7 @@ class Exchange(dist.Work):
         """Wait for the end; raise what went wrong."""
         with _heard(self._call, self._audience):
             done = bool(self._work.wait(timeout) if timeout else self._work.wait())
-            _end(self._call, self._audience)
+            self._end()
         _kept.pop(self, None)
         return done
 
@@ -279,12 +279,17 @@ class Exchange(dist.Work):
         """Return whether a wait would return at once."""
         if not self._work.is_completed():
             return False
-        _end(self._call, self._audience)
+        self._end()
         return self._call.held_until <= time.monotonic()
 
     def get_future(self) -> Any:
         """Return the future of the result."""
         return self._future or torch_internals.future_of(self._work)
+
+    def _end(self) -> None:
+        if self._call.collective is ANY_SOURCE:
+            self._call.source = int(self._work._source_rank())
+        _end(self._call, self._audience)
 
     def _followed_future(self) -> Any:
         """Return a future that is complete once the call may end for its caller."""

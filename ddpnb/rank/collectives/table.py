@@ -114,7 +114,7 @@ class Call:
 
     __slots__ = (
         *("collective", "group", "arguments", "root", "is_blocking", "is_in_cpp"),
-        *("is_ended", "held_until", "notes"),
+        *("source", "is_ended", "held_until", "notes"),
     )
 
     def __init__(
@@ -133,6 +133,8 @@ class Call:
         self.root = root
         self.is_blocking = is_blocking
         self.is_in_cpp = is_in_cpp
+        self.source: int | None = None
+        """The rank in the group from which a message for ``ANY_SOURCE`` has come, once it has."""
         self.is_ended = False
         """Whether the backend is done with it."""
         self.held_until = 0.0
@@ -169,8 +171,8 @@ class Call:
     def peer(self) -> int | None:
         """The other rank of a message, as the default group numbers it; None: not known."""
         ranks = self.ranks
-        is_named = isinstance(self.arguments[1], int) and self.collective is not ANY_SOURCE
-        return ranks[self.arguments[1]] if ranks and is_named else None
+        number = self.source if self.collective is ANY_SOURCE else self.arguments[1]
+        return ranks[number] if ranks and number is not None else None
 
     @property
     def messages(self) -> Messages:

@@ -9,18 +9,15 @@ each time.
 """
 
 import contextlib
-import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import psutil
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -61,8 +58,6 @@ class CancellationToken:
         self._callbacks: list[Callable[[], None]] = []
         self.is_aborted = False
         """Whether all waits have been ended."""
-        self.has_lost_result = False
-        """Whether a collective of C++ code was ended: some of it goes on as if all were well."""
 
     def abort(self) -> int:
         """End all waits, present and future; return how many there were.  May be called twice."""
@@ -99,135 +94,6 @@ class CancellationToken:
             raise RunCancelledError("This rank was ended with the others.")
         if self.is_aborted:
             raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")
-
-    def check_usable(self) -> None:
-        """Raise a RuntimeError if the group has been aborted, before a call is made in it."""
-        if self.is_aborted:
-            raise RuntimeError(
-                "Connection closed by peer: this process group has ended; a new one is formed once "
-                "all ranks are alive and their hosts reach each other."
-            )
-
-
-SLICE = timedelta(seconds=0.2)
-"""How soon a wait that is cut into slices notices that the group was aborted."""
-
-
-@final
-class FreeableWork:
-    """A collective in progress, with a wait that ends when the group is aborted.
-
-    A gloo that has received a part of a message goes on waiting for the rest when its connection
-    is closed.  Where the network between hosts is cut, that is how most waits look.
-    """
-
-    def __init__(self, work: Any, token: CancellationToken) -> None:
-        self._work = work
-        self._token = token
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the collective, as ``Work.wait`` does.
-
-        That does not end by SIGINT either: ranks that left a collective alone would be out of step,
-        and the next one would give wrong numbers.  The abort that follows ends it.
-        """
-        deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                try:
-                    self._work.wait(SLICE)
-                    break
-                except RuntimeError:
-                    if self._work.is_completed():  # it has failed, or ended just after the slice
-                        self._work.wait()
-                        break
-                    if time.monotonic() > deadline:
-                        raise
-                    self._token.check()
-            except KeyboardInterrupt as error:
-                interrupt = error
-            except RuntimeError as error:
-                if interrupt is None:
-                    raise
-                raise interrupt from error
-        if interrupt is not None:
-            raise interrupt
-        return True
-
-
-@final
-class FreeableMessage:
-    """A message between two ranks in progress, like ``FreeableWork``.
-
-    Gloo gives such a wait up for good at the end of a slice.  So it is made in a thread of its own,
-    which costs 0.06 ms and is left behind by an abort.
-    """
-
-    def __init__(self, work: Any, token: CancellationToken) -> None:
-        self._work = work
-        self._token = token
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-    def wait(self, *timeout: timedelta) -> bool:
-        """Wait for the message, as ``Work.wait`` does; SIGINT does not end it either."""
-        over, errors, is_done = threading.Event(), list[BaseException](), False
-
-        def wait() -> None:
-            nonlocal is_done
-            try:
-                self._work.wait(*timeout)
-                is_done = True
-            except RuntimeError as error:
-                errors.append(error)
-            over.set()
-
-        threading.Thread(target=wait, name="ddpnb-message", daemon=True).start()
-        with self._token.held(over.set):
-            while not over.is_set():
-                try:
-                    over.wait()
-                except KeyboardInterrupt as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
-        if not is_done:
-            self._token.check()
-        return True
-
-
-def freeable_future(work: Any, token: CancellationToken) -> Any:
-    """Return a future that ends with a collective, or fails when the group is aborted.
-
-    It is for torch's C++ code, which does not wait in slices.
-    """
-    future = torch_internals.future_of(work)
-    ended: Any = torch.futures.Future()
-    held = contextlib.ExitStack()
-
-    def end(_: object = None) -> None:
-        held.close()
-        with contextlib.suppress(RuntimeError):  # the collective ended as the group was aborted
-            ended.set_result(None)
-
-    def free() -> None:  # in a thread of its own: what follows on it may wait for another
-        threading.Thread(target=end, name="ddpnb-freed", daemon=True).start()
-
-    def result(_: object) -> Any:
-        if not future.done():
-            token.has_lost_result = True
-            token.check()
-        return future.value()  # raises the backend's error
-
-    freeable = ended.then(result)
-    held.enter_context(token.held(free))
-    future.add_done_callback(end)
-    return freeable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

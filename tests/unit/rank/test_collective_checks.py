@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from ddpnb.rank.collectives.log import (
     text_of,
 )
 from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
-from ddpnb.rank.comm.rendezvous import CancellationToken, FreeableWork, freeable_future
-from tests.cluster.rig import wait_until
 
 RANKS = range(3)
 
@@ -143,62 +140,6 @@ def test_a_call_that_was_refused_is_not_compared_with_other_hosts(tmp_path: Path
     assert found_between(tmp_path) == ""
     write(one, 4)
     assert found_between(tmp_path) == ""
-
-
-class EndsJustAfterASlice:
-    """Work of torch's that ends between the first slice of a wait and the look at it."""
-
-    def __init__(self, error: str = "") -> None:
-        self._error = error
-        self._num_waits = 0
-
-    def is_completed(self) -> bool:
-        return self._num_waits > 0
-
-    def wait(self, timeout: object = None) -> bool:
-        self._num_waits += 1
-        if self._num_waits == 1:
-            raise RuntimeError("Operation timed out!")
-        if self._error:
-            raise RuntimeError(self._error)
-        return True
-
-
-def test_work_that_ends_just_after_a_slice_of_waiting_has_ended_well() -> None:
-    assert FreeableWork(EndsJustAfterASlice(), CancellationToken()).wait()
-    failed = FreeableWork(EndsJustAfterASlice("Connection closed"), CancellationToken())
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        failed.wait()
-
-
-class InCpp:
-    """Work of torch's with a future of its own."""
-
-    def __init__(self) -> None:
-        self.future: Any = torch.futures.Future()
-
-    def get_future(self) -> Any:
-        return self.future
-
-
-@pytest.mark.parametrize("num_aborts", [0, 1, 3])
-def test_a_future_ends_with_its_collective_or_with_the_group(num_aborts: int) -> None:
-    token, work, after = CancellationToken(), InCpp(), InCpp()
-    freeable = freeable_future(work, token)
-    following = freeable.then(lambda _: freeable_future(after, token).wait())  # as PowerSGD waits
-    for _ in range(num_aborts):
-        token.abort()
-    if num_aborts:
-        with pytest.raises(RuntimeError, match="this rank was freed"):
-            following.wait()
-    after.future.set_result(None)
-    work.future.set_result([torch.ones(2)])
-    if not num_aborts:
-        assert freeable.wait()[0].tolist() == [1.0, 1.0]
-        assert following.wait() is None
-    assert token.has_lost_result == (num_aborts > 0)
-    # A thread of an abort may be about to take its wait out of the token.
-    wait_until(lambda: token.abort() == 0, "the end of all waits")
 
 
 def test_calls_are_counted_until_one_was_interrupted(tmp_path: Path) -> None:
