@@ -6,6 +6,7 @@ Names without an underscore that torch's documentation does not list, such as th
 
 import functools
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -153,6 +154,35 @@ def future_of(work: Any) -> Any:
         waited = done.then(lambda _: work.wait())
         threading.Thread(target=done.set_result, args=[None], daemon=True).start()
         return waited
+
+
+def source_of(work: Any) -> int:
+    """Return the rank in its group from which a message has come."""
+    return int(work._source_rank())
+
+
+_GLOO_LOST = re.compile(
+    r"\[[^]]*\bgloo/transport/[^]]*\].*?"
+    r"(Connection (closed|reset) by peer|Broken pipe|Socket closed)",
+    re.DOTALL,
+)
+"""Gloo raises a plain ``RuntimeError``, whose text begins with the place in its own source."""
+_DIST_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|Socket closed|NCCL communicator was aborted"
+    r"|remote process exiting prematurely"
+)
+
+
+def reports_lost_peer(error: RuntimeError, text: str) -> bool:
+    """Return whether torch raised an error because another rank has gone, or has aborted a group.
+
+    Args:
+        error: of a backend or a store.
+        text: the error's own.
+    """
+    if isinstance(error, dist.DistError):
+        return _DIST_LOST.search(text) is not None
+    return _GLOO_LOST.search(text) is not None
 
 
 # -- collectives in progress ---------------------------------------------------------------

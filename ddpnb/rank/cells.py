@@ -20,11 +20,12 @@ import IPython
 import torch
 from IPython.core.interactiveshell import ExecutionInfo
 
+from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, CellSpec, Failure
 from ddpnb.rank.collectives.log import CollectiveMismatchError
-from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine, id_of
+from ddpnb.rank.errors import ConsequenceError, RunCancelledError
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import NoPromptError, questions, variable_names
 from ddpnb.rank.status import is_users, num_collectives
@@ -33,12 +34,6 @@ from ddpnb.rank.trace.recorder import TraceRecorder, recording
 
 DRAIN_SECONDS = 0.2
 """How long a cell may wait at its end for the output of C code and child processes."""
-
-CLOSED_CONNECTION = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|Socket closed|NCCL communicator was aborted"
-    r"|remote process exiting prematurely"
-)
-"""Errors of gloo and NCCL when a peer has gone, or when this rank was aborted."""
 
 FINGERPRINT = re.compile(
     r"[Rr]ank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+, "
@@ -384,6 +379,8 @@ def end_at_users(frames: TracebackType | None, shell: Any) -> None:
 
 def is_consequence(error: BaseException) -> bool:
     """Return whether an exception only reports that another rank has gone or failed."""
-    if isinstance(error, RankLostError | RunCancelledError):
+    if isinstance(error, ConsequenceError):
         return True
-    return isinstance(error, RuntimeError) and CLOSED_CONNECTION.search(said_by(error)) is not None
+    text = said_by(error)
+    is_lost = isinstance(error, RuntimeError) and torch_internals.reports_lost_peer(error, text)
+    return is_lost or f"running the callback: {ConsequenceError.__name__}: " in text  # of a future

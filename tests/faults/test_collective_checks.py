@@ -322,7 +322,7 @@ def test_the_traceback_ends_at_the_users_line(both: list[Cluster]) -> None:
     text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(lines))
     assert "----> 2 dist.all_reduce(mine)" in text
     assert "distributed_c10d.py" not in text
-    assert "collective_checks.py" not in text
+    assert "intercept.py" not in text
 
 
 def test_a_refused_call_may_be_made_again_rightly(both: list[Cluster]) -> None:

@@ -288,7 +288,7 @@ class Exchange(dist.Work):
 
     def _end(self) -> None:
         if self._call.collective is ANY_SOURCE:
-            self._call.source = int(self._work._source_rank())
+            self._call.source = torch_internals.source_of(self._work)
         _end(self._call, self._audience)
 
     def _followed_future(self) -> Any:

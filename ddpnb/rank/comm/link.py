@@ -27,6 +27,7 @@ from typing import Final, NamedTuple, final
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LinkSpec
+from ddpnb.rank.errors import ConsequenceError
 
 # -- the model: lists of messages ----------------------------------------------------------
 
@@ -180,7 +181,7 @@ class EmulatedLink(Link):
         """Sleep until a time of the monotonic clock.
 
         Raises:
-            RuntimeError: the group was aborted.
+            ConsequenceError: the group was aborted.
         """
         self.note_end(end)
         self._cancelled.wait(max(0.0, end - time.monotonic()))
@@ -198,7 +199,7 @@ class EmulatedLink(Link):
     def check(self) -> None:
         """Raise if the group was aborted."""
         if self.is_cancelled:
-            raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")
+            raise ConsequenceError("This rank was freed from its wait.")
 
     def cancel(self) -> None:
         """End all sleep, present and future; from any thread."""

@@ -24,29 +24,17 @@ from torch import nn
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.processes import ProcessId, is_alive, process_id
 from ddpnb.rank.comm.link import NO_LINK, Link
+from ddpnb.rank.errors import ConsequenceError
+from ddpnb.rank.errors import RankLostError as RankLostError
+from ddpnb.rank.errors import RunCancelledError as RunCancelledError
 
 NO_RANK = -1
 _POLL_SECONDS = 0.005
 _FAILED = "failed"
 
 
-class RankLostError(RuntimeError):
-    """A rank left in the middle of a run, or makes no progress: the run is over."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(
-            f"Rank {rank} left in the middle of the run, or no longer answers "
-            "(slow steps need a longer timeout, as in async:timeout=120)."
-        )
-        self.rank = rank
-
-
 class RunOverError(Exception):
     """There is nothing to join: the run has ended."""
-
-
-class RunCancelledError(RuntimeError):
-    """This rank was not waiting; it was ended because another rank had failed."""
 
 
 @final
@@ -88,12 +76,12 @@ class CancellationToken:
 
         Raises:
             RunCancelledError: it has been, and the caller was not waiting for other ranks.
-            RuntimeError: it has been, and the caller was waiting for them.
+            ConsequenceError: it has been, and the caller was waiting for them.
         """
         if self.is_aborted and not is_waiting:
             raise RunCancelledError("This rank was ended with the others.")
         if self.is_aborted:
-            raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")
+            raise ConsequenceError("This rank was freed from its wait.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

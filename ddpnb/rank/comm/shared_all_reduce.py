@@ -37,6 +37,7 @@ from torch import Tensor
 from ddpnb.rank.comm.flat_buffers import create_shared_file
 from ddpnb.rank.comm.rendezvous import WorkerConfig
 from ddpnb.rank.comm.transport import set_timeout, socket_path
+from ddpnb.rank.errors import ConsequenceError
 
 CHUNK_BYTES: Final = 1 << 20
 """The fastest, or close to it, of the sizes from 64 KB to 44 MB, with 2 ranks."""
@@ -94,7 +95,7 @@ class SharedAllReduce:
             try:
                 self._peers = _connect(listener, config)
             except OSError as error:
-                raise RuntimeError("Connection closed by peer: a rank did not come.") from error
+                raise ConsequenceError("A rank did not come.") from error
             self._raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
             """Shape (sets x ranks x ``CHUNK_BYTES``,)."""
             dist.barrier()  # takes part: every rank; all are connected and have mapped the file
@@ -280,8 +281,8 @@ def num_sums() -> int:
     return _num_sums
 
 
-def _rank_left() -> RuntimeError:
-    return RuntimeError("Connection closed by peer: a rank left a shared sum.")
+def _rank_left() -> ConsequenceError:
+    return ConsequenceError("A rank left a shared sum.")
 
 
 def _connect(listener: socket.socket, config: WorkerConfig) -> dict[int, socket.socket]:

@@ -1,6 +1,11 @@
 import weakref
 
-from ddpnb.rank.cells import release_frames, text_of
+import pytest
+import torch
+from torch.distributed import DistBackendError, DistNetworkError
+
+from ddpnb.rank.cells import is_consequence, release_frames, text_of
+from ddpnb.rank.errors import ConsequenceError, RankLostError
 
 
 class Loader:
@@ -33,3 +38,41 @@ class MuteError(Exception):
 
 def test_an_error_that_cannot_say_anything_is_still_told():
     assert text_of(MuteError()) == "<exception str() failed>"
+
+
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConsequenceError("freed"), True),
+        (RankLostError(1), True),
+        (RuntimeError(GLOO), True),
+        (RuntimeError(f"[Rank 0]: Rank 1 failed to pass monitoredBarrier\n{GLOO}"), True),
+        (DistNetworkError("recvValue failed: Connection reset by peer"), True),
+        (DistBackendError("NCCL communicator was aborted on rank 1."), True),
+        (DistBackendError("unhandled system error"), False),
+        (RuntimeError("Broken pipe"), False),
+        (RuntimeError("the camera said: Connection reset by peer"), False),
+        (BrokenPipeError(32, "Broken pipe"), False),
+        (MuteError(), False),
+    ],
+)
+def test_an_error_of_the_users_own_is_no_consequence(error, expected):
+    assert is_consequence(error) is expected
+
+
+def test_a_future_keeps_what_an_error_is():
+    future = torch.futures.Future()
+
+    def fail(_: object) -> None:
+        raise ConsequenceError("freed")
+
+    failed = future.then(fail)
+    future.set_result(None)
+    with pytest.raises(RuntimeError) as caught:
+        failed.wait()
+    assert is_consequence(caught.value)
