@@ -99,10 +99,10 @@ class HangDetector:
         if not all(answer.done() for answer in answers):
             return ""
         self._answers = {}
-        found = [answer.result() for answer in answers]
+        found = [answer.result() for answer in answers if answer.exception() is None]
         longest = self.cluster.timeouts.longest_gap_seconds
         passed, self._answered_at = min(now - self._answered_at, longest), now
-        statuses = tuple(RankStatus(**each) for each in found if each)
+        statuses = tuple(RankStatus(**each) for each in found)
         if len(self.call.running) <= NUM_ASKED or self._asks_all:
             return self._judge(passed, statuses, finished)
         self._asks_all = bool(self._few) and still_wait(self._few, statuses, passed)

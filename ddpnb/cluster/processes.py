@@ -197,7 +197,8 @@ class Processes:
     def command(self, rank: int, command: RankCommand, *arguments: object) -> "Future[Any]":
         """Have a rank's control thread carry out a command, and return its answer.
 
-        The answer never comes if the rank, or the whole cluster, is gone.
+        The answer never comes if the rank, or the whole cluster, is gone.  It is a RuntimeError if
+        the rank could not carry the command out.
         """
         command_id = next(self._command_ids)
         answer: Future[Any] = Future()
@@ -299,7 +300,10 @@ class Processes:
                 self.ready.set_exception(RuntimeError(event["cause"]))
             case ForkServerEvent.ANSWER:
                 if (answer := self._answers.pop(event["id"], None)) is not None:
-                    answer.set_result(event["value"])
+                    if failure := event.get("failure"):
+                        answer.set_exception(RuntimeError(failure))
+                    else:
+                        answer.set_result(event["value"])
             case ForkServerEvent.STOPPED if event["is_stopped"]:
                 self._stopped_members.add(member_of(event["name"]))
             case ForkServerEvent.STOPPED:

@@ -44,13 +44,20 @@ def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, H
             message: dict[str, Any] = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
-        value: object = None
-        try:
-            value = handlers[RankCommand(message["command"])](*message.get("arguments", ()))
-        except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
-            traceback.print_exc()
         answer = {"event": ForkServerEvent.ANSWER, "rank": rank, "id": message["id"]}
-        pipe.send_bytes(json.dumps(answer | {"value": value}).encode())
+        pipe.send_bytes(json.dumps(answer | answer_to(message, handlers)).encode())
+
+
+def answer_to(
+    message: Mapping[str, Any], handlers: Mapping[RankCommand, Handler]
+) -> dict[str, object]:
+    """Carry out a command; return its value, or how it failed."""
+    try:
+        value = handlers[RankCommand(message["command"])](*message.get("arguments", ()))
+    except Exception as error:  # noqa: BLE001  the edge of the thread, which must live on
+        traceback.print_exc()  # to the log
+        return {"failure": "".join(traceback.format_exception_only(error)).strip()}
+    return {"value": value}
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hints

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import torch
@@ -111,8 +112,10 @@ class Group:
 
         Raises:
             RuntimeError: a rank did not join within ``JOIN_TIMEOUT``.
+            ConsequenceError: the group was aborted before it was formed.
         """
         self.leave()
+        self.cancellation = CancellationToken()
         store = self._store(generation)
         store.set_timeout(JOIN_TIMEOUT)
         for name, value in NCCL_SETTINGS.items():
@@ -123,8 +126,8 @@ class Group:
         if generation:  # a rank that dies while the first group is formed ends the start
             self._meet(store)
         init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
+        self.cancellation.check()  # an abort until here has found no connection to close
         self.generation = generation
-        self.cancellation = CancellationToken()
         self.joined_ns = time.time_ns()
         self.announce()
         total = torch.ones(1, device=self.device, dtype=torch.float32)  # not each rank's default
@@ -137,7 +140,6 @@ class Group:
         Raises:
             RuntimeError: a rank did not come, or this one was freed.
         """
-        self.cancellation = CancellationToken()
         if store.add("here", 1) == self.world_size:
             store.set("all here", "")
         deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
@@ -291,14 +293,26 @@ def abort_groups(seconds: float) -> bool:
 
 
 def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:
-    """Make all calls at once, in threads; return whether they ended within so many seconds."""
-    threads = [threading.Thread(target=call, name="ddpnb-bounded", daemon=True) for call in calls]
+    """Make all calls at once, in threads; return whether all have succeeded after so many seconds.
+
+    What a call raises is printed, as of any thread.
+    """
+    num_done = Semaphore(0)
+
+    def make(call: Callable[[], object]) -> None:
+        call()
+        num_done.release()
+
+    threads = [
+        threading.Thread(target=make, args=(call,), name="ddpnb-bounded", daemon=True)
+        for call in calls
+    ]
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
+    return all(num_done.acquire(blocking=False) for _ in threads)
 
 
 def shut_down(descriptor: int) -> bool:

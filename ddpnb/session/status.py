@@ -82,6 +82,9 @@ def describe_ranks(cluster: Cluster) -> str:
             is_stopped = stopped_ranks(cluster, [rank])
             lines.append(describe_stopped(cluster, [rank]) if is_stopped else no_answer([rank]))
             continue
+        except RuntimeError as error:
+            lines.append(f"rank {rank} cannot say where it is: {error}")
+            continue
         lines.append(describe(RankStatus(**where)))
         lines += ["".join(stack)] if where["is_busy"] else []
     return "\n".join(lines)
