@@ -162,7 +162,7 @@ def rates(num_updates: int, optimizer: torch.optim.Optimizer) -> list[float]:
 def optimizer_of(plan: Plan = PLAN, **choices) -> torch.optim.Optimizer:
     spec = spec_of("ddp", batch_per_worker=5, **choices)
     parameters = [nn.Parameter(torch.ones(1))]
-    return with_hooks(default_optimizer(0.1), spec, plan, ORDER)(parameters, nn.Module())
+    return with_hooks(default_optimizer(0.1), spec, plan, ORDER)(parameters, nn.Module(), nn.Module)
 
 
 @pytest.mark.parametrize(("scaling", "full"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])

@@ -113,6 +113,37 @@ def test_a_step_on_a_dict_trains_exactly_as_the_shorthand(ranks, strategy):
         assert all(0 <= share <= 1 for share in shares)
 
 
+CLOSURE = SHORT.replace(
+    "def model():\n    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))\n",
+    """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.lock = nn.Linear(4, 16), nn.Linear(16, 2), Lock()
+        self.run = lambda inputs: self.last(torch.tanh(self.first(inputs)))
+    def forward(self, inputs):
+        return self.run(inputs)
+def model():
+    return Block()
+""",
+).replace("import torch\n", "import torch\nfrom threading import Lock\n", 1)
+"""Its layers are called by a function that holds this very module, and it has a lock."""
+NAMED = "\ndef optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.05)\n"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("optimizer", ["", NAMED])
+def test_layers_that_a_closure_calls_are_trained(ranks, strategy, optimizer):
+    plain, closed = (
+        ranks(2).call(train_job, spec_of(strategy, source + optimizer, num_epochs=3))
+        for source in (SHORT, CLOSURE)
+    )
+    if strategy not in WEAK:
+        assert total_losses(closed) == pytest.approx(total_losses(plain), abs=1e-6)
+        assert closed[0][0].held_out_loss == pytest.approx(plain[0][0].held_out_loss, abs=1e-6)
+    assert closed[0][0].final_loss < total_losses(closed)[0]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_default_device_of_the_users_is_for_the_users_own_tensors(ranks, strategy):
     source = SHORT.replace("nn.Linear(4, 16)", 'nn.Linear(4, 16, device="cpu")')

@@ -18,7 +18,7 @@ from torch.nn.parallel import gather, parallel_apply, replicate
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.comm.link import Messages
 from ddpnb.rank.meter import Timer
-from ddpnb.rank.strategies.worker import Worker
+from ddpnb.rank.strategies.worker import Worker, state_of
 from ddpnb.rank.tasks.base import StepFunction
 from ddpnb.rank.tasks.batches import moved
 
@@ -185,11 +185,6 @@ class AutocastModel(nn.Module):
         """Call something with the model and a slice of the batch, in the context."""
         with self.autocast():
             return call(self.model, part)
-
-
-def state_of(model: nn.Module) -> list[Tensor]:
-    """Return a model's parameters and buffers."""
-    return [*model.parameters(), *model.buffers()]
 
 
 def _summing(timer: Timer) -> None:

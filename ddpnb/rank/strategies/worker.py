@@ -24,6 +24,11 @@ def no_delay() -> None:
     """Take no time."""
 
 
+def state_of(model: nn.Module) -> list[Tensor]:
+    """Return all parameters and buffers of a model, in its order."""
+    return [*model.parameters(), *model.buffers()]
+
+
 @final
 @dataclass(slots=True, kw_only=True)
 class Worker:
@@ -85,6 +90,18 @@ class Worker:
         """Make the task's optimizer for some parameters."""
         self.optimizers.append(self.make_optimizer(parameters))
         return self.optimizers[-1]
+
+    def another_model(self) -> nn.Module:
+        """Return a new model with the values that this one has now.
+
+        It is made as this one was.  A copy of a module may hold on to layers of the original, in a
+        lambda or a closure, and would train these.
+        """
+        made = self.make_model()
+        with torch.no_grad():
+            for mine, theirs in zip(state_of(self.model), state_of(made), strict=True):
+                theirs.copy_(mine)
+        return made
 
     def state_with(self, parameters: Iterable[Tensor]) -> dict[str, Any]:
         """Return the model's state with other values of the parameters that are trained."""

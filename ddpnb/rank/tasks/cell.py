@@ -6,7 +6,6 @@ nothing.
 
 import ast
 import contextlib
-import copy
 import gc
 import inspect
 import io
@@ -103,7 +102,7 @@ def cell_task(
     if make_optimizer:
         notes = (_OWN_OPTIMIZER_NOTE, *notes)
     return Task(
-        model=lambda: _plain_module(make_model()),
+        model=lambda: _checked_model(make_model()),
         train=train,
         held_out=held_out,
         step=own_step or (Supervised(loss) if loss else Supervised()),
@@ -380,8 +379,7 @@ def _called_as(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _plain_module(model: object) -> nn.Module:
-    """Return a copy of a model: training must not change one that the user holds."""
+def _checked_model(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UserError(f"model() returned {kind_of(model)}; return a torch nn.Module instead.")
-    return copy.deepcopy(model)
+    return model

@@ -22,6 +22,7 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.worker import Memory
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.context import build_context
+from ddpnb.rank.training.validation import check_inside
 
 _LEARNING_RATE = 0.01
 ACCUMULATE_NOTE = "--accumulate is left out: each rank's part of the batch is one pass here."
@@ -44,6 +45,8 @@ class Subject:
     options: Mapping[str, Any]
     """Of ``DistributedDataParallel``."""
     num_samples: int | None
+    make_another: Callable[[], tuple[nn.Module, torch.optim.Optimizer]] | None = None
+    """Makes such a model, and its optimizer; None: they are copied."""
     notes: tuple[str, ...] = ()
 
     def loss(self, model: nn.Module) -> Tensor:
@@ -51,11 +54,13 @@ class Subject:
         return self.loss_of(model, batch_copy(self.batch))
 
     def copied(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return a copy of the model, and one of the optimizer for the parameters of that copy.
+        """Return another such model, and an optimizer of its parameters.
 
         Raises:
             UserError: torch cannot copy it.
         """
+        if self.make_another is not None:
+            return self.make_another()
         try:
             copied: tuple[nn.Module, torch.optim.Optimizer] = copy.deepcopy(
                 (self.model, self.optimizer)
@@ -93,6 +98,7 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
             called = f"{spec.model} on the batch {spec.batch}" if spec.model else subject.title
             raise UserError(f"{called} fails: {summary_of(error).rstrip('.')}.") from error
         _check_loss(loss)
+        check_inside(loss, model, {})
         loss.backward()
         unused = tuple(name for name, p in trained.items() if p.grad is None)
         gradients = num_bytes(trained.values())
@@ -165,8 +171,13 @@ def _of_task(
         with worker.autocast():
             return worker.loss_in(worker.training_step(model, tree))
 
-    parameters = worker.parameters
-    trained = parameters or [nn.Parameter(torch.zeros(1))]  # else refused, by ``find``
+    def make_another() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = worker.another_model()
+        own = [each for each in model.parameters() if each.requires_grad]
+        return model, worker.optimizer(own or [nn.Parameter(torch.zeros(1))])
+
+    # one without parameters is refused, by ``find``
+    trained = worker.parameters or [nn.Parameter(torch.zeros(1))]
     return Subject(
         title=spec.task.task if not spec.task.source else "the cell's model",
         model=worker.model,
@@ -175,6 +186,7 @@ def _of_task(
         optimizer=worker.optimizer(trained),
         options=_options(None),
         num_samples=batch.num_samples,
+        make_another=make_another,
         notes=(ACCUMULATE_NOTE,) if spec.task.accumulate > 1 else (),
     )
 

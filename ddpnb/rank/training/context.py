@@ -131,7 +131,7 @@ class RunContext:
             model=model,
             make_model=self.make_model,
             training_step=self.task.step,
-            make_optimizer=lambda parameters: make(parameters, model),
+            make_optimizer=lambda parameters: make(parameters, model, self.make_model),
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,

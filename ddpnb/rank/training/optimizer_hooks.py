@@ -1,7 +1,6 @@
 """What an optimizer does around its steps: schedule, warm-up, scaling, clipping (ranks)."""
 
 import contextlib
-import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.strategies.base import Plan
+from ddpnb.rank.tasks.base import ModelFactory
 from ddpnb.rank.tasks.batches import BatchSchedule
 from ddpnb.rank.tasks.optimizers import Scheduled, TaskOptimizer, Updates
 
@@ -41,10 +41,11 @@ def with_hooks(
     plan: Plan,
     schedule: BatchSchedule,
     is_tried: bool = False,
-) -> Callable[[list[nn.Parameter], nn.Module], Optimizer]:
+) -> Callable[[list[nn.Parameter], nn.Module, ModelFactory], Optimizer]:
     """Return a factory of optimizers that warm up, scale and clip, whatever the strategy.
 
-    Its arguments are the parameters and the model that they belong to, or are copies of.
+    Its arguments are the parameters, the model that they belong to, or are copies of, and what
+    makes another such model.
 
         lr at update t  =  lr * s(N) * min(1, (t + 1) / T)     s: N or sqrt(N), with N workers
         g               <-  g * min(1, clip / |g|)             |g|: norm of all gradients together
@@ -65,8 +66,10 @@ def with_hooks(
         per_epoch=max(1, round(schedule.steps_per_epoch * plan.updates_per_batch)),
     )
 
-    def make(parameters: list[nn.Parameter], model: nn.Module) -> Optimizer:
-        scheduled = optimizer(parameters, lambda: _model_of(parameters, model), updates)
+    def make(
+        parameters: list[nn.Parameter], model: nn.Module, make_model: ModelFactory
+    ) -> Optimizer:
+        scheduled = optimizer(parameters, lambda: _model_of(parameters, model, make_model), updates)
         made = scheduled.optimizer
         if scheduled.scheduler is not None:
             _refuse_other_rates(spec)
@@ -187,14 +190,20 @@ def _try_scheduler(scheduled: Scheduled, updates: Updates) -> None:
         ) from error
 
 
-def _model_of(parameters: list[nn.Parameter], model: nn.Module) -> nn.Module:
-    """Return a model of these parameters: the model itself, or a copy that shares its buffers."""
+def _model_of(
+    parameters: list[nn.Parameter], model: nn.Module, make_model: ModelFactory
+) -> nn.Module:
+    """Return a model of these parameters: the model itself, or another one that is given them."""
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if all(mine is theirs for mine, theirs in zip(own, parameters, strict=True)):
         return model
-    kept = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    swapped = {id(mine): theirs for mine, theirs in zip(own, parameters, strict=True)}
-    return copy.deepcopy(model, kept | swapped)
+    made = make_model()
+    trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
+    given = {id(mine): theirs for mine, theirs in zip(trained, parameters, strict=True)}
+    for module in made.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            module.register_parameter(name, given.get(id(parameter), parameter))
+    return made
 
 
 def _num_warmup_updates(spec: RunSpec, plan: Plan, schedule: BatchSchedule) -> int:

@@ -3,11 +3,13 @@
 Each mistake is one sentence that says what to do about it.
 """
 
+import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeVar, final
 
 import torch
@@ -18,7 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
+from ddpnb.rank.strategies.worker import Batch, Worker, state_of
 from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
 from ddpnb.rank.tasks.batches import Shard, Tree, shape_of, twice
 from ddpnb.rank.tasks.samples import DatasetSamples, Items
@@ -38,10 +40,13 @@ def check_training(worker: Worker, batch: Batch, strategy: str) -> None:
     Raises:
         UserError: the model, the loss or the optimizer is wrong.
     """
-    check_model(worker.model)
+    check_model(worker)
     optimizer = worker.optimizer(worker.parameters)
     with worker.autocast():
-        loss = _forward(worker, batch, strategy)
+        loss = _forward(replica, batch, strategy)
+    step = worker.training_step
+    callers = {"loss": step.loss} if isinstance(step, Supervised) else {"training_step": step}
+    check_inside(loss, worker.model, callers)
     attempt("The backward pass failed", loss.backward)
     if needs_all_gradients(strategy):
         _check_gradients(worker.model)
@@ -147,7 +152,7 @@ def check_own(worker: Worker, batch: Batch, strategy: Strategy) -> None:
         UserError: the model cannot be trained, or the step returned no loss.
         Exception: what the class raises.
     """
-    check_model(worker.model)
+    check_model(worker)
     if not dist.is_initialized():
         return
     worker.folder.mkdir(mode=0o700, exist_ok=True)
@@ -176,8 +181,9 @@ def check_loading(context: RunContext) -> None:
     attempt("A loading process cannot use the GPU; keep the samples on the CPU. It failed", load)
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse a model that is already wrapped, or that has nothing to train."""
+def check_model(worker: Worker) -> None:
+    """Refuse a model that is already wrapped, has nothing to train, or is not made anew."""
+    model = worker.model
     for module in model.modules():
         if isinstance(module, DataParallel | DistributedDataParallel):
             raise UserError(
@@ -194,6 +200,72 @@ def check_model(model: nn.Module) -> None:
             "model() returned a model without trainable parameters; "
             "add a layer that has some, or set requires_grad=True."
         )
+    again = attempt("model() failed when it was called again", worker.make_model)
+    held = {id(tensor) for tensor in state_of(again)}
+    if any(id(tensor) in held for tensor in state_of(model)):
+        raise UserError(
+            "model() returned layers that it had returned before, and each strategy trains a model "
+            "of its own: make them in model(), or return copy.deepcopy(...) of them."
+        )
+
+
+def check_inside(loss: Tensor, model: nn.Module, callers: Mapping[str, object]) -> None:
+    """Refuse a loss that trains parameters which are not the model's: no strategy updates these.
+
+    They are those of a layer that a copied module still calls, for example, in a lambda.
+
+    Args:
+        loss: not yet gone backward.
+        model: what is trained.
+        callers: functions that may hold other modules, by name.
+
+    Raises:
+        UserError: it names where the module is found that owns such a parameter.
+    """
+    inside = {id(parameter) for parameter in model.parameters()}
+    for leaf in _leaves_of(loss):
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in inside:
+            raise UserError(
+                f"The loss has a gradient for a parameter of shape {tuple(leaf.shape)} that is not "
+                f"the model's{_place_of(leaf, model, callers)}: make its module a part of what "
+                "model() returns, or call requires_grad_(False) on it if it is not to be trained."
+            )
+
+
+def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a backward pass from a loss accumulates gradients in."""
+    left, seen = [loss.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        left += [before for before, _ in node.next_functions]
+
+
+def _place_of(parameter: nn.Parameter, model: nn.Module, callers: Mapping[str, object]) -> str:
+    """Return where the module is found that a parameter belongs to; empty if nowhere."""
+    named = [
+        (f"{path}.{name}".lstrip("."), value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+    ]
+    for name, value in (*named, *callers.items()):
+        for module in _modules_held_by(value):
+            if any(own is parameter for own in module.parameters()):
+                return f", but of the {type(module).__name__} that {name} holds"
+    return ""
+
+
+def _modules_held_by(value: object) -> Iterator[nn.Module]:
+    """Yield a module, or those that a method, a closure or a function's global names hold."""
+    held = [value, getattr(value, "__self__", None)]
+    if isinstance(value, FunctionType):
+        found = inspect.getclosurevars(value)
+        held += [*found.nonlocals.values(), *found.globals.values()]
+    yield from (each for each in held if isinstance(each, nn.Module))
 
 
 def with_place(error: UserError, cell: int, filename: str) -> UserError:

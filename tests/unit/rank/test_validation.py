@@ -96,6 +96,22 @@ BAD_CELLS = {
         "def model(): return M()",
         "parameter spare has no part in the loss",
     ),
+    "copied with a closure": (
+        GOOD + "import copy\n"
+        "class Block(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 3)\n"
+        "        self.deep = nn.Linear(3, 3)\n"
+        "        self.run = lambda inputs: self.deep(super(Block, self).forward(inputs))\n"
+        "    def forward(self, inputs): return self.run(inputs)\n"
+        "def model(): return copy.deepcopy(Block())",
+        r"not the model's, but of the Block that run holds: .*requires_grad_\(False\)",
+    ),
+    "loss of another module": (
+        GOOD + "head = nn.Linear(3, 3)\n"
+        "def loss(outputs, targets): return nn.functional.cross_entropy(head(outputs), targets)",
+        r"not the model's, but of the Linear that loss holds",
+    ),
     "data is a text": (GOOD + "def data(split): return 'abc'", "returned a str; return tensors"),
     "data is None": (GOOD + "def data(split): pass", "returned None"),
     "three tensors": (
@@ -279,11 +295,26 @@ def test_names_of_earlier_cells_are_seen_but_not_taken_for_the_cells_own():
         check("import torch\n" + DATA, model=nn.Linear(4, 3))
 
 
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
+@pytest.mark.parametrize("model", ["net", "nn.Sequential(net, nn.Linear(3, 3))"])
+def test_a_model_of_the_notebook_is_refused_unless_it_is_copied(strategy, model):
+    net = nn.Linear(4, 3)
+    before = net.weight.clone()
+    source = MODEL + DATA + f"def model(): return {model}\n"
+    with pytest.raises(UserError, match=r"returned before.*copy\.deepcopy"):
+        check(source, strategy, net=net)
+    check("import copy\n" + source.replace("net", "copy.deepcopy(net)"), strategy, net=net)
+    assert torch.equal(net.weight, before)
+    assert net.weight.grad is None
+
+
 def test_the_users_variables_stay_as_they_are():
     net, kept = nn.Linear(4, 3), torch.ones(1)
     namespace = {"net": net, "kept": kept, "torch": torch, "np": np}
     before, names = net.weight.clone(), dict(namespace)
-    source = "def model(): return net\nkept = 5\n" + DATA.replace("4),", "4).float(),")
+    source = "import copy\ndef model(): return copy.deepcopy(net)\nkept = 5\n" + DATA.replace(
+        "4),", "4).float(),"
+    )
     torch.manual_seed(7)
     np.random.seed(7)
     expected = torch.rand(1), np.random.rand()
