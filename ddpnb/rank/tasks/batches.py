@@ -135,8 +135,9 @@ def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
             return function(tree)
         return type(tree)([mapped(function, each) for each in tree])
     if isinstance(tree, Mapping):
-        made = copy.copy(tree)  # keeps its class
-        made.update({key: mapped(function, each) for key, each in tree.items()})  # type: ignore[attr-defined]
+        made: Any = copy.copy(tree)  # keeps its class, such as transformers' ModelOutput
+        for key, each in tree.items():
+            made[key] = mapped(function, each)
         return made
     if isinstance(tree, tuple) and hasattr(tree, "_make") and not hasattr(tree, "to"):
         return tree._make(mapped(function, each) for each in tree)

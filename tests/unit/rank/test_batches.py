@@ -1,11 +1,13 @@
 """All strategies see the same samples in the same order, each exactly once."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
+from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step, mapped
 
 
 def make(num_samples=64, batch_size=10, num_epochs=1.0, num_ranks=3, seed=0) -> BatchSchedule:
@@ -93,3 +95,24 @@ def test_a_batch_that_cannot_be_shared_or_filled_is_refused():
         make(batch_size=2)
     with pytest.raises(UserError, match=r"larger than the training split \(64 samples\)"):
         make(batch_size=65)
+
+
+class Outputs(OrderedDict):
+    """Like the outputs of transformers' models, it refuses ``update``."""
+
+    def update(self, *_: object) -> None:
+        raise TypeError("You cannot use update")
+
+    def __setitem__(self, name: str, value: object) -> None:
+        super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+
+def test_a_mapping_keeps_its_class():
+    outputs = Outputs()
+    outputs["logits"], outputs["hidden"] = torch.ones(2), (torch.zeros(1), "a text")
+    found = mapped(lambda leaf: leaf + leaf, outputs)
+    assert type(found) is Outputs
+    assert found.logits.tolist() == found["logits"].tolist() == [2, 2]
+    assert found.hidden == (torch.zeros(1), "a texta text")
+    assert outputs.logits.tolist() == [1, 1]
