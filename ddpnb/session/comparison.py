@@ -306,8 +306,9 @@ def _check_target(spec: ComparisonSpec, checked: Iterable[Checked]) -> None:
         )
     if not all(each.has_accuracy for each in checked):
         raise UserError(
-            f"--target accuracy={target.value:g}: this task has no held-out accuracy, for its "
-            "targets are no class numbers, or it has measures of its own; give a training loss."
+            f"--target accuracy={target.value:g}: this task has no held-out accuracy: its "
+            "targets are no class numbers, or it has a loss or measures of its own; let metric "
+            "return 'accuracy', or give a training loss."
         )
 
 

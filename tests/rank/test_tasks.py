@@ -92,24 +92,25 @@ def test_every_sample_counts_alike_whatever_its_batch():
     assert found.loss == pytest.approx(nn.functional.cross_entropy(scores, targets).item())
 
 
-NO_CLASSES = {
-    "one column": (torch.randn(6, 1), torch.randint(2, (6,))),
-    "one column, one target column": (torch.randn(6, 1), torch.randint(2, (6, 1))),
-    "no column": (torch.randn(6), torch.randint(2, (6,))),
-    "labels below 0": (torch.randn(6, 3), torch.tensor([0, 1, 2, -1, 0, 0])),
-    "labels beyond the columns": (torch.randn(6, 3), torch.tensor([0, 1, 2, 3, 0, 0])),
-    "floating-point targets": (torch.randn(6, 3), torch.zeros(6)),
-    "a target for each column": (torch.randn(6, 3), torch.randint(2, (6, 3))),
-    "yes or no": (torch.randn(6, 2), torch.zeros(6, dtype=torch.bool)),
-}
-
-
-@pytest.mark.parametrize(("outputs", "targets"), NO_CLASSES.values(), ids=NO_CLASSES)
-def test_what_is_no_classification_has_a_loss_and_no_accuracy(outputs, targets):
-    step = Supervised(lambda outputs, targets: (outputs.sum() - targets.sum()).abs())
-    found = scored(TensorSamples(outputs, targets), step=step)
-    assert found.loss == pytest.approx((outputs.sum() - targets.sum()).abs().item())
+@pytest.mark.parametrize(
+    "targets", [torch.tensor([0, 1, -100]), torch.eye(3)], ids=["ignored", "probabilities"]
+)
+def test_targets_that_are_no_class_numbers_have_a_loss_and_no_accuracy(targets):
+    outputs = torch.randn(3, 3)
+    found = scored(TensorSamples(outputs, targets))
+    assert found.loss == pytest.approx(nn.functional.cross_entropy(outputs, targets).item())
     assert math.isnan(found.accuracy)
+
+
+def test_with_a_loss_of_ones_own_only_a_metric_measures_an_accuracy():
+    samples = TensorSamples(torch.eye(3), torch.arange(3))  # as class scores all would be right
+    assert scored(samples).accuracy == 1
+    quantile = Supervised(lambda outputs, targets: (outputs.sum(dim=1) - targets).abs().mean())
+    found = scored(samples, step=quantile)
+    assert found.loss == pytest.approx(2 / 3)
+    assert math.isnan(found.accuracy)
+    found = scored(samples, step=quantile, metric=lambda outputs, targets: {"accuracy": 0.25})
+    assert found.accuracy == 0.25
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from ddpnb.protocol.errors import UserError, kind_of
-from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
+from ddpnb.rank.tasks.base import CLASSIFY, StepFunction, Supervised, Task, split_step
 from ddpnb.rank.tasks.batches import Tree, mapped, moved, shape_of
 from ddpnb.rank.tasks.samples import Samples
 
@@ -28,7 +28,6 @@ BATCHNORM_NOTE = (
     "training samples, off the clock."
 )
 """Stands beside the results of a model that ``estimate_batchnorm`` was called for."""
-_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +37,8 @@ class Score:
     loss: float = math.nan
     """Mean over the samples."""
     accuracy: float = math.nan
-    """Fraction classified correctly; NaN if the model is no classifier, see ``_num_correct``, or
-    if the task measures something else."""
+    """Fraction classified correctly, where the loss is the default one, cross-entropy; NaN if the
+    outputs are no class scores, see ``_accuracy``, or if the task measures something else."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the task's ``validation_step`` and ``metric`` measure."""
     num_samples: int = 0
@@ -210,7 +209,7 @@ def _measured(
         return found
     if isinstance(task.step, Supervised):
         found["loss"] = task.step.loss(outputs, targets).item()
-        if is_held_out and not task.has_measures:
+        if is_held_out and not task.has_measures and task.step == CLASSIFY:
             found["accuracy"] = _accuracy(outputs, targets)
         return found
     with torch.enable_grad():  # a loss may be made of gradients, such as a penalty
@@ -281,21 +280,13 @@ def _joined(batches: list[Any]) -> Any:
     )
 
 
-def _accuracy(outputs: Any, targets: Any) -> float:
-    """Return the fraction classified correctly; NaN if the outputs are not class scores.
+def _accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Return the fraction classified correctly; NaN if targets are no class numbers.
 
-    Outputs (N, C, ...) are class scores if there are at least two classes and the targets (N, ...)
-    are integers from 0 to C - 1.  A sample with several targets, such as a line of text, counts by
-    the fraction that is correct.
+    Outputs (N, C, ...) and targets (N, ...) are what cross-entropy takes.  A sample with several
+    targets, such as a line of text, counts by the fraction that is correct.
     """
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        return math.nan
-    if targets.dtype not in _LABELS or outputs.ndim != targets.ndim + 1:
-        return math.nan
-    num_classes = outputs.shape[1]
-    if num_classes < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
-        return math.nan
-    if targets.min() < 0 or targets.max() >= num_classes:
+    if targets.is_floating_point() or targets.min() < 0:  # probabilities; targets to be ignored
         return math.nan
     correct = (outputs.argmax(dim=1) == targets).double()
     return correct.reshape(len(correct), -1).mean(dim=1).mean().item()

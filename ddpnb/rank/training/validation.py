@@ -43,7 +43,7 @@ def check_training(worker: Worker, batch: Batch, strategy: str) -> None:
     check_model(worker)
     optimizer = worker.optimizer(worker.parameters)
     with worker.autocast():
-        loss = _forward(replica, batch, strategy)
+        loss = _forward(worker, batch, strategy)
     step = worker.training_step
     callers = {"loss": step.loss} if isinstance(step, Supervised) else {"training_step": step}
     check_inside(loss, worker.model, callers)
