@@ -79,6 +79,8 @@ class RunSpec(TrainingSpec):
     """The id that the runs of one comparison share: their cell's data are loaded once; or empty."""
     models: str = ""
     """The folder for the trained weights of each run; empty: they are not saved."""
+    notes: tuple[str, ...] = ()
+    """What the check has found, to stand beside the results."""
 
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
@@ -210,6 +212,8 @@ class Checked:
     """Whether the model has an accuracy on held-out samples; only rank 0 finds out."""
     num_epochs: float = 0.0
     """After which it will have trained for ``min_seconds``; 0: not asked for, or not known."""
+    notes: tuple[str, ...] = ()
+    """To stand beside the results of all runs of the comparison."""
 
 
 NO_STALENESS = -1

@@ -272,6 +272,8 @@ def prepare(
         printed.show()
         raise
     specs = tuple(each for each in specs if each.strategy in checked)
+    notes = tuple(dict.fromkeys(note for each in checked.values() for note in each.notes))
+    specs = tuple(replace(each, notes=notes) for each in specs)
     specs = long_enough(specs, max((each.num_epochs for each in checked.values()), default=0.0))
     recorder = Recorder(
         store,

@@ -197,10 +197,13 @@ def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
 
 def twice(tree: Tree) -> Tree:
     """Return a batch in which each sample is twice."""
-    return mapped(
-        lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.ndim else leaf,
-        tree,
-    )
+
+    def double(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return torch.cat([leaf, leaf]) if leaf.ndim else leaf
+        return [*leaf, *leaf] if isinstance(leaf, list) else leaf  # of texts
+
+    return mapped(double, tree)
 
 
 def shape_of(tree: Tree) -> str:

@@ -22,7 +22,7 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.worker import Memory
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.context import build_context
-from ddpnb.rank.training.validation import check_inside
+from ddpnb.rank.training.loss_checks import check_inside
 
 _LEARNING_RATE = 0.01
 ACCUMULATE_NOTE = "--accumulate is left out: each rank's part of the batch is one pass here."

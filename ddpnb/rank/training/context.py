@@ -38,6 +38,9 @@ from ddpnb.rank.training.optimizer_hooks import with_hooks
 NUM_PREFETCHED = 2
 """Shards that each process fetches or has ready while this worker trains on one."""
 
+NUM_FEW = 8
+"""Samples that a loss is looked at with, before anything trains."""
+
 NUM_EVALUATIONS = 10
 """Points of a held-out curve where the user asks for no other number."""
 
@@ -216,6 +219,10 @@ class RunContext:
             return min(_fewest_of(size, plan.num_workers) for size in micro_batches)
         shard_size = num_samples // plan.num_workers
         return shard_size // min(accumulate, shard_size)
+
+    def few_samples(self) -> Batch:
+        """Fetch a few samples, as one batch."""
+        return self._alone(self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:NUM_FEW])
 
     def own_batch(self) -> Batch:
         """Fetch this rank's shard of the smallest global batch, with its weight in a real run."""

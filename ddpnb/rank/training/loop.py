@@ -43,6 +43,7 @@ from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context, linked
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, Score, has_batchnorm
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
+from ddpnb.rank.training.loss_checks import BATCH_NOTE, depends_on_batch
 from ddpnb.rank.training.rehearsal import rehearse, release_memory
 from ddpnb.rank.training.requirements import check_strategy
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
@@ -102,11 +103,14 @@ def validate(
 def _checked(context: RunContext) -> Checked:
     worker = context.worker(CHECK, num_steps=1, is_grouped=False)
     batch = context.own_batch() if context.is_own else context.smallest_batch()
+    notes: tuple[str, ...] = ()
     if context.is_own:
         check_own(worker, batch, context.strategy())
     else:
         check_training(worker, batch, context.spec.strategy)
         check_strategy(context.spec.strategy, worker)
+        if depends_on_batch(worker, context.few_samples()) and context.plan.num_workers > 1:
+            notes = (BATCH_NOTE,)
     if context.prefetches and context.device.type == "cuda":
         check_loading(context)
     score = Score()
@@ -118,6 +122,7 @@ def _checked(context: RunContext) -> Checked:
         survives_deaths=context.plan.survives_deaths,
         has_accuracy=not math.isnan(score.accuracy),
         num_epochs=_num_epochs(context, worker),
+        notes=notes,
     )
 
 

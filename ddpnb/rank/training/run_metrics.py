@@ -156,7 +156,7 @@ def header_of(
         notes: beside those of the strategy, the task and the options.
     """
     plan = context.plan
-    own_notes = plan.notes + tuple(worker.notes) + notes + context.task.notes
+    own_notes = plan.notes + tuple(worker.notes) + notes + context.task.notes + context.spec.notes
     return RunHeader(
         run_id=context.spec.run_id,
         strategy=context.spec.strategy,

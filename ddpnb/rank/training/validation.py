@@ -3,16 +3,12 @@
 Each mistake is one sentence that says what to do about it.
 """
 
-import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
-from types import FunctionType
 from typing import Any, TypeVar, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -21,11 +17,12 @@ from torch.nn.parameter import UninitializedParameter
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker, state_of
-from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
-from ddpnb.rank.tasks.batches import Shard, Tree, shape_of, twice
-from ddpnb.rank.tasks.samples import DatasetSamples, Items
+from ddpnb.rank.tasks.base import Supervised, Task
+from ddpnb.rank.tasks.batches import Shard, Tree, shape_of
+from ddpnb.rank.tasks.samples import DatasetSamples
 from ddpnb.rank.training.context import RunContext, prefetching
 from ddpnb.rank.training.evaluation import Score, number_of, pair_of, score
+from ddpnb.rank.training.loss_checks import check_inside
 from ddpnb.rank.training.requirements import needs_all_gradients, wraps_model
 
 _STEP = "training_step(model, batch)"
@@ -67,9 +64,7 @@ def _forward(worker: Worker, batch: Batch, strategy: str) -> Tensor:
             "so each rank would train a model of its own: call model itself. "
             'getattr(model, "module", model) is for its attributes.'
         )
-    loss = _checked_loss(_loss_in(result), _STEP)
-    _check_own_mean(step, worker.model, batch)
-    return loss
+    return _checked_loss(_loss_in(result), _STEP)
 
 
 def _supervised(model: nn.Module, step: Supervised, tree: Tree, num_samples: int) -> Tensor:
@@ -80,10 +75,7 @@ def _supervised(model: nn.Module, step: Supervised, tree: Tree, num_samples: int
         _check_outputs(outputs, num_samples)
     where = f"for outputs of shape {shape_of(outputs)} and targets of shape {shape_of(targets)}"
     made = attempt(f"{_LOSS} failed {where}", partial(step.loss, outputs, targets))
-    loss = _checked_loss(made, _LOSS)
-    with torch.no_grad():
-        _check_mean(loss, step.loss(twice(outputs), twice(targets)), _LOSS)
-    return loss
+    return _checked_loss(made, _LOSS)
 
 
 @final
@@ -209,65 +201,6 @@ def check_model(worker: Worker) -> None:
         )
 
 
-def check_inside(loss: Tensor, model: nn.Module, callers: Mapping[str, object]) -> None:
-    """Refuse a loss that trains parameters which are not the model's: no strategy updates these.
-
-    They are those of a layer that a copied module still calls, for example, in a lambda.
-
-    Args:
-        loss: not yet gone backward.
-        model: what is trained.
-        callers: functions that may hold other modules, by name.
-
-    Raises:
-        UserError: it names where the module is found that owns such a parameter.
-    """
-    inside = {id(parameter) for parameter in model.parameters()}
-    for leaf in _leaves_of(loss):
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in inside:
-            raise UserError(
-                f"The loss has a gradient for a parameter of shape {tuple(leaf.shape)} that is not "
-                f"the model's{_place_of(leaf, model, callers)}: make its module a part of what "
-                "model() returns, or call requires_grad_(False) on it if it is not to be trained."
-            )
-
-
-def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a backward pass from a loss accumulates gradients in."""
-    left, seen = [loss.grad_fn], set()
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        left += [before for before, _ in node.next_functions]
-
-
-def _place_of(parameter: nn.Parameter, model: nn.Module, callers: Mapping[str, object]) -> str:
-    """Return where the module is found that a parameter belongs to; empty if nowhere."""
-    named = [
-        (f"{path}.{name}".lstrip("."), value)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-    ]
-    for name, value in (*named, *callers.items()):
-        for module in _modules_held_by(value):
-            if any(own is parameter for own in module.parameters()):
-                return f", but of the {type(module).__name__} that {name} holds"
-    return ""
-
-
-def _modules_held_by(value: object) -> Iterator[nn.Module]:
-    """Yield a module, or those that a method, a closure or a function's global names hold."""
-    held = [value, getattr(value, "__self__", None)]
-    if isinstance(value, FunctionType):
-        found = inspect.getclosurevars(value)
-        held += [*found.nonlocals.values(), *found.globals.values()]
-    yield from (each for each in held if isinstance(each, nn.Module))
-
-
 def with_place(error: UserError, cell: int, filename: str) -> UserError:
     """Return an error that names the line of the comparison's cell where it began, if one is known.
 
@@ -338,38 +271,6 @@ def _checked_loss(loss: object, call: str) -> Tensor:
             "compute it from the outputs, without detach() or no_grad()."
         )
     return loss
-
-
-def _check_mean(once: Tensor, of_twice: Tensor, call: str) -> None:
-    """Refuse a sum: split over several workers, it would train at another rate than on one.
-
-    Args:
-        once: the loss of a batch.
-        of_twice: that of the same batch with each sample twice.
-        call: what the user wrote.
-    """
-    if once.item() != 0 and once.isfinite() and torch.isclose(of_twice, 2 * once):
-        raise UserError(
-            f"{call} is a sum over the samples; return their mean, "
-            "so that it does not depend on the size of a worker's shard."
-        )
-
-
-def _check_own_mean(step: StepFunction, model: nn.Module, batch: Batch) -> None:
-    """The same for a step of the user's own, in evaluation mode, which draws no random numbers."""
-    content = batch.content
-    if isinstance(content, Items):
-        doubled = replace(batch, content=content._replace(items=2 * content.items)).tree
-    else:
-        doubled = twice(content)
-    model.eval()
-    try:
-        once, of_twice = (split_step(step(model, tree))[0] for tree in (batch.tree, doubled))
-    except Exception:  # noqa: BLE001  a step that fits one size of batch alone cannot be checked so
-        return
-    finally:
-        model.train()
-    _check_mean(once.detach(), of_twice.detach(), _STEP)
 
 
 def _check_gradients(model: nn.Module) -> None:

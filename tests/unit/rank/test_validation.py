@@ -228,6 +228,55 @@ def test_each_mistake_is_one_sentence(source, sentence):
     assert "\n" not in str(caught.value)
 
 
+NOISY = GOOD + (
+    "def training_step(model, batch):\n"
+    "    outputs = model(batch[0] + {noise} * torch.randn_like(batch[0]))\n"
+    "    return nn.functional.cross_entropy(outputs, batch[1], reduction='{kind}')\n"
+)
+
+
+@pytest.mark.parametrize("noise", [0, 0.2])
+def test_a_sum_is_found_whatever_noise_is_drawn(noise):
+    check(NOISY.format(noise=noise, kind="mean"), batch_size=20)
+    with pytest.raises(UserError, match="is a sum over the samples"):
+        check(NOISY.format(noise=noise, kind="sum"), batch_size=20)
+
+
+def test_a_loss_of_rounding_alone_is_no_sum():
+    check(GOOD + "def loss(outputs, targets): return (outputs * 1e-9).square().sum()")
+
+
+CONTRASTIVE = (
+    "def loss(outputs, targets):\n"
+    "    scores = outputs @ (outputs.detach() + {noise} * torch.randn_like(outputs)).T\n"
+    "    return nn.functional.cross_entropy(scores, torch.arange(len(outputs)))\n"
+)
+DEPENDENT = {
+    "contrastive": CONTRASTIVE.format(noise=0),
+    "contrastive, with noise": CONTRASTIVE.format(noise=0.1),
+    "variance": "def loss(outputs, targets): return outputs.var()",
+}
+INDEPENDENT = {
+    "default": "",
+    "with noise": "def loss(outputs, targets):\n"
+    "    return (outputs + 0.3 * torch.randn_like(outputs)).square().mean()",
+    "odd number": "def data(split): return torch.randn(18, 4), torch.randint(3, (18,))",
+    "BatchNorm and dropout": "def model():\n"
+    "    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout())",
+}
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
+def test_a_note_says_that_a_loss_depends_on_the_batch(strategy):
+    def notes_of(source):
+        spec = RunSpec(run_id="r", strategy=strategy, source=GOOD + source, batch_size=10)
+        return loop.validate(spec, state=make_state(0, 2), namespace={}).notes
+
+    num_expected = 0 if strategy == "single" else 1
+    assert [len(notes_of(each)) for each in DEPENDENT.values()] == [num_expected] * 3
+    assert [notes_of(each) for each in INDEPENDENT.values()] == [()] * 4
+
+
 def test_an_infinite_loss_is_not_taken_for_a_sum():
     check(GOOD + "loss = lambda outputs, targets: outputs.square().mean() * 1e39")
 
