@@ -183,12 +183,60 @@ def training_step(model, batch):
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp", "ddp"])
-def test_of_a_loader_the_data_set_is_taken_and_a_note_says_so(ranks, strategy):
+def test_of_a_loader_the_data_set_is_taken(ranks, strategy):
     report, events = ranks(2).call(train_job, spec_of(strategy, LOADER, accumulate=2))[0]
     (header,) = [event for event in events if isinstance(event, RunHeader)]
-    assert any("batches and their order are those of --batch-size" in n for n in header.notes)
     assert header.num_samples == 40
     assert math.isfinite(report.held_out_loss)
+
+
+SAMPLED = (
+    SHORT.partition("def data")[0]
+    + """
+from torch.utils.data import *
+def data(split):
+    samples = [(torch.full((4,), float(n)), 0) for n in range(40)]
+    half = range(0, 40, 2) if split == "train" else range(1, 40, 2)
+    weights = [0.0] * 30 + [1.0] * 10
+    test = DataLoader(samples, sampler=SubsetRandomSampler(range(1, 40, 2)))
+    return DataLoader(samples, {train}) if split == "train" else test
+def training_step(model, batch):
+    seen = sorted({{int(n) for n in batch[0][:, 0]}})
+    loss = model(batch[0] / 40).square().mean()
+    return {{"loss": loss, "least": seen[0], "even": sum(n % 2 == 0 for n in seen) / len(seen)}}
+def validation_step(model, batch):
+    return {{"odd": (batch[0][:, 0] % 2).mean()}}
+"""
+)
+SAMPLERS = {
+    "subset": ("sampler=SubsetRandomSampler(half)", 20, (0, 1.0)),
+    "weights": ("sampler=WeightedRandomSampler(weights, 60)", 60, (30, None)),
+    "replacement": ("sampler=RandomSampler(samples, replacement=True, num_samples=50)", 50, None),
+    "few": ("sampler=RandomSampler(samples, num_samples=10)", 10, None),
+}
+
+
+@pytest.mark.parametrize(("train", "num_samples", "expected"), SAMPLERS.values(), ids=SAMPLERS)
+def test_what_a_sampler_chooses_is_trained_on_by_all_strategies(
+    ranks, train, num_samples, expected
+):
+    source, found = SAMPLED.format(train=train), []
+    for strategy in ("single", "dp", "ddp"):
+        (report, events), *others = ranks(2).call(
+            train_job, spec_of(strategy, source, batch_size=10, accumulate=2)
+        )
+        (header,) = [event for event in events if isinstance(event, RunHeader)]
+        assert header.num_samples == num_samples
+        assert report.held_out_metrics == {"odd": 1}
+        assert report.num_held_out == 20
+        steps = [each for each in events if isinstance(each, StepEvent)]
+        if expected is not None:
+            least, even = expected
+            assert all(step.metrics["least"] >= least for step in steps)
+            assert even is None or all(step.metrics["even"] == even for step in steps)
+        found.append(total_losses([(report, events), *others]))
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
+    assert found[2] == pytest.approx(found[0], abs=1e-6)
 
 
 STREAM = LOADER.replace(

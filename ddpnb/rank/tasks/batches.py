@@ -38,6 +38,17 @@ class Shard:
     num_parts: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How the samples of an epoch are drawn, in place of each one once."""
+
+    weights: Tensor
+    """Of the samples; they need not add up to 1."""
+    num_samples: int
+    """Of an epoch."""
+    with_replacement: bool
+
+
 def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
     """Yield the same part of every global batch: the shards of a synchronous worker."""
     for step in range(num_steps):
@@ -52,18 +63,26 @@ class BatchSchedule:
     every shard has at least one; that can be only where N does not divide the batch size.
 
     Args:
-        num_samples: size of the training split.
+        num_samples: of an epoch.
         batch_size: samples of a global batch.
         num_epochs: passes over the split; a fraction ends inside an epoch.
         num_ranks: ranks of the whole group, even if a strategy uses fewer.
         seed: of the permutations.
+        draw: how an epoch's samples are drawn, if not each one once.
 
     Raises:
         UserError: the batch is smaller than the number of ranks or larger than the split.
     """
 
     def __init__(
-        self, num_samples: int, *, batch_size: int, num_epochs: float, num_ranks: int, seed: int
+        self,
+        num_samples: int,
+        *,
+        batch_size: int,
+        num_epochs: float,
+        num_ranks: int,
+        seed: int,
+        draw: Draw | None = None,
     ) -> None:
         if batch_size < num_ranks:
             raise UserError(
@@ -76,6 +95,7 @@ class BatchSchedule:
                 f"({num_samples} samples); give --batch-size {num_samples} or less."
             )
         self._num_samples = num_samples
+        self._draw = draw
         self._num_used = num_samples - num_samples % num_ranks
         self._batch_size = batch_size
         self._seed = seed
@@ -118,10 +138,15 @@ class BatchSchedule:
         return Shard(step=step, part=num_parts - 1, num_parts=num_parts)
 
     def _permutation_of(self, epoch: int) -> Tensor:
-        """Return an epoch's permutation; the last one is kept."""
+        """Return an epoch's samples in order; the last epoch's are kept."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._permutation = torch.randperm(self._num_samples, generator=generator, device="cpu")
+            num, draw = self._num_samples, self._draw
+            self._permutation = (
+                torch.randperm(num, generator=generator, device="cpu")
+                if draw is None
+                else draw.weights.multinomial(num, draw.with_replacement, generator=generator)
+            )
             self._epoch = epoch
         return self._permutation
 

@@ -8,18 +8,26 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from ddpnb.protocol.errors import UserError, kind_of, summary_of
-from ddpnb.rank.tasks.batches import Tree, leaves, mapped
+from ddpnb.rank.tasks.batches import Draw, Tree, leaves, mapped
 
 Collate = Callable[[list[Any]], Tree]
 """Makes one batch of some items of a data set."""
 
-_LOADER_NOTE = (
-    "Of the DataLoader, its dataset, collate_fn and workers are used; batches and their order are "
-    "those of --batch-size and --seed."
-)
 _READ_NOTE = "The IterableDataset of data(split) was read whole into memory, once on each rank."
 _WAYS = (
     "return tensors or arrays, a dict or tuple of them, a map-style Dataset, a list of items, "
@@ -43,6 +51,13 @@ class Samples(ABC):
 
     notes: tuple[str, ...] = ()
     """Shown beside every result."""
+    draw: Draw | None = None
+    """How an epoch's samples are drawn, if not each one once."""
+
+    @property
+    def num_per_epoch(self) -> int:
+        """Samples of an epoch."""
+        return len(self) if self.draw is None else self.draw.num_samples
 
     @abstractmethod
     def __len__(self) -> int:
@@ -82,6 +97,7 @@ class DatasetSamples(Samples):
         dataset: has ``__len__`` and ``__getitem__``.
         collate: makes a batch of some items; None: torch's ``default_collate``.
         num_workers: processes that fetch, if no other number is asked for.
+        draw: how an epoch's samples are drawn, if not each one once.
         notes: shown beside every result.
     """
 
@@ -91,6 +107,7 @@ class DatasetSamples(Samples):
         collate: Collate | None = None,
         *,
         num_workers: int = 0,
+        draw: Draw | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
         self.dataset = dataset
@@ -98,6 +115,7 @@ class DatasetSamples(Samples):
         """Whether parts of a batch must be collated one by one: it need not have rows."""
         self.collate = collate or stack
         self.num_workers = num_workers
+        self.draw = draw
         self.notes = notes
 
     def __len__(self) -> int:
@@ -198,8 +216,43 @@ def _from_loader(loader: DataLoader[Any], split: str, collate: Collate | None) -
             "return its dataset, whose items are single samples."
         )
     own = None if loader.collate_fn is default_collate else loader.collate_fn
-    return _from_dataset(
-        loader.dataset, split, collate or own, num_workers=loader.num_workers, notes=(_LOADER_NOTE,)
+    dataset, draw = _sampled(loader.dataset, loader.sampler, loader.batch_sampler, split)
+    return _from_dataset(dataset, split, collate or own, num_workers=loader.num_workers, draw=draw)
+
+
+def _sampled(dataset: Any, sampler: Any, batches: Any, split: str) -> tuple[Any, Draw | None]:
+    """Return what a loader's samplers leave of its data set, and how an epoch is drawn from it.
+
+    Raises:
+        UserError: the loader chooses or orders samples in a way that would be lost.
+    """
+    if type(batches) is not BatchSampler or batches.sampler is not sampler:
+        raise _lost(split, f"the batch_sampler {type(batches).__name__}", "batches")
+    if isinstance(dataset, IterableDataset):
+        return dataset, None
+    kind = type(sampler)
+    if kind is SubsetRandomSampler:
+        return Subset(dataset, list(sampler.indices)), None
+    if kind in (SequentialSampler, DistributedSampler):  # each rank has its part of each batch
+        return dataset, None
+    if kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset):
+        return dataset, None
+    if split == "train" and kind is WeightedRandomSampler:
+        weights = sampler.weights.to("cpu")
+    elif split == "train" and kind is RandomSampler:
+        weights = torch.ones(len(dataset), device="cpu")
+    else:
+        raise _lost(split, f"the sampler {kind.__name__}", "samples")
+    return dataset, Draw(
+        weights=weights, num_samples=sampler.num_samples, with_replacement=sampler.replacement
+    )
+
+
+def _lost(split: str, what: str, chosen: str) -> UserError:
+    return UserError(
+        f"data({split!r}) returned a DataLoader with {what}, and its choice of {chosen} would be "
+        "lost: --batch-size and --seed make batches. Return the data set itself, a "
+        "torch.utils.data.Subset of it, or, to train, a DataLoader with a WeightedRandomSampler."
     )
 
 
@@ -209,11 +262,12 @@ def _from_dataset(
     collate: Collate | None,
     *,
     num_workers: int = 0,
-    notes: tuple[str, ...] = (),
+    draw: Draw | None = None,
 ) -> Samples:
+    notes: tuple[str, ...] = ()
     if isinstance(dataset, IterableDataset) and (num := _length_of(dataset)) is not None:
         dataset = list(itertools.islice(dataset, num))
-        notes = (*notes, _READ_NOTE)
+        notes = (_READ_NOTE,)
     if isinstance(dataset, IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
     ):
@@ -228,7 +282,7 @@ def _from_dataset(
         raise UserError(
             f"data({split!r}) returned {kind_of(dataset)} without a length; give it a __len__()."
         )
-    samples = DatasetSamples(dataset, collate, num_workers=num_workers, notes=notes)
+    samples = DatasetSamples(dataset, collate, num_workers=num_workers, draw=draw, notes=notes)
     if num > 0:
         batch = samples.fetch(torch.tensor([0], device="cpu"))
         if collate is None and not any(isinstance(leaf, Tensor) for _, leaf in leaves(batch)):

@@ -317,11 +317,12 @@ def build_context(
     known = ChainMap(dict(task.defined), dict(namespace))
     plan = make_strategy(spec.strategy, known).plan(state)
     schedule = BatchSchedule(
-        len(task.train),
-        batch_size=_global_batch(spec, plan, len(task.train)),
+        task.train.num_per_epoch,
+        batch_size=_global_batch(spec, plan, task.train.num_per_epoch),
         num_epochs=spec.num_epochs,
         num_ranks=state.world_size if spec.batch_per_worker is None else plan.num_workers,
         seed=spec.seed,
+        draw=task.train.draw,
     )
     return RunContext(
         spec=spec,

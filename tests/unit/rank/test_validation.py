@@ -112,6 +112,27 @@ BAD_CELLS = {
         "def loss(outputs, targets): return nn.functional.cross_entropy(head(outputs), targets)",
         r"not the model's, but of the Linear that loss holds",
     ),
+    "batches of ones own": (
+        GOOD + "from torch.utils.data import *\n"
+        "def data(split): return DataLoader(TensorDataset(torch.randn(20, 4), "
+        "torch.zeros(20).long()), batch_sampler=[[0, 1], [2]])",
+        "with the batch_sampler list, and its choice of batches would be lost",
+    ),
+    "a sampler of ones own": (
+        GOOD + "from torch.utils.data import *\n"
+        "class Own(SequentialSampler): pass\n"
+        "def data(split):\n"
+        "    samples = TensorDataset(torch.randn(20, 4), torch.zeros(20).long())\n"
+        "    return DataLoader(samples, sampler=Own(samples))",
+        "with the sampler Own, and its choice of samples would be lost",
+    ),
+    "held-out samples that are drawn": (
+        GOOD + "from torch.utils.data import *\n"
+        "def data(split):\n"
+        "    samples = TensorDataset(torch.randn(20, 4), torch.zeros(20).long())\n"
+        "    return DataLoader(samples, sampler=RandomSampler(samples, replacement=True))",
+        r"data\('test'\) returned a DataLoader with the sampler RandomSampler",
+    ),
     "data is a text": (GOOD + "def data(split): return 'abc'", "returned a str; return tensors"),
     "data is None": (GOOD + "def data(split): pass", "returned None"),
     "three tensors": (
