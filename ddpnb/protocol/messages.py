@@ -81,6 +81,8 @@ class RunSpec(TrainingSpec):
     """The folder for the trained weights of each run; empty: they are not saved."""
     notes: tuple[str, ...] = ()
     """What the check has found, to stand beside the results."""
+    skips_loss: bool = False
+    """Whether the trained model's loss is not judged; see ``Checked``."""
 
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
@@ -214,6 +216,10 @@ class Checked:
     """After which it will have trained for ``min_seconds``; 0: not asked for, or not known."""
     notes: tuple[str, ...] = ()
     """To stand beside the results of all runs of the comparison."""
+    skips_loss: bool = False
+    """Whether the loss is not judged: its step calls collectives, and rank 0 evaluates alone."""
+    refusal: str = ""
+    """Why this strategy cannot make such steps; empty: it can."""
 
 
 NO_STALENESS = -1

@@ -119,6 +119,7 @@ def validate(spec: RunSpec) -> Checked:
                 namespace=engine.shell.user_ns,
                 filename=filename_of(spec, engine),
                 cache=engine.data_cache,
+                num_calls=lambda: sum(each or 0 for each in num_calls().values()),
             )
         )
 

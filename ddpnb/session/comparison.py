@@ -258,7 +258,13 @@ def prepare(
     try:
         for name, each in by_strategy.items():
             try:
-                checked[name] = check_on_ranks(cluster, each, printed)
+                found = check_on_ranks(cluster, each, printed)
+                if not found.refusal:
+                    checked[name] = found
+                elif name in spec.strategies:
+                    raise UserError(found.refusal)
+                else:
+                    print(f"Not trained: {name}. {found.refusal}", file=sys.stderr)
             except UserError as error:
                 if not _is_dispensable(name, spec):
                     raise
@@ -273,7 +279,8 @@ def prepare(
         raise
     specs = tuple(each for each in specs if each.strategy in checked)
     notes = tuple(dict.fromkeys(note for each in checked.values() for note in each.notes))
-    specs = tuple(replace(each, notes=notes) for each in specs)
+    skips_loss = any(each.skips_loss for each in checked.values())
+    specs = tuple(replace(each, notes=notes, skips_loss=skips_loss) for each in specs)
     specs = long_enough(specs, max((each.num_epochs for each in checked.values()), default=0.0))
     recorder = Recorder(
         store,

@@ -226,7 +226,7 @@ def _sampled(dataset: Any, sampler: Any, batches: Any, split: str) -> tuple[Any,
     Raises:
         UserError: the loader chooses or orders samples in a way that would be lost.
     """
-    if type(batches) is not BatchSampler or batches.sampler is not sampler:
+    if type(batches) is not BatchSampler or id(batches.sampler) != id(sampler):
         raise _lost(split, f"the batch_sampler {type(batches).__name__}", "batches")
     if isinstance(dataset, IterableDataset):
         return dataset, None

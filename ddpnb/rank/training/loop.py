@@ -50,10 +50,13 @@ from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.timing import Clock, StepReport, clock_of
 from ddpnb.rank.training.validation import (
+    COLLECTIVES_NOTE,
+    check_alone,
     check_evaluation,
     check_loading,
     check_own,
     check_training,
+    collectives_refusal,
     with_place,
 )
 
@@ -76,14 +79,16 @@ def validate(
     folder: Path = Path(),
     filename: str = UNNAMED,
     cache: DataCache | None = None,
+    num_calls: Callable[[], int] = int,
 ) -> Checked:
     """Check a training before anything trains.
 
-    Each rank may call it alone, as it sends nothing; only a class of the user's own may, and takes
-    part with every rank of the group.  Its files are in a folder of ``CHECKS`` then, which is
-    removed once all ranks have checked.
+    Each rank may call it alone, as it sends nothing; only the user's own code may, such as a class
+    or a step, and takes part with every rank of the group.  A class has its files in a folder of
+    ``CHECKS``, which is removed once all ranks have checked.
 
-    The arguments are those of ``run``.
+    The arguments are those of ``run``; ``num_calls`` returns how many collectives this rank has
+    called.
 
     Raises:
         UserError: one sentence that says what is wrong and what to do.
@@ -95,15 +100,17 @@ def validate(
             context = build_context(
                 spec, state, namespace, folder=checks, filename=filename, cache=cache
             )
-            return _checked(context)
+            return _checked(context, num_calls)
         except UserError as error:
             raise with_place(error, spec.cell, filename) from error.__cause__
 
 
-def _checked(context: RunContext) -> Checked:
+def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
     worker = context.worker(CHECK, num_steps=1, is_grouped=False)
     batch = context.own_batch() if context.is_own else context.smallest_batch()
     notes: tuple[str, ...] = ()
+    skips_loss = False
+    num_before = num_calls()
     if context.is_own:
         check_own(worker, batch, context.strategy())
     else:
@@ -111,18 +118,26 @@ def _checked(context: RunContext) -> Checked:
         check_strategy(context.spec.strategy, worker)
         if depends_on_batch(worker, context.few_samples()) and context.plan.num_workers > 1:
             notes = (BATCH_NOTE,)
+        skips_loss = num_calls() > num_before
+        if skips_loss:
+            notes += (COLLECTIVES_NOTE,)
     if context.prefetches and context.device.type == "cuda":
         check_loading(context)
+    refusal = collectives_refusal(context) if skips_loss else ""
     score = Score()
-    if context.state.rank == 0 and context.is_evaluated:
-        size, has_loss = batch.num_samples, context.has_loss
-        score = check_evaluation(worker, context.task, size, has_loss=has_loss)
+    if context.is_evaluated and not refusal:  # on all ranks: the user's measures may call them all
+        num_before = num_calls()
+        has_loss = context.has_loss and not skips_loss
+        score = check_evaluation(worker, context.task, batch.num_samples, has_loss=has_loss)
+        check_alone(num_calls() - num_before)
     return Checked(
         num_samples=len(context.task.train),
         survives_deaths=context.plan.survives_deaths,
         has_accuracy=not math.isnan(score.accuracy),
         num_epochs=_num_epochs(context, worker),
         notes=notes,
+        skips_loss=skips_loss,
+        refusal=refusal,
     )
 
 

@@ -110,6 +110,9 @@ class RunMetrics:
     def estimate_batchnorm(self, model: nn.Module) -> None:
         """Estimate BatchNorm's statistics anew; where that fails, the run is kept all the same."""
         context = self.context
+        if context.spec.skips_loss:
+            self.mark("has BatchNorm's statistics of rank 0: training_step calls collectives")
+            return
         try:
             estimate_batchnorm(
                 model,

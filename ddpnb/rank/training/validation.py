@@ -9,6 +9,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -27,6 +28,11 @@ from ddpnb.rank.training.requirements import needs_all_gradients, wraps_model
 
 _STEP = "training_step(model, batch)"
 _LOSS = "loss(outputs, targets)"
+
+COLLECTIVES_NOTE = (
+    "training_step calls collectives and rank 0 evaluates alone, so the trained model has no loss "
+    "beside what validation_step and metric measure."
+)
 
 Result = TypeVar("Result")
 
@@ -133,6 +139,34 @@ def check_evaluation(worker: Worker, task: Task, num_samples: int, *, has_loss: 
             ),
         )
     return found
+
+
+def collectives_refusal(context: RunContext) -> str:
+    """Return why a strategy cannot make steps that call collectives; empty if it can."""
+    plan, spec = context.plan, context.spec
+    if plan.num_ranks < context.state.world_size:
+        reason = "trains on one rank alone, where no other answers"
+    elif not plan.synchronous or spec.is_ceiling:
+        reason = "has workers that do not make the same steps together"
+    else:
+        return ""
+    return (
+        f"training_step calls collectives, and {spec.strategy} {reason}: call them only if "
+        f"isinstance(model, DistributedDataParallel), or leave {spec.strategy} out."
+    )
+
+
+def check_alone(num_calls: int) -> None:
+    """Refuse an evaluation that has called collectives: rank 0 makes it alone.
+
+    Raises:
+        UserError: it has.
+    """
+    if num_calls > 0:
+        raise UserError(
+            "validation_step or metric calls collectives, and rank 0 evaluates alone, on samples "
+            "of the whole split: compute what they return without the other ranks."
+        )
 
 
 def check_own(worker: Worker, batch: Batch, strategy: Strategy) -> None:
