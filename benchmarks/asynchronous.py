@@ -1,10 +1,10 @@
-"""What does an asynchronous exchange cost, against torch's RPC and against no exchange at all?"""
+"""What does an asynchronous exchange cost, against gloo's messages and no exchange at all?"""
 
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.messages import RankState, RunSpec
-from ddpnb.rank.comm.client import connect, start_server
-from ddpnb.rank.comm.flat_buffers import PackedTensors
-from ddpnb.rank.comm.parameter_server import ParameterServer
-from ddpnb.rank.comm.parameter_store import ParameterStore
 from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
+from ddpnb.rank.servers.client import Client
+from ddpnb.rank.servers.memory import Layout, PackedTensors
+from ddpnb.rank.servers.queue import WorkQueue
+from ddpnb.rank.servers.store import ParameterStore
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.replica import Batch, Replica
+from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
@@ -34,45 +34,50 @@ NUM_SYNCHRONOUS_STEPS = 30
 
 
 def exchange_ms(
-    state: RankState, folder: Path, transport: str, num_floats: int, rounds: int
+    state: RankState, folder: Path, way: str, num_floats: int, rounds: int
 ) -> list[float]:
-    """Milliseconds of each push and pull of rank 1, to a server that makes an SGD step."""
+    """Milliseconds of each push and pull of rank 1, to a server that makes an SGD step.
+
+    Args:
+        state: this rank.
+        folder: where ranks meet.
+        way: ``"gloo"``: the ranks have folders of their own, as on two hosts.
+        num_floats: of the parameters.
+        rounds: how many exchanges.
+    """
+    own = folder / f"rank-{state.rank}" if way == "gloo" else folder
+    own.mkdir(exist_ok=True)
     parameters = [nn.Parameter(torch.zeros(num_floats))]
     config = WorkerConfig(
         rank=state.rank,
         world_size=2,
-        folder=folder,
+        folder=own,
         name=f"bench-{next(_numbers)}",
-        transport=transport,
         parameters=parameters,
         timeout_seconds=60,
         cancellation=CancellationToken(),
     )
 
-    def make_server(copies: Sequence[PackedTensors]) -> ParameterServer:
-        store = ParameterStore(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies)
-        return ParameterServer(store=store, num_workers=2, num_shards=10**9, timeout_seconds=60)
+    def make_queue(
+        copies: Sequence[PackedTensors], find_failed_rank: Callable[[], int]
+    ) -> WorkQueue:
+        store = ParameterStore(copies, lambda p: torch.optim.SGD(p, lr=0.1))
+        return WorkQueue(store, num_workers=2, num_shards=10**9, timeout_seconds=60)
 
-    with ExitStack() as opened:
-        if state.rank == 0:
-            _, drain, client = start_server(config, make_server, opened)
-            client.begin()
-            client.finish()
-            drain()
-            return []
-        client, taken = connect(config, opened), []
+    taken = []
+    with closing(Client(config, Layout(num_copies=2, num_gradients=1), make_queue)) as client:
         client.begin()
-        parameters[0].grad = torch.ones(num_floats)
-        for _ in range(rounds):
+        gradients = [torch.ones(num_floats)]
+        for _ in range(rounds if state.rank == 1 else 0):
             began = time.perf_counter()
-            client.push(weight=0.5)
+            client.step(0.5, gradients)
             taken.append(1e3 * (time.perf_counter() - began))
         client.finish()
-        return taken
+    return taken
 
 
-class Ready(Replica):
-    """A replica with ready gradients: nothing is computed."""
+class Ready(Worker):
+    """A worker with ready gradients: nothing is computed."""
 
     __slots__ = ()
 
@@ -83,14 +88,14 @@ class Ready(Replica):
 def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) -> list[float]:
     """Milliseconds of each of rank 1's steps of hogwild, from its gradient to its next share.
 
-    That is the same as a push and a pull, without a server: the parameters are updated in the
-    memory of all, the update is counted, the next share taken.
+    The parameters are updated in the memory of all; only the next share comes from the queue.
     """
     model = nn.Linear(num_floats, 1, bias=False)
-    replica = Ready(
+    worker = Ready(
         model=model,
+        make_model=lambda: model,
         training_step=Supervised(nn.functional.mse_loss),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         device=torch.device("cpu"),
         rank=state.rank,
         world_size=2,
@@ -101,7 +106,7 @@ def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) ->
     nothing = torch.zeros(1)
     batch, taken = Batch(content=(nothing, nothing), num_samples=1, num_global=2), []
     with closing(make_strategy("hogwild", {})) as strategy:
-        strategy.setup(replica)
+        strategy.setup(worker)
         shards = strategy.shards()
         if state.rank == 1:
             next(shards)
@@ -130,10 +135,11 @@ def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[
     order = BatchSchedule(
         len(task.train), batch_size=BATCH_SIZE, num_epochs=10_000, num_ranks=2, seed=0
     )
-    replica = Replica(
+    worker = Worker(
         model=task.model(),
+        make_model=task.model,
         training_step=task.step,
-        optimizer=lambda parameters: torch.optim.SGD(
+        make_optimizer=lambda parameters: torch.optim.SGD(
             parameters, lr=spec.learning_rate, momentum=0.9
         ),
         device=torch.device("cpu"),
@@ -145,14 +151,14 @@ def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[
     )
     if not strategy:
         return timed(
-            plain(replica),
+            plain(worker),
             every_step(10**9, part=state.rank, num_parts=2),
             task,
             order,
             sleeps * state.rank,
         )
     with closing(make_strategy(strategy, {})) as made:
-        made.setup(replica)
+        made.setup(worker)
         counted = timed(
             made.step, made.shards(), task, order, sleeps * state.rank, strategy == "ddp"
         )
@@ -160,12 +166,12 @@ def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[
         return counted
 
 
-def plain(replica: Replica) -> Callable[[Batch], object]:
-    optimizer = replica.optimizer(replica.parameters)
+def plain(worker: Worker) -> Callable[[Batch], object]:
+    optimizer = worker.optimizer(worker.parameters)
 
     def step(batch: Batch) -> None:
-        replica.compute_gradients(batch, weight=batch.weight)
-        replica.update(optimizer)
+        worker.compute_gradients(batch, weight=batch.weight)
+        worker.update(optimizer)
 
     return step
 
@@ -201,33 +207,26 @@ def total(results: list[tuple[int, float]]) -> float:
 def measure() -> list[Figure]:
     figures = []
     with rank_calls(2) as call:
-        for num_floats, rounds, limit in ((1_000, 300, "<= 0.15"), (11_000_000, 9, "<= 0.2")):
-            taken: dict[str, list[float]] = {"shm": [], "gloo": [], "rpc": []}
+        for num_floats, rounds in ((1_000, 300), (11_000_000, 9)):
+            taken: dict[str, list[float]] = {"shared memory": [], "gloo": [], "hogwild": []}
             for turn in range(6):
-                for transport, found in taken.items():
-                    times = call(exchange_ms, transport, num_floats, rounds)[1]
+                for way, found in taken.items():
+                    if way == "hogwild":
+                        times = call(in_place_ms, num_floats, rounds)[1]
+                    else:
+                        times = call(exchange_ms, way, num_floats, rounds)[1]
                     found += [statistics.median(times)] if turn else []
-            in_place = []
-            for turn in range(6):
-                times = call(in_place_ms, num_floats, rounds)[1]
-                in_place += [statistics.median(times)] if turn else []
-            figures.append(
-                Figure(
-                    name=f"hogwild's update of {num_floats} floats in place against RPC",
-                    unit="ms",
-                    ours=in_place,
-                    theirs=taken["rpc"],
-                    limit=limit,
-                )
-            )
-            for transport in ("shm", "gloo"):
+            for way, words in (
+                ("shared memory", "push and pull of {} floats in shared memory"),
+                ("hogwild", "hogwild's update of {} floats in place"),
+            ):
                 figures.append(
                     Figure(
-                        name=f"push and pull of {num_floats} floats by {transport} against RPC",
+                        name=f"{words.format(num_floats)} against a push and pull over gloo",
                         unit="ms",
-                        ours=taken[transport],
-                        theirs=taken["rpc"],
-                        limit=limit if transport == "shm" else "<= 1.0",
+                        ours=taken[way],
+                        theirs=taken["gloo"],
+                        limit="<= 0.8",
                     )
                 )
         rates: dict[tuple[str, float], list[float]] = {

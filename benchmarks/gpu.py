@@ -25,12 +25,13 @@ from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
+from ddpnb.rank.meter import Meter, NullTimer
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.replica import Batch, NullTimer, Replica
+from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import Supervised
-from ddpnb.rank.training.timing import Clock, clock_of
+from ddpnb.rank.training.timing import Clock, StepReport, clock_of
 from ddpnb.session.session import this_session
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "waiting")
@@ -232,17 +233,18 @@ def _rates(
 def _strategy(device: torch.device, folder: Path, timer: Clock | NullTimer) -> Strategy:
     strategy = make_strategy("ddp", {})
     strategy.setup(
-        Replica(
+        Worker(
             model=digits.make_model().to(device),
+            make_model=digits.make_model,
             training_step=Supervised(nn.functional.cross_entropy),
-            optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+            make_optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
             device=device,
             rank=0,
             world_size=1,
             num_steps=1,
             folder=folder,
             name="bench",
-            timer=timer,
+            meter=Meter(timer),
         )
     )
     return strategy
@@ -255,11 +257,11 @@ def _rate(
     if clock is not None:
         clock.start()
     for _ in range(num_steps):
-        report = strategy.step(batch)
+        loss = strategy.step(batch)
         if clock is not None:
-            clock.timing(report)
+            clock.timing(StepReport(loss, batch.num_samples))
         elif device.type == "cpu":
-            report.loss.item()
+            loss.item()
     if clock is not None:
         clock.stop()
     if device.type == "cuda":

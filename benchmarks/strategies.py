@@ -18,14 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.measure import Figure
+from ddpnb.rank.meter import Meter, NullTimer
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.replica import Batch, NullTimer, Replica
+from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import CLASSIFY
 from ddpnb.rank.tasks.batches import moved
 from ddpnb.rank.tasks.samples import TensorSamples
-from ddpnb.rank.training.timing import CpuClock
+from ddpnb.rank.training.timing import CpuClock, StepReport
 
 NUM_RANKS = 2
 
@@ -146,17 +147,18 @@ class Trainer:
             self.samples = TensorSamples(tree=tree)
         self.chosen = torch.randperm(num_samples)
         self.strategy.setup(
-            Replica(
+            Worker(
                 model=model,
+                make_model=case.model,
                 training_step=training_step if is_general else CLASSIFY,
-                optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+                make_optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
                 device=torch.device("cpu"),
                 rank=rank,
                 world_size=NUM_RANKS,
                 num_steps=1,
                 folder=folder,
                 name="bench",
-                timer=self.clock or NullTimer(),
+                meter=Meter(self.clock or NullTimer()),
             )
         )
 
@@ -167,11 +169,11 @@ class Trainer:
         if self.clock is not None:
             self.clock.start()
         for _ in range(num_steps):
-            report = self.strategy.step(self.fetched())
+            loss = self.strategy.step(self.fetched())
             if self.clock is not None:
-                self.clock.timing(report)
+                self.clock.timing(StepReport(loss, self.batch.num_samples))
             else:
-                report.loss.item()
+                loss.item()
         dist.barrier()
         return time.perf_counter() - began
 

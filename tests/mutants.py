@@ -63,7 +63,7 @@ MUTANTS = [
         "rank/comm/parameter_store.py",
         "factor = (1 + usual) / (1 + staleness)",
         "factor = (1 + usual) / (2 + staleness)",
-        "tests/unit/rank/test_transport.py",
+        "tests/unit/rank/test_servers.py",
     ),
     Mutant(
         "a shard that a worker holds is not known to be out",

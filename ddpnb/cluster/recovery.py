@@ -1,8 +1,8 @@
 """The recovery of dead ranks while the others train on (kernel).
 
 A dead rank's process is started anew, in no process group, and joins the run at its current
-step.  Over gloo or RPC it cannot join, and waits for the end of the run.  Afterwards all
-ranks form the next group.
+step.  On several hosts none is started anew before the run ends.  Afterwards all ranks form the
+next group.
 """
 
 import contextlib
@@ -20,8 +20,6 @@ KERNEL = -1
 """The rank under which the kernel sends its own marks."""
 MAX_STARTS = 3
 """How often one rank is started anew in one run."""
-CLOSED_TRANSPORTS = ("gloo", "rpc")
-"""Transports of a run that no rank can join later."""
 TIMEOUT_SECONDS = 60.0
 """How long a rank that was restarted may take, after the run, to arrive and to finish."""
 
@@ -117,9 +115,6 @@ class RankRecovery:
             self._starting.add(rank)
 
     def _join(self, rank: int) -> None:
-        if self.spec.transport in CLOSED_TRANSPORTS:
-            self._mark(rank, text=f"came back too late to join over {self.spec.transport}")
-            return
         rejoin_info = RejoinInfo(
             first_batch=self._num_batches.get(rank, 0),
             first_step=self._num_steps.get(rank, 0),

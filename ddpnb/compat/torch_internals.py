@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Logger, rpc
+from torch.distributed import Logger
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
 
@@ -412,20 +412,6 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
     return list(before.values()), list(after.values())
 
 
-@probe(
-    "torch",
-    "`--transport rpc` cannot be used after a rank was replaced, until %ddp_restart",
-)
-def numbers_rpc_agents() -> bool:
-    """Whether torch's count of the RPC agents of this process can be set."""
-    return isinstance(rpc._init_counter, int)
-
-
-def forget_rpc_agents() -> None:
-    """Reset the count, so that the next agent joins others that are their processes' first."""
-    rpc._init_counter = 0
-
-
 # ------------------------------------------------------------------------------------------
 
 PROBES = (
@@ -439,7 +425,6 @@ PROBES = (
     times_ddp,
     ends_data_workers,
     lists_step_hooks,
-    numbers_rpc_agents,
 )
 GPU_PROBES: tuple[Probe, ...] = (lists_groups,)
 """For backends that can abort a wait."""

@@ -40,6 +40,7 @@ Magic = TypeVar("Magic", bound=Callable[..., Any])
 
 _EXPORT = "%ddp_export writes a script that saves checkpoints and goes on from them."
 GONE = {
+    "--transport": "async takes shared memory on one host and gloo across hosts by itself.",
     "--resume": f"a comparison is trained in one go; {_EXPORT}",
     "--save-every": f"--save keeps the trained weights; {_EXPORT}",
 }

@@ -76,8 +76,6 @@ class StrategyEntry(Entry):
     """Whether it needs dense gradients: it moves them as plain memory."""
     may_be_emulated: bool = False
     """Whether its ``plan`` emulates it on some machines."""
-    transports: tuple[str, ...] = ()
-    """The ``training_options.TRANSPORTS`` that it supports; empty: it has no choice of them."""
     needs_shared_memory: bool = False
     """Whether its ranks must share memory, so that no link can lie between them."""
     across_hosts: str = ""
@@ -167,6 +165,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#174f86", "dashed", "h"),
         is_dense=True,
         needs_shared_memory=True,
+        across_hosts="ddp",
         options={"bucket_view": _BUCKET_VIEW},
     ),
     "ddp-by-hand": StrategyEntry(
@@ -207,7 +206,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         aliases=("ParameterServerStrategy",),
         is_asynchronous=True,
         is_dense=True,
-        transports=("auto", "shm", "gloo", "rpc"),
         options={
             "period": Option(
                 default=1, least=1, about="gradients, of any workers, that make one update"
@@ -235,7 +233,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         import_path="ddpnb.rank.strategies.hogwild:Hogwild",
         look=Look("#c58ae8", "dotted", "d"),
         is_asynchronous=True,
-        transports=("auto", "shm"),
         needs_shared_memory=True,
         across_hosts="async",
         options={"momentum": _MOMENTUM, "timeout": _TIMEOUT},
@@ -261,17 +258,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             ),
         },
     ),
-    "easgd": StrategyEntry(
-        about="each rank trains alone; now and then a centre and it draw each other",
-        import_path="ddpnb.rank.strategies.easgd:Easgd",
-        across_hosts="local-sgd",
-        look=Look("#06464f", "dash-dot-dot", "$\\clubsuit$"),
-        options={
-            "every": Option(default=8, about="steps from one move to the next", least=1),
-            "beta": Option(default=0.9, about="moving rate of all ranks together", above=0, most=1),
-            "timeout": _TIMEOUT,
-        },
-    ),
     "zero": StrategyEntry(
         about="torch ZeroRedundancyOptimizer: each rank keeps a part of its state",
         import_path="ddpnb.rank.strategies.zero:Zero",
@@ -289,17 +275,9 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         },
     ),
     "gossip": StrategyEntry(
-        about="each rank averages its weights with a random neighbour and waits for no other",
+        about="each rank averages its weights with one neighbour, another in each step",
         import_path="ddpnb.rank.strategies.gossip:Gossip",
-        across_hosts="gossip:together=on",
         look=Look("#92dadd", "long", ">"),
-        is_asynchronous=True,
-        options={
-            "together": Option(
-                default=False, about="meet in pairs, step by step (on, off); on GPUs always on"
-            ),
-            "timeout": _TIMEOUT,
-        },
     ),
     "no-comm": StrategyEntry(
         about="each rank alone on an even share: an upper bound of the speed here",
@@ -308,6 +286,9 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     ),
 }
 """Strategies by name, in the order in which users see them."""
+
+REMOVED: Mapping[str, str] = {"easgd": "local-sgd, which averages weights too"}
+"""Strategies of earlier versions, and what to take in their place."""
 
 TASKS: Mapping[str, Entry] = {
     "digits": Entry(

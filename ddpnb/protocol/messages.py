@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.notation import check_link, check_transport, parse_strategy
+from ddpnb.protocol.notation import check_link, parse_strategy
 from ddpnb.protocol.trace import RankSpans
 from ddpnb.protocol.training_options import TrainingSpec
 
@@ -86,8 +86,7 @@ class RunSpec(TrainingSpec):
 
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
-        check_transport(self.strategy, self.transport)
-        check_link(self.strategy, self.link, self.transport)
+        check_link(self.strategy, self.link)
 
     @property
     def model_file(self) -> Path | None:

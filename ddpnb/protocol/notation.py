@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
+from ddpnb.protocol.catalogue import CELL_TASK, REMOVED, STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError, advice, one_of
 from ddpnb.protocol.options import Value
 
@@ -46,25 +46,10 @@ def parse_task(text: str) -> Choice:
     return Choice(name=CELL_TASK) if text == CELL_TASK else _parse("task", text, TASKS)
 
 
-def has_transport(text: str) -> bool:
-    """Return whether a strategy may use ``--transport``; one of the user's own may."""
-    name = parse_strategy(text).name
-    return name not in STRATEGIES or bool(STRATEGIES[name].transports)
-
-
-def check_transport(text: str, transport: str) -> None:
-    """Check that a strategy supports one of ``training_options.TRANSPORTS``."""
-    name = parse_strategy(text).name
-    allowed = STRATEGIES[name].transports if name in STRATEGIES else ()
-    if allowed and transport not in allowed:
-        raise UserError(
-            f"{name} trains in shared memory, not by {transport}: "
-            f"leave --transport out, or {name} out of the comparison."
-        )
-
-
 def _parse(kind: str, text: str, entries: Mapping[str, Entry]) -> Choice:
     name, given = _split(text)
+    if name in REMOVED and entries is STRATEGIES:
+        raise UserError(f"{name} is gone: take {REMOVED[name]}.")
     if name not in entries:
         raise one_of(kind, name, entries)
     options = entries[name].options
@@ -284,39 +269,28 @@ def parse_link(text: str) -> LinkSpec:
     return LinkSpec(bits_per_second=rate, latency_seconds=latency)
 
 
-def check_link(strategy: str, link: str, transport: str) -> None:
+def check_link(strategy: str, link: str) -> None:
     """Check that what a strategy exchanges can be timed as over a link; an empty one is none."""
-    if not link:
-        return
     name = parse_strategy(strategy).name
-    if name in STRATEGIES and STRATEGIES[name].needs_shared_memory:
+    if link and name in STRATEGIES and STRATEGIES[name].needs_shared_memory:
         raise UserError(
             f"{name} trains in memory that its ranks share, which no link offers: "
             f"leave --link out, or {name} out of the comparison."
         )
-    if transport == "rpc" and has_transport(strategy):
-        raise UserError(
-            "--link does not see the messages of --transport rpc: leave one of them out."
-        )
 
 
-def check_across_hosts(strategies: Iterable[str], transport: str) -> None:
+def check_across_hosts(strategies: Iterable[str]) -> None:
     """Check that strategies train on ranks of several hosts, which share no memory."""
-    strategies = list(strategies)
     instead_of: dict[str, str] = {}
     for choice in map(parse_strategy, strategies):
         instead = STRATEGIES[choice.name].across_hosts if choice.name in STRATEGIES else ""
-        if instead and not choice.options.get("together"):
+        if instead:
             instead_of[choice.name] = instead
     if instead_of:
         train = "trains" if len(instead_of) == 1 else "train"
         raise UserError(
             f"{', '.join(instead_of)} {train} in the memory of one host, and the ranks are on "
             f"several: compare {', '.join(dict.fromkeys(instead_of.values()))}."
-        )
-    if transport == "shm" and any(map(has_transport, strategies)):
-        raise UserError(
-            "--transport shm is for ranks of one host, and these are on several: leave it out."
         )
 
 

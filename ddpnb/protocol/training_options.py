@@ -21,9 +21,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 BATCHES = ("batch_size", "batch_per_worker")
 """Two options of which one may be given."""
 
-TRANSPORTS = ("auto", "shm", "gloo", "rpc")
-"""How an asynchronous worker and its server may exchange tensors."""
-
 
 def _option(group: str, default: Any, flag: str, **described: Any) -> Any:
     option = Option(default=default, flag=flag, group=group, **described)
@@ -161,13 +158,6 @@ class TrainingSpec:
         False,
         "--sync-batchnorm",
         about="BatchNorm computes its statistics over all ranks; GPUs only",
-    )
-    transport: str = _steps(
-        "auto",
-        "--transport",
-        choices=TRANSPORTS,
-        example="WAY",
-        about="how asynchronous workers and their server exchange tensors",
     )
     link: str = _steps(
         "",

@@ -17,7 +17,7 @@ from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.machine import MachineQuery, ModelMeasured, RankMeasured
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig, host_id
-from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce
+from ddpnb.rank.servers.shared_sum import SharedAllReduce
 
 BUDGET_SECONDS: Final = 0.4
 """Of one measurement; the collectives of all ranks make as many as fit on rank 0."""

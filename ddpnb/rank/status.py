@@ -25,7 +25,6 @@ import torch.distributed as dist
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.rank.comm.link import is_exchanging
-from ddpnb.rank.comm.shared_all_reduce import num_sums
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.stack import BACKWARD, outward
 
@@ -34,7 +33,7 @@ FUTEX = {"x86_64": "202", "aarch64": "98"}
 
 DISTRIBUTED = inspect.unwrap(dist.all_reduce).__code__.co_filename
 """The file of torch with the calls in which several ranks take part."""
-SHARED_ALL_REDUCE = os.path.join("ddpnb", "rank", "comm", "shared_all_reduce.py")
+SHARED_ALL_REDUCE = os.path.join("ddpnb", "rank", "servers", "shared_sum.py")
 TRAINING = os.path.join("ddpnb", "rank", "training", "loop.py")
 
 OWN_FOLDER = str(Path(__file__).parents[1])
@@ -121,7 +120,7 @@ def is_training(frame: FrameType) -> bool:
 
 
 def is_shared_sum(frame: FrameType) -> bool:
-    """Return whether a frame sums in shared memory, or between hosts what was summed there."""
+    """Return whether a frame sums in shared memory."""
     return frame.f_code.co_filename.endswith(SHARED_ALL_REDUCE)
 
 
@@ -139,7 +138,7 @@ def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
 def num_collectives() -> int:
     """Return how many collectives of all ranks have begun on this rank."""
     with contextlib.suppress(RuntimeError):
-        return torch_internals.num_collectives() + num_sums()
+        return torch_internals.num_collectives()
     return 0
 
 

@@ -57,8 +57,7 @@ REFUSED = {
     "async": _OWN_SERVER,
     "hogwild": _OWN_SERVER,
     "diloco": "has an outer optimizer of ddpnb's own: take local-sgd, which is it without one",
-    "easgd": "needs ddpnb's own centre, which no rank waits for: take local-sgd",
-    "gossip": "needs ddpnb's own exchange with a random neighbour: take local-sgd",
+    "gossip": "needs ddpnb's own exchange with one neighbour: take local-sgd",
     "no-comm": "exchanges nothing, so there is no one model to train: take ddp",
 }
 """Why the others cannot."""

@@ -243,18 +243,8 @@ def _rounds(case: Situation) -> float:
     return own + waiting + case.all_reduce(case.size) / every
 
 
-def _easgd(case: Situation) -> float:
-    every = case.option("every")
-    own = case.computing(meets=False) + case.message(case.size, count=2) / every
-    shared = (case.num_ranks - 1) * case.message(case.size, count=0) / every
-    return max(own, shared)
-
-
 def _gossip(case: Situation) -> float:
-    if case.option("together"):
-        return case.computing() + case.message(case.size)
-    own = case.computing(meets=False) + case.message(case.size, count=2)
-    return max(own, 2 * case.message(case.size, count=0))
+    return case.computing() + case.message(case.size)
 
 
 def _async(case: Situation, num_shards: int = 1) -> float:
@@ -279,7 +269,6 @@ FORMULAS: Mapping[str, Callable[[Situation], float]] = {
     "fsdp": _fsdp,
     "local-sgd": _rounds,
     "diloco": _rounds,
-    "easgd": _easgd,
     "gossip": _gossip,
     "async": _async,
 }

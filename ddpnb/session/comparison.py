@@ -242,7 +242,7 @@ def prepare(
         UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
     """
     if cluster.spans_hosts:
-        check_across_hosts(spec.strategies, spec.training.transport)
+        check_across_hosts(spec.strategies)
     placed = with_models(spec.run_specs(), store)
     if len(cluster.ranks) == 1:  # a rank alone never communicates
         placed = tuple(each for each in placed if not each.is_ceiling)

@@ -11,7 +11,7 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import BASELINE, CEILING, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.protocol.notation import check_link, check_transport, has_transport
+from ddpnb.protocol.notation import check_link
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.functions import NotebookFunctions
@@ -42,12 +42,6 @@ class ComparisonSpec:
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
         if errors := dict.fromkeys(filter(None, map(self._error_of, self.strategies))):
             raise UserError(" ".join(errors))
-        transport = self.training.transport
-        if transport != "auto" and not any(map(has_transport, self.strategies)):
-            raise UserError(
-                f"--transport {transport} is for asynchronous strategies, and there is none here: "
-                "leave it out, or add async."
-            )
         task = self.training.task
         if task != CELL_TASK and self.training.source.strip():
             raise UserError(
@@ -60,8 +54,7 @@ class ComparisonSpec:
     def _error_of(self, strategy: str) -> str:
         """Return what is wrong with a strategy; empty if it can be trained."""
         try:
-            check_transport(strategy, self.training.transport)
-            check_link(strategy, self.training.link, self.training.transport)
+            check_link(strategy, self.training.link)
         except UserError as error:
             return str(error)
         return ""

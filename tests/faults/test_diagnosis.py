@@ -66,20 +66,19 @@ HANGS = {
         "from ddpnb.rank.calls import this_engine\n"
         "from ddpnb.rank.strategies import ddp_shm\n"
         "from ddpnb.rank.comm.rendezvous import WorkerConfig; "
-        "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
-        "from ddpnb.rank.strategies.replica import NullTimer\n"
+        "from ddpnb.rank.servers.shared_sum import SharedAllReduce\n"
         "group = this_engine().group\n"
         "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='hang', rank=rank,\n"
         "  world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))\n"
         "net = DDP(torch.nn.Linear(3, 2))\n"
-        "net.register_comm_hook((shared, NullTimer()), ddp_shm._all_reduce_bucket)\n"
+        "net.register_comm_hook(shared, ddp_shm._all_reduce_bucket)\n"
         "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()",
-        r"<but 0 wait> in all_reduce of the backward pass \(line 11\).*rank 0 .* fewer batches",
+        r"<but 0 wait> in all_reduce of the backward pass \(line 10\).*rank 0 .* fewer batches",
     ),
     "a sum in shared memory that rank 0 does not call": (
         "from ddpnb.rank.calls import this_engine\n"
         "from ddpnb.rank.comm.rendezvous import WorkerConfig; "
-        "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
+        "from ddpnb.rank.servers.shared_sum import SharedAllReduce\n"
         "group = this_engine().group\n"
         "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='hang', rank=rank,\n"
         "  world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))\n"

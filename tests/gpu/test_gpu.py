@@ -28,7 +28,6 @@ def in_a_project_of_its_own(tmp_path, monkeypatch) -> Iterator[None]:
 
 SAME = (
     "ddp",
-    "ddp-shm",
     "ddp-by-hand",
     "ddp-overlap-by-hand",
     "ring-by-hand",
@@ -120,7 +119,7 @@ def test_nccl_is_freed_when_a_cell_is_stopped():
 
 
 def test_no_strategy_is_forgotten():
-    assert {*SAME, *NEAR, "single", "no-comm", "hogwild", "fsdp"} == set(STRATEGIES)
+    assert {*SAME, *NEAR, "single", "no-comm", "hogwild", "ddp-shm", "fsdp"} == set(STRATEGIES)
 
 
 def test_every_strategy_trains_where_two_ranks_share_a_gpu():

@@ -147,7 +147,6 @@ BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
         "torch.optim.optimizer",
         with_another_registration,
     ),
-    "numbers_rpc_agents": ("torch.distributed.rpc", delete("_init_counter")),
     "follows_calls": ("ipyparallel.client.client", without_message_hook),
     "replaces_heartbeats": ("ipyparallel.controller.heartmonitor", with_another_start),
     "leaves_loops": ("asyncio", delete("_set_running_loop")),

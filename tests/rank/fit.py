@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.comm.parameter_store import ParameterAccess
+from ddpnb.rank.servers.memory import PackedTensors, pack
+from ddpnb.rank.servers.store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
+from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.base import OptimizerFactory, Supervised
@@ -144,7 +146,7 @@ def by_strategy(
 ) -> Fit:
     """The same by a strategy, on one of the ranks."""
     log: list[ParameterAccess] = []
-    strategy = make_strategy(word, {})
+    strategy = AsyncParameterServer(log=log.append) if word == "async" else make_strategy(word, {})
     if state.rank >= strategy.plan(state).num_ranks:
         return fit_of(nn.Module(), [])
     try:
@@ -222,6 +224,13 @@ def fit_of(model: nn.Module, reports: list[StepReport]) -> Fit:
         buffers=[buffer.clone() for buffer in model.buffers()],
         reports=reports,
     )
+
+
+def packed(values: list[Tensor], num_copies: int = 1) -> list[PackedTensors]:
+    """Memory for a store; the first copy holds these values."""
+    copies = [pack(values) for _ in range(num_copies)]
+    copies[0].fill([value.detach() for value in values])
+    return copies
 
 
 def optimum(problem: Problem) -> tuple[Tensor, Tensor]:

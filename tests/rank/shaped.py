@@ -35,7 +35,7 @@ TRAININGS = {
     "ddp": {"slow": ("0:100ms", "1:100ms")},
     "local-sgd:every=2": {"slow": ("0:100ms", "1:100ms")},
     # rank 0, beside the server, would else take nearly all the samples
-    "async": {"slow": ("0:600ms",), "transport": "gloo", "num_epochs": 2},
+    "async": {"slow": ("0:600ms",), "num_epochs": 2},
 }
 """With steps that sleep, so that it does not matter how busy the machine is."""
 

@@ -23,13 +23,12 @@ SYNCHRONOUS = [
     "zero",
     "fsdp",
 ]
-WITH_PAIRS = [*ALL, "gossip:together=on", "async:compensate=on", "async:damping=on"]
-"""Gossip in which ranks wait for each other is a strategy of its own; so are other updates."""
+VARIANTS = [*ALL, "async:compensate=on", "async:damping=on"]
 PLAIN_OUTER_STEP = "diloco:outer_lr=1,outer_momentum=0"
 """DiLoCo's outer optimizer moves the weights even on one rank; so set, it does not."""
-PLAIN_ALONE = [PLAIN_OUTER_STEP if name == "diloco" else name for name in WITH_PAIRS]
-APART = ("async", "hogwild", "gossip", "easgd")
-DETERMINISTIC = [name for name in WITH_PAIRS if name not in APART and "async:" not in name]
+PLAIN_ALONE = [PLAIN_OUTER_STEP if name == "diloco" else name for name in VARIANTS]
+APART = ("async", "hogwild")
+DETERMINISTIC = [name for name in VARIANTS if name not in APART and "async:" not in name]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -100,7 +99,7 @@ def test_gradients_are_clipped_as_in_one_process(ranks, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "model", "num_ranks"), pairwise_cases(WITH_PAIRS, ["mlp", "frozen"], [2, 3])
+    ("name", "model", "num_ranks"), pairwise_cases(VARIANTS, ["mlp", "frozen"], [2, 3])
 )
 def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name, model, num_ranks):
     fits = took_part(ranks(num_ranks).call(by_strategy, name, Problem(model=model)))

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpnb.rank.comm.flat_buffers import pack
-from ddpnb.rank.comm.parameter_store import ParameterStore
+from ddpnb.rank.servers.store import ParameterStore
 from ddpnb.rank.strategies import make_strategy
-from tests.rank.fit import Problem, drive
+from tests.rank.fit import Problem, drive, packed
 
 RATE = 0.1
 
@@ -29,7 +28,7 @@ def be_a_straggler(rank: int, step: int) -> None:
     time.sleep(0.05 if rank == 1 else 0.005)
 
 
-@pytest.mark.parametrize("name", ["async", "async:damping=on", "hogwild", "gossip", "easgd"])
+@pytest.mark.parametrize("name", ["async", "async:damping=on", "hogwild"])
 def test_with_a_straggler_the_same_samples_take_less_time_than_with_ddp(ranks, name):
     problem = Problem(num_epochs=8, learning_rate=0.02)
     ranks(2).call(seconds_of, name, Problem(num_epochs=1))  # nothing measured is cold
@@ -84,11 +83,10 @@ def loss_after(
     in_turns = [number % num_workers for number in range(num_gradients)]
     inputs, targets = Problem().data()
     initial = torch.zeros(6, 3)
-    copies = [pack([initial]) for _ in range(num_workers)]
+    copies = packed([initial], num_workers)
     store = ParameterStore(
-        [initial],
+        copies,
         lambda p: torch.optim.SGD(p, lr=rate, momentum=momentum),
-        copies=copies,
         is_damped=is_damped,
     )
     trains_on = [store.read(rank) for rank in range(num_workers)]

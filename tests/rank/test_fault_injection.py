@@ -80,7 +80,7 @@ def test_asynchronous_workers_do_not_wait_for_the_slow_one(ranks):
     assert marks(slow) == [(1, "20 ms slower")]
 
 
-@pytest.mark.parametrize("strategy", ["async", "hogwild", "gossip"])
+@pytest.mark.parametrize("strategy", ["async", "hogwild"])
 def test_what_a_slow_worker_has_read_grows_old(ranks, strategy):
     spec = spec_of(strategy, slow=("1:50ms",), num_epochs=200)
     fast, slow = ranks(2).call(train_job, spec)

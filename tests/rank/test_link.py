@@ -50,7 +50,7 @@ PER_STEP = {
     "central": {2: 2 * (LATENCY + TRANSFER), 3: 4 * (LATENCY + TRANSFER)},
     "local-sgd:every=2": {2: ALL_REDUCE[2] / 2},
     "diloco:every=3": {2: ALL_REDUCE[2] / 3},
-    "gossip:together=on": {2: LATENCY + TRANSFER},
+    "gossip": {2: LATENCY + TRANSFER},
     "zero": {2: ALL_REDUCE[2] + TRANSFER},
     "dp": {2: 2 * TRANSFER, 3: 4 * TRANSFER},
 }
@@ -93,33 +93,16 @@ def test_only_the_time_differs(ranks, strategy):
         assert over[0][0].final_loss == without[0][0].final_loss
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_the_link_of_a_server_is_shared_by_its_clients(ranks, transport):
+def test_the_link_of_a_server_is_shared_by_its_clients(ranks):
     slow = ("0:300ms",)  # rank 0 reaches its own server without a link
     means = {}
     for num_ranks in (2, 4):  # with two clients, one can push while the other pulls
-        _, steps, header = trained(
-            ranks, "async", num_ranks, transport=transport, slow=slow, num_epochs=4
-        )
+        _, steps, header = trained(ranks, "async", num_ranks, slow=slow, num_epochs=4)
         exchanges = [step.parts.communication for rank in steps[1:] for step in rank]
         means[num_ranks] = sum(exchanges) / len(exchanges)
         assert any("Rank 0 trains beside the server" in note for note in header.notes)
     assert means[2] >= 0.99 * 2 * (TRANSFER + LATENCY)
     assert means[4] > 1.2 * means[2]
-
-
-def test_weights_that_are_swapped_take_their_time(ranks):
-    _, steps, _ = trained(ranks, "gossip", 2)
-    exchanges = [step.parts.communication for rank in steps for step in rank]
-    assert min(exchanges) >= 0.99 * (2 * LATENCY + TRANSFER)
-
-
-def test_a_centre_is_reached_over_the_link_by_all_but_its_holder(ranks):
-    # Ranks take batches as they go: the holder, which sends nothing, must not take them all.
-    _, steps, _ = trained(ranks, "easgd:every=1", 2, num_epochs=200)
-    holder, other = ([step.parts.communication for step in rank] for rank in steps)
-    assert min(other) >= 0.99 * (2 * LATENCY + TRANSFER)
-    assert min(holder) < TRANSFER
 
 
 def test_buckets_are_on_their_way_while_the_backward_pass_works(ranks):

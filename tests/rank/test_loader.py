@@ -90,7 +90,7 @@ def test_samples_and_their_order_are_the_same(ranks, strategy):
         assert (most, left, failed) == (2, 0, "")
 
 
-@pytest.mark.parametrize("strategy", ["async", "hogwild", "gossip", "easgd"])
+@pytest.mark.parametrize("strategy", ["async", "hogwild"])
 def test_workers_that_take_shards_from_a_queue_take_them_early(ranks, strategy):
     """On one rank every sample comes in its turn; on two, once in each epoch."""
     direct = ranks(1).call(loading_job, spec_of(strategy, num_data_workers=0))

@@ -134,7 +134,7 @@ def test_gossip_is_averaging_in_pairs(ranks, num_ranks):
             if other is not None and other > rank:
                 average([model, models[other]])
 
-    fits = ranks(num_ranks).call(by_strategy, "gossip:together=on", Problem())
+    fits = ranks(num_ranks).call(by_strategy, "gossip", Problem())
     expected = trained_apart(Problem(), num_ranks, meet)
     assert all(distance(fit, expected) < 1e-5 for fit in fits)
 

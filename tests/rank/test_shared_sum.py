@@ -6,22 +6,26 @@ import signal
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ddpnb.protocol.errors import UserError
 from ddpnb.rank.cells import is_consequence
 from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
-from ddpnb.rank.comm.shared_all_reduce import CHUNK_BYTES, SharedAllReduce
+from ddpnb.rank.meter import Meter, Timer
+from ddpnb.rank.servers.shared_sum import CHUNK_BYTES, SharedAllReduce
 from ddpnb.rank.strategies import ddp_shm
-from tests.rank.fit import Problem, by_hand, by_strategy, distance
+from tests.rank.fit import Problem, by_strategy
+from tests.rank.ranks import make_state
 from tests.rank.test_ddp import timed_job
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-def opened(state, folder: Path, timeout_seconds: float = 30.0) -> SharedAllReduce:
+def opened(state, folder: Path, timeout_seconds: float = 30.0, **fields) -> SharedAllReduce:
     config = WorkerConfig(
         rank=state.rank,
         world_size=state.world_size,
@@ -29,6 +33,7 @@ def opened(state, folder: Path, timeout_seconds: float = 30.0) -> SharedAllReduc
         name="test",
         timeout_seconds=timeout_seconds,
         cancellation=CancellationToken(),
+        **fields,
     )
     return SharedAllReduce(config)
 
@@ -68,14 +73,29 @@ def test_tensors_of_many_pieces_are_right(ranks, num_ranks):
     assert ranks(num_ranks).call(stress, 40, CHUNK_BYTES) == [0] * num_ranks
 
 
+class LateReader(Timer):
+    """Now and then sleeps when a wait ends: this rank reads late what others have written."""
+
+    def __init__(self, rank: int) -> None:
+        self.pauses, self.phase = random.Random(rank), "backward"
+
+    def begin(self, phase, at=None):
+        before, self.phase = self.phase, phase
+        if before == "waiting" and self.pauses.random() < 0.3:
+            time.sleep(0.01)
+        return before
+
+    def moment(self):
+        return None
+
+    def hide(self, begun, ended):
+        raise AssertionError("it hides nothing")
+
+
 def late_readers(state, folder, num_rounds):
-    """Add tensors of many pieces; each rank now and then reads late what others have written."""
-    pauses = random.Random(state.rank)
+    """Add tensors of many pieces."""
     num_wrong = 0
-    with closing(opened(state, folder)) as shared:
-        shared.on_wait = lambda is_waiting: (
-            time.sleep(0.01) if not is_waiting and pauses.random() < 0.3 else None
-        )
+    with closing(opened(state, folder, meter=Meter(LateReader(state.rank)))) as shared:
         for number in range(num_rounds):
             size = 3 * CHUNK_BYTES
             flat = whole_numbers(state.rank, number, size, torch.float32)
@@ -175,11 +195,14 @@ def test_an_interrupt_reaches_a_rank_that_waits(fresh_ranks):
     assert fresh_ranks(2).call(interrupted_training) == [KeyboardInterrupt, RuntimeError]
 
 
-def test_where_ranks_share_no_memory_gloo_takes_over_with_a_note(ranks):
-    for fit in ranks(2).call(apart, Problem()):
-        assert distance(fit, by_hand(Problem(), 2)) < 1e-5
-        assert "cannot share memory" in fit.notes[0]
-        assert fit.reports[0].traffic.sent == 4 * (6 * 16 + 16 + 16 * 3 + 3)
+def test_ranks_of_several_hosts_are_refused(ranks):
+    for result in ranks(2).attempt(apart, Problem()):
+        assert isinstance(result.cause, UserError)
+
+
+def test_gpus_are_refused():
+    with pytest.raises(UserError, match="compare ddp"):
+        ddp_shm.DdpShm().plan(replace(make_state(0, 2), device="cuda:0"))
 
 
 def apart(state, folder, problem):

@@ -12,7 +12,7 @@ from tests.rank.test_loop import ASYNCHRONOUS, CELL, curve, run_job, spec_of
 WITHOUT_DROPOUT = CELL.replace("nn.Dropout(0.1), ", "")
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "gossip:together=on"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_curve_has_about_ten_points_on_rank_0(ranks, strategy):
     (first, _), *others = ranks(2).call(run_job, spec_of(strategy))
     assert not any(report.evaluations for report, _ in others)
@@ -35,7 +35,7 @@ def test_a_curve_has_about_ten_points_on_rank_0(ranks, strategy):
     "strategy",
     [
         *("single", "dp", "ddp", "zero", "fsdp", "central", "no-comm"),
-        *("local-sgd", "diloco:every=7", "gossip:together=on"),
+        *("local-sgd", "diloco:every=7", "gossip"),
     ],
 )
 def test_a_point_is_the_model_that_a_run_would_end_with_there(ranks, strategy):
@@ -58,7 +58,7 @@ def test_a_curve_changes_nothing_that_is_trained(ranks, strategy):
     assert with_it[0].held_out_loss == without[0].held_out_loss
 
 
-@pytest.mark.parametrize("strategy", ["async", "hogwild", "gossip"])
+@pytest.mark.parametrize("strategy", ["async", "hogwild"])
 def test_a_slow_rank_0_knows_how_many_samples_the_others_have_seen(ranks, strategy):
     slow = ("0:120ms", "1:6ms")
     results = ranks(2).call(run_job, spec_of(strategy, num_epochs=10, slow=slow))

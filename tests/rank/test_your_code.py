@@ -65,7 +65,7 @@ def training_step(model, batch):
     assert len(batch["names"]) == len(batch["y"])
     return nn.functional.cross_entropy(model(batch["words"], batch["starts"]), batch["y"])
 """
-WEAK = {"no-comm", "local-sgd", "diloco", "gossip", "easgd", "async", "hogwild"}
+WEAK = {"no-comm", "local-sgd", "diloco", "gossip", "async", "hogwild"}
 """Strategies that do not make exactly the updates of one process on several ranks."""
 
 

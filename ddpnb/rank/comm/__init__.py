@@ -1,1 +1,1 @@
-"""Buffers, the shared-memory all-reduce, the parameter server and the work queue (ranks)."""
+"""Flat buffers, an emulated link, and how ranks meet without a collective (ranks)."""

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -27,6 +27,7 @@ from ddpnb.rank.comm.link import NO_LINK, Link
 from ddpnb.rank.errors import ConsequenceError
 from ddpnb.rank.errors import RankLostError as RankLostError
 from ddpnb.rank.errors import RunCancelledError as RunCancelledError
+from ddpnb.rank.meter import Meter, NullTimer
 
 NO_RANK = -1
 _POLL_SECONDS = 0.005
@@ -98,12 +99,12 @@ class WorkerConfig:
     """How long to wait for a rank that is alive."""
     cancellation: CancellationToken
     """Frees this rank from waiting for another."""
-    transport: str = "auto"
-    """One of ``training_options.TRANSPORTS``; the same on every rank."""
     parameters: Sequence[nn.Parameter] = ()
     """The trained parameters, on this rank's device."""
     link: Link = NO_LINK
     """An emulated network between the ranks."""
+    meter: Meter = field(default_factory=lambda: Meter(NullTimer()))
+    """Counts seconds and bytes of communication."""
 
     @property
     def other_ranks(self) -> range:

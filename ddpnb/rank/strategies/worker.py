@@ -58,8 +58,6 @@ class Worker:
     """Micro-batches that each batch is split into, for gradient accumulation."""
     amp: torch.dtype | None = None
     """Type of the forward pass where it is safe; None: the model's own."""
-    transport: str = "auto"
-    """One of ``training_options.TRANSPORTS``."""
     link: Link = NO_LINK
     """An emulated network, for exchanges that are not calls of ``torch.distributed``."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -120,9 +118,9 @@ class Worker:
             name=self.name,
             timeout_seconds=timeout_seconds,
             cancellation=self.cancellation,
-            transport=self.transport,
             parameters=self.parameters,
             link=self.link,
+            meter=self.meter,
         )
 
     def shards(self) -> Iterator[Shard]:

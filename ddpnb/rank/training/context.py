@@ -145,7 +145,6 @@ class RunContext:
             meter=Meter(timer or NullTimer()),
             accumulate=self.spec.accumulate,
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
-            transport=self.spec.transport,
             link=self.link,
             delay=delay,
             joins=self.rejoin_info is not None,

@@ -264,7 +264,7 @@ def handout_of_run(name: str, comparison: Comparison) -> Handout:
         if headers and all(header.synchronous for header in headers):
             raise UserError(
                 f"{name} was trained synchronously: in each step every rank gets its part of the "
-                "global batch; async, hogwild, gossip and easgd hand shards out."
+                "global batch; async and hogwild hand shards out."
             )
         raise UserError(f"{name} has no record of its shards: train it again to have one.")
     shards = _shards_of(run)

@@ -11,8 +11,8 @@ from torch import nn
 from ddpnb.history.model import Run, Status
 from ddpnb.history.stability import stability_notes, stable_fraction, stable_rate
 from ddpnb.protocol.messages import EventBatch, RunHeader, RunSpec, StepEvent, pack_step
-from ddpnb.rank.comm import flat_buffers
-from ddpnb.rank.comm.parameter_store import ParameterStore
+from ddpnb.rank.servers.store import ParameterStore
+from tests.rank.fit import packed
 
 NUM_STEPS = 6000
 
@@ -81,9 +81,8 @@ def test_the_server_itself_leaves_the_minimum_beyond_the_limit(momentum, num_wor
         limit = num_workers * stable_rate(momentum, num_workers - 1)
         parameter = nn.Parameter(torch.ones(1, dtype=torch.float64))
         store = ParameterStore(
-            [parameter],
+            packed([parameter], num_workers),
             lambda parameters: torch.optim.SGD(parameters, lr=part * limit, momentum=momentum),
-            copies=[flat_buffers.pack([parameter]) for _ in range(num_workers)],
         )
         held = [store.copies[store.read(rank)].tensors[0].clone() for rank in range(num_workers)]
         for step in range(1000):

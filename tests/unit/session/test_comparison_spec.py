@@ -136,16 +136,8 @@ NAMED = {"strategies": ("ddp",)}
         ({"task": "digits", "source": CELL}, {}, "--task digits and a cell that defines the task:"),
         ({"task": "mnist"}, {}, "There is no task 'mnist'; choose one of: digits, "),
         ({"task": "digits:size=3"}, {}, "digits has no options, but was given size."),
-        (
-            {"task": "digits", "transport": "gloo"},
-            {"strategies": ("async", "hogwild")},
-            "hogwild trains in shared memory, not by gloo: leave --transport out, or hogwild",
-        ),
-        (
-            {"task": "digits", "transport": "rpc"},
-            {"strategies": ("single", "ddp")},
-            "--transport rpc is for asynchronous strategies, and there is none here: leave it out,",
-        ),
+        ({"task": "digits"}, {"strategies": ("easgd",)}, "easgd is gone: take local-sgd"),
+        ({"task": "digits"}, {"strategies": ("gossip:together=on",)}, "gossip has no options"),
         (
             {"task": "digits"},
             {"strategies": ("ddp", "ddp:")},
@@ -201,11 +193,6 @@ NAMED = {"strategies": ("ddp",)}
             {"strategies": ("hogwild",)},
             "leave --link out, or hogwild out of the comparison.",
         ),
-        (
-            {"task": "digits", "link": "1GbE", "transport": "rpc"},
-            {"strategies": ("async",)},
-            "--link does not see the messages of --transport rpc: leave one of them out.",
-        ),
         ({}, {}, "Nothing to train: define model() and data(split) in the cell"),
         ({"source": "  \n"}, {}, "Nothing to train"),
     ],
@@ -246,7 +233,7 @@ WRONG_LINES = {
     "--lr-warmup=-1": "--lr-warmup must be at least 0, not -1.",
     "--data-workers=-1": "--data-workers must be at least 0, not -1.",
     "--data-workers 100000": "--data-workers must be at most 256, not 100000.",
-    "--transport usb": "There is no --transport 'usb'; choose one of: auto, shm, gloo, rpc.",
+    "--transport gloo": "--transport is gone: async takes shared memory or gloo by itself.",
     "--link dsl": "There is no link 'dsl': write rate and latency, as in 1Gbit,0.5ms, or one of",
     "--link 1Gbit": "--link 1Gbit has no latency: write both, as in 1Gbit,0.5ms.",
     "--link 0Gbit,1ms": "--link 0Gbit,1ms: nothing would ever arrive, give more than 0 bit/s.",
@@ -297,7 +284,7 @@ def test_every_choice_has_its_option():
     line = (
         "ddp --task synthetic:samples=512 --epochs 3 --batch-size 64 --lr 0.1 --seed 5 "
         "--momentum 0.9 --accumulate 4 --amp bf16 --clip 1.5 --lr-warmup 1 "
-        "--sync-batchnorm --transport shm --data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
+        "--sync-batchnorm --data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
         "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine --eval-every 0.5 --link 10GbE"
     )
     assert parse(line) == TrainingSpec(
@@ -313,7 +300,6 @@ def test_every_choice_has_its_option():
         momentum=0.9,
         num_lr_warmup_epochs=1,
         sync_batchnorm=True,
-        transport="shm",
         link="10GbE",
         num_data_workers=2,
         slow=("1:3x", "0:50ms", "2:2x"),
@@ -341,13 +327,6 @@ def test_a_strategys_own_momentum_goes_before_that_of_all():
     ):
         run = RunSpec(run_id="r", strategy=strategy, task="digits", momentum=0.9)
         assert run.used_momentum == momentum
-
-
-@pytest.mark.parametrize("strategies", [("ddp", "async"), ("Own",)])
-def test_a_transport_is_for_whoever_may_use_it(strategies: tuple[str, ...]):
-    training = TrainingSpec(task="digits", transport="gloo")
-    spec = ComparisonSpec(strategies=strategies, training=training)
-    assert {run.transport for run in spec.run_specs()} == {"gloo"}
 
 
 def test_what_is_not_chosen_is_as_in_the_spec():

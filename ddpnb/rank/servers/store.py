@@ -1,4 +1,4 @@
-"""The parameters of the parameter server, and the update that a gradient makes (rank 0).
+"""What asynchronous workers read and write: the parameters, and the updates made of them (rank 0).
 
 There are as many copies of the parameters as workers.  Each worker trains on the copy that was
 the latest when it last read.  A gradient updates the latest copy in place; where another worker
@@ -9,15 +9,16 @@ Gradients come with weights: shares of a global batch.  An update is made with t
 mean, at the learning rate times the sum of their weights.
 """
 
-import copy
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.comm.flat_buffers import PackedTensors
+from ddpnb.rank.servers.memory import PackedTensors
+from ddpnb.rank.servers.queue import Gradients, Updates
 from ddpnb.rank.tasks.base import OptimizerFactory
 
 WHOLE_ROUND = 0
@@ -44,16 +45,45 @@ def ignore_access(access: ParameterAccess) -> None:
     """Keep no log."""
 
 
-class ParameterStore:
-    """The parameters, their one optimizer, and how many updates they have seen.
-
-    Not thread-safe: the server calls it under its lock.
+class UpdateCounter(Updates):
+    """Counts the updates that workers make themselves, in the one copy that they share.
 
     Args:
-        initial: the first parameters, on any device.
+        log: called with every access.
+    """
+
+    def __init__(self, log: AccessLog = ignore_access) -> None:
+        self._log = log
+        self._version = 0
+        """Updates so far."""
+        self._version_read: dict[int, int] = {}
+
+    def read(self, rank: int) -> int:
+        """Note how many updates the parameters have seen that a worker reads."""
+        self._version_read[rank] = self._version
+        self._note(rank, is_write=False)
+        return 0
+
+    def write(self, rank: int, gradients: Gradients, weight: float) -> int:
+        """Count an update; return how many others were made since the worker's last read."""
+        staleness = self._version - self._version_read[rank]
+        self._version += 1
+        self._note(rank, is_write=True)
+        return staleness
+
+    def _note(self, rank: int, *, is_write: bool) -> None:
+        self._log(ParameterAccess(rank=rank, is_write=is_write, version=self._version))
+
+
+@final
+class ParameterStore(UpdateCounter):
+    """The parameters and their one optimizer.
+
+    Args:
+        copies: memory for the parameters, on the CPU: one copy for each worker.  The first one
+            holds the first parameters.
         optimizer: makes the optimizer.
         log: called with every access.
-        copies: memory for the parameters, on the CPU: one copy for each worker.
         period: gradients that make one update, or ``WHOLE_ROUND``.
         is_damped: whether each gradient is scaled by its staleness, see ``damped``.
         compensation: the lambda of delay compensation, see ``compensated``; 0: none.
@@ -61,33 +91,28 @@ class ParameterStore:
 
     def __init__(
         self,
-        initial: Sequence[Tensor],
+        copies: Sequence[PackedTensors],
         optimizer: OptimizerFactory,
         log: AccessLog = ignore_access,
         *,
-        copies: Sequence[PackedTensors],
         period: int = 1,
         is_damped: bool = False,
         compensation: float = 0.0,
     ) -> None:
+        super().__init__(log)
         self.copies = copies
         self._latest = 0
         self._trained_on: dict[int, int] = {}
         """Number of the copy that each worker trains on, by rank."""
-        for mine, theirs in zip(self.tensors, initial, strict=True):
-            mine.copy_(theirs.detach())
         self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
         self._optimizer = optimizer(self._parameters)
-        self._make_step = ScaledStep(self._optimizer)
         self._period = period
         self._is_damped = is_damped
         self._compensation = compensation
-        self._log = log
-        self._version = 0
-        self._version_read: dict[int, int] = {}
-        self._staleness: list[int] = []
+        self._num_waiting = 0
+        """Gradients that have come since the last update."""
         self._weight = 0.0
-        """Sum over the gradients that have come since the last update."""
+        """Sum over them."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -95,21 +120,16 @@ class ParameterStore:
         return self.copies[self._latest].tensors
 
     def read(self, rank: int) -> int:
-        """Give a worker the parameters as they are now.
-
-        Returns:
-            The number of the copy to train on, until ``release`` or the next ``write``.
-        """
+        """Give a worker the parameters as they are now, until ``release`` or its ``write``."""
         self._trained_on[rank] = self._latest
-        self._version_read[rank] = self._version
-        self._note(rank, is_write=False)
+        super().read(rank)
         return self._latest
 
     def release(self, rank: int) -> None:
         """Note that a worker no longer trains on any copy; may be called twice."""
         self._trained_on.pop(rank, None)
 
-    def write(self, rank: int, gradients: Sequence[Tensor | None], weight: float = 1.0) -> int:
+    def write(self, rank: int, gradients: Gradients, weight: float = 1.0) -> int:
         """Take a worker's gradients; make an update when there are enough.
 
         Args:
@@ -127,22 +147,23 @@ class ParameterStore:
             old, now = self.copies[trained_on].tensors, self.tensors
             gradients = compensated(gradients, old, now, self._compensation)
         if self._is_damped:
-            gradients = damped(gradients, staleness, self._usual_staleness)
-        self._staleness.append(staleness)
+            usual = (len(self.copies) - 1) / self._period  # each sees one of every other worker
+            gradients = damped(gradients, staleness, usual)
+        self._num_waiting += 1
         self._weight += weight
         if self._period == 1:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
         else:
             self._gather(gradients, weight)
-        if len(self._staleness) == self._period:
+        if self._num_waiting == self._period:
             self.apply()
         self._note(rank, is_write=True)
         return staleness
 
     def apply(self) -> None:
         """Make an update with the gradients that have come since the last one, if any."""
-        if not self._staleness:
+        if not self._num_waiting:
             return
         if self._latest in self._trained_on.values():
             self._move_to_unused_copy()
@@ -150,42 +171,12 @@ class ParameterStore:
         if self._period != 1 and weight != 1.0:  # gathered: from their weighted sum to their mean
             for gradient in (p.grad for p in self._parameters if p.grad is not None):
                 gradient.div_(weight)
-        self._make_step(weight)
+        with scaled_rate(self._optimizer, weight):
+            self._optimizer.step()
         self._version += 1
-        self._staleness.clear()
-        self._weight = 0.0
+        self._num_waiting, self._weight = 0, 0.0
         for parameter in self._parameters:
             parameter.grad = None
-
-    def tensors_packed(self) -> Tensor:
-        """Return the parameters as they are now, packed: shape (bytes,)."""
-        return self.copies[self._latest].raw
-
-    def rewind(self, initial: Tensor) -> None:
-        """Begin anew, with these packed parameters; the optimizer's state is the caller's.
-
-        Each worker trains on the copy that it has, which holds them now.
-        """
-        for copied in self.copies:
-            copied.raw.copy_(initial)
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._version_read = dict.fromkeys(self._version_read, 0)
-        self._version, self._weight = 0, 0.0
-        self._staleness.clear()
-
-    def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
-        """Return copies of the parameters and of the optimizer's state."""
-        parameters = [tensor.clone() for tensor in self.tensors]
-        return parameters, copy.deepcopy(self._optimizer.state_dict())
-
-    @property
-    def _usual_staleness(self) -> float:
-        """The mean staleness of equally fast workers: each sees one gradient of every other."""
-        return (len(self.copies) - 1) / self._period
-
-    def _note(self, rank: int, *, is_write: bool) -> None:
-        self._log(ParameterAccess(rank=rank, is_write=is_write, version=self._version))
 
     def _move_to_unused_copy(self) -> None:
         """Leave the latest copy to the workers that train on it."""
@@ -197,7 +188,7 @@ class ParameterStore:
             parameter.data = tensor
 
     @torch.no_grad()
-    def _gather(self, gradients: Sequence[Tensor | None], weight: float) -> None:
+    def _gather(self, gradients: Gradients, weight: float) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             if gradient is None:
                 continue
@@ -208,10 +199,7 @@ class ParameterStore:
 
 
 def compensated(
-    gradients: Sequence[Tensor | None],
-    old: Sequence[Tensor],
-    now: Sequence[Tensor],
-    strength: float,
+    gradients: Gradients, old: Sequence[Tensor], now: Sequence[Tensor], strength: float
 ) -> list[Tensor | None]:
     """Return gradients of old parameters, corrected towards those of the parameters as they are.
 
@@ -226,7 +214,7 @@ def compensated(
     ]
 
 
-def damped(gradients: Sequence[Tensor | None], staleness: int, usual: float) -> list[Tensor | None]:
+def damped(gradients: Gradients, staleness: int, usual: float) -> list[Tensor | None]:
     """Return gradients scaled by their staleness; at the usual one they stay as they are.
 
         g  *  (1 + usual) / (1 + staleness)
@@ -239,36 +227,29 @@ def damped(gradients: Sequence[Tensor | None], staleness: int, usual: float) -> 
     return [None if gradient is None else gradient * factor for gradient in gradients]
 
 
-@final
-class ScaledStep:
-    """Makes an optimizer's steps, each at its own fraction of the learning rate.
+@contextlib.contextmanager
+def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[None]:
+    """Have the optimizer's step in this context made at a fraction of its learning rate.
 
     This scales the whole update, including weight decay and Adam's division by the gradient's
-    size.  To scale the gradient would leave those as they are.
-
-    Args:
-        optimizer: has all other hooks already, which may set the learning rate.
+    size.  To scale the gradient would leave those as they are.  A hook of the optimizer may set
+    the learning rate in the step itself, so that it is scaled in a hook behind all others.
     """
+    groups = optimizer.param_groups
+    rates: list[Any] = [None] * len(groups)
+    scaled: list[Any] = [None] * len(groups)
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._fraction = 1.0
-        self._rates: list[Any] = [None] * len(optimizer.param_groups)
-        self._scaled_rates: list[Any] = self._rates.copy()
-        optimizer.register_step_pre_hook(self._scale)
-        optimizer.register_step_post_hook(self._restore)
+    def scale(*_: object) -> None:
+        for n, group in enumerate(groups):
+            if group["lr"] is not scaled[n]:  # torch calls hooks again in super().step
+                rates[n] = group["lr"]
+                group["lr"] = scaled[n] = group["lr"] * fraction
 
-    def __call__(self, fraction: float = 1.0) -> None:
-        """Make a step at this fraction of the learning rate, which is the same afterwards."""
-        self._fraction = fraction
-        self._optimizer.step()
-
-    def _scale(self, *_: object) -> None:
-        for n, group in enumerate(self._optimizer.param_groups):
-            if group["lr"] is not self._scaled_rates[n]:  # torch calls hooks again in super().step
-                self._rates[n] = group["lr"]
-                group["lr"] = self._scaled_rates[n] = group["lr"] * self._fraction
-
-    def _restore(self, *_: object) -> None:
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate
+    hook = optimizer.register_step_pre_hook(scale)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for group, rate, used in zip(groups, rates, scaled, strict=True):
+            if group["lr"] is used:  # the step was made
+                group["lr"] = rate

@@ -1,4 +1,4 @@
-"""An all-reduce in shared memory, for ranks of one host, and of several (ranks).
+"""An all-reduce in shared memory, for the ranks of one host (ranks).
 
 Each rank has slots in one file that all ranks map.  A tensor passes through them chunk by
 chunk, each small enough to stay in the processor's cache:
@@ -11,22 +11,15 @@ more ranks   Each copies its chunk into its slot, but for its own part; all wait
 
 Chunks use four sets of slots in turn, so that no rank overwrites what another still reads.
 Before a rank writes chunk t, every other rank has reported chunk t - 2 as written, which it does
-after it has read chunk t - 4, the last one in the same set.  In a broadcast all report each chunk,
-though rank 0 alone writes.
+after it has read chunk t - 4, the last one in the same set.
 
 Ranks wait for each other by one byte through a Unix socket.  The kernel's locks order memory on any
 processor, and where a rank dies or closes, all others notice at once.
-
-On several hosts the sum is a hierarchical one: in each host's memory, then through gloo between
-leaders, one rank of each host, then back through the memory.
 """
 
 import contextlib
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from datetime import timedelta
 from itertools import zip_longest
 from typing import Final, NamedTuple, final
 
@@ -34,10 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.comm.flat_buffers import create_shared_file
-from ddpnb.rank.comm.rendezvous import WorkerConfig
-from ddpnb.rank.comm.transport import set_timeout, socket_path
+from ddpnb.protocol.errors import UserError
+from ddpnb.rank.comm.rendezvous import WorkerConfig, host_id
 from ddpnb.rank.errors import ConsequenceError
+from ddpnb.rank.servers.local import set_timeout, socket_path
+from ddpnb.rank.servers.memory import create_shared_file
 
 CHUNK_BYTES: Final = 1 << 20
 """The fastest, or close to it, of the sizes from 64 KB to 44 MB, with 2 ranks."""
@@ -45,9 +39,6 @@ _NUM_SETS: Final = 4
 _CONNECT_TIMEOUT_SECONDS: Final = 60.0
 _HELLO: Final = struct.Struct("!i")
 """The rank that connects."""
-
-_num_sums = 0
-"""See ``num_sums``."""
 
 
 class _Chunk(NamedTuple):
@@ -58,16 +49,16 @@ class _Chunk(NamedTuple):
 
 @final
 class SharedAllReduce:
-    """Sums of tensors over the ranks that share a folder, and so memory.
+    """Sums of tensors over the ranks, which share a folder, and so memory.
 
-    Nothing is left in the folder.
+    Each sum counts on the worker's meter, waits for other ranks apart from copying.  Nothing is
+    left in the folder.
 
     Args:
-        config: of this rank, whose number and number of ranks are those in the folder; takes part:
-            every rank of the default group, each with the others of its folder.
+        config: of this rank; takes part: every rank of the default group.
 
     Raises:
-        UserError: there is no room for the shared memory.
+        UserError: the ranks are on several hosts, or there is no room for the shared memory.
         RuntimeError: a rank did not connect.
     """
 
@@ -76,8 +67,8 @@ class SharedAllReduce:
         self._num_ranks = config.world_size
         self._num_chunks = 0
         self._slots: dict[torch.dtype, list[list[Tensor]]] = {}
-        self.on_wait: Callable[[bool], None] = lambda is_waiting: None
-        """Called with True before each wait for other ranks, with False after it."""
+        self._meter = config.meter
+        _check_one_host(config)
         path, size = config.path("sum"), _NUM_SETS * config.world_size * CHUNK_BYTES
         address = socket_path(config, config.rank)
         with contextlib.ExitStack() as made:
@@ -115,24 +106,14 @@ class SharedAllReduce:
         """
         pieces = flat.split(CHUNK_BYTES // flat.element_size())
         chunks = [_Chunk(piece, self._next_slots(piece)) for piece in pieces]
-        if self._num_ranks == 2:
-            self._reduce_between_two(chunks)
-        else:
-            self._reduce_in_parts(chunks)
-
-    def broadcast(self, flat: Tensor) -> None:
-        """Copy rank 0's tensor to all ranks; takes part: every rank, as in ``all_reduce``.
-
-        ``on_wait`` is not called: what rank 0 does meanwhile, the others do not wait for.
-        """
-        for piece in flat.split(CHUNK_BYTES // flat.element_size()):
-            slot = self._next_slots(piece)[0]
-            if self._rank == 0:
-                slot.copy_(piece)
-            self._signal_others()
-            self._hear_from_others()
-            if self._rank != 0:
-                piece.copy_(slot)
+        with self._meter.communicating():
+            if self._num_ranks == 2:
+                self._reduce_between_two(chunks)
+            else:
+                self._reduce_in_parts(chunks)
+        if self._num_ranks > 1:
+            received = 2 * (self._num_ranks - 1) * flat.nbytes // self._num_ranks
+            self._meter.count(sent=flat.nbytes, received=received)
 
     def close(self) -> None:
         """Disconnect; may be called twice."""
@@ -187,15 +168,11 @@ class SharedAllReduce:
 
     def _wait_for_others(self) -> None:
         """Wait until every other rank has reported the same."""
-        self.on_wait(True)
-        self._hear_from_others()
-        self.on_wait(False)
-
-    def _hear_from_others(self) -> None:
         try:
-            for peer in self._peers.values():
-                if not peer.recv(1):
-                    raise _rank_left()
+            with self._meter.communicating("waiting"):
+                for peer in self._peers.values():
+                    if not peer.recv(1):
+                        raise _rank_left()
         except BlockingIOError as error:
             raise RuntimeError("A rank was silent for too long in a shared sum.") from error
         except OSError as error:
@@ -216,69 +193,11 @@ class SharedAllReduce:
         return self._slots[dtype]
 
 
-@final
-class HierarchicalAllReduce:
-    """Sums of tensors over all ranks of the default group, which live on several hosts.
-
-    Args:
-        config: of this rank; takes part: every rank, with the same folder on one host.
-        hosts: of all ranks, in their order; two are equal where ranks share a folder.
-
-    Raises:
-        UserError: there is no room for the shared memory.
-        RuntimeError: a rank did not connect.
-    """
-
-    def __init__(self, config: WorkerConfig, hosts: Sequence[str]) -> None:
-        here = [rank for rank, host in enumerate(hosts) if host == hosts[config.rank]]
-        leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
-        self.num_hosts = len(leaders)
-        self.num_here = len(here)
-        """Ranks on this host."""
-        self.is_leader = config.rank in leaders
-        """Whether this rank is the one of its host that exchanges sums with other hosts."""
-        timeout = timedelta(seconds=config.timeout_seconds)
-        self._leaders = dist.new_group(leaders, backend="gloo", timeout=timeout)
-        self._may_destroy = self.is_leader
-        self.here = SharedAllReduce(
-            replace(config, rank=here.index(config.rank), world_size=len(here))
-        )
-        """Sums over the ranks of this host."""
-
-    def all_reduce(self, flat: Tensor) -> None:
-        """Sum a tensor over all ranks, as ``SharedAllReduce.all_reduce`` does."""
-        global _num_sums
-        _num_sums += 1
-        if self.num_here > 1:
-            self.here.all_reduce(flat)
-        if self.is_leader:
-            self._may_destroy = False
-            dist.all_reduce(flat, group=self._leaders)  # takes part: every leader
-            self._may_destroy = True
-        if self.num_here > 1:
-            self.here.broadcast(flat)
-
-    def close(self) -> None:
-        """Disconnect; may be called twice.
-
-        A group whose exchange did not succeed stays until the default group is left: its end would
-        wait for what is still in progress.
-        """
-        global _num_sums
-        _num_sums = 0
-        self.here.close()
-        if self._may_destroy:
-            self._may_destroy = False
-            dist.destroy_process_group(self._leaders)
-
-
-def num_sums() -> int:
-    """Return how many sums over several hosts have begun here, in the run in progress.
-
-    The default group does not count them; over a slow network only their number shows that ranks,
-    idle and always in the same call, go on.
-    """
-    return _num_sums
+def _check_one_host(config: WorkerConfig) -> None:
+    hosts = [""] * config.world_size
+    dist.all_gather_object(hosts, host_id(config.folder))
+    if len(set(hosts)) > 1:
+        raise UserError("Ranks of several hosts share no memory to sum in: compare ddp.")
 
 
 def _rank_left() -> ConsequenceError:

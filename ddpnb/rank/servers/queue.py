@@ -1,0 +1,345 @@
+"""Which worker trains on which shard, and who is still there: one queue for all (rank 0).
+
+Asynchronous workers wait for each other only to begin, to end, and where a bound holds back the
+fastest.  Each worker's requests block until it may go on.  Rank 0's own worker makes them directly;
+for each worker of another rank, a thread does, at the end of its connection.  Requests and replies
+are a few numbers of fixed size, never a pickle; tensors travel beside them.
+
+A worker that dies, or is silent for too long, costs the shards that it holds, and may come back.
+One that fails ends the run for all, and so does the end of rank 0.
+"""
+
+import struct
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple, final
+
+from torch import Tensor
+
+from ddpnb.rank.comm.rendezvous import NO_RANK, RankLostError
+
+Gradients = Sequence[Tensor | None]
+"""One for each parameter; None: none."""
+
+SERVER_RANK = 0
+NO_BOUND = -1
+_POLL_SECONDS = 0.1
+"""How often a wait to begin checks whether a rank has failed."""
+REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqdqq")
+"""The fields of ``Request`` and ``Reply`` as bytes."""
+
+
+class RequestKind(IntEnum):
+    """What a worker requests."""
+
+    BEGIN = 1
+    """The first shards and parameters, once all workers have arrived."""
+    STEP = 2
+    """The next shard and parameters, in exchange for a gradient or an update."""
+    DONE = 3
+    """The final parameters, once all workers have made their last step."""
+    FAIL = 4
+    """Nothing: the worker has failed."""
+
+
+class Request(NamedTuple):
+    """A worker's request, without its tensors."""
+
+    kind: RequestKind
+    weight: float = 0.0
+    """Of the gradient: the worker's share of the global batch."""
+
+
+class Reply(NamedTuple):
+    """The reply, without the parameters."""
+
+    staleness: int = 0
+    """Updates by others between this worker's read and its write."""
+    first_shard: int = 0
+    num_shards: int = 0
+    stride: int = 1
+    """Numbers of the next shards: this many, this far apart; none at the end."""
+    waited_seconds: float = 0.0
+    """How long the reply had to wait for other workers."""
+    lost_rank: int = NO_RANK
+    """The lost rank that ended the run; then there are no parameters."""
+    copy: int = 0
+    """The copy of the parameters to train on."""
+
+    @property
+    def shards(self) -> range:
+        """Numbers of the shards to train on, after those handed out before."""
+        end = self.first_shard + self.num_shards * self.stride
+        return range(self.first_shard, end, self.stride)
+
+
+class Updates(ABC):
+    """What workers read and write; the queue calls it under its lock."""
+
+    @abstractmethod
+    def read(self, rank: int) -> int:
+        """Return the copy of the parameters that a worker trains on until its next ``write``."""
+
+    @abstractmethod
+    def write(self, rank: int, gradients: Gradients, weight: float) -> int:
+        """Take a worker's gradients, of this weight; return their staleness."""
+
+    def release(self, rank: int) -> None:  # noqa: B027  nothing to do where there is one copy
+        """Note that a worker no longer trains on any copy; may be called twice."""
+
+    def apply(self) -> None:  # noqa: B027  nothing to do where every write is an update
+        """Make an update with the gradients that have come since the last one, if any."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Worker:
+    """A living worker."""
+
+    incarnation: object
+    clock: int
+    """Number of steps that it has made."""
+    first_shards: range = range(0)
+    """What it was handed out at the start."""
+    shards: deque[int] = field(default_factory=deque)
+    """What it holds and has not trained on, in order."""
+    heard_at: float = field(default_factory=time.monotonic)
+    is_done: bool = False
+
+
+@final
+class WorkQueue:
+    """Hands out shards, in order, to the next worker that asks, until all workers are done.
+
+    Args:
+        updates: what workers read and write.
+        num_workers: ranks 0, 1, 2 ... that begin together.
+        num_shards: shards to hand out.
+        timeout_seconds: how long it may be that no worker at all makes progress.
+        num_prefetched: shards that a worker holds besides the one that it trains on.
+        bound: steps that a worker may be ahead of the slowest; ``NO_BOUND``: any number.
+            At 0 one update is made of a whole round.
+        find_failed_rank: returns a rank that failed before the run began, or ``NO_RANK``.
+    """
+
+    def __init__(
+        self,
+        updates: Updates,
+        *,
+        num_workers: int,
+        num_shards: int,
+        timeout_seconds: float,
+        num_prefetched: int = 0,
+        bound: int = NO_BOUND,
+        find_failed_rank: Callable[[], int] = lambda: NO_RANK,
+    ) -> None:
+        self.lock = threading.Lock()
+        """Held while ``updates`` are called."""
+        self.error: Exception | None = None
+        """What went wrong in a thread of this rank, if anything did."""
+        self.lost_shards: list[int] = []
+        """What lost workers held."""
+        self._updates = updates
+        self._num_workers = num_workers
+        self._num_shards = num_shards
+        self._shards = range(num_shards)
+        """What has not been handed out."""
+        self._timeout = timeout_seconds
+        self._num_prefetched = num_prefetched
+        self._bound = bound
+        self._find_failed_rank = find_failed_rank
+        self._changed = threading.Condition(self.lock)
+        self._workers: dict[int, _Worker] = {}
+        self._has_begun = False
+        self._failed_rank = NO_RANK
+        self._progress_at = time.monotonic()
+
+    def handle(
+        self, rank: int, request: Request, gradients: Gradients = (), incarnation: object = None
+    ) -> Reply:
+        """Carry out a request; an error in it ends the run for all, and rank 0 raises it.
+
+        Args:
+            rank: of the worker.
+            request: what it asks for.
+            gradients: of its mean loss, with a step; none where it has made the update itself.
+            incarnation: distinguishes its process from one that has died.
+        """
+        asked_at = time.perf_counter()
+        try:
+            with self.lock:
+                waited_seconds = time.perf_counter() - asked_at
+                match request.kind:
+                    case RequestKind.BEGIN:
+                        return self._begin(rank, incarnation)
+                    case RequestKind.STEP:
+                        worker = self._living(rank, incarnation)
+                        staleness = self._updates.write(rank, gradients, request.weight)
+                        waited_seconds += self._step(rank, worker)
+                        return self._reply(rank, worker, self._take(1), staleness, waited_seconds)
+                    case RequestKind.DONE:
+                        return self._finish(rank, self._living(rank, incarnation))
+                    case RequestKind.FAIL:
+                        self._fail(rank)
+                        return Reply()
+        except RankLostError as lost:  # the run is over, or goes on without this worker
+            return Reply(lost_rank=lost.rank)
+        except Exception as error:  # noqa: BLE001  # the thread's edge
+            self.fail(SERVER_RANK, error)
+            return Reply(lost_rank=SERVER_RANK)
+
+    def lose(self, rank: int, incarnation: object = None) -> Reply:
+        """Note that a worker's process has died: the others go on without it.
+
+        Returns:
+            The reply to a worker that is alive and no longer served.
+        """
+        with self.lock:
+            worker = self._workers.get(rank)
+            if worker is None or worker.incarnation is incarnation:  # else it is replaced already
+                self._lose(rank)
+            return Reply(lost_rank=rank if self._failed_rank == NO_RANK else self._failed_rank)
+
+    def fail(self, rank: int, error: Exception | None = None) -> None:
+        """End the run for all: a worker has failed, or this rank has."""
+        with self.lock:
+            self._fail(rank)
+            self.error = self.error or error
+
+    @property
+    def num_shards_done(self) -> int:
+        """Shards that workers have trained on."""
+        with self.lock:
+            held = sum(len(worker.shards) for worker in self._workers.values())
+            return self._num_shards - len(self._shards) - held - len(self.lost_shards)
+
+    # From here on: under the lock.
+
+    def _begin(self, rank: int, incarnation: object) -> Reply:
+        """Wait for all workers.  A worker that comes later joins, at the clock of the slowest."""
+        self._check()
+        if rank in self._workers:  # its death has not been noticed yet
+            self._lose(rank)
+        self._workers[rank] = _Worker(incarnation=incarnation, clock=self._slowest_clock())
+        if not self._has_begun and len(self._workers) == self._num_workers:
+            self._has_begun = True
+            self._deal_first_shards()
+        self._note_progress()
+        self._wait(lambda: self._has_begun)
+        worker = self._living(rank, incarnation)
+        shards = worker.first_shards or self._take(1 + self._num_prefetched)
+        return self._reply(rank, worker, shards)
+
+    def _step(self, rank: int, worker: _Worker) -> float:
+        """Note a step; wait as long as the bound demands, and return for how many seconds."""
+        worker.clock += 1
+        if worker.shards:  # a step may be made on a shard that was not handed out
+            worker.shards.popleft()
+        worker.heard_at = self._progress_at = time.monotonic()
+        if self._bound == NO_BOUND:  # no worker waits for this one
+            return 0.0
+        self._note_progress()
+        seconds = self._wait(lambda: self._is_within_bound(rank, worker))
+        self._living(rank, worker.incarnation)  # it may have died in its wait
+        return seconds
+
+    def _finish(self, rank: int, worker: _Worker) -> Reply:
+        """Wait until all workers are done; what a stopped worker still holds is not lost."""
+        self._updates.release(rank)
+        worker.is_done = True
+        worker.shards.clear()
+        self._note_progress()
+        waited_seconds = self._wait(lambda: not self._training_clocks())
+        self._updates.apply()
+        return Reply(waited_seconds=waited_seconds, copy=self._updates.read(rank))
+
+    def _check(self) -> None:
+        if self._failed_rank != NO_RANK:
+            raise RankLostError(self._failed_rank)
+
+    def _living(self, rank: int, incarnation: object) -> _Worker:
+        self._check()
+        worker = self._workers.get(rank)
+        if worker is None or worker.incarnation is not incarnation:
+            raise RankLostError(rank)  # given up though alive, or replaced
+        return worker
+
+    def _deal_first_shards(self) -> None:
+        """Hand out the first shards in turns: whole batches, as many as a worker holds."""
+        first = self._take(self._num_workers * (1 + self._num_prefetched))
+        for number, (_, worker) in enumerate(sorted(self._workers.items())):
+            worker.first_shards = first[number :: self._num_workers]
+
+    def _take(self, most: int) -> range:
+        shards, self._shards = self._shards[:most], self._shards[most:]
+        return shards
+
+    def _reply(
+        self,
+        rank: int,
+        worker: _Worker,
+        shards: range,
+        staleness: int = 0,
+        waited_seconds: float = 0.0,
+    ) -> Reply:
+        worker.shards.extend(shards)
+        parts = shards.start, len(shards), shards.step
+        return Reply(staleness, *parts, waited_seconds, copy=self._updates.read(rank))
+
+    def _is_within_bound(self, rank: int, worker: _Worker) -> bool:
+        """Return whether a worker may go on; a lost one need not wait either."""
+        is_lost = self._workers.get(rank) is not worker
+        return is_lost or worker.clock - self._slowest_clock() <= self._bound
+
+    def _slowest_clock(self) -> int:
+        """Return the clock of the slowest worker that still trains."""
+        return min(self._training_clocks(), default=0)
+
+    def _training_clocks(self) -> list[int]:
+        return [worker.clock for worker in self._workers.values() if not worker.is_done]
+
+    def _note_progress(self) -> None:
+        """Wake the workers that may go on now; at bound 0, make the update of a full round."""
+        self._progress_at = time.monotonic()
+        if self._bound == 0 and len(set(self._training_clocks())) < 2:
+            self._updates.apply()
+        self._changed.notify_all()
+
+    def _wait(self, is_so: Callable[[], bool]) -> float:
+        """Wait until a condition holds; return for how many seconds."""
+        began = time.perf_counter()
+        while not is_so():
+            left = self._progress_at + self._timeout - time.monotonic()
+            if left <= 0:
+                self._give_up()
+            elif not self._has_begun and (failed := self._find_failed_rank()) != NO_RANK:
+                self._fail(failed)
+            else:
+                self._changed.wait(min(left, _POLL_SECONDS))
+            self._check()
+        return time.perf_counter() - began
+
+    def _give_up(self) -> None:
+        """Lose the one of the workers that train that has been silent for longest."""
+        if not self._has_begun:
+            self._fail(min(set(range(self._num_workers)) - self._workers.keys()))
+            return
+        training = [rank for rank, worker in self._workers.items() if not worker.is_done]
+        self._lose(min(training, key=lambda rank: self._workers[rank].heard_at))
+
+    def _lose(self, rank: int) -> None:
+        if not self._has_begun or rank == SERVER_RANK:
+            self._fail(rank)
+        elif (worker := self._workers.pop(rank, None)) is not None:
+            self._updates.release(rank)
+            self.lost_shards.extend(worker.shards)
+            self._note_progress()
+
+    def _fail(self, rank: int) -> None:
+        if self._failed_rank == NO_RANK:
+            self._failed_rank = rank
+        self._changed.notify_all()
