@@ -383,7 +383,7 @@ def source(strategy: str) -> Code:
 def runs(
     text: str = "", *, task: str = "", strategy: str = "", since: str = "", last: int | None = None
 ) -> Table:
-    """Return the table of stored runs; the twin of ``%ddp_runs``.
+    """Return the table of stored runs, with ``.to_frame()``; the twin of ``%ddp_runs``.
 
     Args:
         text: only runs whose name, task or state contains this.

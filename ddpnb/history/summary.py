@@ -149,12 +149,14 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 def samples_per_second(run: RunSnapshot) -> float:
     """Return all samples over the training seconds of the slowest worker; NaN before any.
 
+    The report of a worker may be missing, and so may its latest steps: whichever has more counts.
     Of a ceiling, where all workers train for the same time: as if each were as slow as the slowest.
     """
     workers = _workers_of(run)
     if workers and run.spec is not None and run.spec.is_ceiling:
         return len(workers) * min(report.num_samples / report.seconds for report in workers)
-    samples = float(sum(report.num_samples for report in workers) or run.aggregate.num_samples)
+    in_reports = sum(report.num_samples for report in workers)
+    samples = float(max(in_reports, run.aggregate.num_samples))
     seconds = training_seconds(run)
     return samples / seconds if seconds > 0 and samples > 0 else math.nan
 
@@ -401,7 +403,7 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
     """Return each note once: on emulation, faults, and what is missing."""
     notes = [note for run in runs if run.header for note in run.header.notes]
     for run in runs:
-        if run.status in (Status.FAILED, Status.STOPPED):
+        if run.status in (Status.FAILED, Status.STOPPED) or run.detail:
             notes.append(ending(run.status, run.detail))
     diverged = sum(num_diverged(run) for run in runs)
     lost = sum(run.num_lost_batches for run in runs)

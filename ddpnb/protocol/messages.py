@@ -326,6 +326,8 @@ class RunReport:
     """The most memory that tensors had on its GPU while it trained; 0: not measured."""
     was_stopped: bool = False
     """Whether it was stopped before its last step."""
+    evaluation_was_cut: bool = False
+    """Whether it had trained to its end, and was interrupted while it was evaluated."""
     shards: tuple[int, ...] = ()
     """The first shards, by number, that an asynchronous worker has trained on."""
 

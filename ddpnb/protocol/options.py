@@ -20,6 +20,9 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Value = bool | int | float | str
 
+OTHER_NAMES = "other_names"
+"""The attribute of a function with what users may take for the names of its arguments."""
+
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -168,7 +171,8 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             unknown = next((name for name in kwargs if name not in signature.parameters), "")
-            near = closest(unknown, list(signature.parameters))
+            known_as = getattr(function, OTHER_NAMES, {}).get(unknown)
+            near = known_as or closest(unknown, list(signature.parameters))
             advice = f"did you mean {near}?" if near else f"ddpnb.{function.__name__}? explains it."
             raise UserError(f"{function.__name__}: {error}; {advice}") from None
         for name, value in bound.arguments.items():

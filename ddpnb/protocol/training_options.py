@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LINKS, parse_kills, parse_link, parse_slow, parse_task
-from ddpnb.protocol.options import Option
+from ddpnb.protocol.options import OTHER_NAMES, Option
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -276,6 +276,8 @@ def takes_training_options(function: Function) -> Function:
     own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
     own += [Parameter(o.keyword, Parameter.KEYWORD_ONLY, default=o.default) for o in options]
     function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    stored_as = {name: option.keyword for name, option in training_options()}  # in DataFrames
+    setattr(function, OTHER_NAMES, stored_as)
     lines = "\n".join(f"    {option.keyword}: {option.meaning}." for option in options)
     doc = inspect.getdoc(function) or ""  # without the indentation that Python 3.13 removes
     function.__doc__ = doc.replace("    **choices: as listed.", lines)

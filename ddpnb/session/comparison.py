@@ -150,7 +150,7 @@ class Training:
             if watch.stop_requested:
                 raise CellInterrupt
         except KeyboardInterrupt:
-            self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
+            self.recorder.end(spec.run_id, *self._interrupted(watch))
             raise CellInterrupt from None
         except Exception as failure:
             self.recorder.end(spec.run_id, Status.FAILED, summary_of(failure))
@@ -170,6 +170,14 @@ class Training:
             self.recorder.end(spec.run_id, Status.FINISHED)
         self._print_lost_samples(recovery, watch.returned.get(0))
         self._replace_dead("died while the others continued")
+
+    def _interrupted(self, watch: Watch) -> tuple[Status, str]:
+        """Return how a run ended that was interrupted: it may have trained to its end before."""
+        reports = [each for each in watch.returned.values() if isinstance(each, RunReport)]
+        if len(reports) < len(self.cluster.ranks) or any(each.was_stopped for each in reports):
+            return Status.STOPPED, "interrupted"
+        is_cut = any(each.evaluation_was_cut for each in reports)
+        return Status.FINISHED, "only its evaluation was interrupted" if is_cut else ""
 
     def _replace_dead(self, how: str) -> bool:
         """Start new processes for ranks that died, and print it; return whether any had."""

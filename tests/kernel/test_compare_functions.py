@@ -1,5 +1,6 @@
 """``ddpnb.compare`` with functions of the notebook, or a file; and the model that it returns."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,24 @@ FILE = DEFINED + "\nmodel, data, loss, metric, optimizer = Net, load, entropy, r
 
 
 @pytest.fixture(scope="module")
-def compared(kernel_of_module: Kernel) -> Kernel:
-    """A kernel with a comparison of notebook functions, on ranks with names of their own."""
-    kernel = kernel_of_module
-    kernel.run("%ddp_auto off")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("functions")
+    (folder / "data").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kernel(project: Path) -> Iterator[Kernel]:
+    """A kernel of its own, for it imports torch, and other tests check that none does."""
+    kernel = Kernel(project)
+    kernel.run("%load_ext ddpnb\n%ddp_start -n 2 --device cpu")
+    yield kernel
+    kernel.stop()
+
+
+@pytest.fixture(scope="module")
+def compared(kernel: Kernel) -> Kernel:
+    """The kernel with a comparison of its functions, on ranks with names of their own."""
     kernel.run("%%ddp\nX, WIDTH, labels = 'mine', None, 0\nclass Net: pass")
     assert not kernel.run(f"import ddpnb\n{DEFINED}").error
     cell = kernel.run(f"result = {COMPARE.format(repr('ddp') + ', ' + FUNCTIONS)}", timeout=120)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from tests.cluster.rig import wait_until
 from tests.kernel.client import Cell, Kernel
 
 PREPARE = "%%ddp\nimport time, torch, torch.distributed as dist\nkept = rank + 10"
@@ -295,3 +296,38 @@ def test_a_rank_that_a_stop_has_cost_is_named_with_what_brings_it_back(kernel: K
     assert "rank 1 has ended, its variables with it: %ddp_restart --ranks 1" in cell.error_text
     kernel.run("%ddp_restart --ranks 1")
     assert kernel.run("%ddp_pull kept --ranks 0").text == "10"
+
+
+JUDGED = """%%ddp_compare ddp --epochs 4 --batch-size 16 --no-baseline --name judged
+import time, torch
+from pathlib import Path
+
+def model():
+    return torch.nn.Linear(4, 2)
+
+def data(split):
+    return torch.randn(64, 4), torch.zeros(64).long()
+
+def validation_step(model, batch):
+    if len(batch[0]) == 16:  # else it is the check
+        Path('judging').touch()
+        time.sleep(60)
+    return {"one": 1.0}
+"""
+
+
+def test_a_run_that_had_trained_to_its_end_keeps_all_but_its_evaluation(kernel: Kernel):
+    kernel.run(PREPARE)
+    sign = kernel.folder / "judging"
+    sign.unlink(missing_ok=True)
+    request = kernel.begin(JUDGED)
+    wait_until(sign.exists, "the evaluation to begin")
+    kernel.interrupt()
+    cell = kernel.wait(request)
+    assert cell.error == "KeyboardInterrupt"
+    kernel.run("import ddpnb\nresult = ddpnb.load('judged')\nrun = result.comparison.runs[0]")
+    assert kernel.value("[report.num_samples for report in run.reports]") == "[128, 128]"
+    assert kernel.value("run.status.value, run.reports[0].evaluation_was_cut") == "finished True"
+    rate = "256 / max(report.seconds for report in run.reports)"
+    assert kernel.value(f"result.to_frame().samples_per_second[0] / ({rate})") == "1.0"
+    check_it_goes_on(kernel)

@@ -279,21 +279,25 @@ def _perform(
     if is_estimated:
         metrics.estimate_batchnorm(model)
     keep(model)
+    report = replace(metrics.report(), num_lost_samples=num_lost)
     _save(model, metrics)
-    train = metrics.score(model, is_held_out=False)
-    held_out = metrics.score(model, is_held_out=True)
-    is_judged = not math.isnan(held_out.loss) or not math.isnan(held_out.accuracy)
-    has_curve = is_judged and not metrics.was_stopped
-    return replace(
-        metrics.report(),
-        final_loss=train.loss,
-        held_out_loss=held_out.loss,
-        held_out_accuracy=held_out.accuracy,
-        held_out_metrics=held_out.metrics,
-        num_held_out=held_out.num_samples,
-        evaluations=snapshots.evaluations(model, should_stop, is_estimated) if has_curve else (),
-        num_lost_samples=num_lost,
-    )
+    try:
+        held_out = metrics.score(model, is_held_out=True)
+        report = replace(
+            report,
+            held_out_loss=held_out.loss,
+            held_out_accuracy=held_out.accuracy,
+            held_out_metrics=held_out.metrics,
+            num_held_out=held_out.num_samples,
+        )
+        report = replace(report, final_loss=metrics.score(model, is_held_out=False).loss)
+        is_judged = not math.isnan(held_out.loss) or not math.isnan(held_out.accuracy)
+        if is_judged and not metrics.was_stopped:
+            curve = snapshots.evaluations(model, should_stop, is_estimated)
+            report = replace(report, evaluations=curve)
+    except KeyboardInterrupt:  # what is known by now is kept, the whole training above all
+        report = replace(report, evaluation_was_cut=True)
+    return report
 
 
 @contextlib.contextmanager

@@ -92,6 +92,17 @@ def test_a_run_without_reports_is_measured_by_its_events():
     assert samples_per_second(run.snapshot()) == 5.0
 
 
+def test_a_report_that_is_missing_takes_no_samples_away():
+    run = run_of(spec("ddp"), comparison="c", created=1.0)
+    for rank in (0, 1):
+        run.add(batch(run.run_id, [step(0, 4.0, samples=10)], rank=rank))
+    run.add_report(
+        RunReport(run_id=run.run_id, rank=1, took_part=True, num_samples=10, seconds=4.0)
+    )
+    run.end(Status.STOPPED, "interrupted")
+    assert samples_per_second(run.snapshot()) == 5.0
+
+
 def test_speed_up_and_efficiency_against_single():
     single, ddp = summarise(compared(timed("single", (4.0,)), timed("ddp", (2.0, 2.5))))
     assert (single.speed_up, single.efficiency) == (1.0, 1.0)

@@ -251,6 +251,12 @@ def test_stored_runs_are_listed_newest_first_with_repeats_together():
     assert re.match(r"digits-2/ddp +2 +digits +256 +2 +24 +20", lines[3])
     assert lines[4].startswith("digits-1/ddp ")
     assert "No stored runs" in runs_table([]).text()
+    frame = runs_table(runs).to_frame()
+    assert frame[["name", "runs", "batch", "steps"]].to_numpy().tolist() == [
+        ["digits-2/ddp", 2, 256, 24],
+        ["digits-1/ddp", 1, 256, 12],
+    ]
+    assert runs_table([]).to_frame().empty
 
 
 def test_progress_from_start_to_end():

@@ -44,6 +44,9 @@ WRONG = {
     "compare: got an unexpected keyword argument 'epoch'; did you mean epochs?": lambda: (
         api.compare("ddp", epoch=3)
     ),
+    "compare: got an unexpected keyword argument 'learning_rate'; did you mean lr?": lambda: (
+        api.compare("ddp", learning_rate=0.1)
+    ),
     "compare: got an unexpected keyword argument 'strategies'; ddpnb.compare? explains it.": (
         lambda: api.compare(strategies=("ddp",))
     ),
