@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -216,6 +217,26 @@ def pending_collective(since_ns: int) -> PendingCollective | None:
         return None
     pending = (_described(entry) for entry in _recorded() if _is_pending(entry, since_ns))
     return next(pending, None)
+
+
+def collective_on_gpu(since_ns: int, seconds: float) -> PendingCollective | None:
+    """Return the collective that a GPU is in, and that was begun some seconds ago.
+
+    With ``TORCH_NCCL_ENABLE_TIMING`` NCCL's entries have the state "started" once the GPU has
+    come to them (docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html): what a GPU
+    still computes before keeps an entry "scheduled".
+    """
+    if not dist.is_initialized() or not records_collectives.works:
+        return None
+    created_before = time.time_ns() - seconds * 1e9
+    started = (
+        _described(entry)
+        for entry in _recorded()
+        if _is_pending(entry, since_ns)
+        and entry["state"] == "started"
+        and entry["time_created_ns"] < created_before
+    )
+    return next(started, None)
 
 
 def _recorded() -> Iterable[dict[str, Any]]:

@@ -457,4 +457,4 @@ class RankStatus:
     num_bytes_between_hosts: int = 0
     """What has come and gone between this rank and those of other hosts."""
     cpu_seconds: float = 0.0
-    """Processor time that the process has used."""
+    """Processor time that the process has used; 0 while it waits for a GPU, which takes all."""

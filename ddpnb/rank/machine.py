@@ -314,6 +314,8 @@ def measure_links(
     Returns:
         For each pair in which this rank is the sender: from, to, seconds one way, bytes per second.
     """
+    if dist.get_backend() == "gloo":  # which takes a GPU's address for one of the host's memory
+        device = torch.device("cpu")
     rank, found = dist.get_rank(), []
     for one in ranks:
         for other in ranks:

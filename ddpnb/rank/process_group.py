@@ -49,8 +49,11 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_TIMING": "1",
 }
-"""Without these, NCCL's watchdog ends the process when a group is aborted or waits ten minutes."""
+"""Without the first three, NCCL's watchdog ends the process when a group is aborted or waits ten
+minutes.  By the last one the flight recorder shows which collectives the GPU has come to
+(docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)."""
 
 KINDS = (
     "DistributedDataParallel",
@@ -125,7 +128,15 @@ class Group:
         self.collective_checks.start(self.folder, generation)
         if generation:  # a rank that dies while the first group is formed ends the start
             self._meet(store)
-        init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
+        init_process_group(
+            self.backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            # By torch's documentation of init_process_group and barrier: communicators are formed
+            # at once, sub-groups split off them, and a barrier knows its GPU.
+            device_id=self.device if self.backend == "nccl" else None,
+        )
         self.cancellation.check()  # an abort until here has found no connection to close
         self.generation = generation
         self.joined_ns = time.time_ns()

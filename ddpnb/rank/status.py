@@ -4,7 +4,7 @@ There are three sources.  The main thread's Python stack shows the cell and its 
 of ``torch.distributed`` or a shared-memory all-reduce in progress.  Torch's flight recorder lists
 the collectives that have begun and not ended, including DDP's own.  The operating system shows
 whether the thread sleeps on a lock, as it does in a collective of gloo.  A thread that waits for
-a GPU keeps polling, so it does not count as waiting.
+a GPU keeps polling: there NCCL's entries in the flight recorder show what the GPU waits in.
 """
 
 import contextlib
@@ -36,6 +36,9 @@ DISTRIBUTED = inspect.unwrap(dist.all_reduce).__code__.co_filename
 SHARED_ALL_REDUCE = os.path.join("ddpnb", "rank", "servers", "shared_sum.py")
 TRAINING = os.path.join("ddpnb", "rank", "training", "loop.py")
 
+GPU_SECONDS = 1.0
+"""A collective that a GPU has been in for so long waits for another rank."""
+
 OWN_FOLDER = str(Path(__file__).parents[1])
 
 POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
@@ -49,6 +52,10 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
     may_wait = call or sleeps_on_lock()
     may_wait = may_wait and not any(map(is_shared_sum, frames))  # a leader's alone has a tensor
     pending = torch_internals.pending_collective(group.joined_ns) if may_wait else None
+    on_gpu = None
+    if group.backend == "nccl":
+        on_gpu = torch_internals.collective_on_gpu(group.joined_ns, GPU_SECONDS)
+        pending = on_gpu or pending
     if not call and pending is not None:
         call = pending.name
     if is_exchanging():  # which ends by itself, however slow the emulated link is
@@ -66,7 +73,7 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
         peer=peer,
         num_collectives=num_collectives(),
         num_bytes_between_hosts=group.num_bytes_between_hosts(),
-        cpu_seconds=time.process_time(),
+        cpu_seconds=time.process_time() if on_gpu is None else 0.0,
     )
 
 

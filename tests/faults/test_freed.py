@@ -47,6 +47,16 @@ def test_the_next_cell_does_not_receive_what_was_sent_to_one_that_raised(cluster
     assert pull(cluster, "got.tolist()") == [[7.0] * 3] * len(cluster.ranks)
 
 
+def test_what_nobody_will_receive_keeps_no_core_busy(cluster: Cluster):
+    """Linux would wake gloo's thread for it without end, were its connection not shut down."""
+    run(cluster, "import time, torch, torch.distributed as dist")
+    sent = "dist.send(torch.ones(3_000_000), 1)"
+    run(cluster, f"if rank: time.sleep(0.5); raise ValueError\n{sent}")
+    used = "began = time.process_time(); time.sleep(1); used = time.process_time() - began"
+    assert not run(cluster, used).failures
+    assert max(pull(cluster, "used")) < 0.5
+
+
 def test_a_default_timeout_of_the_users_sockets_costs_no_rank(cluster: Cluster):
     """Python makes the sockets that it is given by number non-blocking then, for all who use it."""
     run(cluster, "import socket\nsocket.setdefaulttimeout(10)\nkept = rank")

@@ -9,7 +9,9 @@ import torch
 import ddpnb
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.trace import CollectiveSpec
 from ddpnb.rank.training.timing import MAX_PENDING, CudaClock, StepReport
+from ddpnb.session import inside
 from ddpnb.session.errors import RankError
 from ddpnb.session.session import this_session
 
@@ -281,12 +283,50 @@ def test_items_on_the_gpu_are_trained_on():
 def test_nccl_tells_the_monitor_what_it_has_begun():
     ddpnb.start(1)
     ddpnb.run_cell(
-        "import json, torch, torch.distributed as dist\n"
-        "from ddpnb.rank.status import recorder\n"
-        "dist.all_reduce(torch.ones(3, device=device))\n"
-        "names = {entry['profiling_name'] for entry in json.loads(recorder()())['entries']}"
+        "import torch, torch.distributed as dist\n"
+        "from ddpnb.compat import torch_internals\n"
+        "dist.all_reduce(torch.ones(3, device=device)); torch.cuda.synchronize()\n"
+        "found = [(e['profiling_name'], e['state']) for e in torch_internals._recorded()]"
     )
-    assert "nccl:all_reduce" in ddpnb.pull("names", ranks="0")
+    found = ddpnb.pull("found", ranks="0")
+    assert {name for name, _ in found} >= {"nccl:all_reduce"}
+    assert {state for _, state in found} <= {"scheduled", "started", "completed"}
+
+
+def test_nccl_knows_the_gpu_of_its_rank():
+    ddpnb.start(1)
+    ddpnb.run_cell(
+        "import warnings, torch, torch.distributed as dist\n"
+        "with warnings.catch_warnings(record=True) as seen: dist.barrier()\n"
+        "pair = dist.new_group([0])\n"
+        "found = [str(each.bound_device_id) for each in (dist.group.WORLD, pair)]\n"
+        "warned = [str(each.message) for each in seen]"
+    )
+    assert ddpnb.pull("found, warned", ranks="0") == (["cuda:0"] * 2, [])
+
+
+def test_messages_between_ranks_that_share_a_gpu_go_through_the_host():
+    ddpnb.start(2, backend="gloo")
+    cluster = this_session()._cluster
+    shown = inside.run_collective(cluster, CollectiveSpec(name="send", ranks=(0, 1))).shown
+    assert shown[1].after == shown[0].before
+    assert all(rate > 0 for rate in inside.measure_links(cluster).rates.values())
+
+
+@pytest.mark.two_gpus
+def test_a_wait_on_the_gpu_is_noticed():
+    """The rank that waits keeps a core busy: its Python code is in ``item``."""
+    ddpnb.start(2)
+    source = (
+        "import torch, torch.distributed as dist\n"
+        "x = torch.ones(3, device=device)\n"
+        "if rank == 0: dist.all_reduce(x, async_op=True).wait(); print(x.sum().item())"
+    )
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ddpnb.run_cell(source)
+    assert "all_reduce" in str(caught.value)
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.two_gpus

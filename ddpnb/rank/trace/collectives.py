@@ -150,11 +150,23 @@ def _call(
             return _Call(None, None, lambda: dist.barrier(group))
     to = ranks[(ranks.index(root) + 1) % len(ranks)]
     if rank == root:
-        return _Call(own, own, lambda: dist.send(own, to, group) if to != root else None)
+        return _Call(own, own, lambda: _send(own, to, group) if to != root else None)
     if rank == to:
         got = torch.zeros_like(own)
-        return _Call(None, got, lambda: dist.recv(got, root, group))
+        return _Call(None, got, lambda: _receive(got, root, group))
     return _Call(None, None, lambda: None)
+
+
+def _send(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
+    """Send a tensor; gloo takes a GPU's address for one of the host's memory."""
+    dist.send(tensor.cpu() if dist.get_backend(group) == "gloo" else tensor, to, group)
+
+
+def _receive(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Receive what ``_send`` sends."""
+    buffer = tensor.cpu() if dist.get_backend(group) == "gloo" else tensor
+    dist.recv(buffer, source, group)
+    tensor.copy_(buffer)
 
 
 def numbers(rank: int, num: int, device: torch.device) -> Tensor:
