@@ -1,0 +1,66 @@
+"""Whatever the ranks call works as without listeners, whoever listens."""
+
+import contextlib
+
+import pytest
+import torch.distributed as dist
+
+from ddpnb.protocol.notation import parse_link
+from ddpnb.rank.collectives import emulated_link
+from ddpnb.rank.collectives.account import Account
+from ddpnb.rank.collectives.intercept import listening
+from ddpnb.rank.comm.link import EmulatedLink
+from ddpnb.rank.comm.rendezvous import CancellationToken
+from ddpnb.rank.meter import Meter, NullTimer
+from ddpnb.rank.trace.recorder import recording
+from tests.faults.test_collective_checks import RIGHT, SETUP
+
+ALONE = "the group, destroyed and formed again"
+"""A cell's, where the cluster's group takes the place of the user's."""
+
+
+def over_a_link(state, folder):
+    link = EmulatedLink(parse_link("10Gbit,0.01ms"), folder / "a.link", state.world_size)
+    return emulated_link.over(link, CancellationToken())
+
+
+LISTENERS = {
+    "account": lambda *_: listening(Account(Meter(NullTimer()))),
+    "trace": lambda state, _: recording(state.rank),
+    "link": over_a_link,
+}
+
+
+def in_a_cell(state, folder, source, names):
+    namespace = {"rank": state.rank, "world_size": state.world_size}
+    with contextlib.ExitStack() as opened:
+        for name in names:
+            opened.enter_context(LISTENERS[name](state, folder))
+        exec(SETUP + source, namespace)
+        backend = dist.get_backend(), dist.get_backend(dist.new_group())
+        dist.barrier()
+    return backend, namespace["x"].tolist(), namespace.get("found")
+
+
+@pytest.mark.parametrize("names", [("account", "trace"), ("account", "link", "trace")])
+@pytest.mark.parametrize("case", [case for case in RIGHT if case != ALONE])
+def test_calls_do_what_they_do_without_listeners(ranks, case, names):
+    usual = ranks(3).call(in_a_cell, RIGHT[case], ())
+    assert ranks(3).call(in_a_cell, RIGHT[case], names) == usual
+    assert usual[0][0] == ("gloo", "gloo")
+
+
+def compiled(state, folder):
+    import torch
+
+    @torch.compile(backend="eager")
+    def double(value):
+        dist.all_reduce(value)
+        return 2 * value
+
+    with listening(Account(Meter(NullTimer()))):
+        return double(torch.ones(3)).tolist()
+
+
+def test_compiled_code_calls_as_usual(ranks):
+    assert ranks(2).call(compiled) == [[4.0] * 3] * 2
