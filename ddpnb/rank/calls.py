@@ -30,9 +30,9 @@ from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, machine, variables
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
+from ddpnb.rank.stale_variables import stale_variables
 from ddpnb.rank.trace import collectives, data_parallel_steps, ddp_steps, replicas, subject
 from ddpnb.rank.training import loop
 

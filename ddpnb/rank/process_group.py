@@ -1,4 +1,4 @@
-"""The process group of this rank: joined, left and aborted; what still holds an old one (ranks)."""
+"""The process group of this rank: joined, left and aborted (ranks)."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import destroy_process_group, init_process_group  # not the user's: torchrun
 
 from ddpnb.compat import ipykernel_internals, torch_internals
@@ -26,7 +25,7 @@ from ddpnb.protocol.connections import (
     own_connections,
     traffic_of,
 )
-from ddpnb.protocol.messages import RankState, StaleVariable
+from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.mismatch import MismatchCheck
@@ -54,22 +53,6 @@ NCCL_SETTINGS = {
 """Without the first three, NCCL's watchdog ends the process when a group is aborted or waits ten
 minutes.  By the last one the flight recorder shows which collectives the GPU has come to
 (docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)."""
-
-KINDS = (
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "FSDPModule",
-    "ZeroRedundancyOptimizer",
-    "DeviceMesh",
-    "ProcessGroup",
-)
-"""Classes of torch that keep the group they were made with.
-
-They are compared by name, because importing them all takes a second.
-"""
-
-MAX_ITEMS = 1000
-"""A larger container holds data, not models."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -335,36 +318,3 @@ def shut_down(descriptor: int) -> bool:
     except OSError:  # closed meanwhile, or not connected: nothing waits there
         return False
     return True
-
-
-def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
-    """Return the variables that hold a group, directly or one level down; in a module at any."""
-    found: list[StaleVariable] = []
-    for name, value in namespace.items():
-        if name.startswith("_") or name in ("In", "Out"):  # IPython's history
-            continue
-        for path, item in held_by(name, value):
-            is_part = any(path.startswith(f"{stale.name}.") for stale in found)
-            if not is_part and (kind := kind_of(item)):
-                found.append(StaleVariable(path, kind))
-    return found
-
-
-def kind_of(value: object) -> str:
-    """Return which of ``KINDS`` a value is; empty if it is none of them."""
-    names = {c.__name__ for c in type(value).__mro__ if c.__module__.startswith("torch")}
-    return next((kind for kind in KINDS if kind in names), "")
-
-
-def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield a value and what it holds, each with the expression that leads to it."""
-    if isinstance(value, nn.Module):
-        yield from value.named_modules(prefix=name)
-        return
-    yield name, value
-    if isinstance(value, dict | list | tuple):
-        if len(value) <= MAX_ITEMS:
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
-    elif type(value).__module__ == "__main__":
-        yield from ((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())

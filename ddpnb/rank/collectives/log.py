@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ddpnb.rank.collectives.table import NO_ROOT, ROOT_WORDS, Call, kind_of
+from ddpnb.rank.collectives.table import NO_ROOT, ROOT_WORDS, Call, dtype_name
 from ddpnb.rank.stack import MARK, mark_of
 
 FILES: Final = "calls-{generation}-"
@@ -304,7 +304,7 @@ def _differing(log: CollectiveLog, number: int) -> list[Entry]:
 def _text(
     name: str, dtype: torch.dtype | None, root: int, size: int, shape: tuple[int, ...]
 ) -> tuple[bytes, int]:
-    kind = "" if dtype is None else kind_of(dtype)
+    kind = "" if dtype is None else dtype_name(dtype)
     text = f"{name}\t{kind}\t{root}\t{size}\t{list(shape)}".encode()[:TEXT_BYTES]
     return text, zlib.crc32(text)
 

@@ -195,6 +195,6 @@ def size_of(tensors: Any) -> int:
     return sum(map(size_of, tensors))
 
 
-def kind_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return a type's name as torch's errors spell it: ``"Float"``."""
     return torch.empty(0, dtype=dtype).type().split(".")[-1].removesuffix("Tensor")

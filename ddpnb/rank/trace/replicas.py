@@ -31,8 +31,8 @@ from ddpnb.protocol.replicas import (
     SamplerSpec,
     TensorDigest,
 )
-from ddpnb.rank.process_group import held_by
 from ddpnb.rank.random_state import preserve_globals
+from ddpnb.rank.stale_variables import held_by
 from ddpnb.rank.tasks.batches import leaves
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
