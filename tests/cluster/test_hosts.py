@@ -350,19 +350,8 @@ def test_calls_that_do_not_match_across_hosts_are_named(cluster, case):
     texts = [failure.text for failure in ended.failures.values() if not failure.is_consequence]
     found = [ended.watch.hang, *ended.lost.values(), *texts]
     assert any(f"{one}, but {other}" in sentence for sentence in found), found
-    assert not cluster.dead  # gloo would end a rank that receives more than it expects
-    assert pull(cluster, "kept") == [0, 1, 2, 3]
-    assert total(cluster) == [4.0] * 4
-
-
-def test_a_message_that_is_too_long_costs_no_variables(cluster):
-    run(cluster, "import torch, torch.distributed as dist\nkept = rank")
-    numbers = "torch.ones(3000 if rank == 0 else 1000)"
-    call = f"if rank in (0, 2): (dist.recv if rank else dist.send)({numbers}, 2 - rank)"
-    ended = run(cluster, call)
-    assert "rank 2 waits in recv from rank 0" in ended.watch.hang
-    assert "longer than this rank expects" in ended.printed[2]
-    assert pull(cluster, "kept") == [0, 1, 2, 3]
+    if cluster.dead:  # gloo ends a rank that receives more than it expects
+        cluster.bring_back(list(cluster.dead))
     assert total(cluster) == [4.0] * 4
 
 
@@ -458,7 +447,7 @@ def test_hosts_that_lose_each_other_are_named(cluster, hosts, tmp_path):
         assert time.monotonic() - began < 3 * SECONDS  # they do not wait for each other
     assert alone.printed == {0: "of rank 0\n", 3: "of rank 3\n"}
     assert not alone.failures
-    assert all("group has ended" in each.text for each in together.failures.values())
+    assert all(each.is_consequence for each in together.failures.values())
     assert len(together.failures) == 4
     assert pull(cluster, "kept") == [f"of rank {rank}" for rank in range(4)]
     assert total(cluster) == [4.0] * 4
@@ -469,21 +458,20 @@ def test_hosts_that_lose_each_other_are_named(cluster, hosts, tmp_path):
     [(STEP_FOR_EVER, "hosts"), (STEP_FOR_EVER, "power"), (SEND_FOR_EVER, "power")],
     ids=["ddp-hosts", "ddp-power", "send-power"],
 )
-def test_a_cut_within_a_message_costs_no_variables(cluster, hosts, tmp_path, source, cut):
-    """Gloo waits without end for the rest of a message; DDP waits for gloo in C++."""
+def test_ranks_that_a_cut_within_a_message_leaves_waiting_are_killed(
+    cluster, hosts, tmp_path, source, cut
+):
+    """Gloo waits without end for the rest of a message."""
     with hosts.slow("50mbit"):
         cell = reducing(cluster, tmp_path, source)
         time.sleep(3.0)  # a step takes 2.6 s: all connections have half a message under way
         with hosts.parted() if cut == "hosts" else hosts.unplugged("b"):
-            assert finish(cell).seconds < SECONDS
+            assert finish(cell).seconds < 2 * SECONDS
             left = hosts.processes("b")
-    survivors = [0, 1] if cut == "power" else [0, 1, 2, 3]
-    assert set(cell.failures) == set(survivors)
-    assert not run(cluster, "kept", ranks=survivors).failures
-    assert pull(cluster, "kept", ranks=survivors) == [f"of rank {rank}" for rank in survivors]
+    assert set(cell.failures) | set(cell.lost) == {0, 1, 2, 3}
     if cut == "power":
         wait_until_gone(left)
-        cluster.bring_back([2, 3])
+    cluster.bring_back(list(cluster.dead))
     assert total(cluster) == [4.0] * 4
 
 

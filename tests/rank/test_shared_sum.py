@@ -15,6 +15,7 @@ import torch
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.cells import is_consequence
 from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
+from ddpnb.rank.errors import ConsequenceError
 from ddpnb.rank.meter import Meter, Timer
 from ddpnb.rank.servers.shared_sum import CHUNK_BYTES, SharedAllReduce
 from ddpnb.rank.strategies import ddp_shm
@@ -192,7 +193,10 @@ def interrupted_training(state, folder):
 
 
 def test_an_interrupt_reaches_a_rank_that_waits(fresh_ranks):
-    assert fresh_ranks(2).call(interrupted_training) == [KeyboardInterrupt, RuntimeError]
+    assert fresh_ranks(2).call(interrupted_training) == [
+        KeyboardInterrupt,
+        ConsequenceError,
+    ]
 
 
 def test_ranks_of_several_hosts_are_refused(ranks):
