@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from ddpnb.history.aggregate import Curve, RunAggregate, RunAggregator
 from ddpnb.history.database import EVENT, METRIC, Records, rows_of
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import EventBatch, Mark, RunHeader, RunReport, RunSpec
+from ddpnb.protocol.messages import Evaluating, EventBatch, Mark, RunHeader, RunReport, RunSpec
 
 MAX_EVENTS_IN_MEMORY = 20_000
 """The events of a longer run are in the store alone."""
@@ -65,6 +65,8 @@ class RunSnapshot:
     reports: tuple[RunReport, ...] = ()
     marks: tuple[Mark, ...] = ()
     """In order of arrival."""
+    evaluating: Evaluating | None = None
+    """How far its models have been judged; None: not begun, or not known."""
     num_lost_batches: int = 0
 
     @property
@@ -145,6 +147,7 @@ class Run:
         self._num_events = 0
         self._metrics: dict[str, list[Records]] = {}
         self._marks: list[Mark] = []
+        self._evaluating: Evaluating | None = None
         self._reports: dict[int, RunReport] = {}
         self._num_sequences: dict[int, int] = {}
         self._missing: set[tuple[int, int]] = set()
@@ -166,6 +169,7 @@ class Run:
         self._aggregate_metrics(rows, batch)
         self._store_in_memory(rows, batch.metrics)
         self._marks.extend(batch.marks)
+        self._evaluating = batch.evaluating or self._evaluating
         return True
 
     def add_report(self, report: RunReport) -> None:
@@ -205,6 +209,7 @@ class Run:
             },
             reports=tuple(report for _, report in sorted(self._reports.items())),
             marks=tuple(self._marks),
+            evaluating=self._evaluating,
             num_lost_batches=len(self._missing),
         )
 

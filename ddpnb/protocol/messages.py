@@ -61,6 +61,10 @@ class RankState:
     """A sentence for each feature that is off because of a library's version."""
 
 
+NUM_EVALUATIONS = 10
+"""Points of a held-out curve where the user asks for no other number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec(TrainingSpec):
     """One run: everything that a rank needs to repeat it exactly."""
@@ -83,6 +87,8 @@ class RunSpec(TrainingSpec):
     """What the check has found, to stand beside the results."""
     skips_loss: bool = False
     """Whether the trained model's loss is not judged; see ``Checked``."""
+    num_points: int = NUM_EVALUATIONS
+    """Points of the held-out curve where the user asks for no other number."""
 
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
@@ -180,6 +186,15 @@ class Mark:
         object.__setattr__(self, "text", self.text or self.kind.value)
 
 
+class Evaluating(NamedTuple):
+    """How far rank 0 has judged the models of a run that has been trained."""
+
+    num_done: int
+    num_all: int
+    seconds_left: float
+    """NaN before the first is done."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent:
     """One step of one worker."""
@@ -215,6 +230,11 @@ class Checked:
     """After which it will have trained for ``min_seconds``; 0: not asked for, or not known."""
     notes: tuple[str, ...] = ()
     """To stand beside the results of all runs of the comparison."""
+    num_held_out: int = 0
+    seconds_per_judged: float = 0.0
+    """What judging one held-out sample takes rank 0; 0: not known."""
+    seconds_per_trained: float = 0.0
+    """What a forward and backward pass takes a worker for each sample; 0: not known."""
     skips_loss: bool = False
     """Whether the loss is not judged: its step calls collectives, and rank 0 evaluates alone."""
     refusal: str = ""
@@ -259,6 +279,7 @@ class EventBatch:
     metrics: tuple[tuple[int, str, float], ...] = ()
     """Further numbers of a step, or that the user logged: index of the row, name, value."""
     marks: tuple[Mark, ...] = ()
+    evaluating: Evaluating | None = None
 
     @property
     def num_steps(self) -> int:

@@ -103,6 +103,15 @@ class TrainingSpec:
         about="epochs between evaluations on held-out samples, for the curve; by default a tenth "
         "of the run; 0: at the end alone",
     )
+    eval_samples: int | None = _training(
+        None,
+        "--eval-samples",
+        kind=int,
+        least=1,
+        example="N",
+        about="samples of each split that a model is judged on; by default as many as take a "
+        "quarter of the training time, 10,000 at most",
+    )
     min_seconds: float | None = _training(
         None,
         "--min-seconds",

@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping
 from ipyparallel.datapub import publish_data
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import EventBatch, Mark, MarkKind, RunHeader, StepEvent, pack_step
+from ddpnb.protocol.messages import (
+    Evaluating,
+    EventBatch,
+    Mark,
+    MarkKind,
+    RunHeader,
+    StepEvent,
+    pack_step,
+)
 from ddpnb.rank.engine import RankEngine
 
 FLUSH_SECONDS = 0.5
@@ -39,6 +47,7 @@ class Publisher:
         self.run_id = run_id
         self.num_batches = first_batch
         self._header: RunHeader | None = None
+        self._evaluating: Evaluating | None = None
         self._rows: deque[bytes] = deque()
         self._step_metrics: deque[tuple[int, Mapping[str, float]]] = deque()
         """Each with the number of its row, counted over all batches."""
@@ -53,10 +62,12 @@ class Publisher:
         self._flushing = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def publish(self, event: RunHeader | StepEvent | Mark) -> None:
+    def publish(self, event: RunHeader | StepEvent | Mark | Evaluating) -> None:
         """Add an event to the queue; takes two microseconds."""
         if isinstance(event, RunHeader):
             self._header = event
+        elif isinstance(event, Evaluating):
+            self._evaluating = event
         elif isinstance(event, Mark):
             self._marks.append(event)
             if event.kind is MarkKind.KILLED:
@@ -104,7 +115,8 @@ class Publisher:
         logged = [self._logged.popleft() for _ in range(len(self._logged))]
         marks = [self._marks.popleft() for _ in range(len(self._marks))]
         header, self._header = self._header, None
-        if header is None and not rows and not logged and not marks:
+        evaluating, self._evaluating = self._evaluating, None
+        if header is None and evaluating is None and not rows and not logged and not marks:
             return
         num_rows = len(rows)
         found = list(self._take_step_metrics(num_rows))
@@ -129,6 +141,7 @@ class Publisher:
                 for name, value in metrics.items()
             ),
             marks=tuple(marks),
+            evaluating=evaluating,
         )
         publish_data({f"{self.run_id}/{self.num_batches}": batch})
         self.num_batches += 1

@@ -72,6 +72,8 @@ def progress_of(comparison: Comparison) -> Progress:
 def _share(run: RunSnapshot) -> float:
     if not run.is_running:
         return 1.0
+    if (judged := run.evaluating) is not None:
+        return judged.num_done / judged.num_all
     planned = run.header.num_samples if run.header else 0
     return min(run.aggregate.num_samples / planned, 1.0) if planned else 0.0
 
@@ -87,12 +89,14 @@ def _state(run: RunSnapshot, share: float) -> str:
         return run.status.value
     if run.aggregate.num_events == 0:
         return "warming up" if run.header else "starting"
+    if (judged := run.evaluating) is not None:
+        return f"evaluating {judged.num_done + 1} of {judged.num_all}"
     return "evaluating" if share >= 1 else percent(share)
 
 
 def _numbers(run: RunSnapshot) -> list[str]:
     """Return the speed and the loss, if known."""
-    if run.aggregate.num_events == 0:
+    if run.aggregate.num_events == 0 or (run.evaluating is not None and run.is_running):
         return []
     speed = samples_per_second(run)
     parts = [f"{number(speed)} samples/s"] if math.isfinite(speed) else []
@@ -101,6 +105,8 @@ def _numbers(run: RunSnapshot) -> list[str]:
 
 def _seconds_left(run: RunSnapshot, share: float) -> float | None:
     """Return the time that the current run still needs, or None if unknown."""
+    if run.is_running and (judged := run.evaluating) is not None:
+        return judged.seconds_left if math.isfinite(judged.seconds_left) else None
     if run.aggregate.num_events == 0 or not run.is_running or not 0 < share < 1:
         return None
     return run.aggregate.seconds * (1 - share) / share

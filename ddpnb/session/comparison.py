@@ -28,6 +28,7 @@ from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.cells import check_on_ranks, error_of, warn_stale
 from ddpnb.session.comparison_spec import ComparisonSpec, long_enough, with_models
 from ddpnb.session.errors import CellInterrupt, HangError, RankError
+from ddpnb.session.evaluation_budget import budgeted
 from ddpnb.session.functions import NotebookFunctions
 from ddpnb.session.variables import pull
 
@@ -290,6 +291,7 @@ def prepare(
     skips_loss = any(each.skips_loss for each in checked.values())
     specs = tuple(replace(each, notes=notes, skips_loss=skips_loss) for each in specs)
     specs = long_enough(specs, max((each.num_epochs for each in checked.values()), default=0.0))
+    specs = budgeted(specs, checked.values(), len(cluster.ranks))
     recorder = Recorder(
         store,
         name=spec.name,

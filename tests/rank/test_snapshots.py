@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.messages import RunHeader, StepEvent
+from ddpnb.protocol.messages import Evaluating, RunHeader, StepEvent
 from ddpnb.rank.training import snapshots
 from tests.rank.test_loop import ASYNCHRONOUS, CELL, curve, run_job, spec_of
 
@@ -45,6 +45,16 @@ def test_a_point_is_the_model_that_a_run_would_end_with_there(ranks, strategy):
     assert at_one_epoch.num_samples == 200
     assert at_one_epoch.loss == pytest.approx(shorter.held_out_loss, abs=1e-5)
     assert at_one_epoch.accuracy == pytest.approx(shorter.held_out_accuracy)
+
+
+def test_so_many_samples_are_judged_at_so_many_moments_and_that_is_announced(ranks):
+    spec = spec_of("ddp", num_points=3, eval_samples=30)
+    (report, events), *_ = ranks(2).call(run_job, spec)
+    assert report.num_held_out == 30
+    assert len(report.evaluations) == 2
+    told = [event for event in events if isinstance(event, Evaluating)]
+    assert [(each.num_done, each.num_all) for each in told] == [(n, 4) for n in range(4)]
+    assert all(each.seconds_left >= 0 for each in told[1:])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "local-sgd"])

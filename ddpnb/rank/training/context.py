@@ -41,9 +41,6 @@ NUM_PREFETCHED = 2
 NUM_FEW = 8
 """Samples that a loss is looked at with, before anything trains."""
 
-NUM_EVALUATIONS = 10
-"""Points of a held-out curve where the user asks for no other number."""
-
 CHECK = "check"
 """The phase in which a training is checked, before anything trains."""
 
@@ -92,7 +89,8 @@ class RunContext:
         """Global batches from one held-out evaluation to the next; 0: only the trained model's."""
         every = 0.0 if self.spec.is_ceiling else self.spec.eval_every
         if every is None:
-            return max(1, round(self.num_steps / NUM_EVALUATIONS))
+            num = self.spec.num_points
+            return max(1, round(self.num_steps / num)) if num > 1 else 0
         return max(1, round(every * self.schedule.steps_per_epoch)) if every else 0
 
     @property

@@ -108,11 +108,17 @@ def _batchnorms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.B
 
 
 def estimate_batchnorm(
-    model: nn.Module, task: Task, device: torch.device, *, batch_size: int, seed: int
+    model: nn.Module,
+    task: Task,
+    device: torch.device,
+    *,
+    batch_size: int,
+    seed: int,
+    max_samples: int = MAX_SAMPLES,
 ) -> None:
     """Estimate BatchNorm's statistics anew, for the weights as they are; one rank alone may.
 
-    The task's step is made on up to ``MAX_SAMPLES`` training samples in random order, in training
+    The task's step is made on up to ``max_samples`` training samples in random order, in training
     mode, without backward pass or update.  The statistics are the means over the batches.  Layers
     that the forward pass leaves out, or the model keeps in evaluation mode, stay as they are.
 
@@ -122,10 +128,11 @@ def estimate_batchnorm(
         device: the model's.
         batch_size: samples of a forward pass, or of at most 512; less than twice as many in some.
         seed: of the order.
+        max_samples: the most that are taken.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(task.train), generator=generator, device="cpu")
-    chosen = order[:MAX_SAMPLES]
+    chosen = order[:max_samples]
     num_batches = max(1, len(chosen) // min(batch_size, _BATCH_SIZE))
     batches = (
         _Boxed(moved(task.train.fetch(indices), device))

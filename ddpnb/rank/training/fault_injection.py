@@ -33,17 +33,21 @@ from ddpnb.rank.strategies.worker import Batch, Worker
 
 KILL_TIMEOUT_SECONDS = 1.0
 """How long the kernel may take to kill a rank on purpose."""
-_NUM_TRIALS = 3
+NUM_TRIALS = 3
 _seconds_of = operator.attrgetter("seconds")
 
 
 def measure_compute_seconds(
-    worker: Worker, batch: Batch, typical: Callable[[list[float]], float] = statistics.median
+    worker: Worker,
+    batch: Batch,
+    typical: Callable[[list[float]], float] = statistics.median,
+    *,
+    num_trials: int = NUM_TRIALS,
 ) -> float:
     """Return how many seconds a forward and backward pass over a batch takes, typically."""
     trials = []
     worker.compute_gradients(batch)  # cold
-    for _ in range(_NUM_TRIALS):
+    for _ in range(num_trials):
         _synchronize(worker.device)
         began = time.perf_counter()
         worker.compute_gradients(batch)

@@ -57,6 +57,8 @@ from ddpnb.rank.training.validation import (
     check_own,
     check_training,
     collectives_refusal,
+    seconds_per_judged,
+    seconds_per_trained,
     with_place,
 )
 
@@ -123,12 +125,16 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
             notes += (COLLECTIVES_NOTE,)
     if context.prefetches and context.device.type == "cuda":
         check_loading(context)
+    trained = 0.0
+    if not context.is_own:  # on all ranks at once, as they train
+        trained = seconds_per_trained(worker, context.usual_batch())
     refusal = collectives_refusal(context) if skips_loss else ""
-    score = Score()
+    score, judged = Score(), 0.0
     if context.is_evaluated and not refusal:  # on all ranks: the user's measures may call them all
         num_before = num_calls()
         has_loss = context.has_loss and not skips_loss
         score = check_evaluation(worker, context.task, batch.num_samples, has_loss=has_loss)
+        judged = seconds_per_judged(context, worker, has_loss=has_loss)
         check_alone(num_calls() - num_before)
     return Checked(
         num_samples=len(context.task.train),
@@ -136,6 +142,9 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
         has_accuracy=not math.isnan(score.accuracy),
         num_epochs=_num_epochs(context, worker),
         notes=notes,
+        num_held_out=len(context.task.held_out),
+        seconds_per_judged=judged,
+        seconds_per_trained=trained,
         skips_loss=skips_loss,
         refusal=refusal,
     )
@@ -281,6 +290,7 @@ def _perform(
     keep(model)
     report = replace(metrics.report(), num_lost_samples=num_lost)
     _save(model, metrics)
+    metrics.num_to_judge = 2 + snapshots.num_kept
     try:
         held_out = metrics.score(model, is_held_out=True)
         report = replace(

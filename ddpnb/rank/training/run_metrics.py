@@ -1,6 +1,7 @@
 """What a rank measures in a run and reports about it (ranks)."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ddpnb.protocol.errors import summary_of
-from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
+from ddpnb.protocol.messages import Evaluating, Mark, RunHeader, RunReport, StepEvent
 from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.strategies.worker import Memory, Worker
 from ddpnb.rank.tasks.batches import Shard
@@ -22,10 +23,13 @@ from ddpnb.rank.training.timing import Clock, StepTiming
 
 _CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
 
+LEAST_ESTIMATED = 500
+"""Samples that BatchNorm's statistics need, however few the model is judged on."""
+
 MAX_SHARDS = 1000
 """Of a worker's shards, so many are noted."""
 
-Publish = Callable[[RunHeader | StepEvent | Mark], None]
+Publish = Callable[[RunHeader | StepEvent | Mark | Evaluating], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +48,10 @@ class RunMetrics:
     memory: Memory = field(default_factory=Memory)
     num_peak_bytes: int = 0
     shards: list[int] = field(default_factory=list)
+    num_to_judge: int = 0
+    """Evaluations to come when training has ended; 0: not known, and not announced."""
+    num_judged: int = 0
+    began_to_judge: float = 0.0
 
     def recorded(self, source: Iterator[tuple[Shard, Content]]) -> Iterator[tuple[Shard, Content]]:
         """Yield the shards handed out to this worker; note the first that it has trained on."""
@@ -120,6 +128,7 @@ class RunMetrics:
                 context.device,
                 batch_size=context.spec.batch_size,
                 seed=context.spec.seed,
+                max_samples=max(context.spec.eval_samples or MAX_SAMPLES, LEAST_ESTIMATED),
             )
         except Exception as error:  # noqa: BLE001  the user's model or step may raise anything
             self.mark(f"could not estimate BatchNorm's statistics anew ({summary_of(error)})")
@@ -129,13 +138,14 @@ class RunMetrics:
     ) -> Score:
         """Evaluate the trained model on a split; where that fails, the run is kept all the same."""
         context, split = self.context, "held-out" if is_held_out else "training"
+        self._announce_evaluation()
         try:
             return score(
                 model.eval(),
                 context.task,
                 context.task.held_out if is_held_out else context.task.train,
                 context.device,
-                max_samples=max_samples,
+                max_samples=context.spec.eval_samples or max_samples,
                 batch_size=context.spec.batch_size,
                 is_held_out=is_held_out,
                 has_loss=context.has_loss,
@@ -145,6 +155,17 @@ class RunMetrics:
                 reason = summary_of(error)
                 self.mark(f"could not evaluate the model on {split} samples ({reason})")
             return Score()
+
+    def _announce_evaluation(self) -> None:
+        """Publish which evaluation begins, and how long all that are left may take."""
+        if not self.num_to_judge:
+            return
+        now = time.perf_counter()
+        self.began_to_judge = self.began_to_judge or now
+        num_left, num_done = self.num_to_judge - self.num_judged, self.num_judged
+        seconds = (now - self.began_to_judge) * num_left / num_done if num_done else math.nan
+        self.publish(Evaluating(num_done, self.num_to_judge, seconds))
+        self.num_judged += 1
 
 
 def header_of(

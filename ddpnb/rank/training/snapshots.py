@@ -28,7 +28,7 @@ from ddpnb.rank.training.run_metrics import RunMetrics
 MAX_BYTES = 1_000_000_000
 """The most that the copies of a run take, in the memory of the host."""
 MAX_SAMPLES = 2_000
-"""How many held-out samples a copy is judged on, spread evenly over the split."""
+"""How many held-out samples a copy is judged on by default, spread evenly over the split."""
 
 
 class Snapshot(NamedTuple):
@@ -84,6 +84,11 @@ class Snapshots:
             metrics.add(metrics.clock.stop())  # steps that a GPU has yet to finish
             with self._untimed():
                 self._copy(shard)
+
+    @property
+    def num_kept(self) -> int:
+        """Copies that wait to be judged."""
+        return len(self._kept)
 
     def average(self) -> None:
         """Replace the copies by their means over all ranks; takes part: every rank."""

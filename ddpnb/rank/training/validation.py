@@ -3,6 +3,7 @@
 Each mistake is one sentence that says what to do about it.
 """
 
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -23,6 +24,7 @@ from ddpnb.rank.tasks.batches import Shard, Tree, shape_of
 from ddpnb.rank.tasks.samples import DatasetSamples
 from ddpnb.rank.training.context import RunContext, prefetching
 from ddpnb.rank.training.evaluation import Score, number_of, pair_of, score
+from ddpnb.rank.training.fault_injection import measure_compute_seconds
 from ddpnb.rank.training.loss_checks import check_inside
 from ddpnb.rank.training.requirements import needs_all_gradients, wraps_model
 
@@ -167,6 +169,27 @@ def check_alone(num_calls: int) -> None:
             "validation_step or metric calls collectives, and rank 0 evaluates alone, on samples "
             "of the whole split: compute what they return without the other ranks."
         )
+
+
+def seconds_per_trained(worker: Worker, batch: Batch) -> float:
+    """Return what a forward and backward pass takes a worker, for each sample of its batch."""
+    return measure_compute_seconds(worker, batch, min, num_trials=1) / batch.num_samples
+
+
+def seconds_per_judged(context: RunContext, worker: Worker, *, has_loss: bool) -> float:
+    """Return what judging a model takes, for each sample of a usual batch."""
+    num = context.usual_batch().num_samples
+    began = time.perf_counter()
+    found = score(
+        worker.model.eval(),
+        context.task,
+        context.task.held_out,
+        context.device,
+        max_samples=num,
+        batch_size=num,
+        has_loss=has_loss,
+    )
+    return (time.perf_counter() - began) / found.num_samples
 
 
 def check_own(worker: Worker, batch: Batch, strategy: Strategy) -> None:

@@ -8,7 +8,7 @@ import pytest
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
 from ddpnb.history.query import StoredRun
-from ddpnb.protocol.messages import RankState, StepEvent
+from ddpnb.protocol.messages import Evaluating, RankState, StepEvent
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.data import runs_frame
 from ddpnb.reports.findings import results_table, sentence
@@ -294,6 +294,11 @@ def test_progress_before_the_first_step_and_while_evaluating():
     assert progress_of(fake_comparison(()).with_runs([run.snapshot()])).text == "ddp: starting"
     done = replace(fake_run("ddp", num_steps=20).snapshot(), status=Status.RUNNING)
     assert "ddp: evaluating" in progress_of(fake_comparison(()).with_runs([done])).text
+    judged = replace(done, evaluating=Evaluating(2, 10, 40.0))
+    line = progress_of(fake_comparison(()).with_runs([judged]))
+    assert "evaluating 3 of 10" in line.text
+    assert "40 s left" in line.text
+    assert line.share == pytest.approx(0.2)
 
 
 def of_rates(**rates: tuple[float, ...]) -> Comparison:
