@@ -5,20 +5,15 @@ nothing.
 """
 
 import ast
-import contextlib
-import gc
 import inspect
-import io
 import linecache
-import pickle
 import symtable
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, final
+from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from ddpnb.protocol.errors import UserError, closest, kind_of
 from ddpnb.protocol.messages import RunSpec
@@ -40,10 +35,7 @@ _FUNCTIONS = (
 )
 """What a cell may define."""
 
-_SHARED = (Tensor, np.ndarray, FunctionType, type, ModuleType)
-"""What all runs of a comparison have in common; so they have long texts."""
-_LONG_TEXT = 256
-_ATOMS = frozenset((int, float, bool, type(None), tuple))
+_CODE = (FunctionType, type, ModuleType)
 _FILLED = (dict, list, set)
 _MISSING = object()
 
@@ -142,11 +134,12 @@ def _loaded_once(
     cache: DataCache,
     key: object,
 ) -> Splits:
-    """Return a run's own copy of what ``load`` returns, which is called once for each key.
+    """Return what ``load`` returns, which is called once for each key; all runs share it.
 
-    Where that cannot be copied, it is called for each run.
+    What ``data`` has left under names of the cell is put under those of this run's cell: other
+    functions use it, such as ``model`` the size of a vocabulary.
     """
-    kept, made = cache.get(key), None
+    kept = cache.get(key)
     if kept is None:
         before = dict(scope)
         made = load()
@@ -156,139 +149,27 @@ def _loaded_once(
             if namespace.get(name, _MISSING) is not value and not name.startswith("__")
         }
         rebound = {name for name in own if before.get(name, _MISSING) is not own[name]}
-        used = _mentioned(data, own, scope)
-        mentioned = {name for name in used if not isinstance(own[name], _SHARED)}
-        kept = _Snapshot.of(made, scope, rebound, mentioned)
-        cache.keep(key, kept)
-    copied = kept.restored(scope)
-    if copied is None:
-        cache.keep(key, _Snapshot())
-    return copied or made or load()
+        used = {each for each in _mentioned(data, own, scope) if not isinstance(own[each], _CODE)}
+        cache.keep(key, (made, {name: _held_apart(own[name]) for name in rebound | used}))
+        return made
+    made, left = kept
+    for name, value in left.items():
+        if type(scope.get(name)) is type(value) and type(value) in _FILLED:
+            _refill(scope[name], value)  # in place, for others may hold it too
+        else:
+            scope[name] = _held_apart(value)
+    splits: Splits = made
+    return splits
 
 
-@final
-class _Snapshot:
-    """What ``data(split)`` has returned, and the values of the cell's names that it may change.
-
-    Each run gets a copy with a state of its own: caches, generators, dicts.  Tensors, arrays and
-    code are shared.  What a cell has under a name is in its copy what that very cell has under it:
-    functions, classes, and the dicts, lists and sets, which are filled.
-    """
-
-    def __init__(self) -> None:
-        self._pickle = b""
-        """Empty where it cannot be pickled."""
-        self._shared: list[Any] = []
-        self._buffers: list[Any] = []
-        self._filled: dict[str, type] = {}
-        """The kinds of those that are filled, by name."""
-        self._rebound: set[str] = set()
-
-    @classmethod
-    def of(
-        cls, made: Splits, scope: Mapping[str, Any], rebound: set[str], mentioned: set[str]
-    ) -> "_Snapshot":
-        """Return one of some samples.
-
-        Args:
-            made: the samples.
-            scope: the cell's names.
-            rebound: those that have got another value than the cell gave them.
-            mentioned: those with a value that may have changed in place.
-        """
-        self = cls()
-        values = {name: scope[name] for name in rebound | mentioned}
-        filled = {name: value for name, value in values.items() if type(value) in _FILLED}
-        named = filled | {
-            name: value
-            for name, value in scope.items()
-            if isinstance(value, FunctionType | type) and name not in rebound
-        }
-        file = io.BytesIO()
-        pickler = _Pickler(file, named, self._shared, self._buffers)
-        others = {name: value for name, value in values.items() if name not in filled}
-        try:
-            with _no_garbage_collection():
-                pickler.dump((made, others, {name: each.copy() for name, each in filled.items()}))
-        except Exception:  # noqa: BLE001  whatever a user's object raises: it is made anew then
-            return cls()
-        self._pickle, self._rebound = file.getvalue(), rebound
-        self._filled = {name: type(value) for name, value in filled.items()}
-        return self
-
-    def restored(self, scope: dict[str, Any]) -> Splits | None:
-        """Return a copy, and put the values into a cell's names; None if there is no copy."""
-        if not self._pickle:
-            return None
-        filled = {
-            name: scope[name] if type(scope.get(name)) is kind else kind()
-            for name, kind in self._filled.items()
-        }
-        filled |= {name: self._filled[name]() for name in self._rebound & filled.keys()}
-        unpickler = _Unpickler(self._pickle, scope | filled, self._shared, self._buffers)
-        try:
-            with _no_garbage_collection():
-                made, others, contents = unpickler.load()
-        except Exception:  # noqa: BLE001  as above
-            return None
-        for name, container in filled.items():
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(contents[name])
-        scope.update(filled | others)
-        copied: Splits = made
-        return copied
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list) else container.update)(contents)
 
 
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Return a context in which many new objects cost a fifth: none of them is garbage."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles all but what is shared, and what has a name."""
-
-    def __init__(
-        self, file: io.BytesIO, named: Mapping[str, Any], shared: list[Any], buffers: list[Any]
-    ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffers.append)
-        self._shared = shared
-        self._places: dict[int, str | int] = {id(value): name for name, value in named.items()}
-
-    def persistent_id(self, value: Any) -> str | int | None:
-        """Return the name of a value, or its place among those that are shared."""
-        kind = type(value)
-        if kind in _ATOMS:
-            return None
-        if (place := self._places.get(id(value))) is not None:
-            return place
-        is_long = (kind is str or kind is bytes) and len(value) > _LONG_TEXT
-        if not is_long and not isinstance(value, _SHARED):
-            return None
-        self._shared.append(value)
-        self._places[id(value)] = place = len(self._shared) - 1
-        return place
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads what ``_Pickler`` has written."""
-
-    def __init__(
-        self, data: bytes, named: Mapping[str, Any], shared: list[Any], buffers: list[Any]
-    ) -> None:
-        super().__init__(io.BytesIO(data), buffers=buffers)
-        self._named = named
-        self._shared = shared
-
-    def persistent_load(self, place: str | int) -> Any:
-        """Return what a name or a place stands for."""
-        return self._named[place] if isinstance(place, str) else self._shared[place]
+def _held_apart(value: Any) -> Any:
+    """Return a value; of a dict, list or set a copy, which no run changes for the next."""
+    return value.copy() if type(value) in _FILLED else value
 
 
 def _mentioned(function: Any, own: Mapping[str, Any], scope: Mapping[str, Any]) -> set[str]:

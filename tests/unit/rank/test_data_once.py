@@ -1,4 +1,4 @@
-"""``data(split)`` runs once in a comparison, and every run starts from what it has left."""
+"""``data(split)`` runs once in a comparison, and every run has what it has left."""
 
 import pytest
 import torch
@@ -71,43 +71,13 @@ def test_every_run_sees_what_data_has_left_in_names_of_the_cell(calls: list[str]
         assert (names["order"], names["known"]) == (["train", "test"], {"train", "test"})
         assert (names["size"], names["mean"]) == (2, task.held_out.dataset.inputs.mean())
         assert task.model().out_features == 2
-        holders = names["tokenizer"], task.train.dataset, task.held_out.dataset
-        assert all(holder.vocabulary is names["vocabulary"] for holder in holders)
-        assert type(task.train.dataset) is names["Rows"]
+        assert names["tokenizer"].vocabulary is names["vocabulary"]
+        assert task.train is first.train
+        assert task.held_out is first.held_out
     first.defined["vocabulary"]["more"] = 2
     assert loaded(CELL, calls, cache).defined["vocabulary"] == {"train": 0, "test": 1}
     assert loaded(CELL, calls, cache, "next").defined["size"] == 2
     assert calls[-3:] == ["cell", "train", "test"]
-
-
-def test_no_run_pays_for_or_draws_from_the_state_of_another(calls: list[str]):
-    cache = DataCache()
-    tasks = [loaded(CELL, calls, cache) for _ in range(3)]
-    for task in tasks:
-        assert len(task.train.dataset.cache) == 1  # the item that is tried
-    drawn = [task.train.fetch(ALL)[1].tolist() for task in tasks]
-    assert drawn[0] == drawn[1] == drawn[2]
-    memory = {task.train.dataset.inputs.data_ptr() for task in tasks}
-    assert len(memory) == 1
-    assert len(loaded(CELL, calls, cache).train.dataset.cache) == 1
-
-
-def test_what_cannot_be_copied_is_loaded_anew_by_each_run(calls: list[str]):
-    locked = CELL.replace("self.vocabulary, ", "self.lock, self.vocabulary, ").replace(
-        "= vocabulary, {}", "= threading.Lock(), vocabulary, {}"
-    )
-    unreadable = CELL.replace(
-        "    def __len__",
-        "    def __setstate__(self, state): raise OSError('gone')\n    def __len__",
-    )
-    for source in ("import threading\n" + locked, unreadable):
-        calls.clear()
-        cache = DataCache()
-        tasks = [loaded(source, calls, cache) for _ in range(3)]
-        assert calls == 3 * ["cell", "train", "test"]
-        for task in tasks:
-            assert task.defined["vocabulary"] == {"train": 0, "test": 1}
-            assert len(task.train.dataset.cache) == 1
 
 
 def test_an_error_in_data_is_the_users(calls: list[str]):
