@@ -9,6 +9,7 @@ busy the machine is.  A short training of a small model is judged on everything.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from statistics import median
 
 from ddpnb.protocol.messages import NUM_EVALUATIONS, Checked, RunSpec
 
@@ -32,13 +33,13 @@ def budgeted(
     if not specs or not checked:
         return tuple(specs)
     spec, one = specs[0], next(iter(checked))
-    judging = max(each.seconds_per_judged for each in checked)
+    judging = median(each.seconds_per_judged for each in checked)
     if (num := spec.eval_samples) is not None:
         if num < one.num_held_out:
             return tuple(specs)
         note = f"--eval-samples {num}: all {one.num_held_out:,} held-out samples are judged."
         return _noted(specs, note) if num > one.num_held_out else tuple(specs)
-    training = min(each.seconds_per_trained or 3 * judging for each in checked)
+    training = median(each.seconds_per_trained or 3 * judging for each in checked)
     seconds = training * spec.num_epochs * one.num_samples / num_ranks
     num_affordable = max(FREE_SECONDS, SHARE * seconds) / judging if judging > 0 else math.inf
     num_points = _num_points(spec)
