@@ -299,6 +299,21 @@ def test_a_validation_step_is_averaged_over_the_samples_and_may_hold_the_loss(ra
     assert report.final_loss < 1
 
 
+def test_a_metric_gets_what_a_validation_step_returns_of_a_dict(ranks):
+    source = GENERAL + (
+        "def metric(outputs, targets):\n"
+        "    return {'number': len(outputs) + len(targets), 'ones': outputs.mean()}\n"
+    )
+    with pytest.raises(RankFailedError) as caught:
+        ranks(1).call(check_job, spec_of("single", source))
+    assert isinstance(caught.value.cause, UserError)
+    assert "validation_step(model, batch) return (outputs, targets)" in str(caught.value.cause)
+    source += "def validation_step(model, batch): return torch.ones(len(batch['y'])), batch['y']\n"
+    report, _ = ranks(1).call(train_job, spec_of("single", source))[0]
+    assert report.held_out_metrics == {"number": 60, "ones": 1}
+    assert math.isfinite(report.held_out_loss)
+
+
 MIXTURE = """
 import torch
 from torch import nn

@@ -59,7 +59,10 @@ class Task:
     optimizer: TaskOptimizer
     step: StepFunction = CLASSIFY
     validation_step: Callable[[nn.Module, Tree], Number | Mapping[str, Number]] | None = None
-    """Measures a model on one held-out batch; the mean over the samples is reported."""
+    """Measures a model on one held-out batch; the mean over the samples is reported.
+
+    Beside a ``metric`` it may return outputs and targets for it.
+    """
     metric: Callable[[Any, Any], Number | Mapping[str, Number]] | None = None
     """Measures all held-out outputs against all targets."""
     has_loss: bool = True

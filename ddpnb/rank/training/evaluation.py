@@ -201,11 +201,25 @@ def _measured(
 ) -> dict[str, float]:
     """Return the numbers of one batch; keep outputs and targets if the task's metric takes all."""
     found: dict[str, float] = {}
+    pair: tuple[Any, Any] | None = None
     if is_held_out and task.validation_step is not None:
-        result = task.validation_step(model, batch)
-        found |= _metrics_of(result, task.validation_step, "validation_step(model, batch)")
+        result: Any = task.validation_step(model, batch)
+        if task.metric is not None and isinstance(result, tuple) and is_pair(result):
+            pair = result
+        else:
+            found |= _metrics_of(result, task.validation_step, "validation_step(model, batch)")
     wants_loss = has_loss and "loss" not in found
     wants_outputs = is_held_out and task.metric is not None
+    if wants_outputs and pair is None and not is_pair(batch):
+        raise UserError(
+            "metric(outputs, targets) needs both, and data(split) gives batches that are "
+            f"{kind_of(batch)}: let validation_step(model, batch) return (outputs, targets), or "
+            "the measures themselves, which are averaged."
+        )
+    if pair is not None:
+        all_outputs.append(mapped(_on_cpu, pair[0]))
+        all_targets.append(mapped(_on_cpu, pair[1]))
+        wants_outputs = False
     if wants_outputs or (wants_loss and isinstance(task.step, Supervised)):
         inputs, targets = pair_of(batch)
         outputs = model(inputs)
@@ -229,13 +243,18 @@ def _on_cpu(leaf: Any) -> Any:
     return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
+def is_pair(batch: Any) -> bool:
+    """Return whether a batch may be (inputs, targets)."""
+    return isinstance(batch, tuple | list) and len(batch) == 2
+
+
 def pair_of(batch: Any) -> tuple[Any, Any]:
     """Return inputs and targets.
 
     Raises:
         UserError: the batch is something else.
     """
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
+    if not is_pair(batch):
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise UserError(
             f"data(split) gives batches that are {kind_of(batch)}{size}, not (inputs, targets): "
