@@ -598,7 +598,7 @@ BAD_STEPS = {
         STEP.replace("inputs, targets = batch", "inputs, targets = batch['x'], batch['y']")
         + "def data(split): return {'x': torch.ones(20, 4), 'y': torch.ones(20).long()}\n"
         "def metric(outputs, targets): return 1",
-        r"not \(inputs, targets\): .*validation_step",
+        r"batches that are a dict: .*validation_step",
     ),
     "a scheduler that wants a metric": (
         GOOD + "def optimizer(params):\n    made = torch.optim.SGD(params, lr=0.1)\n"
