@@ -143,7 +143,9 @@ def by_torch(state, folder) -> dict:
         dist.all_reduce(torch.ones(1000))
     path = folder / f"profile-{state.rank}.json"
     profiler.export_chrome_trace(str(path))
-    return json.loads(path.read_text())
+    text = path.read_text()
+    path.unlink()
+    return json.loads(text)
 
 
 def test_the_file_is_built_as_that_of_torchs_profiler(ranks):

@@ -205,9 +205,11 @@ def _followed(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
         return work if work is None or is_over else Exchange(work, call, audience)
     with _heard(call, audience):
         work = _issued(call, audience, make)
-        if work is not None:
-            work.wait()
-        _end(call, audience)
+        try:
+            if work is not None:
+                work.wait()
+        finally:
+            _end(call, audience)
     return work
 
 
@@ -270,7 +272,11 @@ class Exchange(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; raise what went wrong."""
         with _heard(self._call, self._audience):
-            done = bool(self._work.wait(timeout) if timeout else self._work.wait())
+            try:
+                done = bool(self._work.wait(timeout) if timeout else self._work.wait())
+            except RuntimeError:
+                self.is_completed()  # else it took too long, and goes on
+                raise
             self._end()
         _kept.pop(self, None)
         return done

@@ -16,6 +16,7 @@ from ddpnb.rank.collectives.log import (
     CollectiveLog,
     CollectiveMismatchError,
     find_mismatch,
+    is_match,
     kept_calls,
     settle_dispute,
     text_of,
@@ -152,3 +153,40 @@ def test_calls_are_counted_until_one_was_interrupted(tmp_path: Path) -> None:
     log.take_back(is_certain=False)
     write(log, 3)
     assert log.num_made is None
+
+
+ONE, TWO = torch.ones(3), torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "others", "expected"),
+    [
+        ("allreduce", [[ONE]], [[TWO]], False),
+        ("allreduce", [[torch.ones(2, 2)]], [[TWO]], True),  # as flat memory
+        ("allreduce", [[ONE]], [[ONE.double()]], False),
+        ("broadcast", [[ONE]], [[TWO]], False),
+        ("reduce", [[ONE]], [[TWO]], False),
+        ("allgather", [[[ONE]], [ONE]], [[[TWO]], [TWO]], False),
+        ("all_gather_single", [ONE, ONE], [TWO, TWO], False),
+        ("gather", [[], [ONE]], [[], [TWO]], False),
+        ("scatter", [[ONE], []], [[TWO], []], False),
+        ("all_to_all_single", [ONE, ONE, [], []], [TWO, TWO, [], []], False),
+        ("all_to_all_single", [ONE, ONE, [3], [3]], [TWO, TWO, [], []], True),
+        ("alltoall", [[ONE], [ONE]], [[TWO], [TWO]], True),
+        ("barrier", [], [], True),
+    ],
+)
+def test_tensors_may_meet_if_the_backend_takes_them(method, given, others, expected):
+    texts = [
+        text_of(Call(METHODS[method], None, each, NO_ROOT, is_blocking=True))[0]
+        for each in (given, others)
+    ]
+    assert is_match(*texts) is expected
+
+
+def test_another_root_is_another_call():
+    texts = [
+        text_of(Call(METHODS["broadcast"], None, [[ONE]], root, is_blocking=True))[0]
+        for root in (0, 1)
+    ]
+    assert not is_match(*texts)
