@@ -94,20 +94,17 @@ class Watch:
         """
         with noted_interrupts() as is_interrupted:
             try:
-                self._supervise_or_stop(is_interrupted)
+                try:
+                    self._supervise(is_interrupted)
+                except KeyboardInterrupt:
+                    self._stop_ranks()
+                    raise
             except Exception:
-                self.handle, self.tick, self.notify = _ignore, lambda: None, _ignore
+                self.handle, self.tick, self.notify = _nothing, _nothing, _nothing
                 self._stop_ranks()
                 raise
             finally:
                 self.is_settled = True
-
-    def _supervise_or_stop(self, is_interrupted: Callable[[], bool]) -> None:
-        try:
-            self._supervise(is_interrupted)
-        except KeyboardInterrupt:
-            self._stop_ranks()
-            raise
 
     def _supervise(self, is_interrupted: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.timeout if self.timeout else None
@@ -282,8 +279,7 @@ class Watch:
             self._attend(self._timeouts.tick_seconds)
 
 
-def _ignore(shown: object) -> None:
-    """Show nothing any more."""
+def _nothing(*shown: object) -> None: ...
 
 
 def refused(rank: int, sentence: str) -> Failure:

@@ -42,6 +42,15 @@ def maker_loss(judge, fake): return -judge(fake).mean()
 """,
 }
 """What an earlier cell has defined on the ranks."""
+NOTEBOOK = {
+    "Functions in place of a cell": f"""import ddpnb
+{TORCH}
+def Net(): return nn.Linear(8, 2)
+def load(split): return torch.randn(512, 8), torch.randint(2, (512,))
+my_loss = nn.CrossEntropyLoss()
+""",
+}
+"""What the notebook itself has defined."""
 CHANGED = {"class Gan:": "def data(split): return torch.randn(256, 8)\n\nclass Gan:"}
 
 
@@ -55,8 +64,8 @@ def examples() -> list[tuple[str, str]]:
 
 
 def test_all_are_found():
-    assert len(examples()) == 9
-    assert {*SUPPOSED, *EARLIER} < {title for title, _ in examples()}
+    assert len(examples()) == 10
+    assert {*SUPPOSED, *EARLIER, *NOTEBOOK} < {title for title, _ in examples()}
 
 
 @pytest.mark.parametrize(("title", "example"), examples())
@@ -65,7 +74,10 @@ def test_an_example_runs(run: Run, compare: Run, title: str, example: str):
         example = example.replace(old, new)
     if title in EARLIER:
         run(f"%%ddp\n{TORCH}{EARLIER[title]}")
-    if example.startswith("%%"):
+    if title in NOTEBOOK:
+        cell = run(NOTEBOOK[title] + example)
+        assert not cell.error, cell.error_text
+    elif example.startswith("%%"):
         compare(example)
     elif example.startswith("%"):  # draws what the example before has trained
         assert run(example).bundles("image/png")
