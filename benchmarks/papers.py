@@ -3,8 +3,8 @@
 Mitliagkas et al., "Asynchrony begets Momentum", 2016: N workers that finish in random order act as
 a momentum of 1 - 1/N.  Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020:
 averaging every H steps sends 1/H of the bytes; the loss after as many samples rises with H.  Lian
-et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018 (AD-PSGD, here
-``gossip``): with one slow worker all-reduce goes at its pace, and gossip does not.
+et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018: with one slow
+worker all-reduce goes at its pace, and asynchronous workers, here of ``async``, do not.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ def stragglers() -> Iterator[Figure]:
     ddpnb.start(2)
     try:
         rates = {
-            factor: compare("ddp", "gossip", task="digits", epochs=40, repeats=3, **slow)
+            factor: compare("ddp", "async", task="digits", epochs=40, repeats=3, **slow)
             .to_frame()
             .groupby("strategy")["samples_per_second"]
             .median()
@@ -138,7 +138,7 @@ def stragglers() -> Iterator[Figure]:
     finally:
         ddpnb.stop()
     for factor in FACTORS:
-        for name, expected in (("ddp", 1 / factor), ("gossip", (1 + 1 / factor) / 2)):
+        for name, expected in (("ddp", 1 / factor), ("async", (1 + 1 / factor) / 2)):
             yield Figure(
                 name=f"samples/s of {name} with one of 2 ranks {factor} times as slow, "
                 "against without",

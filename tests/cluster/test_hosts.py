@@ -508,33 +508,6 @@ def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_pat
     assert total(cluster) == [4.0] * 4
 
 
-def test_a_run_in_the_memory_of_each_host_ends_with_a_lost_one(cluster, hosts, tmp_path):
-    run(cluster, "kept = f'of rank {rank}'")
-    training = prepare(cluster, Store(tmp_path), a_comparison("ddp-shm", num_epochs=1000))
-    is_over = threading.Event()
-    cut_at: list[float] = []
-
-    def cut() -> None:
-        wait_until_it_trains(training)
-        with hosts.unplugged("b"):
-            cut_at.append(time.monotonic())
-            is_over.wait(2 * SECONDS)
-
-    thread = threading.Thread(target=cut)
-    thread.start()
-    with pytest.raises(RankError) as caught:
-        training.run()
-    seconds, left = time.monotonic() - cut_at[0], hosts.processes("b")
-    is_over.set()
-    thread.join()
-    wait_until_gone(left)
-    assert pull(cluster, "kept", ranks=[0, 1]) == ["of rank 0", "of rank 1"]
-    assert seconds < SECONDS
-    assert "lost with host b" in str(caught.value)
-    cluster.bring_back([2, 3])
-    assert total(cluster) == [4.0] * 4
-
-
 def test_a_killed_kernel_leaves_nothing(hosts):
     earlier = [process for host in "ab" for process in hosts.processes(host)]
     source = (
