@@ -24,7 +24,6 @@ from ddpnb.session import inside
 from ddpnb.session.cells import RunningCell
 from ddpnb.session.comparison import Training, prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
-from ddpnb.session.errors import RankError
 from ddpnb.session.inside import measure_links
 from ddpnb.session.status import status_table
 from tests.cluster.rig import (
