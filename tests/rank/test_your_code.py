@@ -166,6 +166,13 @@ def test_items_without_rows_are_collated_part_by_part(ranks, strategy):
         assert math.isfinite(found[0][0].held_out_loss)
 
 
+@pytest.mark.parametrize(("kind", "is_right"), [("mean", True), ("sum", False)])
+def test_a_batch_without_rows_is_checked_for_a_sum(ranks, kind, is_right):
+    source = RAGGED.replace('batch["y"])', f'batch["y"], reduction="{kind}")')
+    found = ranks(1).attempt(check_job, spec_of("single", source))[0]
+    assert isinstance(getattr(found, "cause", None), UserError) == (not is_right)
+
+
 LOADER = (
     SHORT.partition("def data")[0]
     + """

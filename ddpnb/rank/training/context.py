@@ -218,8 +218,12 @@ class RunContext:
         return shard_size // min(accumulate, shard_size)
 
     def few_samples(self) -> Batch:
-        """Fetch a few samples, as one batch."""
-        return self._alone(self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:NUM_FEW])
+        """Fetch a few samples, as one batch that can be split."""
+        indices = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:NUM_FEW]
+        batch, train = self._alone(indices), self.task.train
+        if isinstance(train, DatasetSamples) and train.has_own_collate:
+            return replace(batch, content=train.fetch_items(indices))
+        return batch
 
     def own_batch(self) -> Batch:
         """Fetch this rank's shard of the smallest global batch, with its weight in a real run."""
