@@ -168,7 +168,7 @@ def test_items_without_rows_are_collated_part_by_part(ranks, strategy):
 
 @pytest.mark.parametrize(("kind", "is_right"), [("mean", True), ("sum", False)])
 def test_a_batch_without_rows_is_checked_for_a_sum(ranks, kind, is_right):
-    source = RAGGED.replace('batch["y"])', f'batch["y"], reduction="{kind}")')
+    source = RAGGED.replace('), batch["y"])', f'), batch["y"], reduction="{kind}")')
     found = ranks(1).attempt(check_job, spec_of("single", source))[0]
     assert isinstance(getattr(found, "cause", None), UserError) == (not is_right)
 
