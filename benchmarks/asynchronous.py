@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.messages import RankState, RunSpec
-from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.memory import Layout, PackedTensors
 from ddpnb.rank.servers.queue import WorkQueue
+from ddpnb.rank.servers.rendezvous import WorkerConfig
 from ddpnb.rank.servers.store import ParameterStore
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.worker import Batch, Worker

@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     Mutant(
         "an emulated all-reduce is one message too long",
-        "rank/comm/link.py",
+        "rank/collectives/link.py",
         "    number = 2 * (num_ranks - 1)",
         "    number = 2 * num_ranks - 1",
         "tests/unit/rank/test_link.py",

@@ -24,7 +24,7 @@ from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
 from ddpnb.protocol.connections import Address
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
-from ddpnb.rank.process_group import Group
+from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.shell import RankStream, prepare
 from ddpnb.rank.status import rank_status, users_stack

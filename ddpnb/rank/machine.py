@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.machine import MachineQuery, ModelMeasured, RankMeasured
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig, host_id
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.servers.rendezvous import WorkerConfig, host_id
 from ddpnb.rank.servers.shared_sum import SharedAllReduce
 
 BUDGET_SECONDS: Final = 0.4

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankStatus
-from ddpnb.rank.comm.link import is_exchanging
-from ddpnb.rank.process_group import Group
+from ddpnb.rank.collectives.link import is_exchanging
+from ddpnb.rank.group import Group
 from ddpnb.rank.stack import BACKWARD, outward
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}

@@ -31,7 +31,7 @@ import torch.multiprocessing
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Script
-from ddpnb.rank.process_group import Group
+from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import preserve_globals, seed_everything
 from ddpnb.rank.stack import CELLS, lines_of
 

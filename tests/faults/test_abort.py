@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 from ddpnb.protocol.connections import Address
-from ddpnb.rank import process_group as group_module
+from ddpnb.rank import group as group_module
 from ddpnb.rank.cells import aborted, is_consequence
 from ddpnb.rank.errors import ConsequenceError
-from ddpnb.rank.process_group import Group, abort_groups, ends_in_time
+from ddpnb.rank.group import Group, abort_groups, ends_in_time
 
 ABORTED = "NCCL communicator was aborted on rank"
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["ddpnb.rank.process_group"])
+CONTEXT.set_forkserver_preload(["ddpnb.rank.group"])
 
 
 class StandIn(dist.ProcessGroup):

@@ -65,7 +65,7 @@ HANGS = {
     "one batch fewer, summed in shared memory": (
         "from ddpnb.rank.calls import this_engine\n"
         "from ddpnb.rank.strategies import ddp_shm\n"
-        "from ddpnb.rank.comm.rendezvous import WorkerConfig; "
+        "from ddpnb.rank.servers.rendezvous import WorkerConfig; "
         "from ddpnb.rank.servers.shared_sum import SharedAllReduce\n"
         "group = this_engine().group\n"
         "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='hang', rank=rank,\n"
@@ -77,7 +77,7 @@ HANGS = {
     ),
     "a sum in shared memory that rank 0 does not call": (
         "from ddpnb.rank.calls import this_engine\n"
-        "from ddpnb.rank.comm.rendezvous import WorkerConfig; "
+        "from ddpnb.rank.servers.rendezvous import WorkerConfig; "
         "from ddpnb.rank.servers.shared_sum import SharedAllReduce\n"
         "group = this_engine().group\n"
         "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='hang', rank=rank,\n"

@@ -119,12 +119,12 @@ def test_what_is_tied_to_a_group_that_was_cut_is_named(cluster: Cluster):
 
 
 SLOW_CUT = """
-from ddpnb.rank import process_group
-see = process_group.own_connections
+from ddpnb.rank import group as groups
+see = groups.own_connections
 def look():
     if rank == slow: time.sleep(0.7)
     return see()
-process_group.own_connections = look
+groups.own_connections = look
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.comm.rendezvous import RunOverError, announce_failure
+from ddpnb.rank.servers.rendezvous import RunOverError, announce_failure
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.hogwild import Hogwild

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.comm.rendezvous import announce_failure
+from ddpnb.rank.servers.rendezvous import announce_failure
 from ddpnb.rank.strategies.hogwild import Hogwild
 from tests.rank.fit import Problem, optimum
 from tests.rank.ranks import make_state

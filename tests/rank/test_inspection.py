@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RankState, RunSpec
-from ddpnb.rank.comm.rendezvous import CancellationToken
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.trace import data_parallel_steps, ddp_steps, subject
 
 

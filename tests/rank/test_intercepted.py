@@ -6,11 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from ddpnb.protocol.notation import parse_link
-from ddpnb.rank.collectives import emulated_link
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.comm.link import EmulatedLink
-from ddpnb.rank.comm.rendezvous import CancellationToken
+from ddpnb.rank.collectives.link import EmulatedLink
 from ddpnb.rank.meter import Meter, NullTimer
 from ddpnb.rank.trace.recorder import recording
 from tests.faults.test_collective_checks import RIGHT, SETUP

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RunHeader, StepEvent
 from ddpnb.protocol.notation import parse_link
-from ddpnb.rank.collectives import emulated_link
-from ddpnb.rank.comm.link import EmulatedLink, is_exchanging
-from ddpnb.rank.comm.rendezvous import CancellationToken
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collectives import link as emulated_link
+from ddpnb.rank.collectives.link import EmulatedLink, is_exchanging
 from ddpnb.rank.strategies import fsdp
 from tests.rank.test_loop import run_job, spec_of, unzip
 

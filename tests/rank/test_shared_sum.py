@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from ddpnb.protocol.errors import UserError
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.cells import is_consequence
-from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
 from ddpnb.rank.errors import ConsequenceError
 from ddpnb.rank.meter import Meter, Timer
+from ddpnb.rank.servers.rendezvous import WorkerConfig
 from ddpnb.rank.servers.shared_sum import CHUNK_BYTES, SharedAllReduce
 from ddpnb.rank.strategies import ddp_shm
 from tests.rank.fit import Problem, by_strategy

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.comm.link import COLLECTIVES, Messages
+from ddpnb.rank.collectives.costs import COLLECTIVES, Messages
+from ddpnb.rank.collectives.flat import num_bytes
 
 NO_ROOT = -1
 

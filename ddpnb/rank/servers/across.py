@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.comm.rendezvous import WorkerConfig
 from ddpnb.rank.servers.connections import (
     PeerConnection,
     RemoteQueue,
@@ -23,6 +22,7 @@ from ddpnb.rank.servers.connections import (
 )
 from ddpnb.rank.servers.memory import PackedTensors, pack
 from ddpnb.rank.servers.queue import SERVER_RANK, WorkQueue
+from ddpnb.rank.servers.rendezvous import WorkerConfig
 
 
 def serve_hosts(

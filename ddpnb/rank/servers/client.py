@@ -8,15 +8,8 @@ from typing import final
 from torch import nn
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.comm.rendezvous import (
-    NO_RANK,
-    RankLostError,
-    Rendezvous,
-    RunOverError,
-    WorkerConfig,
-    host_id,
-)
+from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.errors import RankLostError
 from ddpnb.rank.servers.across import connect_hosts, serve_hosts
 from ddpnb.rank.servers.connections import DirectQueue, PeerGoneError, QueueEnd, join_threads
 from ddpnb.rank.servers.local import connect_host, serve_host
@@ -29,6 +22,7 @@ from ddpnb.rank.servers.queue import (
     RequestKind,
     WorkQueue,
 )
+from ddpnb.rank.servers.rendezvous import NO_RANK, Rendezvous, RunOverError, WorkerConfig, host_id
 
 MakeQueue = Callable[[Sequence[PackedTensors], Callable[[], int]], WorkQueue]
 """Makes rank 0's queue: from the copies of the parameters, the first of which holds rank 0's, and

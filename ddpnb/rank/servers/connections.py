@@ -12,7 +12,6 @@ from typing import final
 
 from torch import Tensor
 
-from ddpnb.rank.comm.rendezvous import NO_RANK
 from ddpnb.rank.servers.memory import PackedTensors
 from ddpnb.rank.servers.queue import (
     REPLY,
@@ -24,6 +23,7 @@ from ddpnb.rank.servers.queue import (
     RequestKind,
     WorkQueue,
 )
+from ddpnb.rank.servers.rendezvous import NO_RANK
 
 
 class PeerGoneError(Exception):

@@ -16,7 +16,6 @@ from typing import final
 
 from torch import Tensor
 
-from ddpnb.rank.comm.rendezvous import RunOverError, WorkerConfig
 from ddpnb.rank.servers.connections import (
     PeerConnection,
     RemoteQueue,
@@ -26,6 +25,7 @@ from ddpnb.rank.servers.connections import (
 )
 from ddpnb.rank.servers.memory import Layout, SharedMemory
 from ddpnb.rank.servers.queue import SERVER_RANK, WorkQueue
+from ddpnb.rank.servers.rendezvous import RunOverError, WorkerConfig
 
 _HELLO = struct.Struct("<q")
 """The rank that connects."""

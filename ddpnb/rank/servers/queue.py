@@ -21,7 +21,8 @@ from typing import NamedTuple, final
 
 from torch import Tensor
 
-from ddpnb.rank.comm.rendezvous import NO_RANK, RankLostError
+from ddpnb.rank.errors import RankLostError
+from ddpnb.rank.servers.rendezvous import NO_RANK
 
 Gradients = Sequence[Tensor | None]
 """One for each parameter; None: none."""

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.comm.rendezvous import WorkerConfig, host_id
 from ddpnb.rank.errors import ConsequenceError
 from ddpnb.rank.servers.local import set_timeout, socket_path
 from ddpnb.rank.servers.memory import create_shared_file
+from ddpnb.rank.servers.rendezvous import WorkerConfig, host_id
 
 CHUNK_BYTES: Final = 1 << 20
 """The fastest, or close to it, of the sizes from 64 KB to 44 MB, with 2 ranks."""

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.link import NO_LINK
+from ddpnb.rank.collectives.link import NO_LINK
 from ddpnb.rank.servers.memory import Layout, PackedTensors
 from ddpnb.rank.servers.queue import NO_BOUND
 from ddpnb.rank.servers.store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access

@@ -19,7 +19,7 @@ from typing import final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients
+from ddpnb.rank.collectives.flat import FlatBuffer, gradients
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 

@@ -39,7 +39,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import num_bytes
+from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 

@@ -16,7 +16,7 @@ Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradien
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients
+from ddpnb.rank.collectives.flat import FlatBuffer, gradients
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients, num_bytes
+from ddpnb.rank.collectives.flat import FlatBuffer, gradients, num_bytes
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 

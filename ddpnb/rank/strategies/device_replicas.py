@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import gather, parallel_apply, replicate
 
-from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.comm.link import Messages
+from ddpnb.rank.collectives.costs import Messages
+from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.meter import Timer
 from ddpnb.rank.strategies.worker import Worker, state_of
 from ddpnb.rank.tasks.base import StepFunction

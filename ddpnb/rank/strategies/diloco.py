@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import FlatBuffer
+from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 

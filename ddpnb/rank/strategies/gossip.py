@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import FlatBuffer
+from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 

@@ -22,7 +22,7 @@ from typing import final
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients
+from ddpnb.rank.collectives.flat import FlatBuffer, gradients
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 

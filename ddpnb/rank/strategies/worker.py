@@ -11,10 +11,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.comm.link import NO_LINK, Link
-from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.collectives.link import NO_LINK, Link
 from ddpnb.rank.meter import Meter, NullTimer
+from ddpnb.rank.servers.rendezvous import WorkerConfig
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
 from ddpnb.rank.tasks.batches import Shard, Tree, every_step, moved, rows
 from ddpnb.rank.tasks.samples import Items

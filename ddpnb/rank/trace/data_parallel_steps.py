@@ -20,8 +20,8 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import DataParallelReport, Device, InspectSpec
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.trace import Span
-from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.comm.rendezvous import CancellationToken
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.meter import Moment, Phase, Timer
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.data_parallel import DataParallel

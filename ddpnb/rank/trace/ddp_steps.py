@@ -32,10 +32,10 @@ from ddpnb.protocol.inspection import (
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.notation import parse_link
 from ddpnb.protocol.trace import Span
-from ddpnb.rank.collectives import emulated_link
-from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.comm.link import EmulatedLink
-from ddpnb.rank.comm.rendezvous import CancellationToken
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collectives import link as emulated_link
+from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.collectives.link import EmulatedLink
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.trace.subject import Subject, subject_of
 

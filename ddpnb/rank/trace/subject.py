@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpnb.protocol.errors import UserError, kind_of, summary_of
 from ddpnb.protocol.inspection import DEFAULT_CAP_MB, Found, InspectSpec, ParameterSize
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import num_bytes
+from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.worker import Memory
 from ddpnb.rank.tasks.batches import Shard

@@ -21,9 +21,9 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import check_fault_ranks, parse_link, parse_strategy
 from ddpnb.protocol.processes import die_with_parent
-from ddpnb.rank.collectives import emulated_link
-from ddpnb.rank.comm.link import NO_LINK, EmulatedLink, Link
-from ddpnb.rank.comm.rendezvous import CancellationToken
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collectives import link as emulated_link
+from ddpnb.rank.collectives.link import NO_LINK, EmulatedLink, Link
 from ddpnb.rank.meter import Meter, NullTimer, Timer
 from ddpnb.rank.random_state import random_state, seed_everything, set_random_state
 from ddpnb.rank.strategies import make_strategy

@@ -32,10 +32,11 @@ from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
 from ddpnb.protocol.processes import atomic_write
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_globals
+from ddpnb.rank.servers.rendezvous import RunOverError, announce_failure
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard

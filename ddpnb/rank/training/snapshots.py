@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Evaluation
-from ddpnb.rank.comm.flat_buffers import FlatBuffer
+from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard

@@ -8,8 +8,9 @@ import pytest
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LINKS, parse_link
-from ddpnb.rank.collectives import emulated_link
-from ddpnb.rank.comm.link import COLLECTIVES, EmulatedLink, Timeline
+from ddpnb.rank.collectives import link as emulated_link
+from ddpnb.rank.collectives.costs import COLLECTIVES
+from ddpnb.rank.collectives.link import EmulatedLink, Timeline
 
 GIGABIT = parse_link("1Gbit,0.5ms")
 

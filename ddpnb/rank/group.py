@@ -27,9 +27,9 @@ from ddpnb.protocol.connections import (
 )
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.processes import atomic_write
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.mismatch import MismatchCheck
-from ddpnb.rank.comm.rendezvous import CancellationToken
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long the ranks wait for each other when they form a group."""

@@ -1,98 +1,97 @@
-"""An emulated network: how long do exchanges last, and when do they end?  (ranks)
+"""An emulated network: exchanges are real, and end as late as over it (ranks).
 
-Each rank has one link to all others, with a latency (one way) and a rate in each direction.  A
-message of n bytes takes latency + n / rate; messages that go through one end in one direction
-follow each other.  This is the model of Thakur, Rabenseifner and Gropp, "Optimization of Collective
-Communication Operations in MPICH", IJHPCA 19(1), 2005, section 3, where the lists of messages
-below are from; the ring's is in Patarasuk and Yuan, JPDC 69(2), 2009.
-
-Exchanges are really made, in the host's memory, and end as late as over that network.  Who waits
-sleeps, so that the cores are free, as they are where a network card does the work.  A file that all
-ranks of the host map lines up the messages between two ranks.  ``collectives.emulated_link`` lines
-up the collectives, in each rank for itself.
+The backend really makes an exchange.  It ends as late as over the link: when the link is free of
+what came before, it takes the time of the exchange's messages (``costs``) from there, or from the
+real end.  Who waits sleeps, so that the cores are free, as they are where a network card does the
+work.  Each rank keeps that time for itself, as a collective ends for all its ranks at about one
+time; only the messages to one rank, which may come from many, are lined up among all ranks, in a
+file that all ranks of the host map.
 """
 
 import contextlib
 import fcntl
-import math
 import mmap
 import os
 import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
+import torch.distributed as dist
+
+from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LinkSpec
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collectives.costs import Messages
+from ddpnb.rank.collectives.intercept import Listener, listening
+from ddpnb.rank.collectives.table import ANY_SOURCE, Call
 from ddpnb.rank.errors import ConsequenceError
 
-# -- the model: lists of messages ----------------------------------------------------------
+
+def check(device: str) -> None:
+    """Refuse an emulated link where the end of an exchange cannot be delayed.
+
+    Raises:
+        UserError: on a GPU, which does not wait for the host, or with an unknown torch.
+    """
+    if device != "cpu":
+        raise UserError(
+            "--link emulates a network between ranks on CPUs: %ddp_start --device cpu, "
+            "or leave --link out."
+        )
+    for probe in (torch_internals.intercepts_collectives, torch_internals.delays_collectives):
+        if not probe.works:
+            raise UserError(f"{probe.sentence}; leave --link out.")
 
 
-class Messages(NamedTuple):
-    """What follows each other on the busiest link of an exchange."""
-
-    number: float
-    num_bytes: float = 0.0
-    """Of all of them."""
-
-    def seconds(self, spec: LinkSpec) -> float:
-        """Return how long they take."""
-        return self.number * spec.latency_seconds + self.num_bytes * 8 / spec.bits_per_second
+@contextlib.contextmanager
+def over(link: "EmulatedLink", cancellation: CancellationToken) -> Iterator[None]:
+    """Return a context in which all exchanges of this process go over a link."""
+    with link.opened(), cancellation.held(link.cancel), listening(_Linked(link)):
+        yield
 
 
-def all_reduce(size: int, num_ranks: int) -> Messages:
-    """Around the ring twice, an N-th of ``size`` bytes in each message."""
-    number = 2 * (num_ranks - 1)
-    return Messages(number, number * size / num_ranks)
+@final
+class _Linked(Listener):
+    """Holds the end of each exchange back until the link is done with it."""
 
+    def __init__(self, link: "EmulatedLink") -> None:
+        self._link = link
+        self._free_at = 0.0
+        """When this rank's link is done with all that has ended, on the monotonic clock."""
+        self._lock = threading.Lock()
 
-def ring(part: float, num_ranks: int) -> Messages:
-    """Around the ring once, ``part`` bytes in each message: all-gather and reduce-scatter."""
-    return Messages(num_ranks - 1, (num_ranks - 1) * part)
+    def begin(self, call: Call) -> None:
+        """Refuse a message from anybody: the link leads from one rank to another."""
+        if call.collective is ANY_SOURCE:
+            raise UserError("--link needs to know where a message comes from: recv(tensor, src=0).")
 
+    def ended(self, call: Call) -> None:
+        """Have the link carry what the backend has exchanged."""
+        spec, messages = self._link.spec, call.messages
+        if not messages.number:
+            return
+        if call.collective.is_message and call.name == "recv":
+            assert call.peer is not None
+            pair = (call.peer, dist.get_rank())
+            transfer = messages._replace(number=0).seconds(spec)
+            arrived = self._link.timeline.reserve([pair], transfer)
+            call.held_until = arrived + spec.latency_seconds
+        else:
+            if call.collective.is_message:  # a sender does not wait for the arrival
+                messages = messages._replace(number=0)
+            with self._lock:
+                start = max(time.monotonic(), self._free_at)
+                self._free_at = call.held_until = start + messages.seconds(spec)
+        self._link.note_end(call.held_until)
 
-def tree(size: int, num_ranks: int) -> Messages:
-    """Down a binomial tree of all ranks, or up: broadcast and reduce."""
-    rounds = math.ceil(math.log2(num_ranks))
-    return Messages(rounds, rounds * size)
-
-
-def rooted(part: int, num_ranks: int) -> Messages:
-    """``part`` bytes to or from each other rank, along such a tree: gather and scatter."""
-    return Messages(math.ceil(math.log2(num_ranks)), (num_ranks - 1) * part)
-
-
-def _ring_of_whole(size: int, num_ranks: int) -> Messages:
-    return ring(size / num_ranks, num_ranks)
-
-
-COLLECTIVES: Mapping[str, Callable[[int, int], Messages]] = {
-    "allreduce_": all_reduce,
-    "allreduce_coalesced_": all_reduce,
-    "broadcast_": tree,
-    "reduce_": tree,
-    "allgather_": ring,
-    "_allgather_base_": ring,
-    "allgather_coalesced_": ring,
-    "allgather_into_tensor_coalesced_": ring,
-    "gather_": rooted,
-    "scatter_": rooted,
-    "reduce_scatter_": ring,
-    "_reduce_scatter_base_": _ring_of_whole,
-    "reduce_scatter_tensor_coalesced_": _ring_of_whole,
-    "alltoall_": _ring_of_whole,
-    "alltoall_base_": _ring_of_whole,
-    "barrier": tree,
-}
-"""By the operation in torch's dispatcher: the messages, for the bytes of the tensors by which
-``collectives.table.METHODS`` compares it, which are a part or the whole."""
-
-
-# -- a rank's link -------------------------------------------------------------------------
+    def hold(self, call: Call) -> None:
+        """Sleep until the link is done."""
+        self._link.sleep_until(call.held_until)
 
 
 class Link(ABC):
@@ -101,10 +100,6 @@ class Link(ABC):
     @abstractmethod
     def message(self, source: int, target: int, num_bytes: int) -> None:
         """Return when a message that now begins has come from one rank to another."""
-
-    @abstractmethod
-    def swap(self, one: int, other: int, num_bytes: int) -> None:
-        """Return when two ranks have requested and exchanged as many bytes, in both directions."""
 
     @abstractmethod
     def lasting(self, messages: Messages) -> contextlib.AbstractContextManager[None]:
@@ -116,9 +111,6 @@ class NoLink(Link):
     """No network is emulated: nothing lasts longer than it does."""
 
     def message(self, source: int, target: int, num_bytes: int) -> None:
-        """Return at once."""
-
-    def swap(self, one: int, other: int, num_bytes: int) -> None:
         """Return at once."""
 
     def lasting(self, messages: Messages) -> contextlib.AbstractContextManager[None]:
@@ -159,15 +151,6 @@ class EmulatedLink(Link):
         self.sleep_until(
             self.timeline.reserve([(source, target)], num_bytes * 8 / self.spec.bits_per_second)
             + self.spec.latency_seconds
-        )
-
-    def swap(self, one: int, other: int, num_bytes: int) -> None:
-        """Sleep until both messages have come: a request, then both ways at once."""
-        self.sleep_until(
-            self.timeline.reserve(
-                [(one, other), (other, one)], num_bytes * 8 / self.spec.bits_per_second
-            )
-            + 2 * self.spec.latency_seconds
         )
 
     @contextlib.contextmanager

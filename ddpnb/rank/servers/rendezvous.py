@@ -1,18 +1,13 @@
-"""How ranks find and wait for each other without a collective, and are freed from it (ranks).
+"""How ranks find and wait for each other without a collective (ranks).
 
 In a collective, ranks would go on waiting for one that has failed.  Here they exchange short texts
 through the process group's own store, and check for failures while they wait.
-
-Whatever waits for other ranks outside the process group holds a ``CancellationToken``.  Code that
-waits at a socket or a condition registers a way to end that wait.  Code that polls checks the token
-each time.
 """
 
 import contextlib
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -23,10 +18,9 @@ from torch import nn
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.processes import ProcessId, is_alive, process_id
-from ddpnb.rank.comm.link import NO_LINK, Link
-from ddpnb.rank.errors import ConsequenceError
-from ddpnb.rank.errors import RankLostError as RankLostError
-from ddpnb.rank.errors import RunCancelledError as RunCancelledError
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collectives.link import NO_LINK, Link
+from ddpnb.rank.errors import RankLostError
 from ddpnb.rank.meter import Meter, NullTimer
 
 NO_RANK = -1
@@ -36,53 +30,6 @@ _FAILED = "failed"
 
 class RunOverError(Exception):
     """There is nothing to join: the run has ended."""
-
-
-@final
-class CancellationToken:
-    """The token of one group: aborted once, with the group, from another thread than the waits."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self.is_aborted = False
-        """Whether all waits have been ended."""
-
-    def abort(self) -> int:
-        """End all waits, present and future; return how many there were.  May be called twice."""
-        with self._lock:
-            self.is_aborted = True
-            for end_wait in self._callbacks:
-                end_wait()
-            return len(self._callbacks)
-
-    @contextlib.contextmanager
-    def held(self, end_wait: Callable[[], None]) -> Iterator[None]:
-        """Have ``end_wait`` called if the group is aborted inside the block.
-
-        It is called from another thread, or at once if the group has been aborted already.
-        """
-        with self._lock:
-            self._callbacks.append(end_wait)
-            if self.is_aborted:
-                end_wait()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._callbacks.remove(end_wait)
-
-    def check(self, *, is_waiting: bool = True) -> None:
-        """Raise if the group has been aborted.
-
-        Raises:
-            RunCancelledError: it has been, and the caller was not waiting for other ranks.
-            ConsequenceError: it has been, and the caller was waiting for them.
-        """
-        if self.is_aborted and not is_waiting:
-            raise RunCancelledError("This rank was ended with the others.")
-        if self.is_aborted:
-            raise ConsequenceError("This rank was freed from its wait.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

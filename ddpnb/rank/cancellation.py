@@ -1,0 +1,60 @@
+"""How a rank is freed from waits that are not the process group's own (ranks).
+
+Whatever waits for other ranks outside the group holds a ``CancellationToken``.  Code that waits at
+a socket or a condition registers a way to end that wait.  Code that polls checks the token each
+time.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import final
+
+from ddpnb.rank.errors import ConsequenceError, RunCancelledError
+
+
+@final
+class CancellationToken:
+    """The token of one group: aborted once, with the group, from another thread than the waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self.is_aborted = False
+        """Whether all waits have been ended."""
+
+    def abort(self) -> int:
+        """End all waits, present and future; return how many there were.  May be called twice."""
+        with self._lock:
+            self.is_aborted = True
+            for end_wait in self._callbacks:
+                end_wait()
+            return len(self._callbacks)
+
+    @contextlib.contextmanager
+    def held(self, end_wait: Callable[[], None]) -> Iterator[None]:
+        """Have ``end_wait`` called if the group is aborted inside the block.
+
+        It is called from another thread, or at once if the group has been aborted already.
+        """
+        with self._lock:
+            self._callbacks.append(end_wait)
+            if self.is_aborted:
+                end_wait()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._callbacks.remove(end_wait)
+
+    def check(self, *, is_waiting: bool = True) -> None:
+        """Raise if the group has been aborted.
+
+        Raises:
+            RunCancelledError: it has been, and the caller was not waiting for other ranks.
+            ConsequenceError: it has been, and the caller was waiting for them.
+        """
+        if self.is_aborted and not is_waiting:
+            raise RunCancelledError("This rank was ended with the others.")
+        if self.is_aborted:
+            raise ConsequenceError("This rank was freed from its wait.")

@@ -1,1 +1,0 @@
-"""Flat buffers, an emulated link, and how ranks meet without a collective (ranks)."""
