@@ -50,7 +50,7 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
     frames = list(main_thread_frames())
     call, peer = distributed_call(frames)
     may_wait = call or sleeps_on_lock()
-    may_wait = may_wait and not any(map(is_shared_sum, frames))  # a leader's alone has a tensor
+    may_wait = may_wait and not any(map(is_shared_sum, frames))
     pending = torch_internals.pending_collective(group.joined_ns) if may_wait else None
     on_gpu = None
     if group.backend == "nccl":
