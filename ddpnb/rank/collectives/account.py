@@ -14,6 +14,9 @@ from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.meter import Meter
 
+SERVER_THREAD = "ddpnb-queue"
+"""The name of threads that serve other workers beside this worker's own steps."""
+
 
 @final
 class Account(Listener):
@@ -29,6 +32,8 @@ class Account(Listener):
 
     def accepted(self, call: Call) -> None:
         """Count the bytes, and a message that is on its way from now on."""
+        if threading.current_thread().name == SERVER_THREAD:
+            return
         sent, received = traffic_of(call)
         self._meter.count(sent=sent, received=received)
         if not call.is_blocking:

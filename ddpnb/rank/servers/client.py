@@ -124,6 +124,7 @@ class Client:
         try:
             if is_local:
                 return connect_host(config, layout, opened)
+            self._num_bytes = 0  # gloo's messages are counted where they are sent
             return connect_hosts(config, opened)
         except RunOverError as error:
             raise RankLostError(SERVER_RANK) from error

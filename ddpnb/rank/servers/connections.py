@@ -12,6 +12,7 @@ from typing import final
 
 from torch import Tensor
 
+from ddpnb.rank.collectives.account import SERVER_THREAD
 from ddpnb.rank.servers.memory import PackedTensors
 from ddpnb.rank.servers.queue import (
     REPLY,
@@ -159,6 +160,6 @@ def join_threads(threads: Sequence[threading.Thread], seconds: float) -> None:
 
 def start_thread(target: Callable[..., None], *args: object) -> threading.Thread:
     """Start a thread of rank 0's, which does not keep the process alive."""
-    thread = threading.Thread(target=target, args=args, name="ddpnb-queue", daemon=True)
+    thread = threading.Thread(target=target, args=args, name=SERVER_THREAD, daemon=True)
     thread.start()
     return thread

@@ -77,10 +77,6 @@ class Rendezvous:
         """Leave a text."""
         self._store.set(key, text)
 
-    def count(self, key: str) -> int:
-        """Count this rank in; return how many have been counted."""
-        return int(self._store.add(key, 1))
-
     def get(self, key: str, *, from_rank: int) -> str:
         """Return a text, once it is there.
 
