@@ -21,8 +21,10 @@ from ddpnb.compat import ipykernel_internals, torch_internals
 from ddpnb.protocol.connections import (
     Address,
     TcpConnection,
+    admit_no_more,
     as_socket,
     own_connections,
+    own_listeners,
     traffic_of,
 )
 from ddpnb.protocol.messages import RankState
@@ -111,6 +113,7 @@ class Group:
         self.collective_checks.start(self.folder, generation)
         if generation:  # a rank that dies while the first group is formed ends the start
             self._meet(store)
+        listened = own_listeners()
         init_process_group(
             self.backend,
             store=store,
@@ -127,6 +130,11 @@ class Group:
         total = torch.ones(1, device=self.device, dtype=torch.float32)  # not each rank's default
         dist.all_reduce(total)
         assert total.item() == self.world_size
+        is_complete = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0"
+        if self.peers and self.backend == "gloo" and is_complete:
+            for listener in own_listeners() - listened:  # gloo would keep whoever else connects
+                with contextlib.suppress(OSError):  # a system without filters for sockets
+                    admit_no_more(listener)
 
     def _meet(self, store: dist.Store) -> None:
         """Wait until all ranks are about to form the group: that can be aborted, unlike the rest.
