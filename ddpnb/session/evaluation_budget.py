@@ -15,7 +15,7 @@ from ddpnb.protocol.messages import NUM_EVALUATIONS, Checked, RunSpec
 
 SHARE = 0.25
 """The most that evaluation takes, as a share of the training time that it accompanies."""
-FREE_SECONDS = 0.5
+FREE_SECONDS = 2.0
 """An evaluation may take as long in any case."""
 DEFAULT_SIZES = 10_000, 2_000
 """Samples that the trained model, and each earlier point of its curve, are judged on by default."""
