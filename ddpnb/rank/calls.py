@@ -28,7 +28,7 @@ from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
-from ddpnb.rank import cells, machine, variables
+from ddpnb.rank import cells, failures, machine, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
@@ -48,7 +48,7 @@ def or_failure(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(*args)
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the edge of a call: the notebook shows it
-            return cells.failure_of(error, this_engine())
+            return failures.failure_of(error, this_engine())
 
     return guarded
 

@@ -14,7 +14,6 @@ from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.link import EmulatedLink, is_exchanging
-from ddpnb.rank.strategies import fsdp
 from tests.rank.test_loop import run_job, spec_of, unzip
 
 LINK = "1Mbit,3ms"
@@ -55,11 +54,7 @@ PER_STEP = {
     "dp": {2: 2 * TRANSFER, 3: 4 * TRANSFER},
 }
 """Seconds that a step takes at least, by the messages that each strategy's file lists."""
-LINKED = [
-    name
-    for name, entry in STRATEGIES.items()
-    if not entry.needs_shared_memory and (name != "fsdp" or fsdp.is_supported())
-]
+LINKED = [name for name, entry in STRATEGIES.items() if not entry.needs_shared_memory]
 
 
 def trained(ranks, strategy: str, num_ranks: int, **changes):

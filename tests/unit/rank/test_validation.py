@@ -11,7 +11,6 @@ from torch import nn
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.strategies import fsdp
 from ddpnb.rank.tasks import cell_task
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.evaluation import number_of
@@ -456,7 +455,6 @@ def test_what_one_strategy_cannot_train_is_refused_before_anything_trains(
         check_choices(source, strategy, accumulate=2)
 
 
-@pytest.mark.skipif(not fsdp.is_supported(), reason="this torch is too old for fsdp")
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [

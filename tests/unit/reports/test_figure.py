@@ -219,7 +219,6 @@ def test_runs_on_other_machines_are_named():
         ({"amp": "bf16", "clip": 1.0}, "these runs differ in amp and clip;"),
         ({"learning_rate": 0.1, "accumulate": 2, "slow": ("1:3x",)}, "differ in lr, accumulate an"),
         ({"task": "synthetic"}, "these runs differ in task;"),
-        ({"resume": "a-run", "num_epochs": 1.0}, "these runs differ in epochs and resume;"),
         ({"task": "cell", "source": "def model(): ..."}, "these runs differ in task;"),
         ({"repeat": 3}, ""),
     ],
@@ -513,21 +512,6 @@ def test_nothing_moves_when_a_strategy_turns_out_to_be_emulated():
     before = [axes.get_position().bounds for axes in live.finish().axes]
     live.update(fake_comparison(share=1.0, num_steps=40))
     assert [axes.get_position().bounds for axes in live.finish().axes] == before
-
-
-def test_a_resumed_run_goes_on_where_the_other_was():
-    anew = fake_run("ddp", num_steps=60, comparison="first").snapshot()
-    begun = replace(anew.header, num_samples_before=64_000)
-    on = replace(anew, run_id="on", comparison="second", header=begun)
-    both = Comparison(comparison_id="c", name="c", runs=(anew, on))
-    first, second = series_of(both)
-    np.testing.assert_allclose(second.losses["samples"].x, first.losses["samples"].x + 64_000)
-    np.testing.assert_allclose(second.losses["seconds"].x, first.losses["seconds"].x)
-    np.testing.assert_allclose(second.throughput.y, first.throughput.y)
-    assert first.summary.samples_per_second == second.summary.samples_per_second
-    seconds, samples = time_to_target(anew, Target(value=1.0))
-    assert time_to_target(on, Target(value=1.0)) == (seconds, samples + 64_000)
-    assert draw(both).axes[0].get_xlim()[1] > 64_000 + 60 * 256 * 0.9
 
 
 def test_what_stands_still_is_drawn_once_while_a_run_trains(monkeypatch: pytest.MonkeyPatch):

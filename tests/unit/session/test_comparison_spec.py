@@ -78,12 +78,12 @@ def test_the_baseline_and_the_ceiling_are_added_once_and_first(
 
 
 def test_a_ceiling_that_was_added_is_trained_for_its_rate_alone():
-    training = TrainingSpec(task="digits", kill=("1@1s",), save_every=1.0)
+    training = TrainingSpec(task="digits", kill=("1@1s",), save=True)
     asked = ComparisonSpec(strategies=("ddp", "no-comm"), training=training).run_specs()
     assert not any(run.is_ceiling for run in asked)
     _, ceiling, ddp = ComparisonSpec(strategies=("ddp",), training=training).run_specs()
-    assert (ceiling.is_ceiling, ceiling.kill, ceiling.save_every) == (True, (), 0.0)
-    assert (ddp.is_ceiling, ddp.kill, ddp.save_every) == (False, ("1@1s",), 1.0)
+    assert (ceiling.is_ceiling, ceiling.kill, ceiling.save) == (True, (), False)
+    assert (ddp.is_ceiling, ddp.kill, ddp.save) == (False, ("1@1s",), True)
     assert differences([ceiling, ddp]) == []
 
 
@@ -233,7 +233,9 @@ WRONG_LINES = {
     "--lr-warmup=-1": "--lr-warmup must be at least 0, not -1.",
     "--data-workers=-1": "--data-workers must be at least 0, not -1.",
     "--data-workers 100000": "--data-workers must be at most 256, not 100000.",
-    "--transport gloo": "--transport is gone: async takes shared memory or gloo by itself.",
+    "--transport gloo": "ddp_compare has no option --transport any more: ",
+    "--resume mine": "ddp_compare has no option --resume any more: ",
+    "--eval-samples 0": "--eval-samples must be at least 1, not 0.",
     "--link dsl": "There is no link 'dsl': write rate and latency, as in 1Gbit,0.5ms, or one of",
     "--link 1Gbit": "--link 1Gbit has no latency: write both, as in 1Gbit,0.5ms.",
     "--link 0Gbit,1ms": "--link 0Gbit,1ms: nothing would ever arrive, give more than 0 bit/s.",
@@ -254,7 +256,7 @@ WRONG_LINES = {
     "--jitter=-5%": "--jitter must be at least 0, not -5%.",
     "--jitter 99999999999%": "--jitter must be at most 100, not 99999999999%.",
     "--eval-every=-1": "--eval-every must be at least 0, not -1.",
-    "--save-every=-1": "--save-every must be at least 0, not -1.",
+    "--save-every 1": "ddp_compare has no option --save-every any more: ",
     "--epoxs 1": "ddp_compare has no option --epoxs; did you mean --epochs?",
     "--epoch 1": "ddp_compare has no option --epoch; did you mean --epochs?",
     "--epochs": "argument --epochs: expected one argument; %ddp_compare? explains it.",
@@ -285,7 +287,7 @@ def test_every_choice_has_its_option():
         "ddp --task synthetic:samples=512 --epochs 3 --batch-size 64 --lr 0.1 --seed 5 "
         "--momentum 0.9 --accumulate 4 --amp bf16 --clip 1.5 --lr-warmup 1 "
         "--sync-batchnorm --data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
-        "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine --eval-every 0.5 --link 10GbE"
+        "--jitter 20% --kill 1@5s --save --eval-samples 90 --eval-every 0.5 --link 10GbE"
     )
     assert parse(line) == TrainingSpec(
         task="synthetic:samples=512",
@@ -305,8 +307,8 @@ def test_every_choice_has_its_option():
         slow=("1:3x", "0:50ms", "2:2x"),
         jitter=0.2,
         kill=("1@5s",),
-        save_every=0.5,
-        resume="mine",
+        save=True,
+        eval_samples=90,
     )
 
 

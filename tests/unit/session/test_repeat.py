@@ -28,7 +28,7 @@ def same(specs: tuple[RunSpec, ...]) -> list[RunSpec]:
         "async --task digits --no-baseline",
         "single --task synthetic:samples=64",
         "ddp:hook=fp16 async:bound=2 --task text --slow 1:3x,0:50ms --jitter 20% --kill 1@2s",
-        "ddp --task digits --amp bf16 --clip 0.5 --accumulate 2 --resume abc",
+        "ddp --task digits --amp bf16 --clip 0.5 --accumulate 2 --save --eval-samples 90",
         "async:momentum=0.5 --task digits --momentum 0.9 --batch-per-worker 64 --lr-scaling linear",
         "async:compensate=2 hogwild:momentum=0 --task digits --batch-per-worker 8",
     ],
@@ -63,17 +63,6 @@ def test_what_was_emulated_on_purpose_is_asked_for_again():
         "--sync-batchnorm",
     ):
         assert words in magic
-
-
-def test_what_was_resumed_is_called_as_the_user_calls_it():
-    training = TrainingSpec(task="digits")
-    specs = ComparisonSpec(strategies=("ddp", "async"), training=training).run_specs()
-    resumed = tuple(
-        replace(spec, resume=f"id-of-{spec.strategy}", resumed=f"first/{spec.strategy}#1")
-        for spec in specs
-    )
-    words = magic_of(comparison(resumed)).split()
-    assert words[words.index("--resume") + 1] == "first"
 
 
 def test_a_hand_written_loop_has_none():

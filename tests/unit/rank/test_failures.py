@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, DistNetworkError
 
-from ddpnb.rank.cells import is_consequence, release_frames, text_of
 from ddpnb.rank.errors import ConsequenceError, RankLostError
+from ddpnb.rank.failures import is_consequence, release_frames, text_of
 
 
 class Loader:
