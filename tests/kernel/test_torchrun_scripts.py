@@ -153,7 +153,7 @@ def optimizer(model, num_steps):
 
 
 def test_the_cells_own_scheduler_goes_on_after_a_death(compared: Cell, kernel: Kernel):
-    line = "zero --epochs 2.5 --batch-size 40 --save-every 0.5"
+    line = "zero --epochs 2.5 --batch-size 40"
     compare(kernel, "scheduled", line, SCHEDULED)
     export(kernel, "scheduled scheduled.py")  # it trained zero alone
     (kernel.folder / "dying").touch()
