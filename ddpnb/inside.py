@@ -259,12 +259,12 @@ def predict(
 def advise(*, model: str = "", input: str = "") -> AdviceResult:
     """Measure this machine and recommend a strategy; the twin of ``%ddp_advise``.
 
-    It takes some seconds: compute, memory, all-reduces, and what connects GPUs.
+    It takes some seconds: compute, all-reduces, and what connects GPUs.
 
     Args:
         model: a model on the ranks, by the name of its variable; its forward and backward pass are
             measured on a copy.
-        input: the tensor on the ranks that it is called with; by default one is made up.
+        input: the tensor on the ranks that it is called with; goes with a model.
 
     Returns:
         The result, with ``.table()``, ``.measures()``, ``.advice``.

@@ -11,12 +11,16 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import psutil
+
+SETTLE_SECONDS: Final = 1.0
+"""How long bytes may be on their way while they are counted."""
 
 
 class Address(NamedTuple):
@@ -153,6 +157,23 @@ def traffic_of(fd: int) -> Traffic | None:
             unacked, acked, received = _TCP_INFO.unpack(info)
             return Traffic(acked, received, unacked)
     return None
+
+
+def bytes_sent() -> int | None:
+    """Return how many bytes this process has sent on its TCP connections; None: not known.
+
+    Waits until all that is on its way has arrived.
+    """
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        sockets = {each.inode: each.fd for each in own_connections()}
+        found = [each for fd in sockets.values() if (each := traffic_of(fd))]
+        if sockets and not found:
+            return None
+        arrived = all(each.num_segments_under_way == 0 for each in found)
+        if arrived or time.monotonic() > deadline:
+            return sum(each.num_bytes_acked for each in found)
+        time.sleep(0.001)
 
 
 def as_socket(fd: int) -> socket.socket:

@@ -98,9 +98,6 @@ class DdpReport:
     rank: int
     caps: tuple[CapReport, ...]
     """The model's own first."""
-    pairs: tuple[tuple[float, float], ...]
-    """Seconds of steps without the hooks that note all this, and with them, in turns."""
-    num_threads: int
     notes: tuple[str, ...] = ()
 
 

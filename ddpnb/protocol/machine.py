@@ -10,7 +10,7 @@ class MachineQuery:
     model: str = ""
     """A variable on the ranks; empty: no model is measured."""
     input: str = ""
-    """What the model is called with, a variable on the ranks; empty: it is made up."""
+    """What the model is called with, an expression on the ranks."""
     name: str
     """Of this measurement; no two share it."""
 
@@ -27,8 +27,6 @@ class ModelMeasured:
     num_fewer: int
     """A smaller batch, for what a step costs however small it is; 0: there was none."""
     fewer_seconds: float
-    is_made_up: bool
-    """Whether nobody said what it is called with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +42,6 @@ class RankMeasured:
     """Multiply-adds of float32 matrices count twice; all ranks at once."""
     flops_alone: float
     """The same on rank 0 while the others rest; 0 on the others."""
-    memory: float
-    """Bytes read and written by a copy on the device; all ranks at once."""
     latency: float
     """Seconds of an all-reduce of one number."""
     all_reduce_bytes: int
@@ -54,15 +50,6 @@ class RankMeasured:
     shared_latency: float
     """The same through shared memory; 0 where ranks do not share any, or compute on GPUs."""
     shared_all_reduce: float
-    to_device: float
-    """Bytes copied from pinned memory of the host to the GPU."""
-    from_device: float
-    between: float
-    """Bytes copied from this GPU to the next one of its host; 0 where there is none."""
-    between_latency: float
-    """Seconds of a copy of one number between them."""
-    has_peer_access: bool
-    """Whether one GPU reads the other's memory without the host."""
-    connection: str
-    """As ``nvidia-smi topo -m`` names what lies between them: ``"NV12"``, ``"PHB"``; or empty."""
+    has_peer_access: bool | None
+    """Whether a GPU reads the next one's memory without the host; None: the host has no next."""
     model: ModelMeasured | None = None

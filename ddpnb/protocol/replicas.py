@@ -74,8 +74,6 @@ class Held:
     """Of DDP: false inside ``no_sync()``."""
     is_training: bool = True
     """Of a module: whether it is in training mode."""
-    batch_norm: frozenset[str] = frozenset()
-    """The buffers that are BatchNorm's statistics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,12 +28,21 @@ from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
-from ddpnb.rank import cells, failures, machine, variables
+from ddpnb.rank import cells, failures, variables
 from ddpnb.rank.engine import RankEngine
+from ddpnb.rank.inspect import (
+    collective,
+    ddp_steps,
+    dp_steps,
+    links,
+    machine,
+    replicas,
+    subject,
+)
+from ddpnb.rank.inspect import samples as sampled
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
 from ddpnb.rank.stale_variables import stale_variables
-from ddpnb.rank.trace import collectives, data_parallel_steps, ddp_steps, replicas, subject
 from ddpnb.rank.training import loop
 
 received = variables.Received()
@@ -166,10 +175,10 @@ def free_data() -> None:
 
 @or_failure
 def measure_links(ranks: tuple[int, ...]) -> list[tuple[int, int, float, float]]:
-    """Measure the connections between ranks; see ``machine.measure_links``."""
+    """Measure the connections between ranks; see ``links.measure``."""
     engine = this_engine()
     with engine.adopted_group.during():
-        return cells.interruptible(lambda: machine.measure_links(ranks, engine.group.device))
+        return cells.interruptible(lambda: links.measure(ranks, engine.group.device))
 
 
 @or_failure
@@ -229,11 +238,11 @@ def elements(name: str, part: Part, tensor: str, chunks: tuple[int, ...]) -> NDA
 
 @or_failure
 def samples(spec: SamplerSpec) -> RankSamples:
-    """Return which samples this rank gets; see ``replicas.samples``."""
+    """Return which samples this rank gets; see ``samples.samples``."""
     engine = this_engine()
     state = engine.group.state()
     return cells.interruptible(
-        lambda: replicas.samples(
+        lambda: sampled.samples(
             spec,
             engine.shell.user_ns,
             rank=state.rank,
@@ -281,7 +290,7 @@ def inspect_dp(spec: InspectSpec) -> DataParallelReport | None:
         return None
     options = inspected_task(spec, engine)
     return cells.interruptible(
-        lambda: data_parallel_steps.measure(
+        lambda: dp_steps.measure(
             spec,
             group.state(),
             engine.shell.user_ns,
@@ -296,7 +305,7 @@ def inspect_dp(spec: InspectSpec) -> DataParallelReport | None:
 def show_collective(spec: CollectiveSpec) -> CollectiveShown | None:
     """Run one collective for show.  Takes part: every rank."""
     device = this_engine().group.device
-    return cells.interruptible(lambda: collectives.show(spec, device=device))
+    return cells.interruptible(lambda: collective.show(spec, device=device))
 
 
 @or_failure

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from IPython.core.interactiveshell import ExecutionInfo
 
 from ddpnb.protocol.messages import CellReport, CellSpec
+from ddpnb.rank.collectives.trace import TraceRecorder, recording
 from ddpnb.rank.engine import RankEngine, id_of
 from ddpnb.rank.failures import (
     RENDERS_ITSELF,
@@ -25,7 +26,6 @@ from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions, variable_names
 from ddpnb.rank.status import num_collectives
 from ddpnb.rank.torchrun import process_of, run_script
-from ddpnb.rank.trace.recorder import TraceRecorder, recording
 
 DRAIN_SECONDS = 0.2
 """How long a cell may wait at its end for the output of C code and child processes."""

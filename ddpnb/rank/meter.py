@@ -12,12 +12,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, final
 
+import torch
+
 Phase = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
 """What the time of a step can be spent on; the fields of ``messages.Parts`` that exclude each
 other."""
 
 Moment = Any
 """A point in time on the device's own clock, from ``Timer.moment``."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done its work, before a clock is read; a CPU has done it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Timer(ABC):

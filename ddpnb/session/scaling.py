@@ -54,14 +54,14 @@ def advice(cluster: Cluster, model: str = "", input_: str = "") -> AdviceResult:
     Args:
         cluster: idle.
         model: a variable on the ranks, which is measured too; empty: none.
-        input_: what it is called with, likewise; empty: it is made up.
+        input_: what it is called with, likewise.
 
     Raises:
         UserError: the model cannot be measured as it was named.
         RankError: a rank failed.
     """
-    if input_ and not model:
-        raise UserError("--input is what the model is called with: give --model too.")
+    if bool(model) != bool(input_):
+        raise UserError("Name both a model and what it is called with: --model net --input x.")
     query = MachineQuery(model=model, input=input_, name=new_id())
     begun = time.monotonic()
     answers = ask(cluster, OnRank("measure_machine"), query)

@@ -224,13 +224,13 @@ def test_links_are_measured_between_all_ranks(cluster):
 
 
 def test_links_that_cannot_be_measured_are_named_at_once(cluster, hosts, monkeypatch):
-    run(cluster, "from ddpnb.rank import machine\nmeasure = machine._measure_link")
-    run(cluster, "if rank == 2: machine._measure_link = lambda *_: 1 / 0")
+    run(cluster, "from ddpnb.rank.inspect import links\nmeasure = links._measure")
+    run(cluster, "if rank == 2: links._measure = lambda *_: 1 / 0")
     began = time.monotonic()
     with pytest.raises(UserError, match="Measuring failed on rank 2: ZeroDivisionError"):
         measure_links(cluster)
     assert time.monotonic() - began < SECONDS  # of the 60 that the others would wait
-    run(cluster, "machine._measure_link = measure")
+    run(cluster, "links._measure = measure")
     monkeypatch.setattr(inside, "LINK_SECONDS", 2.0)
     with hosts.parted(), pytest.raises(UserError, match="failed: host a does not reach host b"):
         measure_links(cluster)

@@ -49,10 +49,8 @@ def test_the_machine_is_measured_and_its_cell_is_marked(kernel: Kernel):
     assert "all-reduce in shared memory" in cell.text
     assert "ms for 8 samples, 496 B of gradients" in cell.text
     assert "<table" in cell.bundles("text/html")[0]
-    unknown = kernel.run("%ddp_advise --model nothing")
-    assert "The ranks have no variable nothing: define it in a %%ddp cell first." in (
-        unknown.error_text
-    )
+    unknown = kernel.run("%ddp_advise --model nothing --input x")
+    assert "nothing is not defined: define it in a %%ddp cell." in unknown.error_text
     after = kernel.run("%%ddp\nprint(net.weight.grad)")  # the copy has the gradients
     assert after.by_rank == {0: ["None"], 1: ["None"]}
 

@@ -11,8 +11,8 @@ from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.link import EmulatedLink
+from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.meter import Meter, NullTimer
-from ddpnb.rank.trace.recorder import recording
 from tests.faults.test_collective_checks import RIGHT, SETUP
 
 ALONE = "the group, destroyed and formed again"

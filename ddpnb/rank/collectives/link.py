@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.notation import LinkSpec
+from ddpnb.protocol.notation import LinkSpec, parse_link
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.costs import Messages
 from ddpnb.rank.collectives.intercept import Listener, listening
@@ -46,6 +46,26 @@ def check(device: str) -> None:
     for probe in (torch_internals.intercepts_collectives, torch_internals.delays_collectives):
         if not probe.works:
             raise UserError(f"{probe.sentence}; leave --link out.")
+
+
+@contextlib.contextmanager
+def opened(
+    given: str, path: Path, world_size: int, cancellation: CancellationToken
+) -> Iterator["Link"]:
+    """Return a context in which all exchanges of this process go over a link as the user gave it.
+
+    Args:
+        given: such as ``"1Gbit,1ms"``; empty: there is no link to emulate.
+        path: of a file that the ranks of this host share.
+        world_size: the number of all ranks.
+        cancellation: ends waits.
+    """
+    if not given:
+        yield NO_LINK
+        return
+    link = EmulatedLink(parse_link(given), path, world_size)
+    with over(link, cancellation):
+        yield link
 
 
 @contextlib.contextmanager

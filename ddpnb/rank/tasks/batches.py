@@ -181,6 +181,22 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
+def tensors_of(tree: Tree) -> Iterator[Tensor]:
+    """Yield the tensors in a tree."""
+    return (leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor))
+
+
+def copied(tree: Tree) -> Tree:
+    """Return a tree with tensors of its own, which a forward pass may change."""
+
+    def copy_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return mapped(copy_of, tree)
+
+
 def moved(tree: Tree, device: torch.device) -> Tree:
     """Return a tree with its tensors on a device; to a GPU they are copied without waiting."""
     # A copy to a GPU makes this thread wait unless it comes from pinned memory.

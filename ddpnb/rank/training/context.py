@@ -19,11 +19,11 @@ from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
-from ddpnb.protocol.notation import check_fault_ranks, parse_link, parse_strategy
+from ddpnb.protocol.notation import check_fault_ranks, parse_strategy
 from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import link as emulated_link
-from ddpnb.rank.collectives.link import NO_LINK, EmulatedLink, Link
+from ddpnb.rank.collectives.link import NO_LINK, Link
 from ddpnb.rank.meter import Meter, NullTimer, Timer
 from ddpnb.rank.random_state import random_state, seed_everything, set_random_state
 from ddpnb.rank.strategies import make_strategy
@@ -359,12 +359,9 @@ def _global_batch(spec: RunSpec, plan: Plan, num_samples: int) -> int:
 @contextlib.contextmanager
 def linked(context: RunContext) -> Iterator[RunContext]:
     """Yield the context of a run in which exchanges last as over its link, if it has one."""
-    if not context.spec.link:
-        yield context
-        return
     path = context.folder / f"{context.name('l')}.link"
-    link = EmulatedLink(parse_link(context.spec.link), path, context.state.world_size)
-    with emulated_link.over(link, context.cancellation):
+    world_size, token = context.state.world_size, context.cancellation
+    with emulated_link.opened(context.spec.link, path, world_size, token) as link:
         yield replace(context, link=link)
 
 

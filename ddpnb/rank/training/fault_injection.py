@@ -27,7 +27,7 @@ import torch
 
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
 from ddpnb.protocol.notation import Kill, Slow, parse_kill, parse_slow
-from ddpnb.rank.meter import Timer
+from ddpnb.rank.meter import Timer, synchronize
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.worker import Batch, Worker
 
@@ -48,17 +48,12 @@ def measure_compute_seconds(
     trials = []
     worker.compute_gradients(batch)  # cold
     for _ in range(num_trials):
-        _synchronize(worker.device)
+        synchronize(worker.device)
         began = time.perf_counter()
         worker.compute_gradients(batch)
-        _synchronize(worker.device)
+        synchronize(worker.device)
         trials.append(time.perf_counter() - began)
     return typical(trials)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @final
@@ -135,7 +130,7 @@ class FaultInjector:
         if seconds <= 0:
             return
         self._timer.begin("forward")
-        _synchronize(self._device)  # else a GPU would go on with its queued work
+        synchronize(self._device)  # else a GPU would go on with its queued work
         time.sleep(seconds)
 
     def _delay(self, worker: int) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ddpnb.protocol.messages import Parts
-from ddpnb.rank.meter import Moment, Phase, Timer, Traffic
+from ddpnb.rank.meter import Moment, Phase, Timer, Traffic, synchronize
 
 MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""
@@ -227,6 +227,49 @@ Clock = CpuClock | CudaClock
 def clock_of(device: torch.device) -> Clock:
     """Return the clock for the steps of a device."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+@final
+class StepTimer(Timer):
+    """Notes when each phase of a step begins; no moment waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clock = clock_of(device)
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step, when the device has nothing left to do."""
+        synchronize(self._device)
+        self._base, self._base_seconds = self.moment(), time.perf_counter()
+        self._marks: list[tuple[Phase, Moment]] = []
+
+    def begin(self, phase: Phase, at: Moment = None) -> Phase:
+        """Note the moment."""
+        before = self._marks[-1][0] if self._marks else phase
+        self._marks.append((phase, self.moment() if at is None else at))
+        return before
+
+    def moment(self) -> Moment:
+        """Return this moment on the device's clock."""
+        return self._clock.moment()
+
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Note nothing: whoever inspects a step sees what is hidden."""
+
+    def seconds(self, moment: Moment) -> float:
+        """Return when a moment was, on the monotonic clock that a host's processes share."""
+        if isinstance(moment, float):
+            return moment
+        moment.synchronize()
+        return self._base_seconds + float(self._base.elapsed_time(moment)) / 1000
+
+    def phases(self) -> list[tuple[Phase, float, float]]:
+        """End the step; return its phases, each with its begin and end in seconds."""
+        self.begin("data")
+        begun = [self.seconds(moment) for _, moment in self._marks]
+        names = [phase for phase, _ in self._marks]
+        return list(zip(names, begun, begun[1:], strict=False))
 
 
 def _parts_of(done: _Pending) -> Parts:

@@ -136,23 +136,14 @@ def _connection(ranks: Sequence[RankMeasured]) -> tuple[Connection, str]:
     first = ranks[0]
     if first.device == "cpu":
         return "no GPU", "Ranks compute on the cores and share the host's memory."
-    to_host = _mean(ranks, "to_device")
-    if not first.between:
+    if first.has_peer_access is None:
         return (
             "GPU-GPU",
             "Each host has one GPU, so that GPUs have nothing but the network between.",
         )
-    words = (
-        f"A GPU copies {short(first.between)}B/s to the next and {short(to_host)}B/s from the host"
-    )
-    if first.connection.startswith("NV"):
-        how = f"connected by NVLink ({first.connection})"
-    elif first.has_peer_access:
-        how = "with peer access over PCIe" + (f" ({first.connection})" if first.connection else "")
-    else:
-        how = "without peer access: copies go through the host"
-    kind: Connection = "GPU-GPU" if first.between >= to_host else "CPU-GPU"
-    return kind, f"{words}, {how}."
+    if first.has_peer_access:
+        return "GPU-GPU", "GPUs of a host read each other's memory: they have peer access."
+    return "CPU-GPU", "GPUs of a host have no peer access: copies between them go through the host."
 
 
 def _crowding(ranks: Sequence[RankMeasured]) -> str | None:
@@ -286,7 +277,6 @@ def _measures(ranks: Sequence[RankMeasured]) -> dict[str, str]:
         "ranks": f"{num} on {counted(hosts, 'host')}, {first.device_name}, {first.backend}",
         "float32 matrices": f"{short(min(flops))} to {short(max(flops))} FLOP/s a rank, all at "
         f"once; {short(first.flops_alone)} alone",
-        "memory": f"{short(_mean(ranks, 'memory'))}B/s a rank, all at once",
     }
     if num > 1:
         link = link_of(ranks)
@@ -300,20 +290,9 @@ def _measures(ranks: Sequence[RankMeasured]) -> dict[str, str]:
         shown["all-reduce in shared memory"] = _all_reduce(
             first, _mean(ranks, "shared_latency"), _mean(ranks, "shared_all_reduce")
         )
-    if first.to_device:
-        shown["host to GPU, and back"] = (
-            f"{short(_mean(ranks, 'to_device'))}B/s, {short(_mean(ranks, 'from_device'))}B/s"
-        )
-    if first.between:
-        peers = "peer access" if first.has_peer_access else "no peer access"
-        named = f", {first.connection}" if first.connection else ""
-        shown["GPU to GPU"] = (
-            f"{short(first.between)}B/s, {1e6 * first.between_latency:.3g} µs, {peers}{named}"
-        )
     if (model := first.model) is not None:
-        made = " (its input is made up)" if model.is_made_up else ""
         shown["forward and backward pass"] = (
-            f"{number(1e3 * model.seconds)} ms for {model.num_samples} samples{made}, "
+            f"{number(1e3 * model.seconds)} ms for {model.num_samples} samples, "
             f"{size(model.num_bytes)} of gradients"
         )
     return shown

@@ -3,7 +3,6 @@
 Pure functions of what the ranks have measured.
 """
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -140,7 +139,7 @@ class DdpInspection:
         notes.append(FORMULA)
         if self.link:
             notes.append(f"The link of {self.link} is emulated: exchanges last as over it.")
-        notes.append(f"{CLOCK}  {about_cost(self.reports[0].pairs)}")
+        notes.append(CLOCK)
         notes += list(dict.fromkeys(note for each in self.reports for note in each.notes))
         return notes
 
@@ -169,23 +168,6 @@ def split_of(spans: Sequence[Span], num_ranks: int) -> Split:
         hidden += behind
         exposed += sum(end - start for start, end in sent) - behind
     return Split(_length(spans), exposed / num_ranks, hidden / num_ranks)
-
-
-def about_cost(pairs: Sequence[tuple[float, float]]) -> str:
-    """Say by how much hooks make a step longer, with the interval of a median by order statistics.
-
-    Args:
-        pairs: seconds of a step without them, and of one with them.
-    """
-    plain = statistics.median(one for one, _ in pairs)
-    added = sorted((other - one) / plain for one, other in pairs)
-    cut = max(0, math.floor((len(added) - 1.96 * math.sqrt(len(added))) / 2))
-    low, high = added[cut], added[-1 - cut]
-    kind = "95 % interval of the median" if cut else "range"
-    return (
-        f"Steps with them take {percent(statistics.median(added), 1)} more than steps without, in "
-        f"turns on rank 0 ({kind}: {percent(low, 1)} to {percent(high, 1)})."
-    )
 
 
 def buckets_text(inspection: DdpInspection) -> str:

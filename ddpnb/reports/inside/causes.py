@@ -111,7 +111,7 @@ class Evidence:
     def _buffers(self, finding: Finding) -> str:
         held = self._held(finding)
         tensor = "" if finding.first is None else finding.first.tensor
-        if not any(tensor in each.batch_norm for each in held):
+        if not _is_statistic(tensor):
             return "Each rank has updated it by itself; DDP averages gradients alone."
         own = "BatchNorm's statistics are of each rank's own samples"
         if self._is_by_design(finding):
@@ -135,7 +135,7 @@ class Evidence:
             each.is_ddp
             and each.syncs_buffers
             and each.is_training
-            and set(each.parts.get(Part.BUFFERS, {})) <= each.batch_norm
+            and all(map(_is_statistic, each.parts.get(Part.BUFFERS, ())))
             for each in held
         )
 
@@ -207,3 +207,8 @@ def _odd(finding: Finding) -> str:
 NO_DDP = "no variable leads to a DDP that holds the model"
 
 ROUNDING_CAUSE = "So small that it may be rounding: sums were made in another order."
+
+
+def _is_statistic(buffer: str) -> bool:
+    """Return whether a buffer is one of BatchNorm's, by its name."""
+    return buffer.endswith(("running_mean", "running_var", "num_batches_tracked"))

@@ -10,7 +10,7 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.replicas import CHUNK_ELEMENTS, Held, Part, RankReplica
-from ddpnb.rank.trace import replicas as on_rank
+from ddpnb.rank.inspect import replicas as on_rank
 from ddpnb.reports.inside.causes import with_causes
 from ddpnb.reports.inside.replicas import (
     ReplicaCheck,
@@ -59,7 +59,6 @@ def with_facts(held: Held, facts: Mapping[str, object]) -> Held:
         sharded=held.sharded,
         is_missing=held.is_missing,
         problem=held.problem,
-        batch_norm=held.batch_norm,
         **{"is_training": held.is_training, **facts},
     )
 
@@ -167,10 +166,21 @@ def test_tensors_of_any_kind():
     assert checked(zeros, "t").is_same
     values = [{"t": torch.tensor([1.0])}, {"t": torch.tensor([float("nan")])}]
     assert "some are NaN or infinite" in checked(values, "t").text()
-    meta = nn.Linear(2, 2, device="meta")
-    result = checked([{"m": meta}, {"m": meta}], "m")
-    assert verdicts(result)["parameters m"] is Verdict.UNKNOWN
-    assert result.sentence() == "Nothing on ranks 0-1 can be compared."
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(2, 2, device="meta").weight,
+        lambda: nn.LazyLinear(2).weight,
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+)
+def test_what_has_no_plain_values_is_not_compared(make):
+    result = checked([{"t": make()}, {"t": make()}], "t")
+    assert verdicts(result)["values t"] is Verdict.UNKNOWN
 
 
 def test_a_large_tensor_is_measured_in_part_and_says_so():

@@ -11,7 +11,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from ddpnb.protocol.replicas import RankSamples, SamplerSpec
-from ddpnb.rank.trace import replicas as on_rank
+from ddpnb.rank.inspect import samples as on_rank
 from ddpnb.reports.inside.samples import MAX_CELLS, Handout, handout_of, handout_of_run
 from tests.unit.history.fake_runs import fake_comparison
 
@@ -75,6 +75,8 @@ def test_a_loader_is_read_without_consuming_it():
     sampler.set_epoch(7)
     batches = BatchSampler(sampler, 4, drop_last=False)
     handed_out(2, SamplerSpec(expression="batches"), batches=batches)
+    by_hand = DataLoader(data, batch_sampler=[[3, 1], [2]])  # any iterable is one
+    assert handed_out(1, SamplerSpec(expression="x"), x=by_hand).rows[0].shares() == "3 each"
     assert sampler.epoch == 7
     assert sampler.dataset is data
 

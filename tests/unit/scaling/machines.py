@@ -49,18 +49,12 @@ def rank(number: int = 0, **changes: object) -> RankMeasured:
         backend="gloo",
         flops=1e11,
         flops_alone=1e11 if number == 0 else 0.0,
-        memory=2e10,
         latency=1e-4,
         all_reduce_bytes=1 << 22,
         all_reduce=4e-3,
         shared_latency=3e-5,
         shared_all_reduce=2e-3,
-        to_device=0.0,
-        from_device=0.0,
-        between=0.0,
-        between_latency=0.0,
-        has_peer_access=False,
-        connection="",
+        has_peer_access=None,
     )
     return replace(found, **changes)  # type: ignore[arg-type]
 
@@ -72,12 +66,7 @@ def gpu(number: int = 0, **changes: object) -> RankMeasured:
         "backend": "nccl",
         "shared_latency": 0.0,
         "shared_all_reduce": 0.0,
-        "to_device": 12e9,
-        "from_device": 12e9,
-        "between": 45e9,
-        "between_latency": 1e-5,
         "has_peer_access": True,
-        "connection": "NV2",
     }
     return rank(number, **(own | changes))
 
@@ -90,6 +79,5 @@ def model(**changes: object) -> ModelMeasured:
         seconds=0.01,
         num_fewer=32,
         fewer_seconds=0.006,
-        is_made_up=False,
     )
     return replace(found, **changes)  # type: ignore[arg-type]

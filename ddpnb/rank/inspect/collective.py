@@ -1,0 +1,165 @@
+"""One collective, run for show: what each rank has before and after, time and bytes (ranks).
+
+The tensor of rank r holds 10 (r + 1) + 0, 1, 2 ..., so that each number shows where it comes from.
+Bytes are those that the kernel has sent on this process's TCP connections, gloo's headers included.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpnb.protocol.connections import bytes_sent
+from ddpnb.protocol.trace import CHUNKED, Chunks, CollectiveShown, CollectiveSpec
+from ddpnb.rank.meter import synchronize
+
+NUM_TIMED = 7
+"""Calls of which the median is shown; one before is not timed."""
+NUMBER_BYTES = 4
+FEW_CELLS = 8
+"""Numbers of a tensor that are shown."""
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+MESSAGES = ("send", "recv")
+NO_AVG = "gloo has no avg: the ranks add up, then each divides by their number."
+
+
+class _Call(NamedTuple):
+    """One call of a collective, and the tensors that it reads and writes."""
+
+    given: Tensor | None
+    """None: this rank gives nothing."""
+    got: Tensor | None
+    """Is changed in place.  None: this rank gets nothing."""
+    make: Callable[[], object]
+
+
+def show(spec: CollectiveSpec, *, device: torch.device) -> CollectiveShown | None:
+    """Run a collective, time it and count its bytes.  Takes part: every rank of the cluster.
+
+    Returns:
+        None on a rank that is not among the ``spec``'s.
+    """
+    world = tuple(range(dist.get_world_size()))
+    group = dist.group.WORLD if spec.ranks == world else dist.new_group(list(spec.ranks))
+    if dist.get_rank() not in spec.ranks:
+        return None
+    assert group is not None
+    try:
+        return _shown(spec, group, device)
+    finally:
+        if spec.ranks != world:
+            dist.destroy_process_group(group)
+
+
+def _shown(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device) -> CollectiveShown:
+    num_ranks, backend = len(spec.ranks), dist.get_backend(group)
+    num_chunks = num_ranks if spec.name in CHUNKED else 1
+    num = max(spec.num_bytes // NUMBER_BYTES // num_chunks, 1) * num_chunks
+    if not spec.num_bytes:
+        num = 2 * num_chunks if spec.name in (*CHUNKED, "scatter") else 4
+    is_divided = spec.op == "avg" and backend == "gloo"
+
+    first = _call(spec, group, num, device)
+    before = _chunks(first.given, num_ranks if spec.name == "scatter" else num_chunks)
+    dist.barrier(group)  # connections are made, and nobody is late
+    sent = bytes_sent()
+    first.make()
+    synchronize(device)
+    sent_after = bytes_sent()
+    counted = None if sent is None or sent_after is None else sent_after - sent
+    if is_divided and first.got is not None:
+        first.got.div_(num_ranks)
+    gathers = spec.name in ("gather", "all_gather", "all_to_all")
+    return CollectiveShown(
+        rank=dist.get_rank(),
+        before=before,
+        after=_chunks(first.got, num_ranks if gathers else 1),
+        num_given=0 if first.given is None else first.given.numel(),
+        num_got=0 if first.got is None else first.got.numel(),
+        seconds=_median(spec, group, num, device),
+        small_seconds=_median(spec, group, num_chunks, device),
+        num_bytes_sent=counted if backend == "gloo" else None,
+        backend=backend,
+        notes=(NO_AVG,) if is_divided else (),
+    )
+
+
+def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torch.device) -> _Call:
+    """Return a call with new tensors of ``num`` numbers."""
+    rank, num_ranks, root, name = dist.get_rank(), len(spec.ranks), spec.from_rank, spec.name
+    to = spec.ranks[(spec.ranks.index(root) + 1) % num_ranks]
+    is_root, is_gloo, is_message = rank == root, dist.get_backend(group) == "gloo", name in MESSAGES
+    if is_message and is_gloo:
+        device = torch.device("cpu")  # gloo takes a GPU's address for one of the host's memory
+    op = OPS["sum" if spec.op == "avg" and is_gloo else spec.op]
+    given = numbers(rank, num * num_ranks if name == "scatter" else num, device)
+    parts, got, rows = list(given.chunk(num_ranks)), given.clone(), []
+    if name in ("scatter", "reduce_scatter"):
+        got = torch.zeros_like(parts[0])
+    elif name in ("gather", "all_gather"):
+        got = given.new_zeros(num_ranks, num)
+        rows = list(got)
+
+    def send_or_receive() -> object:
+        if rank == root:
+            return dist.send(got, to, group) if to != root else None
+        return dist.recv(got, root, group) if rank == to else None
+
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(got, op, group),
+        "broadcast": lambda: dist.broadcast(got, root, group),
+        "reduce": lambda: dist.reduce(got, root, op, group),
+        "scatter": lambda: dist.scatter(got, parts if is_root else None, root, group),
+        "gather": lambda: dist.gather(given, rows if is_root else None, root, group),
+        "all_gather": lambda: dist.all_gather(rows, given, group),
+        "reduce_scatter": lambda: dist.reduce_scatter(got, parts, op, group),
+        "all_to_all": lambda: dist.all_to_all_single(got, given, group=group),
+        "barrier": lambda: dist.barrier(group),
+        "send": send_or_receive,
+        "recv": send_or_receive,
+    }
+    gives = is_root or name not in (*MESSAGES, "broadcast", "scatter")
+    gets = rank in (root, to) if is_message else is_root or name not in ("reduce", "gather")
+    if name == "barrier":
+        gives = gets = False
+    return _Call(given if gives else None, got if gets else None, calls[name])
+
+
+def numbers(rank: int, num: int, device: torch.device) -> Tensor:
+    """Return what a rank gives: its tens show the rank, its ones the place."""
+    return 10.0 * (rank + 1) + torch.arange(num, device=device) % 10
+
+
+def _median(
+    spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torch.device
+) -> float:
+    """Return how long a call takes here, when all ranks begin together."""
+    call, times = _call(spec, group, num, device), []
+    if call.got is not None and spec.name not in MESSAGES:
+        call.got.zero_()  # else products grow beyond all numbers
+    for _ in range(NUM_TIMED + 1):
+        dist.barrier(group)
+        synchronize(device)
+        began = time.perf_counter()
+        call.make()
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def _chunks(tensor: Tensor | None, num_chunks: int) -> Chunks:
+    """Return the first numbers of each chunk of a tensor."""
+    if tensor is None:
+        return ()
+    num_each = max(1, FEW_CELLS // num_chunks)
+    return tuple(tuple(chunk[:num_each].tolist()) for chunk in tensor.flatten().chunk(num_chunks))

@@ -1,0 +1,195 @@
+"""A model's steps through DistributedDataParallel, each with all that happens in it (ranks).
+
+All is done on copies of the model and its optimizer, and random numbers are put back: an inspection
+changes nothing.  Hooks note when each gradient is there and when each bucket's all-reduce begins
+and ends, on the threads that run the backward pass and that complete the all-reduce.
+"""
+
+import statistics
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpnb.protocol.inspection import DEFAULT_CAP_MB, Bucket, CapReport, DdpReport, InspectSpec
+from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.trace import Lane, Span
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collectives import link as emulated_link
+from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.inspect.subject import NUM_WARMUP_STEPS, Subject, num_steps, subject_of
+from ddpnb.rank.meter import Moment
+from ddpnb.rank.random_state import preserve_globals
+from ddpnb.rank.tasks.batches import copied
+from ddpnb.rank.training.timing import StepTimer
+
+
+def measure(
+    spec: InspectSpec,
+    state: RankState,
+    namespace: Mapping[str, Any],
+    *,
+    finds_unused: bool,
+    folder: Path,
+    cancellation: CancellationToken,
+    **task: Any,
+) -> DdpReport:
+    """Make steps with each value of ``bucket_cap_mb``.  Takes part: every rank.
+
+    All ranks give the same ``spec``, which ``find`` has accepted, and the same ``finds_unused``:
+    whether a parameter had no part in the loss of some rank.
+    """
+    device, path = torch.device(state.device), folder / f"{spec.inspection_id}.link"
+    link = emulated_link.opened(spec.link, path, state.world_size, cancellation)
+    if spec.link:
+        emulated_link.check(state.device)
+    with preserve_globals(device), link:
+        subject = subject_of(spec, state, namespace, **task)
+        if finds_unused and not subject.options["static_graph"]:
+            subject.options["find_unused_parameters"] = True
+        caps = dict.fromkeys([subject.cap_mb, *spec.bucket_caps])
+        reports = tuple(_with_cap(cap, subject, device) for cap in caps)
+    return DdpReport(rank=state.rank, caps=reports, notes=subject.notes)
+
+
+def _with_cap(cap_mb: float, subject: Subject, device: torch.device) -> CapReport:
+    """Make steps with one value of ``bucket_cap_mb``.  Takes part: every rank."""
+    stepper = _Stepper(subject, cap_mb, device)
+    stepper.step()
+    first = stepper.buckets
+    fastest = min(stepper.step().seconds for _ in range(NUM_WARMUP_STEPS - 1))
+    slowest = torch.tensor([fastest], device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks make as many steps
+    steps = [stepper.step() for _ in range(num_steps(slowest.item()))]
+    ready = {
+        name: statistics.median(each.ready[name] for each in steps if name in each.ready)
+        for name in steps[0].ready
+    }
+    return CapReport(
+        cap_mb=cap_mb,
+        first_buckets=first,
+        buckets=stepper.buckets,
+        steps=tuple(each.spans for each in steps),
+        ready_seconds=dict(sorted(ready.items(), key=lambda item: item[1])),
+    )
+
+
+class _Step(NamedTuple):
+    spans: tuple[Span, ...]
+    seconds: float
+    ready: dict[str, float]
+    """When each gradient was there, after the backward pass began."""
+
+
+@final
+class _Stepper:
+    """Makes steps with a copy of the subject in a DDP of its own; hooks note what happens."""
+
+    def __init__(self, subject: Subject, cap_mb: float, device: torch.device) -> None:
+        self._subject = subject
+        self._model, self._optimizer = subject.make()
+        self._names = {id(each): name for name, each in self._model.named_parameters()}
+        self._ddp = DistributedDataParallel(
+            self._model,
+            device_ids=[device] if device.type == "cuda" else None,
+            bucket_cap_mb=None if cap_mb == DEFAULT_CAP_MB else cap_mb,
+            **subject.options,
+        )
+        self._timer = StepTimer(device)
+        self._buckets: dict[int, Bucket] = {}
+        self._ddp.register_comm_hook(None, self._send)
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
+        if next(self._model.buffers(), None) is not None:
+            self._ddp.register_forward_pre_hook(self._note_buffers)
+            self._model.register_forward_pre_hook(self._note_buffers)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Those of the last step, in the order in which they are sent."""
+        return tuple(self._buckets[index] for index in sorted(self._buckets))
+
+    def step(self) -> _Step:
+        """Make a step.  Takes part: every rank."""
+        self._ready: dict[str, Moment] = {}
+        self._sent: dict[int, tuple[Moment, Moment]] = {}
+        self._synced: list[Moment] = []
+        self._optimizer.zero_grad()
+        batch = copied(self._subject.batch)
+        self._timer.start()
+        self._timer.begin("forward")
+        loss = self._subject.loss_of(self._ddp, batch)
+        self._timer.begin("backward")
+        loss.backward()
+        self._timer.begin("optimizer")
+        self._optimizer.step()
+        return self._noted()
+
+    def _note_gradient(self, name: str, _: Tensor) -> None:
+        self._ready[name] = self._timer.moment()
+
+    def _note_buffers(self, *_: Any) -> None:
+        """Note when DDP begins to send rank 0's buffers, and when the model begins."""
+        if self._synced or self._ddp.will_sync_module_buffers():
+            self._synced.append(self._timer.moment())
+
+    def _send(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Send a bucket as DDP does; note when it was full, and when it has come."""
+        begun, index = self._timer.moment(), bucket.index()
+        names = tuple(self._names[id(each)] for each in bucket.parameters())
+        self._buckets[index] = Bucket(names=names, num_bytes=num_bytes([bucket.buffer()]))
+        if bucket.is_last():  # rebuilt buckets may be fewer
+            self._buckets = {n: each for n, each in self._buckets.items() if n <= index}
+
+        def end(sent: torch.futures.Future[Tensor]) -> Tensor:
+            self._sent[index] = begun, self._timer.moment()
+            return sent.value()
+
+        # type: DDP has no group of its own here, and the hook takes None for the default one
+        return allreduce_hook(None, bucket).then(end)  # type: ignore[arg-type]
+
+    def _noted(self) -> _Step:
+        """Return what was noted in the step that ends now."""
+        (_, begun, forward_done), (_, _, backward_done), (_, _, updated) = self._timer.phases()
+        seconds = self._timer.seconds
+        ready = {name: seconds(moment) for name, moment in self._ready.items()}
+        sent = {index: (seconds(a), seconds(b)) for index, (a, b) in sorted(self._sent.items())}
+        sync_begun, started = map(seconds, self._synced or (begun, begun))
+        last = min(max(ready.values(), default=backward_done), backward_done)
+        waited = min(max([last, *(end for _, end in sent.values())]), backward_done)
+        exchanges = {"buffers": (sync_begun, started, num_bytes(self._model.buffers()))}
+        for index, times in sent.items():
+            exchanges[f"bucket {index}"] = (*times, self._buckets[index].num_bytes)
+        own: list[tuple[Lane, str, float, float]] = [
+            ("wait", "wait for buffers", sync_begun, started),
+            ("compute", "forward", started, forward_done),
+            ("compute", "backward", forward_done, last),
+            ("wait", "wait for buckets", last, waited),
+            ("compute", "copy back", waited, backward_done),
+            ("compute", "update", backward_done, updated),
+        ]
+        facts: Any = {"rank": dist.get_rank()}
+        shared = facts | {"lane": "communication", "group": tuple(range(dist.get_world_size()))}
+        spans = [
+            *(
+                Span(name=name, start=start, end=max(start, end), num_bytes=size, **shared)
+                for name, (start, end, size) in exchanges.items()
+            ),
+            *(
+                Span(lane=lane, name=name, start=start, end=max(start, end), **facts)
+                for lane, name, start, end in own
+            ),
+        ]
+        return _Step(
+            spans=tuple(each for each in spans if each.seconds),
+            seconds=updated - begun,
+            ready={name: at - forward_done for name, at in ready.items()},
+        )

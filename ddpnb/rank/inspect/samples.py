@@ -1,0 +1,91 @@
+"""Which samples does this rank get?  Read from a copy of its sampler (ranks)."""
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from ddpnb.protocol.errors import UserError, kind_of
+from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
+from ddpnb.rank.inspect.replicas import meant
+from ddpnb.rank.random_state import preserve_globals
+
+DATA = ("dataset", "data_source")
+"""The attributes in which samplers keep their data set, which is not copied."""
+MAX_INDICES = 2_000_000
+"""Of all epochs together, on one rank: 8 MB."""
+
+
+def samples(
+    spec: SamplerSpec, namespace: dict[str, Any], *, rank: int, num_ranks: int, device: torch.device
+) -> RankSamples:
+    """Return the samples that this rank gets, by torch's own sampler, or a copy of the user's."""
+    if spec.expression:
+        held = sampler_in(spec.expression, namespace)
+        found = [getattr(each, name, None) for each in layers_of(held) for name in DATA]
+        data = [each for each in found if each is not None]
+        sampler = copy.deepcopy(held, {id(each): each for each in data})
+        num_samples = next((len(each) for each in data if hasattr(each, "__len__")), 0)
+    else:
+        num_samples = spec.num_samples
+        sampler = DistributedSampler(
+            range(num_samples),  # type: ignore[arg-type]  # all that it needs is a length
+            num_replicas=num_ranks,
+            rank=rank,
+            shuffle=spec.shuffle,
+            drop_last=spec.drop_last,
+        )
+    layers = layers_of(sampler)
+    settable = [each for each in layers if hasattr(each, "set_epoch")]
+    epochs: list[Indices] = []
+    with preserve_globals(device):
+        for epoch in range(spec.num_epochs):
+            for each in settable if spec.sets_epoch else ():
+                each.set_epoch(epoch)
+            left = MAX_INDICES - sum(map(len, epochs))
+            epochs.append(np.fromiter(itertools.islice(numbers(sampler), left + 1), dtype=np.int32))
+            if len(epochs[-1]) > left:
+                raise UserError(
+                    f"hands out more than {MAX_INDICES:,} samples: take --epochs 1, or fewer -n."
+                )
+    return RankSamples(
+        rank=rank,
+        kind=type(layers[-1]).__name__,
+        num_samples=num_samples,
+        epochs=tuple(epochs),
+        has_set_epoch=bool(settable),
+    )
+
+
+def sampler_in(name: str, namespace: dict[str, Any]) -> Any:
+    """Return the sampler of a ``DataLoader``, or the sampler itself."""
+    try:
+        value = eval(name, namespace)
+    except NameError as error:
+        near = f"; {meant(error, namespace)}".removesuffix("; ") or "."
+        raise UserError(f"has no {name}, and no stored run has that name{near}") from None
+    if isinstance(value, DataLoader) and isinstance(value.dataset, IterableDataset):
+        raise UserError(f"has no sampler for {name}: its IterableDataset chooses the samples.")
+    if isinstance(value, DataLoader):
+        return value.sampler if value.batch_sampler is None else value.batch_sampler
+    if not isinstance(value, Sampler):
+        raise UserError(f"holds {kind_of(value)} as {name}: name a sampler or a DataLoader.")
+    return value
+
+
+def layers_of(sampler: Any) -> list[Any]:
+    """Return a sampler and those that it draws from, the innermost last."""
+    layers = [sampler]
+    while isinstance(inner := getattr(layers[-1], "sampler", None), Sampler):
+        layers.append(inner)
+    return layers
+
+
+def numbers(sampler: Any) -> Iterator[int]:
+    """Yield the samples of an epoch, also those of batches."""
+    for item in sampler:
+        yield from map(int, item if isinstance(item, list | tuple) else [item])

@@ -1,1 +1,0 @@
-"""What a rank does inside one step or one cell, recorded."""
