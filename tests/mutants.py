@@ -109,16 +109,16 @@ MUTANTS = [
     ),
     Mutant(
         "a loss that is a sum over the samples is let through",
-        "rank/training/validation.py",
-        "step.loss(twice(outputs), twice(targets))",
-        "step.loss(outputs, targets)",
+        "rank/training/loss_checks.py",
+        "doubled = replace(batch, content=twice(content))",
+        "doubled = batch",
         "tests/unit/rank/test_validation.py -k 'each_mistake and sum'",
     ),
     Mutant(
         "a last batch that is smaller weighs as much in a score",
         "rank/training/evaluation.py",
-        "self.total += value * num_samples\n        self.num_samples += num_samples",
-        "self.total += value\n        self.num_samples += 1",
+        "+ value * len(indices)",
+        "+ value * num_chosen / 2",
         "tests/rank/test_tasks.py -k every_sample_counts",
     ),
     Mutant(

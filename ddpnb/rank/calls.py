@@ -43,7 +43,8 @@ from ddpnb.rank.inspect import samples as sampled
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
 from ddpnb.rank.stale_variables import stale_variables
-from ddpnb.rank.training import loop
+from ddpnb.rank.training import loop, validation
+from ddpnb.rank.training.context import UNNAMED
 
 received = variables.Received()
 trained = variables.TrainedModels()
@@ -121,7 +122,7 @@ def validate(spec: RunSpec) -> Checked:
     cells.announce(spec.source, engine.shell)
     with engine.adopted_group.during():
         return cells.interruptible(
-            lambda: loop.validate(
+            lambda: validation.validate(
                 spec,
                 state=engine.group.state(),
                 folder=engine.group.folder,
@@ -170,7 +171,7 @@ def free_data() -> None:
     engine = this_engine()
     engine.data_cache.clear()
     engine.stop_expected.clear()
-    shutil.rmtree(engine.group.folder / loop.CHECKS, ignore_errors=True)
+    shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
 
 
 @or_failure
@@ -331,7 +332,7 @@ def inspected_task(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:
     """Return a file name for a comparison's cell that IPython shows as ``Cell In[n]``."""
     if not spec.cell:
-        return loop.UNNAMED
+        return UNNAMED
     name: str = engine.shell.compile.cache(spec.source, spec.cell, spec.source)
     return name
 

@@ -28,7 +28,6 @@ from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.shell import RankStream, prepare
 from ddpnb.rank.status import rank_status, users_stack
-from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.torchrun import AdoptedGroup, end_cells_with_exit, refuse_launchers
 
 Handler = Callable[..., object]
@@ -75,7 +74,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
     C code: the debugger, which asks too, cannot step into it.
     """
-    data_cache = Instance(DataCache, ())
+    data_cache = Instance(dict, ())
     """What the cell of the comparison in progress has loaded."""
     stop_wanted = Instance(threading.Event, ())
     """Set when the run in progress is to end early."""

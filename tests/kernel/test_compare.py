@@ -137,7 +137,7 @@ def test_the_cell_sees_the_ranks_variables_and_leaves_its_own_behind(kernel: Ker
 WRONG = {
     "no model": ("def model", "def modell", "The cell defines no model()"),
     "no data": ("def data", "def dates", "The cell defines no data()"),
-    "no parameters": ("nn.Linear(4, 2)", "nn.ReLU()", "without trainable parameters"),
+    "no parameters": ("nn.Linear(4, 2)", "nn.ReLU()", "empty parameter list"),
     "not a model": ("nn.Linear(4, 2)", "5", "model() returned an int"),
     "wrapped": ("nn.Linear(4, 2)", "nn.DataParallel(nn.Linear(4, 2))", "wrapped in DataParallel"),
     "wrong shape": ("Linear(4, 2)", "Linear(5, 2)", "model(inputs) failed on a batch"),

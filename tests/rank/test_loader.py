@@ -1,5 +1,6 @@
 """Processes that prefetch yield the same samples, and end with the run."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -10,56 +11,37 @@ import psutil
 import pytest
 import torch
 
-from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
 from ddpnb.rank.tasks.batches import Shard
-from ddpnb.rank.tasks.samples import DatasetSamples
-from ddpnb.rank.training import loop
-from ddpnb.rank.training.context import build_context, prefetching
-
-CELL = """
-import os
-import torch
-from torch import nn
-from torch.utils.data import Dataset
-
-class Own(Dataset):
-    def __init__(self, num):
-        self.inputs = torch.randn(num, 4)
-    def __len__(self):
-        return len(self.inputs)
-    def __getitem__(self, i):
-        return self.inputs[i], int(self.inputs[i].sum() > 0)
-
-def model():
-    return nn.Linear(4, 2)
-
-def data(split):
-    return Own(100 if split == "train" else 20)
-"""
-FAILING = CELL.replace("return self.inputs[i],", "return self.inputs[i // (i != 77)],")
+from ddpnb.rank.training.context import build_context
+from ddpnb.rank.training.prefetching import prefetching
+from tests.rank import runs
+from tests.rank.runs import header_of, losses, steps_of
+from tests.rank.sources import CELL, DATASET, RAGGED
 
 
-def spec_of(strategy: str, **changes) -> RunSpec:
-    values = {"run_id": "run-1", "source": CELL, "num_epochs": 3, "batch_size": 20}
-    return RunSpec(strategy=strategy, **values | {"num_data_workers": 2} | changes)
+def spec_of(strategy: str, **changes):
+    values = {"source": DATASET, "num_epochs": 3, "batch_size": 20, "num_data_workers": 2}
+    return runs.spec_of(strategy, **values | changes)
+
+
+def children() -> int:
+    return len(psutil.Process().children())
 
 
 def loading_job(state, folder, spec, after=None):
     """Train; return the events, the most processes that there were, how many are left."""
     multiprocessing.current_process()._config["daemon"] = False  # else it may have no children
-    events, most = [], 0
-    before = len(psutil.Process().children())
+    events, most, before, failed = [], 0, children(), ""
 
     def publish(event):
         nonlocal most
         events.append(event)
-        most = max(most, len(psutil.Process().children()) - before)
+        most = max(most, children() - before)
         if after is not None and len(events) == 5:
             after()
 
-    failed = ""
     try:
-        loop.run(
+        runs.loop.run(
             spec,
             state=state,
             folder=folder,
@@ -67,48 +49,46 @@ def loading_job(state, folder, spec, after=None):
             namespace={},
             should_stop=lambda: False,
         )
-    except BaseException as error:  # noqa: BLE001  # the test judges it
+    except BaseException as error:  # noqa: BLE001  the test judges it
         failed = f"{type(error).__name__}: {error}"
     deadline = time.monotonic() + 20
-    while len(psutil.Process().children()) > before and time.monotonic() < deadline:
+    while children() > before and time.monotonic() < deadline:
         time.sleep(0.05)
-    return events, most, len(psutil.Process().children()) - before, failed
+    return most, events, children() - before, failed
 
 
-def losses(result) -> list[float]:
-    return [event.loss for event in result[0] if isinstance(event, StepEvent)]
-
-
-@pytest.mark.parametrize("strategy", ["single", "dp", "ddp"])
-def test_samples_and_their_order_are_the_same(ranks, strategy):
-    direct = ranks(2).call(loading_job, spec_of(strategy, num_data_workers=0))
-    ahead = ranks(2).call(loading_job, spec_of(strategy))
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        ("single", {}),
+        ("dp", {}),
+        ("ddp", {}),
+        ("async", {}),
+        ("ddp", {"source": RAGGED, "accumulate": 2}),
+    ],
+)
+def test_samples_and_their_order_are_the_same(ranks, strategy, changes):
+    num_ranks = 1 if strategy == "async" else 2
+    direct = ranks(num_ranks).call(loading_job, spec_of(strategy, **changes, num_data_workers=0))
+    ahead = ranks(num_ranks).call(loading_job, spec_of(strategy, **changes))
     assert [losses(result) for result in ahead] == [losses(result) for result in direct]
-    assert len(losses(ahead[0])) == 15
-    took_part = ahead[:1] if strategy in ("single", "dp") else ahead
-    for _, most, left, failed in took_part:
+    assert losses(ahead[0])
+    for most, _, left, failed in ahead[:1] if strategy in ("single", "dp") else ahead:
         assert (most, left, failed) == (2, 0, "")
 
 
 @pytest.mark.parametrize("strategy", ["async", "hogwild"])
-def test_workers_that_take_shards_from_a_queue_take_them_early(ranks, strategy):
-    """On one rank every sample comes in its turn; on two, once in each epoch."""
-    direct = ranks(1).call(loading_job, spec_of(strategy, num_data_workers=0))
-    assert losses(ranks(1).call(loading_job, spec_of(strategy))[0]) == losses(direct[0])
+def test_workers_that_take_shards_from_a_queue_take_each_sample_once(ranks, strategy):
     results = ranks(2).call(loading_job, spec_of(strategy))
-    events = [event for result in results for event in result[0] if isinstance(event, StepEvent)]
-    assert sum(event.num_samples for event in events) == 3 * 100
-    assert [result[1:] for result in results] == [(2, 0, "")] * 2
-
-
-AUGMENTING = CELL.replace("return self.inputs[i],", "return torch.randn(4),")
+    assert sum(step.num_samples for each in results for step in steps_of(each)) == 3 * 100
+    assert [(most, left, failed) for most, _, left, failed in results] == [(2, 0, "")] * 2
 
 
 def augmented_job(state, folder, seed):
     """Return the inputs of this rank's first step, which are drawn at random."""
     multiprocessing.current_process()._config["daemon"] = False  # else it may have no children
-    spec = spec_of("ddp", source=AUGMENTING, seed=seed)
-    context = build_context(spec, state, {}, filename="here")
+    source = DATASET.replace("return self.inputs[i],", "return torch.randn(4),")
+    context = build_context(spec_of("ddp", source=source, seed=seed), state, {}, filename="here")
     with closing(context.strategy()) as strategy:
         strategy.setup(context.worker("t", num_steps=1))
         with context.source(strategy) as source:
@@ -123,20 +103,17 @@ def test_processes_draw_other_random_numbers_on_each_rank_and_for_each_seed(rank
 
 
 def test_a_note_says_where_it_has_no_effect(ranks):
-    in_memory = "def data(split): return torch.randn(100, 4), torch.zeros(100).long()"
-    source = CELL.split("def data")[0] + in_memory
-    events, most, *_ = ranks(2).call(loading_job, spec_of("ddp", source=source))[0]
-    notes = next(event.notes for event in events if isinstance(event, RunHeader))
-    assert most == 0
-    assert any("the data are tensors in memory" in note for note in notes)
+    result = ranks(2).call(loading_job, spec_of("ddp", source=CELL))[0]
+    assert result[0] == 0
+    assert any("--data-workers" in note for note in header_of(result).notes)
 
 
 def test_a_failure_in_a_process_is_the_users_own_and_leaves_none(ranks):
-    spec = spec_of("ddp", source=FAILING)
-    for _, _, left, failed in ranks(1).call(loading_job, spec):
-        assert left == 0
-        assert failed.startswith("ZeroDivisionError")
-        assert "self.inputs[i // (i != 77)]" in failed or "in __getitem__" in failed
+    source = DATASET.replace("return self.inputs[i],", "return self.inputs[i // (i != 77)],")
+    _, _, left, failed = ranks(1).call(loading_job, spec_of("ddp", source=source))[0]
+    assert left == 0
+    assert failed.startswith("ZeroDivisionError")
+    assert "in __getitem__" in failed
 
 
 def interrupt():
@@ -144,8 +121,7 @@ def interrupt():
 
 
 def test_an_interrupt_leaves_no_process(ranks):
-    spec = spec_of("ddp", num_epochs=1000)
-    (result,) = ranks(1).call(loading_job, spec, interrupt)
+    (result,) = ranks(1).call(loading_job, spec_of("ddp", num_epochs=1000), interrupt)
     assert result[2:] == (0, "KeyboardInterrupt: ")
 
 
@@ -160,8 +136,7 @@ def die_job(state, folder, spec, pids):
 
 
 def test_a_killed_rank_leaves_no_process(fresh_ranks, tmp_path):
-    (result,) = fresh_ranks(1).attempt(die_job, spec_of("ddp", num_epochs=1000), tmp_path / "pids")
-    assert "died" in str(result)
+    fresh_ranks(1).attempt(die_job, spec_of("ddp", num_epochs=1000), tmp_path / "pids")
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     deadline = time.monotonic() + 10
@@ -185,12 +160,12 @@ def test_nothing_is_fetched_before_the_first_shard_is_asked_for():
             taken.append(step)
             yield Shard(step=step, part=0, num_parts=1)
 
-    samples = DatasetSamples([float(number) for number in range(6)], None)
-    processes = set(psutil.Process().children())
-    with prefetching(
-        samples, shards(), lambda shard: torch.tensor([shard.step]), 2, seed=0
-    ) as fetched:
-        assert len(set(psutil.Process().children()) - processes) == 2  # they have started
+    def indices(shard):
+        return torch.tensor([shard.step])
+
+    before = children()
+    with prefetching(torch.Tensor.sqrt, shards(), indices, 2, seed=0) as fetched:
+        assert children() - before == 2  # they have started
         assert taken == []
-        found = [(shard.step, batch.tolist()) for shard, batch in fetched]
-    assert found == [(step, [float(step)]) for step in range(6)]
+        found = [(shard.step, batch.item()) for shard, batch in fetched]
+    assert found == [(step, pytest.approx(math.sqrt(step))) for step in range(6)]

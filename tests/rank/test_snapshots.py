@@ -5,11 +5,15 @@ import time
 import pytest
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.messages import Evaluating, RunHeader, StepEvent
+from ddpnb.protocol.messages import Evaluating
 from ddpnb.rank.training import snapshots
-from tests.rank.test_loop import ASYNCHRONOUS, CELL, curve, run_job, spec_of
+from tests.rank import runs
+from tests.rank.runs import ASYNCHRONOUS, header_of, losses, run_job, steps_of
+from tests.rank.sources import WITH_DROPOUT
 
-WITHOUT_DROPOUT = CELL.replace("nn.Dropout(0.1), ", "")
+
+def spec_of(strategy: str, **changes):
+    return runs.spec_of(strategy, **{"num_epochs": 3} | changes)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -39,9 +43,9 @@ def test_a_curve_has_about_ten_points_on_rank_0(ranks, strategy):
     ],
 )
 def test_a_point_is_the_model_that_a_run_would_end_with_there(ranks, strategy):
-    longer = spec_of(strategy, num_epochs=2, eval_every=1, source=WITHOUT_DROPOUT)
+    longer = spec_of(strategy, num_epochs=2, eval_every=1)
     (at_one_epoch,) = ranks(2).call(run_job, longer)[0][0].evaluations
-    shorter = ranks(2).call(run_job, spec_of(strategy, num_epochs=1, source=WITHOUT_DROPOUT))[0][0]
+    shorter = ranks(2).call(run_job, spec_of(strategy, num_epochs=1))[0][0]
     assert at_one_epoch.num_samples == 200
     assert at_one_epoch.loss == pytest.approx(shorter.held_out_loss, abs=1e-5)
     assert at_one_epoch.accuracy == pytest.approx(shorter.held_out_accuracy)
@@ -60,11 +64,12 @@ def test_so_many_samples_are_judged_at_so_many_moments_and_that_is_announced(ran
 @pytest.mark.parametrize("strategy", ["ddp", "local-sgd"])
 def test_a_curve_changes_nothing_that_is_trained(ranks, strategy):
     with_it, without = (
-        ranks(2).call(run_job, spec_of(strategy, eval_every=every))[0] for every in (0.15, 0.0)
+        ranks(2).call(run_job, spec_of(strategy, source=WITH_DROPOUT, eval_every=every))[0]
+        for every in (0.15, 0.0)
     )
     assert len(with_it[0].evaluations) == 20
     assert without[0].evaluations == ()
-    assert curve(with_it) == curve(without)
+    assert losses(with_it) == losses(without)
     assert with_it[0].held_out_loss == without[0].held_out_loss
 
 
@@ -72,7 +77,7 @@ def test_a_curve_changes_nothing_that_is_trained(ranks, strategy):
 def test_a_slow_rank_0_knows_how_many_samples_the_others_have_seen(ranks, strategy):
     slow = ("0:120ms", "1:6ms")
     results = ranks(2).call(run_job, spec_of(strategy, num_epochs=10, slow=slow))
-    steps = [e for _, events in results for e in events if isinstance(e, StepEvent)]
+    steps = [step for result in results for step in steps_of(result)]
     (first, _), _ = results
     assert first.evaluations
     for each in first.evaluations:
@@ -109,9 +114,8 @@ def small_job(state, folder, spec, num_bytes):
 def test_copies_that_memory_does_not_hold_are_left_out_and_said_to_be(ranks):
     size = 4 * (16 * 5 + 2 * 17)
     for strategy, num_ranks in (("ddp", 1), ("local-sgd", 2)):  # where each keeps its own
-        report, events = ranks(2).call(small_job, spec_of(strategy), 4 * size * num_ranks)[0]
-        assert len(report.evaluations) == 4
-        (header,) = [event for event in events if isinstance(event, RunHeader)]
-        assert header.notes[-1].startswith("Held-out scores at 5 moments, not 11: more copies")
+        result = ranks(2).call(small_job, spec_of(strategy), 4 * size * num_ranks)[0]
+        assert len(result[0].evaluations) == 4
+        assert "5 moments, not 11" in header_of(result).notes[-1]
     none, _ = ranks(2).call(small_job, spec_of("ddp"), size - 1)[0]
     assert none.evaluations == ()

@@ -15,11 +15,11 @@ from ddpnb.rank.tasks import cifar10, load_task, synthetic, text
 from ddpnb.rank.tasks.base import Supervised, Task
 from ddpnb.rank.tasks.batches import every_step
 from ddpnb.rank.tasks.samples import DatasetSamples, Samples, TensorSamples
-from ddpnb.rank.training import loop
-from ddpnb.rank.training.context import prefetching
+from ddpnb.rank.training import validation
 from ddpnb.rank.training.evaluation import score
+from ddpnb.rank.training.prefetching import prefetching
 from tests.rank.ranks import make_state
-from tests.rank.test_options import train_job
+from tests.rank.runs import train_job
 
 
 def spec_of(task: str, **changes) -> RunSpec:
@@ -28,8 +28,8 @@ def spec_of(task: str, **changes) -> RunSpec:
 
 def scored(samples: Samples, **changes):
     """Score outputs against their targets."""
-    task = Task(model=nn.Identity, train=samples, held_out=samples, optimizer=None, **changes)
-    return score(nn.Identity(), task, samples, torch.device("cpu"))
+    task = Task(model=nn.Identity, train=samples, held_out=samples, **changes)
+    return score(nn.Identity(), task, torch.device("cpu"))
 
 
 def size_of(model: nn.Module) -> int:
@@ -136,7 +136,7 @@ def test_the_users_own_cifar_files_are_read(images):
     pixel = (images / "data_batch_2.bin").read_bytes()[8 * 3073 + 1 + 1024 + 32 + 5]
     expected = (pixel / 255 - 0.4822) / 0.2435  # green, second row, sixth column
     assert inputs[0, 1, 1, 5].item() == pytest.approx(expected, abs=1e-5)
-    loop.validate(spec_of("cifar10"), state=make_state(0, 1), namespace={})
+    validation.validate(spec_of("cifar10"), state=make_state(0, 1), namespace={})
 
 
 def test_the_users_own_cifar_files_can_be_prefetched_by_processes(images):
@@ -144,7 +144,7 @@ def test_the_users_own_cifar_files_can_be_prefetched_by_processes(images):
     assert isinstance(train, DatasetSamples)
     shards = list(every_step(3, part=0, num_parts=1))
     wanted = [torch.tensor(numbers) for numbers in ([20, 0, 12, 11], [5], [11, 13, 2])]
-    with prefetching(train, shards, lambda shard: wanted[shard.step], 2, seed=0) as source:
+    with prefetching(train.fetch, shards, lambda shard: wanted[shard.step], 2, seed=0) as source:
         pairs = list(source)
     assert [shard for shard, _ in pairs] == shards
     for (_, (inputs, targets)), numbers in zip(pairs, wanted, strict=True):
@@ -201,19 +201,3 @@ def test_impossible_synthetic_options_are_one_sentence():
         load_task(spec_of("synthetic:parameters=5"), {}, "")
     with pytest.raises(UserError, match="synthetic:samples must be at least 16"):
         spec_of("synthetic:samples=2")
-
-
-@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
-def test_many_parameters_are_learnt_by_every_strategy(ranks, strategy):
-    spec = RunSpec(
-        run_id="r",
-        strategy=strategy,
-        task="synthetic:parameters=300000,compute=1,samples=512",
-        num_epochs=2,
-        batch_size=64,
-        learning_rate=0.01,
-        momentum=0.9,
-    )
-    report, events = ranks(2).call(train_job, spec)[0]
-    assert report.held_out_accuracy > 0.5
-    assert "Synthetic data: images made from a seed." in events[0].notes

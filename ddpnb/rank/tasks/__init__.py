@@ -28,4 +28,4 @@ def load_task(
     if choice.name == CELL_TASK:
         return cell_task(spec, namespace, filename, cache)
     build: Callable[..., Task] = TASKS[choice.name].load()
-    return build(spec, **choice.options)
+    return build(**choice.options)

@@ -7,9 +7,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.errors import UserError, kind_of
-from ddpnb.rank.tasks.batches import Tree
-from ddpnb.rank.tasks.optimizers import TaskOptimizer
+from ddpnb.protocol.errors import UserError
+from ddpnb.rank.tasks.batches import Tree, shape_of
 from ddpnb.rank.tasks.samples import Samples
 
 ModelFactory = Callable[[], nn.Module]
@@ -30,6 +29,9 @@ Other numbers in the dict are measured as the loss is.
 
 Number = float | Tensor
 """A number, or a tensor with a single one."""
+
+STEP = "training_step(model, batch)"
+LOSS = "loss(outputs, targets)"
 
 
 @final
@@ -56,8 +58,9 @@ class Task:
     model: ModelFactory
     train: Samples
     held_out: Samples
-    optimizer: TaskOptimizer
     step: StepFunction = CLASSIFY
+    optimizer: Callable[..., Any] | None = None
+    """The cell's own; None: SGD, as the options say."""
     validation_step: Callable[[nn.Module, Tree], Number | Mapping[str, Number]] | None = None
     """Measures a model on one held-out batch; the mean over the samples is reported.
 
@@ -78,23 +81,25 @@ class Task:
         return self.validation_step is not None or self.metric is not None
 
 
-def split_step(result: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Number]]:
+def split_step(result: object, call: str = STEP) -> tuple[Tensor, Mapping[str, Number]]:
     """Return the loss and the further numbers of what a step has returned.
 
     Of other mappings than a plain dict, such as the outputs of transformers' models, the loss
     alone is taken.
 
+    Args:
+        result: what it has returned.
+        call: how the step is called, for the error message.
+
     Raises:
-        UserError: it is neither a tensor nor a mapping.
+        UserError: there is no loss in it.
     """
-    if isinstance(result, Tensor):
-        return result, {}
-    if not isinstance(result, Mapping):
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor) or loss.ndim > 0:
         raise UserError(
-            f"training_step(model, batch) returned {kind_of(result)}; "
-            "return the mean over the samples, a tensor of shape ()."
+            f"{call} returned {shape_of(result)}; return the mean over the samples, a tensor of "
+            "shape (), or a dict with it as 'loss'."
         )
-    loss: Tensor = result["loss"]
     if type(result) is not dict:
         return loss, {}
     return loss, {name: each for name, each in result.items() if name != "loss"}

@@ -92,7 +92,7 @@ class BatchSchedule:
         if batch_size > num_samples:
             raise UserError(
                 f"A global batch of {batch_size} is larger than the training split "
-                f"({num_samples} samples); give --batch-size {num_samples} or less."
+                f"({num_samples} samples); give a smaller --batch-size, or --batch-per-worker."
             )
         self._num_samples = num_samples
         self._draw = draw

@@ -5,12 +5,10 @@ nothing.
 """
 
 import ast
-import inspect
 import linecache
 import symtable
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -18,14 +16,16 @@ from torch import nn
 from ddpnb.protocol.errors import UserError, closest, kind_of
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import Supervised, Task
-from ddpnb.rank.tasks.optimizers import default_optimizer, own_optimizer
 from ddpnb.rank.tasks.samples import DataCache, Samples, as_samples
 
 _OWN_OPTIMIZER_NOTE = "The cell's optimizer sets the learning rate; --lr is not used."
 
+_EXAMPLES = {
+    "model": "def model(): return nn.Sequential(...)",
+    "data": "def data(split): return inputs, targets",
+}
 _FUNCTIONS = (
-    "model",
-    "data",
+    *_EXAMPLES,
     "collate_fn",
     "loss",
     "metric",
@@ -36,8 +36,6 @@ _FUNCTIONS = (
 """What a cell may define."""
 
 _CODE = (FunctionType, type, ModuleType)
-_FILLED = (dict, list, set)
-_MISSING = object()
 
 Splits = tuple[Samples, Samples]
 """The samples to train on, and the held-out ones."""
@@ -72,39 +70,37 @@ def cell_task(
         for name, value in scope.items()
         if name in bound or name not in namespace or value is not namespace[name]
     }
-    make_model = _required(defined, "model()", "def model(): return nn.Sequential(...)")
-    data = _required(defined, "data(split)", "def data(split): return inputs, targets")
-    collate = _optional(defined, "collate_fn(items)")
-    loss = _optional(defined, "loss(outputs, targets)")
-    own_step = _optional(defined, "training_step(model, batch)")
-    make_optimizer = _optional(defined, "optimizer(params)", is_checked=False)
-    if make_optimizer:
+    found = {name: _function(name, defined) for name in _FUNCTIONS}
+    if found["optimizer"]:
         _refuse_momentum(spec)
 
     def load() -> Splits:
-        train, held_out = (as_samples(data(each), each, collate) for each in ("train", "test"))
+        train, held_out = (
+            as_samples(found["data"](split), split, found["collate_fn"])
+            for split in ("train", "test")
+        )
         return train, held_out
 
     if cache is not None and spec.comparison:
         key = spec.comparison, spec.data_seed
-        train, held_out = _loaded_once(load, data, scope, namespace, cache, key)
+        train, held_out = _loaded_once(load, spec.source, scope, defined, cache, key)
     else:
         train, held_out = load()
-    notes = _misspelt(spec.source, defined)
-    if make_optimizer:
-        notes = (_OWN_OPTIMIZER_NOTE, *notes)
+    notes = (_OWN_OPTIMIZER_NOTE,) if found["optimizer"] else ()
     return Task(
-        model=lambda: _checked_model(make_model()),
+        model=lambda: _checked_model(found["model"]()),
         train=train,
         held_out=held_out,
-        step=own_step or (Supervised(loss) if loss else Supervised()),
-        validation_step=_optional(defined, "validation_step(model, batch)"),
-        metric=_optional(defined, "metric(outputs, targets)"),
-        has_loss=bool(own_step or loss),
-        optimizer=own_optimizer(make_optimizer)
-        if make_optimizer
-        else default_optimizer(spec.learning_rate, spec.used_momentum),
-        notes=notes + tuple(dict.fromkeys(train.notes + held_out.notes)),
+        step=found["training_step"] or Supervised(*filter(None, [found["loss"]])),
+        validation_step=found["validation_step"],
+        metric=found["metric"],
+        has_loss=bool(found["training_step"] or found["loss"]),
+        optimizer=found["optimizer"],
+        notes=(
+            *notes,
+            *_misspelt(spec.source, defined),
+            *dict.fromkeys(train.notes + held_out.notes),
+        ),
         defined=scope,
     )
 
@@ -128,9 +124,9 @@ def _refuse_momentum(spec: RunSpec) -> None:
 
 def _loaded_once(
     load: Callable[[], Splits],
-    data: Callable[..., Any],
+    source: str,
     scope: dict[str, Any],
-    namespace: Mapping[str, object],
+    defined: Mapping[str, Any],
     cache: DataCache,
     key: object,
 ) -> Splits:
@@ -143,65 +139,46 @@ def _loaded_once(
     if kept is None:
         before = dict(scope)
         made = load()
-        own = {
+        used = _names_used_by("data", source) & defined.keys()
+        left = {
             name: value
             for name, value in scope.items()
-            if namespace.get(name, _MISSING) is not value and not name.startswith("__")
+            if before.get(name) is not value or (name in used and not isinstance(value, _CODE))
         }
-        rebound = {name for name in own if before.get(name, _MISSING) is not own[name]}
-        used = {each for each in _mentioned(data, own, scope) if not isinstance(own[each], _CODE)}
-        cache.keep(key, (made, {name: _held_apart(own[name]) for name in rebound | used}))
+        cache.clear()  # of the comparison before
+        cache[key] = made, {name: _held_apart(value) for name, value in left.items()}
         return made
-    made, left = kept
-    for name, value in left.items():
-        if type(scope.get(name)) is type(value) and type(value) in _FILLED:
-            _refill(scope[name], value)  # in place, for others may hold it too
+    splits: Splits = kept[0]
+    for name, value in kept[1].items():
+        mine: Any = scope.get(name)
+        if type(mine) is type(value) and isinstance(mine, dict | list | set):
+            mine.clear()  # in place, for others may hold it too
+            (mine.extend if isinstance(mine, list) else mine.update)(value)
         else:
             scope[name] = _held_apart(value)
-    splits: Splits = made
     return splits
-
-
-def _refill(container: Any, contents: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, list) else container.update)(contents)
 
 
 def _held_apart(value: Any) -> Any:
     """Return a value; of a dict, list or set a copy, which no run changes for the next."""
-    return value.copy() if type(value) in _FILLED else value
+    return value.copy() if type(value) in (dict, list, set) else value
 
 
-def _mentioned(function: Any, own: Mapping[str, Any], scope: Mapping[str, Any]) -> set[str]:
-    """Return the cell's own names in a function's code, and in that of what it uses there."""
-    found: set[str] = set()
-    left = [function]
+def _names_used_by(name: str, source: str) -> set[str]:
+    """Return the names in the statements of a cell that bind a name, and in theirs in turn."""
+    used_with: dict[str, set[str]] = {}
+    for statement in ast.parse(source).body:
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            bound = {statement.name}
+        for each in bound:
+            used_with.setdefault(each, set()).update(node.id for node in names)
+    found, left = set(), {name}
     while left:
-        codes = (each.__code__ for each in _functions_in(left.pop(), scope))
-        names = {name for code in codes for name in _names_in(code)}
-        new = (names & own.keys()) - found
-        found |= new
-        left += [own[name] for name in new]
+        found |= left
+        left = set().union(*(used_with.get(each, set()) for each in left)) - found
     return found
-
-
-def _functions_in(value: Any, scope: Mapping[str, Any]) -> Iterator[FunctionType]:
-    """Yield the functions of a cell that a call of a value, or of its methods, may run."""
-    if isinstance(value, partial):
-        value = value.func
-    parts = [value, getattr(value, "__dict__", {}).get("__wrapped__")]
-    kind = value if isinstance(value, type) else type(value)
-    parts += [part for each in kind.__mro__ for part in vars(each).values()]
-    for part in parts:
-        plain = part.__func__ if isinstance(part, staticmethod | classmethod) else part
-        if isinstance(plain, FunctionType) and plain.__globals__ is scope:
-            yield plain
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Return the global names, and attributes, in a code and in the functions it defines."""
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 def _misspelt(source: str, defined: Mapping[str, Any]) -> tuple[str, ...]:
@@ -217,46 +194,20 @@ def _misspelt(source: str, defined: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _required(defined: Mapping[str, Any], call: str, example: str) -> Callable[..., Any]:
-    name = call.partition("(")[0]
-    if name not in defined:
+def _function(name: str, defined: Mapping[str, Any]) -> Any:
+    """Return a function that the cell defines; None if it need not and does not."""
+    function, example = defined.get(name), _EXAMPLES.get(name)
+    if function is None and example is None:
+        return None
+    if function is None:
         raise UserError(f"The cell defines no {name}(); add one, e.g.  {example}.")
-    if not callable(defined[name]):
-        raise UserError(f"{name} in the cell is not a function; define it, e.g.  {example}.")
-    if isinstance(defined[name], nn.Module):
+    if not callable(function):
+        raise UserError(f"{name} in the cell is {kind_of(function)}, not a function; define one.")
+    if example is not None and isinstance(function, nn.Module):
         raise UserError(
             f"{name} in the cell is a module, and each strategy needs a new one: "
             f"define a function that makes it, e.g.  {example}."
         )
-    return _called_as(call, defined[name])
-
-
-def _optional(
-    defined: Mapping[str, Any], call: str, *, is_checked: bool = True
-) -> Callable[..., Any] | None:
-    name = call.partition("(")[0]
-    if defined.get(name) is None:
-        return None
-    if not callable(defined[name]):
-        raise UserError(
-            f"{name} in the cell is {kind_of(defined[name])}, not a function; "
-            f"define {call}, or leave it out."
-        )
-    function: Callable[..., Any] = defined[name]
-    return _called_as(call, function) if is_checked else function
-
-
-def _called_as(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function; refuse it if it does not take these arguments."""
-    name, _, arguments = call.rstrip(")").partition("(")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a function written in C has no signature
-        return function
-    try:
-        signature.bind(*filter(None, arguments.split(", ")))
-    except TypeError:
-        raise UserError(f"{name}{signature} in the cell is called as {call}.") from None
     return function
 
 

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.tasks.optimizers import default_optimizer
 from ddpnb.rank.tasks.samples import DatasetSamples, Samples
 from ddpnb.rank.tasks.synthetic import make_images
 
@@ -34,7 +32,7 @@ _BLOCKS_OF_STAGES = (2, 2, 2, 2)
 _CHANNELS_OF_STAGES = (64, 128, 256, 512)
 
 
-def build(spec: RunSpec) -> Task:
+def build() -> Task:
     """Return the task: ResNet-18 on CIFAR-10, or on synthetic images of its shape.
 
     Raises:
@@ -54,7 +52,6 @@ def build(spec: RunSpec) -> Task:
         model=make_model,
         train=train,
         held_out=held_out,
-        optimizer=default_optimizer(spec.learning_rate, spec.used_momentum),
         notes=notes,
     )
 

@@ -12,16 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.tasks.optimizers import default_optimizer
 from ddpnb.rank.tasks.samples import TensorSamples
 
 _INITIAL_SCALE = 0.8
 _NUM_TRAIN = 1437
 
 
-def build(spec: RunSpec) -> Task:
+def build() -> Task:
     """Return the task: 1437 digits to train on, 360 held out, a small convolutional network."""
     with as_file(files(__package__) / "digits.npz") as path, np.load(path) as digits:
         images = torch.from_numpy(digits["images"] / 16).float().unsqueeze(1)
@@ -30,7 +28,6 @@ def build(spec: RunSpec) -> Task:
         model=make_model,
         train=TensorSamples(images[:_NUM_TRAIN], targets[:_NUM_TRAIN]),
         held_out=TensorSamples(images[_NUM_TRAIN:], targets[_NUM_TRAIN:]),
-        optimizer=default_optimizer(spec.learning_rate, spec.used_momentum),
     )
 
 

@@ -28,11 +28,10 @@ from ddpnb.rank.tasks.batches import Draw, Tree, leaves, mapped
 Collate = Callable[[list[Any]], Tree]
 """Makes one batch of some items of a data set."""
 
+DataCache = dict[object, Any]
+"""Keeps what the runs of one comparison load once: one value, under one key."""
+
 _READ_NOTE = "The IterableDataset of data(split) was read whole into memory, once on each rank."
-_WAYS = (
-    "return tensors or arrays, a dict or tuple of them, a map-style Dataset, a list of items, "
-    "or a DataLoader."
-)
 
 
 class Items(NamedTuple):
@@ -53,6 +52,8 @@ class Samples(ABC):
     """Shown beside every result."""
     draw: Draw | None = None
     """How an epoch's samples are drawn, if not each one once."""
+    has_own_collate = False
+    """Whether parts of a batch must be collated one by one: it need not have rows."""
 
     @property
     def num_per_epoch(self) -> int:
@@ -66,6 +67,10 @@ class Samples(ABC):
     @abstractmethod
     def fetch(self, indices: Tensor) -> Tree:
         """Return the samples with these numbers (int64), as one batch."""
+
+    def fetch_items(self, indices: Tensor) -> Items:
+        """Return the samples with these numbers, to be collated later."""
+        raise NotImplementedError("its rows are stacked already")
 
 
 @final
@@ -112,8 +117,7 @@ class DatasetSamples(Samples):
     ) -> None:
         self.dataset = dataset
         self.has_own_collate = collate is not None
-        """Whether parts of a batch must be collated one by one: it need not have rows."""
-        self.collate = collate or stack
+        self.collate = collate or _stack
         self.num_workers = num_workers
         self.draw = draw
         self.notes = notes
@@ -123,25 +127,18 @@ class DatasetSamples(Samples):
 
     def fetch(self, indices: Tensor) -> Tree:
         """Fetch the items as torch's ``DataLoader`` does, and collate them."""
-        return self.collate(self._items(indices))
+        return self.fetch_items(indices).batch()
 
     def fetch_items(self, indices: Tensor) -> Items:
         """Fetch the items, to be collated later."""
-        return Items(self._items(indices), self.collate)
-
-    def _items(self, indices: Tensor) -> list[Any]:
         numbers, dataset = indices.tolist(), self.dataset
         if callable(fetch_all := getattr(dataset, "__getitems__", None)):
-            return list(fetch_all(numbers))
-        return [dataset[number] for number in numbers]
+            return Items(list(fetch_all(numbers)), self.collate)
+        return Items([dataset[number] for number in numbers], self.collate)
 
 
-def stack(items: list[Any]) -> Tree:
-    """Collate items as torch's ``DataLoader`` does by default.
-
-    Raises:
-        UserError: they do not fit together.
-    """
+def _stack(items: list[Any]) -> Tree:
+    """Collate items as torch's ``DataLoader`` does by default."""
     try:
         return default_collate(items)
     except (TypeError, RuntimeError, KeyError) as error:
@@ -182,31 +179,26 @@ def as_samples(data: object, split: str, collate: Collate | None = None) -> Samp
 
 
 def _as_tensors(tree: object, split: str) -> Tree:
-    found = mapped(lambda leaf: _as_tensor(leaf, tree, split), tree)
-    if not (sizes := [(path, len(leaf)) for path, leaf in leaves(found)]):
+    def as_tensor(leaf: Any) -> Tensor:
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
+            # Torch warns about arrays that cannot be written to, so these are copied.
+            leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+            what = "a single number" if isinstance(leaf, Tensor) else kind_of(leaf)
+            raise _wrong(split, f"{kind_of(tree)} with {what} in it")
+        return leaf.detach().cpu()
+
+    found = mapped(as_tensor, tree)
+    sizes = {path: len(leaf) for path, leaf in leaves(found)}
+    if not sizes:
         raise _wrong(split, f"an empty {type(tree).__name__}")
-    (first, num), *others = sizes
-    for path, other in others:
-        if other != num:
-            is_pair = isinstance(tree, tuple) and len(sizes) == 2
-            one, two = ("inputs", "targets") if is_pair else (f"rows in {first}", f"in {path}")
-            raise UserError(
-                f"data({split!r}) returned {num} {one} but {other} {two}; "
-                "return one row for each sample in each."
-            )
+    if len(set(sizes.values())) > 1:
+        rows = ", ".join(f"{num} in {path}" for path, num in sizes.items())
+        raise UserError(
+            f"data({split!r}) returned different numbers of rows ({rows}); "
+            "return one row for each sample in each."
+        )
     return found
-
-
-def _as_tensor(leaf: Any, tree: object, split: str) -> Tensor:
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
-        # Torch warns about arrays that cannot be written to, so these are copied.
-        leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
-    kind = kind_of(tree)
-    if not isinstance(leaf, Tensor):
-        raise _wrong(split, kind if leaf is tree else f"{kind} with {kind_of(leaf)} in it")
-    if leaf.ndim == 0:
-        raise _wrong(split, "a single number" if leaf is tree else f"{kind} with a number in it")
-    return leaf.detach().cpu()
 
 
 def _from_loader(loader: DataLoader[Any], split: str, collate: Collate | None) -> Samples:
@@ -226,31 +218,29 @@ def _sampled(dataset: Any, sampler: Any, batches: Any, split: str) -> tuple[Any,
     Raises:
         UserError: the loader chooses or orders samples in a way that would be lost.
     """
-    if type(batches) is not BatchSampler or id(batches.sampler) != id(sampler):
-        raise _lost(split, f"the batch_sampler {type(batches).__name__}", "batches")
-    if isinstance(dataset, IterableDataset):
-        return dataset, None
     kind = type(sampler)
-    if kind is SubsetRandomSampler:
+    if type(batches) is not BatchSampler or id(batches.sampler) != id(sampler):
+        kind = type(batches)
+    elif isinstance(dataset, IterableDataset):
+        return dataset, None
+    elif kind is SubsetRandomSampler:
         return Subset(dataset, list(sampler.indices)), None
-    if kind in (SequentialSampler, DistributedSampler):  # each rank has its part of each batch
+    elif kind in (SequentialSampler, DistributedSampler):  # each rank has its part of each batch
         return dataset, None
-    if kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset):
-        return dataset, None
-    if split == "train" and kind is WeightedRandomSampler:
-        weights = sampler.weights.to("cpu")
-    elif split == "train" and kind is RandomSampler:
-        weights = torch.ones(len(dataset), device="cpu")
-    else:
-        raise _lost(split, f"the sampler {kind.__name__}", "samples")
-    return dataset, Draw(
-        weights=weights, num_samples=sampler.num_samples, with_replacement=sampler.replacement
-    )
-
-
-def _lost(split: str, what: str, chosen: str) -> UserError:
-    return UserError(
-        f"data({split!r}) returned a DataLoader with {what}, and its choice of {chosen} would be "
+    elif kind in (RandomSampler, WeightedRandomSampler):
+        weights = getattr(sampler, "weights", None)
+        if weights is None and not sampler.replacement and sampler.num_samples == len(dataset):
+            return dataset, None
+        if split == "train":
+            return dataset, Draw(
+                weights=torch.ones(len(dataset), device="cpu")
+                if weights is None
+                else weights.cpu(),
+                num_samples=sampler.num_samples,
+                with_replacement=sampler.replacement,
+            )
+    raise UserError(
+        f"data({split!r}) returned a DataLoader with a {kind.__name__}, and its choice would be "
         "lost: --batch-size and --seed make batches. Return the data set itself, a "
         "torch.utils.data.Subset of it, or, to train, a DataLoader with a WeightedRandomSampler."
     )
@@ -265,27 +255,26 @@ def _from_dataset(
     draw: Draw | None = None,
 ) -> Samples:
     notes: tuple[str, ...] = ()
-    if isinstance(dataset, IterableDataset) and (num := _length_of(dataset)) is not None:
+    num = _length_of(dataset)
+    if isinstance(dataset, IterableDataset) and num is not None:
         dataset = list(itertools.islice(dataset, num))
         notes = (_READ_NOTE,)
-    if isinstance(dataset, IterableDataset) or (
+    is_stream = isinstance(dataset, IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    ):
+    )
+    if is_stream or (num is None and hasattr(dataset, "__getitem__")):
         raise UserError(
-            f"data({split!r}) returned {kind_of(dataset)}, whose samples have no numbers, so no "
-            "order of them can be the same for all strategies; return a map-style Dataset, or a "
-            "list of as many items as you need, e.g.  list(itertools.islice(stream, 10_000))."
+            f"data({split!r}) returned {kind_of(dataset)}, whose samples have no numbers or no "
+            "__len__(), so no order of them can be the same for all strategies; return a map-style "
+            "Dataset, or a list of as many items as you need, e.g.  "
+            "list(itertools.islice(stream, 10_000))."
         )
-    if isinstance(dataset, str | bytes) or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, str | bytes) or num is None:
         raise _wrong(split, kind_of(dataset))
-    if (num := _length_of(dataset)) is None:
-        raise UserError(
-            f"data({split!r}) returned {kind_of(dataset)} without a length; give it a __len__()."
-        )
     samples = DatasetSamples(dataset, collate, num_workers=num_workers, draw=draw, notes=notes)
-    if num > 0:
+    if collate is None and len(samples) > 0:
         batch = samples.fetch(torch.tensor([0], device="cpu"))
-        if collate is None and not any(isinstance(leaf, Tensor) for _, leaf in leaves(batch)):
+        if not any(isinstance(leaf, Tensor) for _, leaf in leaves(batch)):
             raise UserError(
                 f"data({split!r}) gives items without a number or tensor in them: let "
                 "each have some, or define collate_fn(items), which makes tensors of them."
@@ -301,25 +290,7 @@ def _length_of(dataset: Any) -> int | None:
 
 
 def _wrong(split: str, what: str) -> UserError:
-    return UserError(f"data({split!r}) returned {what}; {_WAYS}")
-
-
-@final
-class DataCache:
-    """Keeps what the runs of one comparison load once: one value, under one key."""
-
-    def __init__(self) -> None:
-        self._key: object = None
-        self._kept: Any = None
-
-    def get(self, key: object) -> Any:
-        """Return what is kept under a key; None if there is nothing."""
-        return self._kept if key == self._key else None
-
-    def keep(self, key: object, value: object) -> None:
-        """Keep a value, and forget the one before."""
-        self._key, self._kept = key, value
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._key = self._kept = None
+    return UserError(
+        f"data({split!r}) returned {what}; return tensors or arrays, a dict or tuple of them, a "
+        "map-style Dataset, a list of items, or a DataLoader."
+    )

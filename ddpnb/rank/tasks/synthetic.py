@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.tasks.optimizers import default_optimizer
 from ddpnb.rank.tasks.samples import TensorSamples
 
 NUM_CLASSES = 10
@@ -27,11 +25,10 @@ _CHUNK = 1_000_000
 """Parameters of one extra tensor: a large model has many tensors."""
 
 
-def build(spec: RunSpec, *, samples: int = 4096, parameters: int = 0, compute: int = 0) -> Task:
+def build(*, samples: int = 4096, parameters: int = 0, compute: int = 0) -> Task:
     """Return the task: images to train on, 1024 held out, a small convolutional network.
 
     Args:
-        spec: the training.
         samples: images to train on.
         parameters: of the whole model; 0 for no extra ones.
         compute: extra convolutions for each image.
@@ -45,7 +42,6 @@ def build(spec: RunSpec, *, samples: int = 4096, parameters: int = 0, compute: i
         model=lambda: make_model(parameters=parameters, compute=compute),
         train=train,
         held_out=held_out,
-        optimizer=default_optimizer(spec.learning_rate, spec.used_momentum),
         notes=("Synthetic data: images made from a seed.",),
     )
 

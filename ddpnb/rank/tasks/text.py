@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.tasks.optimizers import default_optimizer
 from ddpnb.rank.tasks.samples import TensorSamples
 
 TRAIN_FILES = (
@@ -42,13 +40,12 @@ _NEW_LINE, _OTHER = 95, 96
 _WIDTH, _NUM_LAYERS, _NUM_HEADS = 64, 2, 4
 
 
-def build(spec: RunSpec) -> Task:
+def build() -> Task:
     """Return the task: 10 files to train on, 4 held out, a transformer of two layers."""
     return Task(
         model=Transformer,
         train=windows(read(TRAIN_FILES)),
         held_out=windows(read(HELD_OUT_FILES)),
-        optimizer=default_optimizer(spec.learning_rate, spec.used_momentum),
         notes=(f"The text is Python {platform.python_version()}'s own library.",),
     )
 

@@ -1,26 +1,19 @@
 """What all phases of one run share: its workers, their optimizers and its samples (ranks)."""
 
 import contextlib
-import itertools
-import sys
-from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
-from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import check_fault_ranks, parse_strategy
-from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.link import NO_LINK, Link
@@ -33,13 +26,11 @@ from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
 from ddpnb.rank.tasks.samples import DataCache, DatasetSamples, Items
-from ddpnb.rank.training.optimizer_hooks import with_hooks
+from ddpnb.rank.training.optimizers import Optimizers
+from ddpnb.rank.training.prefetching import NUM_PREFETCHED, prefetching
 
-NUM_PREFETCHED = 2
-"""Shards that each process fetches or has ready while this worker trains on one."""
-
-NUM_FEW = 8
-"""Samples that a loss is looked at with, before anything trains."""
+UNNAMED = "<comparison>"
+"""What tracebacks call a comparison's cell that has no number."""
 
 CHECK = "check"
 """The phase in which a training is checked, before anything trains."""
@@ -47,11 +38,8 @@ CHECK = "check"
 Content = Tree | Items
 """Samples of a shard: one batch, or items where its parts are collated one by one."""
 
-Source = AbstractContextManager[Iterator[tuple[Shard, Content]]]
-"""Yields the shards to train on, in order, each with its samples."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunContext:
     """One run on one rank: its task, its batches, and which ranks take part."""
 
@@ -78,20 +66,6 @@ class RunContext:
     def device(self) -> torch.device:
         """The device that this rank computes on."""
         return torch.device(self.state.device)
-
-    @property
-    def num_steps(self) -> int:
-        """Global batches to train on."""
-        return self.schedule.num_steps
-
-    @property
-    def steps_between_evaluations(self) -> int:
-        """Global batches from one held-out evaluation to the next; 0: only the trained model's."""
-        every = 0.0 if self.spec.is_ceiling else self.spec.eval_every
-        if every is None:
-            num = self.spec.num_points
-            return max(1, round(self.num_steps / num)) if num > 1 else 0
-        return max(1, round(every * self.schedule.steps_per_epoch)) if every else 0
 
     @property
     def workers(self) -> range:
@@ -126,13 +100,12 @@ class RunContext:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model.train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
-        is_tried = phase == CHECK
-        make = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule, is_tried)
+        make, is_tried = self.optimizers.make, phase == CHECK
         return Worker(
             model=model,
             make_model=self.make_model,
             training_step=self.task.step,
-            make_optimizer=lambda parameters: make(parameters, model, self.make_model),
+            make_optimizer=lambda mine: make(mine, model, self.make_model, is_tried=is_tried),
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
@@ -146,9 +119,16 @@ class RunContext:
             link=self.link,
             delay=delay,
             joins=self.rejoin_info is not None,
-            num_prefetched=NUM_PREFETCHED * self.num_data_workers if self.prefetches else 0,
+            num_prefetched=NUM_PREFETCHED * self.num_data_workers,
             cancellation=self.cancellation,
         )
+
+    def barrier(self) -> None:
+        """Wait for the other ranks.  Takes part: every rank of the plan, which is one or all."""
+        if self.plan.num_ranks == 1 or self.rejoin_info is not None:
+            return
+        device_ids = [self.device.index] if self.state.backend == "nccl" else None
+        dist.barrier(device_ids=device_ids)
 
     def make_model(self) -> nn.Module:
         """Make the model of the run's seed; global random numbers stay as they are."""
@@ -159,32 +139,35 @@ class RunContext:
         finally:
             set_random_state(numbers)
 
-    def source(self, strategy: Strategy) -> Source:
-        """Return the source of the samples for a strategy that has been set up."""
-        if not self.prefetches:
-            return nullcontext(self.fetched(strategy))
-        assert isinstance(self.task.train, DatasetSamples)
-        return prefetching(
-            self.task.train,
-            strategy.shards(),
-            self.indices,
-            self.num_data_workers,
-            keeps_items=self.keeps_items,
-            seed=(self.spec.seed * 1_000_003 + self.state.rank) % 2**63,
-        )
+    @cached_property
+    def optimizers(self) -> Optimizers:
+        """What makes the optimizers of all workers."""
+        return Optimizers(self.task.optimizer, self.spec, self.plan, self.schedule)
 
-    def fetched(self, strategy: Strategy) -> Iterator[tuple[Shard, Content]]:
-        """Fetch the samples of each of a strategy's shards when it is its turn."""
-        for shard in strategy.shards():
-            yield shard, self.fetch(shard)
+    @contextlib.contextmanager
+    def source(self, strategy: Strategy) -> Iterator[Iterator[tuple[Shard, Content]]]:
+        """Yield the shards of a strategy that has been set up, in order, each with its samples."""
+        if not self.num_data_workers:
+            yield ((shard, self.fetch(shard)) for shard in strategy.shards())
+            return
+        train, keeps_items = self.task.train, self.keeps_items
+        assert isinstance(train, DatasetSamples), "tensors in memory are not prefetched"
+        with prefetching(
+            # A process sends the items alone: how a cell collates them cannot be pickled.
+            (lambda numbers: train.fetch_items(numbers).items) if keeps_items else train.fetch,
+            strategy.shards(),
+            self.schedule.indices,
+            self.num_data_workers,
+            seed=(self.spec.seed * 1_000_003 + self.state.rank) % 2**63,
+        ) as fetched:
+            if keeps_items:
+                yield ((shard, Items(items, train.collate)) for shard, items in fetched)
+            else:
+                yield fetched
 
     def fetch(self, shard: Shard) -> Content:
         """Fetch the samples of a shard."""
-        return self._fetch(self.indices(shard))
-
-    def indices(self, shard: Shard) -> Tensor:
-        """Return which samples a shard holds."""
-        return self.schedule.indices(shard)
+        return self._fetch(self.schedule.indices(shard))
 
     def batch(self, shard: Shard, content: Content) -> Batch:
         """Copy the samples of a shard to the device."""
@@ -198,63 +181,30 @@ class RunContext:
             most_parts=num_global // shard.num_parts if self.syncs_batchnorm else None,
         )
 
-    def smallest_batch(self) -> Batch:
-        """Fetch as few samples as the model will ever be called with, which may be too few."""
-        schedule = self.schedule
-        sizes = (schedule.size(0), schedule.size(schedule.smallest_shard(1).step))
-        num = min(map(self._fewest_samples, sizes))
-        if self.syncs_batchnorm:
-            num = max(num, 2)  # the statistics include the other ranks' samples
-        return self._alone(schedule.indices(Shard(step=0, part=0, num_parts=1))[:num])
-
-    def _fewest_samples(self, num_samples: int) -> int:
-        """Return the fewest samples of a global batch that the model is called with at once."""
-        plan, accumulate = self.plan, self.spec.accumulate
-        if plan.num_ranks == 1:  # dp splits each micro-batch among the replicas
-            num_parts = min(accumulate, num_samples)
-            micro_batches = (num_samples // num_parts, -(-num_samples // num_parts))
-            return min(_fewest_of(size, plan.num_workers) for size in micro_batches)
-        shard_size = num_samples // plan.num_workers
-        return shard_size // min(accumulate, shard_size)
-
-    def few_samples(self) -> Batch:
-        """Fetch a few samples, as one batch that can be split."""
-        indices = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:NUM_FEW]
-        batch, train = self._alone(indices), self.task.train
-        if isinstance(train, DatasetSamples) and train.has_own_collate:
-            return replace(batch, content=train.fetch_items(indices))
-        return batch
-
-    def own_batch(self) -> Batch:
-        """Fetch this rank's shard of the smallest global batch, with its weight in a real run."""
-        num = self.state.world_size
-        shard = Shard(
-            step=self.schedule.smallest_shard(num).step, part=self.state.rank, num_parts=num
-        )
-        alone = self._alone(self.schedule.indices(shard))
-        return replace(alone, num_global=self.schedule.size(shard.step))
-
     def usual_batch(self) -> Batch:
-        """Fetch one worker's shard of a whole global batch."""
-        shard = Shard(step=0, part=0, num_parts=self.plan.num_workers)
-        return self._alone(self.schedule.indices(shard))
+        """Fetch as many samples as one worker's shard of a whole global batch has."""
+        return self.first_batch(-(-self.schedule.size(0) // self.plan.num_workers))
 
-    @property
-    def prefetches(self) -> bool:
-        """Whether other processes fetch the samples."""
-        return self.num_data_workers > 0 and isinstance(self.task.train, DatasetSamples)
+    def first_batch(self, num_samples: int, *, can_be_split: bool = False) -> Batch:
+        """Fetch the first samples of the run, as a global batch of their own."""
+        indices = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
+        content, num = self._fetch(indices, can_be_split=can_be_split), len(indices)
+        content = content if isinstance(content, Items) else moved(content, self.device)
+        return Batch(content=content, device=self.device, num_samples=num, num_global=num)
 
     @property
     def num_data_workers(self) -> int:
         """How many processes fetch: as many as asked for, or as the user's DataLoader has."""
-        return self.spec.num_data_workers or getattr(self.task.train, "num_workers", 0)
+        train = self.task.train
+        if not isinstance(train, DatasetSamples):  # tensors in memory
+            return 0
+        return self.spec.num_data_workers or train.num_workers
 
     @property
     def keeps_items(self) -> bool:
         """Whether a batch is split before it is collated: what the cell collates has no rows."""
-        train = self.task.train
         is_split = self.spec.accumulate > 1 or self.plan.num_workers > self.plan.num_ranks
-        return is_split and isinstance(train, DatasetSamples) and train.has_own_collate
+        return is_split and self.task.train.has_own_collate
 
     @property
     def is_own(self) -> bool:
@@ -282,16 +232,10 @@ class RunContext:
         is_in_step = plan.synchronous and plan.num_steps_ahead == 0 and not plan.never_waits
         return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
-    def _alone(self, indices: Tensor) -> Batch:
-        num, content = len(indices), self._fetch(indices)
-        content = content if isinstance(content, Items) else moved(content, self.device)
-        return Batch(content=content, device=self.device, num_samples=num, num_global=num)
-
-    def _fetch(self, indices: Tensor) -> Content:
+    def _fetch(self, indices: Tensor, *, can_be_split: bool = False) -> Content:
         train = self.task.train
-        if self.keeps_items and isinstance(train, DatasetSamples):
-            return train.fetch_items(indices)
-        return train.fetch(indices)
+        is_split = (can_be_split and train.has_own_collate) or self.keeps_items
+        return train.fetch_items(indices) if is_split else train.fetch(indices)
 
 
 def build_context(
@@ -321,7 +265,7 @@ def build_context(
     plan = make_strategy(spec.strategy, known).plan(state)
     schedule = BatchSchedule(
         task.train.num_per_epoch,
-        batch_size=_global_batch(spec, plan, task.train.num_per_epoch),
+        batch_size=spec.global_batch(plan.num_workers),
         num_epochs=spec.num_epochs,
         num_ranks=state.world_size if spec.batch_per_worker is None else plan.num_workers,
         seed=spec.seed,
@@ -340,22 +284,6 @@ def build_context(
     )
 
 
-def _global_batch(spec: RunSpec, plan: Plan, num_samples: int) -> int:
-    """Return the size of a global batch.
-
-    Raises:
-        UserError: ``--batch-per-worker`` makes it larger than the training split.
-    """
-    size = spec.global_batch(plan.num_workers)
-    if spec.batch_per_worker is not None and size > num_samples:
-        raise UserError(
-            f"--batch-per-worker {spec.batch_per_worker} makes a global batch of {size} with "
-            f"{plan.num_workers} workers, larger than the training split ({num_samples} samples); "
-            f"give {max(1, num_samples // plan.num_workers)} or less."
-        )
-    return size
-
-
 @contextlib.contextmanager
 def linked(context: RunContext) -> Iterator[RunContext]:
     """Yield the context of a run in which exchanges last as over its link, if it has one."""
@@ -363,88 +291,3 @@ def linked(context: RunContext) -> Iterator[RunContext]:
     world_size, token = context.state.world_size, context.cancellation
     with emulated_link.opened(context.spec.link, path, world_size, token) as link:
         yield replace(context, link=link)
-
-
-@contextlib.contextmanager
-def prefetching(
-    samples: DatasetSamples,
-    shards: Iterable[Shard],
-    indices: Callable[[Shard], Tensor],
-    num_processes: int,
-    *,
-    seed: int,
-    keeps_items: bool = False,
-) -> Iterator[Iterator[tuple[Shard, Content]]]:
-    """Fetch shards in other processes before they are needed, by torch's ``DataLoader``.
-
-    The processes live as long as the context.  They fetch nothing before the first shard is asked
-    for, so that no strategy has samples ready when the clock starts.
-
-    Args:
-        samples: those to fetch.
-        shards: all that will be trained on, in order; taken early, ``NUM_PREFETCHED`` for each
-            process, also from a queue that others take from.
-        indices: returns the sample numbers of a shard.
-        num_processes: how many processes fetch.
-        seed: of the random numbers in these processes.
-        keeps_items: whether items come as they are, to be collated later.
-    """
-    taken: deque[Shard] = deque()
-    num_first = NUM_PREFETCHED * num_processes  # what the loader takes at once
-
-    def numbers() -> Iterator[list[int]]:
-        yield from ([] for _ in range(num_first))
-        for shard in shards:
-            taken.append(shard)
-            yield indices(shard).tolist()
-
-    batches = iter(
-        DataLoader(
-            _Startable(samples.dataset),
-            batch_sampler=numbers(),
-            collate_fn=partial(_collated, list if keeps_items else samples.collate),
-            num_workers=num_processes,
-            prefetch_factor=NUM_PREFETCHED,
-            worker_init_fn=_end_with_rank,
-            # Other start methods pickle the data set, and a class from a cell cannot be.
-            multiprocessing_context="fork" if sys.platform == "linux" else None,
-            generator=torch.Generator().manual_seed(seed),  # leaves the global state alone
-        )
-    )
-    try:
-        real = itertools.islice(batches, num_first, None)
-        if keeps_items:
-            yield ((taken.popleft(), Items(items, samples.collate)) for items in real)
-        else:
-            yield ((taken.popleft(), batch) for batch in real)
-    finally:  # at once, for an exception's traceback may keep the iterator alive
-        end_data_workers(batches)
-
-
-@final
-class _Startable(Dataset[Any]):
-    """A data set that a process can be asked for no sample of, so that it only starts."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitems__(self, numbers: list[int]) -> list[Any]:
-        if not numbers:
-            return []
-        if callable(get := getattr(self._dataset, "__getitems__", None)):
-            return list(get(numbers))
-        return [self._dataset[number] for number in numbers]
-
-
-def _collated(collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
-    return collate(items) if items else None
-
-
-def _end_with_rank(_: int) -> None:
-    die_with_parent()
-
-
-def _fewest_of(num_samples: int, num_replicas: int) -> int:
-    """Return how many samples the last replica that has any gets: 1, where 3 share 7 as 3, 3, 1."""
-    most = -(-num_samples // num_replicas)
-    return (num_samples - 1) % most + 1

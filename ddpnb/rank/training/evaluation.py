@@ -8,17 +8,14 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import update_bn
 
 from ddpnb.protocol.errors import UserError, kind_of
-from ddpnb.rank.tasks.base import CLASSIFY, StepFunction, Supervised, Task, split_step
-from ddpnb.rank.tasks.batches import Tree, mapped, moved, shape_of
-from ddpnb.rank.tasks.samples import Samples
+from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, split_step
+from ddpnb.rank.tasks.batches import mapped, moved, shape_of
 
 MAX_SAMPLES = 10_000
 """How many samples of a larger split are evaluated, spread evenly over it."""
@@ -49,7 +46,6 @@ class Score:
 def score(
     model: nn.Module,
     task: Task,
-    samples: Samples,
     device: torch.device,
     *,
     max_samples: int = MAX_SAMPLES,
@@ -64,20 +60,28 @@ def score(
     Raises:
         UserError: a measure is not a number.
     """
-    means: dict[str, _Mean] = {}
-    outputs: list[Any] = []
-    targets: list[Any] = []
-    measured = partial(_measured, model, task, is_held_out, has_loss, outputs, targets)
+    samples = task.held_out if is_held_out else task.train
+    totals: dict[str, float] = {}
+    pairs: list[Pair] = []
     num_chosen = min(len(samples), max_samples)
     chosen = torch.arange(num_chosen, device="cpu") * len(samples) // num_chosen
     for indices in chosen.split(min(batch_size, _BATCH_SIZE)):
         batch = moved(samples.fetch(indices), device)
-        for name, value in measured(batch).items():
-            means.setdefault(name, _Mean()).add(value, len(indices))
-    found = {name: mean.value for name, mean in means.items()}
-    if is_held_out and task.metric is not None:
-        result = task.metric(_joined(outputs), _joined(targets))
-        further = _metrics_of(result, task.metric, "metric(outputs, targets)")
+        numbers, pair = _measured(model, task, batch) if is_held_out else ({}, None)
+        if has_loss and "loss" not in numbers:
+            numbers |= _loss_of(model, task, batch, pair if task.validation_step is None else None)
+        if not is_held_out:
+            numbers.pop("accuracy", None)
+        if pair is not None:
+            pairs.append(Pair(*mapped(_on_cpu, tuple(pair))))
+        for name, value in numbers.items():
+            totals[name] = totals.get(name, 0.0) + value * len(indices)
+    found = {name: total / num_chosen for name, total in totals.items()}
+    if pairs and task.metric is not None:
+        outputs, targets = (_joined(list(each)) for each in zip(*pairs, strict=True))
+        further = _metrics_of(
+            task.metric(outputs, targets), task.metric, "metric(outputs, targets)"
+        )
         if "loss" in further:
             raise UserError(
                 "metric(outputs, targets) returned 'loss', which is the held-out loss beside it: "
@@ -92,160 +96,50 @@ def score(
     )
 
 
-def has_batchnorm(model: nn.Module) -> bool:
-    """Return whether a model in evaluation mode uses statistics that BatchNorm has kept.
+class Pair(NamedTuple):
+    """What a metric compares."""
 
-    ``SyncBatchNorm`` is left as it is: one rank alone cannot estimate its statistics.
-    """
-    if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
-        return False
-    return any(each.track_running_stats for each in _batchnorms(model))
+    outputs: Any
+    targets: Any
 
 
-def _batchnorms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
-    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
-    return [each for each in model.modules() if isinstance(each, kinds)]
+def _measured(model: nn.Module, task: Task, batch: Any) -> tuple[dict[str, float], Pair | None]:
+    """Return what the task measures on one held-out batch, and what its metric is to get."""
+    numbers: dict[str, float] = {}
+    if task.validation_step is not None:
+        result: Any = task.validation_step(model, batch)
+        if task.metric is not None and isinstance(result, tuple) and len(result) == 2:
+            return {}, Pair(*result)
+        numbers = _metrics_of(result, task.validation_step, "validation_step(model, batch)")
+    if task.metric is None:
+        return numbers, None
+    inputs, targets = pair_of(batch)
+    return numbers, Pair(model(inputs), targets)
 
 
-def estimate_batchnorm(
-    model: nn.Module,
-    task: Task,
-    device: torch.device,
-    *,
-    batch_size: int,
-    seed: int,
-    max_samples: int = MAX_SAMPLES,
-) -> None:
-    """Estimate BatchNorm's statistics anew, for the weights as they are; one rank alone may.
-
-    The task's step is made on up to ``max_samples`` training samples in random order, in training
-    mode, without backward pass or update.  The statistics are the means over the batches.  Layers
-    that the forward pass leaves out, or the model keeps in evaluation mode, stay as they are.
+def _loss_of(model: nn.Module, task: Task, batch: Any, pair: Pair | None) -> dict[str, float]:
+    """Return the loss of one batch, and the accuracy where the loss is the default one.
 
     Args:
-        model: its weights do not change.
-        task: what it was trained on.
-        device: the model's.
-        batch_size: samples of a forward pass, or of at most 512; less than twice as many in some.
-        seed: of the order.
-        max_samples: the most that are taken.
+        model: in evaluation mode.
+        task: has the step.
+        batch: on the model's device.
+        pair: the model's outputs, if they are known.
     """
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(task.train), generator=generator, device="cpu")
-    chosen = order[:max_samples]
-    num_batches = max(1, len(chosen) // min(batch_size, _BATCH_SIZE))
-    batches = (
-        _Boxed(moved(task.train.fetch(indices), device))
-        for indices in chosen.tensor_split(num_batches)  # no rest of a single sample
-    )
-    layers = _batchnorms(model)
-    before = [copy.deepcopy(each.state_dict()) for each in layers]
-    momenta = [each.momentum for each in layers]
-    has_ended = False
-    try:
-        update_bn(batches, _Stepping(model, task.step))
-        has_ended = True
-    finally:
-        for layer, state, momentum in zip(layers, before, momenta, strict=True):
-            layer.momentum = momentum
-            if not has_ended or not layer.num_batches_tracked:
-                layer.load_state_dict(state)
-
-
-@dataclass(frozen=True, slots=True)
-class _Boxed:
-    """A batch that ``update_bn`` hands on whole: of a tuple it would take the first part."""
-
-    tree: Tree
-
-
-class _Stepping(nn.Module):
-    """Calls a model as its training does."""
-
-    def __init__(self, model: nn.Module, step: StepFunction) -> None:
-        super().__init__()
-        self.model = model
-        self._step = step
-        self.training = model.training
-
-    def forward(self, batch: _Boxed) -> None:
-        """Make the task's step; one of the user's own may need gradients, as a penalty does."""
-        with torch.set_grad_enabled(not isinstance(self._step, Supervised)):
-            self._step(self.model, batch.tree)
-
-
-@dataclass(slots=True)
-class _Mean:
-    """The mean over samples of a number that comes batch by batch."""
-
-    total: float = 0.0
-    num_samples: int = 0
-
-    def add(self, value: float, num_samples: int) -> None:
-        self.total += value * num_samples
-        self.num_samples += num_samples
-
-    @property
-    def value(self) -> float:
-        return self.total / self.num_samples
-
-
-def _measured(
-    model: nn.Module,
-    task: Task,
-    is_held_out: bool,
-    has_loss: bool,
-    all_outputs: list[Any],
-    all_targets: list[Any],
-    batch: Any,
-) -> dict[str, float]:
-    """Return the numbers of one batch; keep outputs and targets if the task's metric takes all."""
-    found: dict[str, float] = {}
-    pair: tuple[Any, Any] | None = None
-    if is_held_out and task.validation_step is not None:
-        result: Any = task.validation_step(model, batch)
-        if task.metric is not None and isinstance(result, tuple) and is_pair(result):
-            pair = result
-        else:
-            found |= _metrics_of(result, task.validation_step, "validation_step(model, batch)")
-    wants_loss = has_loss and "loss" not in found
-    wants_outputs = is_held_out and task.metric is not None
-    if wants_outputs and pair is None and not is_pair(batch):
-        raise UserError(
-            "metric(outputs, targets) needs both, and data(split) gives batches that are "
-            f"{kind_of(batch)}: let validation_step(model, batch) return (outputs, targets), or "
-            "the measures themselves, which are averaged."
-        )
-    if pair is not None:
-        all_outputs.append(mapped(_on_cpu, pair[0]))
-        all_targets.append(mapped(_on_cpu, pair[1]))
-        wants_outputs = False
-    if wants_outputs or (wants_loss and isinstance(task.step, Supervised)):
-        inputs, targets = pair_of(batch)
-        outputs = model(inputs)
-        if wants_outputs:
-            all_outputs.append(mapped(_on_cpu, outputs))
-            all_targets.append(mapped(_on_cpu, targets))
-    if not wants_loss:
-        return found
-    if isinstance(task.step, Supervised):
-        found["loss"] = task.step.loss(outputs, targets).item()
-        if is_held_out and not task.has_measures and task.step == CLASSIFY:
-            found["accuracy"] = _accuracy(outputs, targets)
-        return found
-    with torch.enable_grad():  # a loss may be made of gradients, such as a penalty
-        loss, _ = split_step(task.step(model, batch))
-    return found | {"loss": loss.item()}
+    if not isinstance(task.step, Supervised):
+        with torch.enable_grad():  # a loss may be made of gradients, such as a penalty
+            return {"loss": split_step(task.step(model, batch))[0].item()}
+    inputs, targets = pair_of(batch)
+    outputs = model(inputs) if pair is None else pair.outputs
+    found = {"loss": task.step.loss(outputs, targets).item()}
+    if task.step == CLASSIFY and not task.has_measures:
+        found["accuracy"] = _accuracy(outputs, targets)
+    return found
 
 
 def _on_cpu(leaf: Any) -> Any:
     """Return a leaf where any library's metric can read it."""
     return leaf.cpu() if isinstance(leaf, Tensor) else leaf
-
-
-def is_pair(batch: Any) -> bool:
-    """Return whether a batch may be (inputs, targets)."""
-    return isinstance(batch, tuple | list) and len(batch) == 2
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
@@ -254,11 +148,12 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     Raises:
         UserError: the batch is something else.
     """
-    if not is_pair(batch):
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise UserError(
             f"data(split) gives batches that are {kind_of(batch)}{size}, not (inputs, targets): "
-            "define training_step(model, batch), and validation_step(model, batch) to measure more."
+            "define training_step(model, batch), and validation_step(model, batch), which returns "
+            "measures, or (outputs, targets) for a metric."
         )
     inputs, targets = batch
     return inputs, targets
@@ -283,9 +178,9 @@ def number_of(value: Any, call: str) -> float:
         number = value.detach() if isinstance(value, Tensor) else value
         return float("not a number" if is_text else number)
     except (TypeError, ValueError, RuntimeError):
-        what = shape_of(value) if isinstance(value, Tensor) else kind_of(value)
         raise UserError(
-            f"{call} returned {what}; return a number, or a dict of numbers with their names."
+            f"{call} returned {shape_of(value)}; return a number, or a dict of numbers with their "
+            "names."
         ) from None
 
 
@@ -316,3 +211,65 @@ def _accuracy(outputs: Tensor, targets: Tensor) -> float:
         return math.nan
     correct = (outputs.argmax(dim=1) == targets).double()
     return correct.reshape(len(correct), -1).mean(dim=1).mean().item()
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Return whether a model in evaluation mode uses statistics that BatchNorm has kept.
+
+    ``SyncBatchNorm`` is left as it is: one rank alone cannot estimate its statistics.
+    """
+    if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
+        return False
+    return bool(_batchnorms(model))
+
+
+def _batchnorms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+    return [e for e in model.modules() if isinstance(e, kinds) and e.track_running_stats]
+
+
+def estimate_batchnorm(
+    model: nn.Module,
+    task: Task,
+    device: torch.device,
+    *,
+    batch_size: int,
+    seed: int,
+    max_samples: int = MAX_SAMPLES,
+) -> None:
+    """Estimate BatchNorm's statistics anew, for the weights as they are; one rank alone may.
+
+    The task's step is made on up to ``max_samples`` training samples in random order, in training
+    mode, without backward pass or update.  The statistics are the means over the batches, as those
+    of ``torch.optim.swa_utils.update_bn``.  Layers that the forward pass leaves out, or the model
+    keeps in evaluation mode, stay as they are.
+
+    Args:
+        model: its weights do not change.
+        task: what it was trained on.
+        device: the model's.
+        batch_size: samples of a forward pass, or of at most 512; less than twice as many in some.
+        seed: of the order.
+        max_samples: the most that are taken.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(task.train), generator=generator, device="cpu")[:max_samples]
+    num_batches = max(1, len(chosen) // min(batch_size, _BATCH_SIZE))
+    layers, was_training, has_ended = _batchnorms(model), model.training, False
+    before = [(each.momentum, copy.deepcopy(each.state_dict())) for each in layers]
+    try:
+        model.train()
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None  # then it takes the mean over the batches
+        for indices in chosen.tensor_split(num_batches):  # no rest of a single sample
+            batch = moved(task.train.fetch(indices), device)
+            with torch.set_grad_enabled(not isinstance(task.step, Supervised)):  # for a penalty
+                task.step(model, batch)
+        has_ended = True
+    finally:
+        model.train(was_training)
+        for layer, (momentum, state) in zip(layers, before, strict=True):
+            layer.momentum = momentum
+            if not has_ended or not layer.num_batches_tracked:
+                layer.load_state_dict(state)

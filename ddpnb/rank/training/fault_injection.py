@@ -20,16 +20,15 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn, final
-
-import torch
 
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
 from ddpnb.protocol.notation import Kill, Slow, parse_kill, parse_slow
 from ddpnb.rank.meter import Timer, synchronize
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.worker import Batch, Worker
+from ddpnb.rank.training.context import RunContext
 
 KILL_TIMEOUT_SECONDS = 1.0
 """How long the kernel may take to kill a rank on purpose."""
@@ -61,35 +60,23 @@ class FaultInjector:
     """Delays or kills this process while a run is trained.
 
     Args:
-        spec: names the faults.
-        workers: those in this process.
-        is_new: whether this process may be killed; one that was restarted is not killed again.
-        compute_seconds: measures the time of a worker's own forward and backward pass; called at
-            once, if a delay depends on it.
-        device: synchronised before each delay.
-        timer: counts the delay as forward.
+        context: the run; a process that was restarted is not killed again.
+        timer: counts a delay as forward.
         publish: takes a mark when a fault strikes.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        workers: Sequence[int],
-        *,
-        is_new: bool = True,
-        compute_seconds: Callable[[], float],
-        device: torch.device,
-        timer: Timer,
-        publish: Callable[[Mark], None],
-    ) -> None:
+    def __init__(self, context: RunContext, timer: Timer, publish: Callable[[Mark], None]) -> None:
+        spec, workers, is_new = context.spec, context.workers, context.rejoin_info is None
         self._workers = workers
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = [fault for fault in map(parse_kill, spec.kill) if fault.rank in workers and is_new]
         self._kill = min(kills, key=_seconds_of, default=None)
         self._jitter = spec.jitter
-        is_relative = self._jitter > 0 or any(fault.factor > 1 for fault in self._slow)
-        self._compute_seconds = compute_seconds() if is_relative else 0.0
-        self._device = device
+        self._compute_seconds = 0.0
+        if self._jitter > 0 or any(fault.factor > 1 for fault in self._slow):
+            alone = context.worker("m", num_steps=1, is_grouped=False)
+            self._compute_seconds = measure_compute_seconds(alone, context.usual_batch())
+        self._device = context.device
         self._timer = timer
         self._publish = publish
         self._random = {worker: random.Random(f"{spec.seed} {worker}") for worker in workers}

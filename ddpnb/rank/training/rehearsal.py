@@ -6,6 +6,7 @@ them are then thrown away, and global random numbers are put back.
 """
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -23,7 +24,7 @@ def rehearse(context: RunContext) -> float:
     Returns:
         The seconds of the quickest step; 0 if none was made.
     """
-    num_steps = min(context.spec.num_warmup_steps, context.num_steps)
+    num_steps = min(context.spec.num_warmup_steps, context.schedule.num_steps)
     if num_steps == 0 or context.rejoin_info is not None:
         return 0.0
     clock = clock_of(context.device)
@@ -50,15 +51,29 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def num_compiled() -> int:
+    """Return how many graphs ``torch.compile`` has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
 def _shards(context: RunContext, num_steps: int) -> Iterator[Shard]:
-    """Yield this rank's slice of the first batches, then of one of each other size.
+    """Yield this rank's slice of the first batches, then one of each other size.
 
     Every rank of the plan makes as many steps; nothing is taken from any queue.
     """
-    is_alone = context.plan.num_ranks == 1
-    part, num_parts = (0, 1) if is_alone else (context.state.rank, context.plan.num_ranks)
+    plan, schedule = context.plan, context.schedule
+    part, num_parts = (0, 1) if plan.num_ranks == 1 else (context.state.rank, plan.num_ranks)
     yield from every_step(num_steps, part=part, num_parts=num_parts)
-    schedule = context.schedule
     smallest = schedule.smallest_shard(1).step
-    if schedule.size(smallest) != schedule.size(0):
-        yield Shard(step=smallest, part=part, num_parts=num_parts)
+    if plan.synchronous:
+        if schedule.size(smallest) != schedule.size(0):
+            yield Shard(step=smallest, part=part, num_parts=num_parts)
+        return
+    # Workers get slices of any rank: the first is a step's largest, the last its smallest.
+    slices = [
+        Shard(step=step, part=each, num_parts=num_parts)
+        for step in (0, smallest)
+        for each in (0, num_parts - 1)
+    ]
+    yield from {len(schedule.indices(shard)): shard for shard in slices}.values()

@@ -3,7 +3,7 @@
 A strategy itself checks nothing: these checks need a model that has made a step.  Nothing is sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -41,19 +41,23 @@ def check_strategy(strategy: str, worker: Worker) -> None:
         UserError: what cannot be trained, and what to do.
     """
     choice = parse_strategy(strategy)
-    if STRATEGIES[choice.name].is_dense:
-        _check_dense(choice.name, worker.model)
-    if choice.name in _CHECKS:
-        _CHECKS[choice.name](choice, worker)
-
-
-def _check_dense(name: str, model: nn.Module) -> None:
-    for parameter_name, parameter in model.named_parameters():
-        if parameter.grad is not None and parameter.grad.is_sparse:
+    for name, parameter in worker.model.named_parameters():
+        is_sparse = parameter.grad is not None and parameter.grad.is_sparse
+        if is_sparse and STRATEGIES[choice.name].is_dense:
             raise UserError(
-                f"The gradient of {parameter_name} is sparse, and {name} exchanges dense ones: "
-                f"make the layer with sparse=False, or leave {name} out of the comparison."
+                f"The gradient of {name} is sparse, and {choice.name} exchanges dense ones: "
+                f"make the layer with sparse=False, or leave {choice.name} out of the comparison."
             )
+    if choice.name == "ddp":
+        _check_ddp(choice, worker)
+    if choice.name == "zero":
+        if not lists_step_hooks.works:
+            raise UserError(f"{lists_step_hooks.sentence}.")
+        _check_types("zero", [{parameter.dtype for parameter in worker.parameters}])
+    if choice.name == "fsdp":
+        _check_rows("fsdp", worker.model)
+        _check_called(worker.model)
+        _check_types("fsdp", types_of_layers(worker.model))
 
 
 def _check_ddp(choice: Choice, worker: Worker) -> None:
@@ -67,50 +71,35 @@ def _check_ddp(choice: Choice, worker: Worker) -> None:
             "ddp:static_graph=on cannot accumulate gradients (torch's no_sync fails in it); "
             "leave one of the two out."
         )
-    if hook == "powersgd":
-        _check_matrices(worker)
     if hook == "bf16" and worker.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise UserError("This GPU cannot add bfloat16; take ddp:hook=fp16 instead.")
+    if hook == "powersgd":  # it makes matrices of gradients, of one bucket on CPUs
+        _check_rows("ddp:hook=powersgd", worker.model)
+        if worker.device.type == "cpu":
+            _check_types("ddp:hook=powersgd", [{each.dtype for each in worker.parameters}])
 
 
-def _check_matrices(worker: Worker) -> None:
-    """Refuse what has no rows to make a matrix of, and several types on CPUs."""
-    for name, parameter in worker.model.named_parameters():
-        if parameter.requires_grad and (parameter.ndim == 0 or parameter.numel() == 0):
-            raise UserError(
-                f"ddp:hook=powersgd makes matrices of gradients, and {name}, of shape "
-                f"{tuple(parameter.shape)}, has no rows: give it one, e.g. the shape (1,), "
-                "or leave the hook out."
-            )
-    types = {parameter.dtype for parameter in worker.parameters}
-    if worker.device.type == "cpu" and len(types) > 1:
-        raise UserError(
-            "ddp:hook=powersgd sends one bucket on CPUs, and torch makes one for each "
-            "floating-point type: give the model one type, or leave the hook out."
-        )
-
-
-def _check_zero(_: Choice, worker: Worker) -> None:
-    if not lists_step_hooks.works:
-        raise UserError(f"{lists_step_hooks.sentence}.")
-    if len({parameter.dtype for parameter in worker.parameters}) > 1:
-        raise UserError(
-            "zero wants all parameters in one floating-point type; "
-            "give the model one, or leave zero out of the comparison."
-        )
-
-
-def _check_fsdp(_: Choice, worker: Worker) -> None:
-    """Refuse parameters without rows to shard, layers of several types, and unused layers."""
-    model = worker.model
-    for name, parameter in model.named_parameters():
+def _check_rows(name: str, model: nn.Module) -> None:
+    for parameter_name, parameter in model.named_parameters():
         if parameter.ndim == 0 or parameter.numel() == 0:
             raise UserError(
-                f"fsdp cuts parameters between their rows, and {name}, of shape "
+                f"{name} cuts parameters between their rows, and {parameter_name}, of shape "
                 f"{tuple(parameter.shape)}, has none: give it one, e.g. the shape (1,), "
-                "or leave fsdp out of the comparison."
+                f"or leave {name} out of the comparison."
             )
-    # A rank that calls another layer would gather, at the same time, another one's parameters.
+
+
+def _check_types(name: str, types_at_once: Iterable[set[torch.dtype]]) -> None:
+    if any(len(types) > 1 for types in types_at_once):
+        raise UserError(
+            f"{name} wants one floating-point type in what it exchanges at once: give the model "
+            f"one (or, for fsdp, each type a layer of its own in a Sequential), or leave {name} "
+            "out of the comparison."
+        )
+
+
+def _check_called(model: nn.Module) -> None:
+    """Refuse unused layers: a rank that calls another layer would gather another's parameters."""
     held = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.grad is None and id(parameter) in held:
@@ -118,15 +107,3 @@ def _check_fsdp(_: Choice, worker: Worker) -> None:
                 "fsdp gathers a layer when it is called, so all ranks must call the same ones, and "
                 f"{name} had no part in a step: use every layer, or leave fsdp out."
             )
-    if any(len(types) > 1 for types in types_of_layers(model)):
-        raise UserError(
-            "fsdp wants one floating-point type in what it gathers at once: give the model "
-            "one, or each type a layer of its own in a Sequential, or leave fsdp out."
-        )
-
-
-_CHECKS: dict[str, Callable[[Choice, Worker], None]] = {
-    "ddp": _check_ddp,
-    "zero": _check_zero,
-    "fsdp": _check_fsdp,
-}

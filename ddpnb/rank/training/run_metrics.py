@@ -1,9 +1,8 @@
 """What a rank measures in a run and reports about it (ranks)."""
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +15,8 @@ from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.strategies.worker import Memory, Worker
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training import fault_injection
-from ddpnb.rank.training.context import Content, RunContext
+from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
-from ddpnb.rank.training.optimizer_hooks import warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
 
 _CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
@@ -47,18 +45,20 @@ class RunMetrics:
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
     num_peak_bytes: int = 0
+    num_lost_samples: int = 0
+    """Of shards that workers held when they died."""
+    is_estimated: bool = False
+    """Whether BatchNorm's statistics are estimated before the model is judged."""
     shards: list[int] = field(default_factory=list)
     num_to_judge: int = 0
     """Evaluations to come when training has ended; 0: not known, and not announced."""
     num_judged: int = 0
     began_to_judge: float = 0.0
 
-    def recorded(self, source: Iterator[tuple[Shard, Content]]) -> Iterator[tuple[Shard, Content]]:
-        """Yield the shards handed out to this worker; note the first that it has trained on."""
-        for shard, content in itertools.islice(source, MAX_SHARDS):
-            yield shard, content
+    def note_shard(self, shard: Shard) -> None:
+        """Note the first shards that this worker has trained on, if they were handed out to it."""
+        if not self.context.plan.synchronous and len(self.shards) < MAX_SHARDS:
             self.shards.append(shard.step * shard.num_parts + shard.part)
-        yield from source
 
     def start(self) -> None:
         """Start counting time."""
@@ -88,8 +88,9 @@ class RunMetrics:
             self.num_samples += timing.report.num_samples
             self.num_bytes_received += timing.report.traffic.received
 
-    def note_peak(self) -> None:
-        """Measure the most memory that the training had on the GPU, activations included."""
+    def note_memory(self, memory: Memory) -> None:
+        """Note what this rank holds, and the most that it had on a GPU, activations included."""
+        self.memory = memory
         if self.context.device.type == "cuda":
             self.num_peak_bytes = torch.cuda.max_memory_allocated(self.context.device)
 
@@ -113,6 +114,7 @@ class RunMetrics:
             num_parameter_bytes=self.memory.parameters,
             num_optimizer_bytes=self.memory.optimizer,
             num_peak_bytes=self.num_peak_bytes,
+            num_lost_samples=self.num_lost_samples,
         )
 
     def estimate_batchnorm(self, model: nn.Module) -> None:
@@ -143,7 +145,6 @@ class RunMetrics:
             return score(
                 model.eval(),
                 context.task,
-                context.task.held_out if is_held_out else context.task.train,
                 context.device,
                 max_samples=context.spec.eval_samples or max_samples,
                 batch_size=context.spec.batch_size,
@@ -215,7 +216,7 @@ def _num_devices(context: RunContext) -> int:
 
 def _notes(context: RunContext) -> list[str]:
     spec, plan, schedule = context.spec, context.plan, context.schedule
-    found = [*fault_injection.notes(spec, plan), *warm_up_notes(spec, plan, schedule)]
+    found = [*fault_injection.notes(spec, plan), *context.optimizers.notes()]
     if spec.batch_per_worker is not None and plan.num_workers > 1:
         found.append(
             f"Weak scaling: {spec.batch_per_worker} samples per step of each worker, so a global "
@@ -228,7 +229,7 @@ def _notes(context: RunContext) -> list[str]:
         )
     if context.state.shares_device and plan.num_ranks > 1:
         found.append("Several ranks share one GPU.")
-    if spec.num_data_workers and not context.prefetches:
+    if spec.num_data_workers and not context.num_data_workers:
         found.append("--data-workers has no effect: the data are tensors in memory.")
     if spec.sync_batchnorm and not context.syncs_batchnorm and plan.num_workers > 1:
         found.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")

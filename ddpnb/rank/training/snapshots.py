@@ -9,9 +9,9 @@ What is judged is what the run would end with if it ended there: the server's pa
 of all ranks' weights where ranks average them, else rank 0's model.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
 import torch
@@ -48,28 +48,20 @@ class Snapshots:
         metrics: of this rank; drained before each copy, so that its clock is right.
         strategy: has been set up.
         worker: what it was set up with.
-        untimed: makes the context in which a copy is made.
     """
 
-    def __init__(
-        self,
-        metrics: RunMetrics,
-        strategy: Strategy,
-        worker: Worker,
-        untimed: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, metrics: RunMetrics, strategy: Strategy, worker: Worker) -> None:
         context = metrics.context
         self._metrics = metrics
         self._strategy = strategy
         self._worker = worker
-        self._untimed = untimed
         self._num_steps = context.schedule.num_steps
         self._is_mean = context.plan.averages_weights and context.plan.synchronous
         self._is_kept = context.state.rank == 0 or self._is_mean
         self._kept: list[Snapshot] = []
         self.notes: tuple[str, ...] = ()
         """Where there is no memory for all points of the curve."""
-        self._every = self._affordable_steps(context.steps_between_evaluations)
+        self._every = self._affordable_steps()
         takes_part = context.plan.synchronous or context.state.rank == 0
         self._next = self._due_after(0) if takes_part else math.inf
 
@@ -84,6 +76,21 @@ class Snapshots:
             metrics.add(metrics.clock.stop())  # steps that a GPU has yet to finish
             with self._untimed():
                 self._copy(shard)
+
+    @contextlib.contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """Stop the clock of synchronous workers until the slowest has left the context.
+
+        Asynchronous workers train on meanwhile, so rank 0's clock runs.
+        """
+        context, plan = self._metrics.context, self._metrics.context.plan
+        if not plan.synchronous:
+            yield
+            return
+        with self._metrics.clock.paused():
+            yield
+            if plan.num_steps_ahead == 0 and not plan.never_waits:
+                context.barrier()
 
     @property
     def num_kept(self) -> int:
@@ -101,7 +108,7 @@ class Snapshots:
                 tensor.copy_(mean)
 
     def evaluations(
-        self, model: nn.Module, should_stop: Callable[[], bool], is_estimated: bool = False
+        self, model: nn.Module, should_stop: Callable[[], bool]
     ) -> tuple[Evaluation, ...]:
         """Return the scores of all copies, which go; the model ends with the weights of the last.
 
@@ -111,7 +118,6 @@ class Snapshots:
         Args:
             model: takes the weights of one copy after the other.
             should_stop: is asked before each.
-            is_estimated: whether BatchNorm's statistics are estimated anew for each.
         """
         found = []
         while self._kept and not should_stop():
@@ -121,7 +127,7 @@ class Snapshots:
             except Exception as error:  # noqa: BLE001  the user's model may be another one by now
                 self._metrics.mark(f"has no held-out curve ({summary_of(error)})")
                 break
-            if is_estimated:
+            if self._metrics.is_estimated:
                 self._metrics.estimate_batchnorm(model)
             score = self._metrics.score(model, is_held_out=True, max_samples=MAX_SAMPLES)
             if math.isnan(score.loss) and math.isnan(score.accuracy):
@@ -156,10 +162,16 @@ class Snapshots:
     def _due_after(self, num_steps: int) -> float:
         return (num_steps // self._every + 1) * self._every if self._every else math.inf
 
-    def _affordable_steps(self, wanted: int) -> int:
-        """Return the steps between two copies that have room in memory; 0: none."""
-        left = self._num_steps
-        num_wanted = max(left - 1, 0) // wanted if wanted else 0
+    def _affordable_steps(self) -> int:
+        """Return the steps between two copies, as many as have room in memory; 0: none."""
+        spec, schedule = self._metrics.context.spec, self._metrics.context.schedule
+        every = 0.0 if spec.is_ceiling else spec.eval_every
+        if every is None:
+            num = spec.num_points
+            wanted = max(1, round(self._num_steps / num)) if num > 1 else 0
+        else:
+            wanted = max(1, round(every * schedule.steps_per_epoch)) if every else 0
+        num_wanted = max(self._num_steps - 1, 0) // wanted if wanted else 0
         size = _num_bytes(self._worker.model.state_dict()) if num_wanted else 0
         copies = self._worker.world_size if self._is_mean else 1
         num = min(num_wanted, MAX_BYTES // max(copies * size, 1))
@@ -169,7 +181,7 @@ class Snapshots:
             f"Held-out scores at {num + 1} moments, not {num_wanted + 1}: "
             "more copies of the model would take over 1 GB.",
         )
-        return -(-left // (num + 1)) if num else 0
+        return -(-self._num_steps // (num + 1)) if num else 0
 
 
 def _num_bytes(state: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from ddpnb.protocol.messages import Parts
+from ddpnb.protocol.messages import NO_PARTS, Parts
 from ddpnb.rank.meter import Moment, Phase, Timer, Traffic, synchronize
 
 MAX_PENDING = 8
@@ -77,12 +77,20 @@ class CpuClock(Timer):
         self._start = self._end = self._since = time.perf_counter()
         self._phase, self._spent = "data", {}
 
-    def timing(self, report: StepReport) -> list[StepTiming]:
-        """Record that a step was made, and return it; the next one begins with fetching data."""
+    def timing(self, report: StepReport, *, counts: bool = True) -> list[StepTiming]:
+        """Record that a step was made, and return it; the next one begins with fetching data.
+
+        Args:
+            report: what the step returned.
+            counts: whether its time counts.
+        """
         loss = report.loss.item()
         self.begin("data")
-        self._end = self._since
         parts, self._spent = Parts(**self._spent), {}
+        if not counts:
+            self._start += self._since - self._end
+            parts = NO_PARTS
+        self._end = self._since
         metrics = {name: value.item() for name, value in report.metrics.items()}
         return [StepTiming(report, self._end - self._start, loss, parts, metrics)]
 
@@ -120,6 +128,7 @@ class _Pending(NamedTuple):
     loss: Tensor
     metrics: Tensor
     """Their values, in the report's order."""
+    counts: bool
 
 
 @final
@@ -160,11 +169,11 @@ class CudaClock(Timer):
 
     def start(self) -> None:
         """Let the GPU finish, then record the first event."""
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         self._marks, self._hidden, self._seconds = [], [], 0.0
         self.begin("data")
 
-    def timing(self, report: StepReport) -> list[StepTiming]:
+    def timing(self, report: StepReport, *, counts: bool = True) -> list[StepTiming]:
         """Record an event behind this step; return the steps that the GPU has finished."""
         loss = torch.empty((), dtype=report.loss.dtype, device="cpu", pin_memory=True)
         loss.copy_(report.loss, non_blocking=True)
@@ -173,7 +182,7 @@ class CudaClock(Timer):
         for held, value in zip(metrics, report.metrics.values(), strict=True):
             held.copy_(value, non_blocking=True)
         self.begin("data")
-        self._pending.append(_Pending(report, self._marks, self._hidden, loss, metrics))
+        self._pending.append(_Pending(report, self._marks, self._hidden, loss, metrics, counts))
         self._marks, self._hidden = [self._marks[-1]], []
         if len(self._pending) > MAX_PENDING:
             self._pending[0].marks[-1][1].synchronize()
@@ -181,23 +190,23 @@ class CudaClock(Timer):
 
     def stop(self) -> list[StepTiming]:
         """Let the GPU finish; return the rest."""
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return self._finished()
 
     def end(self) -> None:
         """Let the GPU finish, and count what has followed the last step too."""
         last = self.moment()
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         self._seconds += self._marks[0][1].elapsed_time(last) / 1000
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let the GPU finish before and after; the next step's time begins then."""
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         try:
             yield
         finally:
-            torch.cuda.synchronize(self._device)
+            synchronize(self._device)
             self._marks, self._hidden = [], []
             self.begin("data")
 
@@ -273,6 +282,8 @@ class StepTimer(Timer):
 
 
 def _parts_of(done: _Pending) -> Parts:
+    if not done.counts:
+        return NO_PARTS
     spent: dict[str, float] = {}
     for (part, begun), (_, ended) in zip(done.marks, done.marks[1:], strict=False):
         spent[part] = spent.get(part, 0.0) + begun.elapsed_time(ended) / 1000

@@ -62,7 +62,7 @@ def loaded(source: str, calls: list[str], cache: DataCache, comparison: str = "c
 
 
 def test_every_run_sees_what_data_has_left_in_names_of_the_cell(calls: list[str]):
-    cache = DataCache()
+    cache: DataCache = {}
     first, second, third = (loaded(CELL, calls, cache) for _ in range(3))
     assert calls == ["cell", "train", "test", "cell", "cell"]
     for task in (first, second, third):
@@ -81,7 +81,7 @@ def test_every_run_sees_what_data_has_left_in_names_of_the_cell(calls: list[str]
 
 
 def test_an_error_in_data_is_the_users(calls: list[str]):
-    cache = DataCache()
+    cache: DataCache = {}
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             loaded(CELL.replace("    rows = ", "    1 / 0\n    rows = "), calls, cache)
