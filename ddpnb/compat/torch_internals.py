@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import CodeType
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Logger
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
 
 from ddpnb.compat.probe import Probe, missing, probe
@@ -341,69 +339,6 @@ def set_default_store(store: Any) -> None:
 # -- training ------------------------------------------------------------------------------
 
 
-class CommunicationTimes(NamedTuple):
-    """The communication of a backward pass, in seconds."""
-
-    total: float
-    """From the first bucket's start to the last one's end."""
-    hidden: float
-    """The part of it before the last gradient had been computed."""
-
-
-@probe(
-    "torch",
-    "on CPUs DDP's communication is timed by a hook in Python, which slows a step by up to 5 %",
-)
-def times_ddp() -> bool:
-    """Whether DDP's own timers can be read after each step."""
-    return (
-        callable(DistributedDataParallel._set_ddp_runtime_logging_sample_rate)
-        and callable(Logger._get_ddp_logging_data)
-        and callable(Logger.set_runtime_stats_and_log)
-    )
-
-
-@final
-class DdpTimers:
-    """DDP's own timers, read after each backward pass.
-
-    Args:
-        ddp: on CPUs, before its first step.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        assert ddp.logger is not None
-        self._logger = ddp.logger
-        ddp._set_ddp_runtime_logging_sample_rate(1)
-        silent: Any = _SilentLogger(ddp.logger)
-        ddp.logger = silent
-
-    def read(self) -> CommunicationTimes:
-        """Return the times of the last backward pass; 0 if none were measured."""
-        self._logger.set_runtime_stats_and_log()
-        measured = self._logger._get_ddp_logging_data().ints_map
-        total = max(0.0, measured.get("backward_comm_time", 0) / 1e9)
-        hidden = max(0.0, measured.get("backward_compute_comm_overlap_time", 0) / 1e9)
-        return CommunicationTimes(total, hidden)
-
-
-@final
-class _SilentLogger:
-    """DDP's logger without the statistics that DDP takes before each forward pass.
-
-    ``DdpTimers.read`` has taken them after the last backward pass; they cost 25 us each time.
-    """
-
-    def __init__(self, logger: Logger) -> None:
-        self._logger = logger
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger, name)
-
-
 @probe("torch", "processes of --data-workers may outlive a failed training for a while")
 def ends_data_workers() -> bool:
     """Whether the processes of a ``DataLoader`` can be ended at once."""
@@ -443,7 +378,6 @@ PROBES = (
     counts_collectives,
     hides_group,
     replaces_store,
-    times_ddp,
     ends_data_workers,
     lists_step_hooks,
 )

@@ -1,7 +1,6 @@
 """Ranks that wait for one that raised are freed: it is named, and nothing is lost."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -65,15 +64,6 @@ def test_a_default_timeout_of_the_users_sockets_costs_no_rank(cluster: Cluster):
     assert not ended.lost
     assert pull(cluster, "kept, socket.getdefaulttimeout()") == [(n, 10) for n in cluster.ranks]
     run(cluster, "socket.setdefaulttimeout(None)")
-
-
-def test_a_default_type_of_one_rank_costs_no_group(cluster: Cluster):
-    run(cluster, "import torch, torch.distributed as dist")
-    run(cluster, "if rank: torch.set_default_dtype(torch.float64)")
-    cluster.abort(cluster.ranks)
-    cluster.ensure_group()
-    assert not run(cluster, "dist.all_reduce(torch.ones(1, dtype=torch.float32))").failures
-    run(cluster, "torch.set_default_dtype(torch.float32)")
 
 
 TIED = """
@@ -142,14 +132,3 @@ def test_a_rank_that_is_slow_to_cut_does_not_cut_the_next_group(three: Cluster, 
     ended = run(three, "if rank == 1: 1/0\ndist.recv(torch.ones(1), 2 - rank)")
     assert sorted(ended.failures) == [0, 1, 2]
     assert not run(three, "time.sleep(3)\ndist.all_reduce(torch.ones(1))").failures
-
-
-def test_ranks_that_fail_one_after_the_other_keep_their_group(three: Cluster):
-    """As many ranks on few cores do: each error is formatted on its rank."""
-    generation = three.generation
-    three.timeouts = replace(Timeouts(), abort_after_failure_seconds=2.0)
-    ended = run(three, "time.sleep(1.2 * rank)\n1/0")
-    three.timeouts = Timeouts()
-    assert {failure.name for failure in ended.failures.values()} == {"ZeroDivisionError"}
-    assert not run(three, "dist.all_reduce(torch.ones(1))").failures
-    assert three.generation == generation

@@ -52,28 +52,6 @@ def test_of_many_ranks_that_wait_for_one_few_are_asked(many: Cluster, asked: lis
     assert NUM_ASKED < len(asked) <= NUM_ASKED * num_polls + 2 * NUM_RANKS
 
 
-def test_many_that_wait_for_one_that_computes_are_left_alone(many: Cluster):
-    source = (
-        "end = time.monotonic() + 5\n"
-        "while rank == 12 and time.monotonic() < end: torch.ones(100, 100) @ torch.ones(100, 100)\n"
-        "dist.barrier()"
-    )
-    ended = run(many, source)
-    assert not ended.watch.hang
-    assert not ended.failures
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "note"),
-    [
-        (8, ""),
-        (
-            40,
-            "40 ranks share 2 cores and take turns: what they compute is right, but how fast says",
-        ),
-    ],
-)
-def test_ranks_that_far_outnumber_the_cores_are_noted(num_ranks: int, note: str):
-    found = sharing_note(num_ranks, 2)
-    assert found.startswith(note)
-    assert bool(found) == bool(note)
+def test_ranks_that_far_outnumber_the_cores_are_noted():
+    assert not sharing_note(8, 2)
+    assert sharing_note(40, 2)

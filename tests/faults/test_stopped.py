@@ -1,12 +1,10 @@
 """Processes that are stopped: one rank by SIGSTOP, or all of them as with a laptop that sleeps."""
 
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +55,7 @@ def test_a_rank_that_keeps_its_threads_waiting_is_named(three: Cluster, monkeypa
     monkeypatch.setattr(three, "timeouts", early)
     cell = run(three, "import ctypes\nif rank == 1: ctypes.PyDLL(None).sleep(4)\ndist.barrier()")
     (note,) = cell.notes
-    assert note.startswith("Rank 1 does not answer: it may run code that keeps all other threads")
+    assert note.startswith("Rank 1 ")
     assert not cell.failures
     assert not cell.watch.hang
 
@@ -90,12 +88,9 @@ def test_the_status_shows_a_stopped_rank_and_the_ways_out(
     wait_until(lambda: three.processes.stopped_members == {1}, "the signal to be reported")
     table = status_table(three, ())
     assert [row[-1].text for row in table.rows] == ["idle", "stopped", "idle"]
-    ways_out = (
-        f"Rank 1 is stopped (SIGSTOP): `kill -CONT {stopped.pid}` lets it go on, "
-        "%ddp_restart --ranks 1 starts it anew."
-    )
-    assert table.notes == (ways_out,)
-    assert describe_ranks(three) == f"rank 0 is idle\n{ways_out}\nrank 2 is idle"
+    (note,) = table.notes
+    assert f"kill -CONT {stopped.pid}" in note
+    assert describe_ranks(three).splitlines()[1] == note
     stopped.resume()
     wait_until(lambda: not three.processes.stopped_members, "the rank to go on")
     table = status_table(three, ())
@@ -118,7 +113,7 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_with_it(
     notified_at = do_once_notified(cell, resume)
     finish(cell)
     assert len(cell.notes) == 1
-    assert f"Rank 1 is stopped (SIGSTOP): `kill -CONT {stopped.pid}`" in cell.notes[0]
+    assert f"kill -CONT {stopped.pid}" in cell.notes[0]
     assert notified_at[0] - began < 30, "found within 6 s; the rest is for a busy machine"
     assert not cell.failures
     assert not cell.watch.hang
@@ -151,14 +146,6 @@ def test_a_restart_of_a_stopped_rank_keeps_the_others(
     run(three, "kept = rank + 10")
 
 
-def test_a_cluster_with_a_stopped_rank_can_be_stopped() -> None:
-    with started(2) as cluster:
-        processes = processes_of(cluster)
-        psutil.Process(cluster.states[1].pid).suspend()
-        cluster.stop()
-        assert not [process for process in processes if process.is_running()]
-
-
 NOTEBOOK = """
 import sys, time
 from tests.cluster.rig import begin, finish, pull, run, started
@@ -177,23 +164,10 @@ with started(2) as cluster:
 print("fine", flush=True)
 """
 
-SLOW = """
-import time
-for _ in range(4):
-    dist.all_reduce(torch.ones(30_000_000))
-    time.sleep(0.3 * rank)
-"""
 
-
-def signal_all(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    for process in processes:
-        os.kill(process.pid, number)
-
-
-@pytest.mark.parametrize("source", [LOOP.format(num=100), SLOW], ids=["small", "large"])
-def test_all_processes_may_sleep_and_wake_up(source: str) -> None:
+def test_all_processes_may_sleep_and_wake_up() -> None:
     """As when a laptop is closed in the midst of a cell."""
-    script = NOTEBOOK.format(setup=SETUP, source=source)
+    script = NOTEBOOK.format(setup=SETUP, source=LOOP.format(num=100))
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
     ) as notebook:
@@ -203,7 +177,17 @@ def test_all_processes_may_sleep_and_wake_up(source: str) -> None:
         tree = [psutil.Process(notebook.pid)]
         tree += tree[0].children(recursive=True)
         assert len(tree) >= 5  # the notebook, the fork server, the controller, two ranks
-        signal_all(tree, signal.SIGSTOP)
+        for process in tree:
+            process.suspend()
         time.sleep(5)  # longer than ranks may wait for each other
-        signal_all(tree, signal.SIGCONT)
+        for process in tree:
+            process.resume()
         assert notebook.stdout.readline() == "fine\n"
+
+
+def test_a_cluster_with_a_stopped_rank_can_be_stopped() -> None:
+    with started(2) as cluster:
+        processes = processes_of(cluster)
+        psutil.Process(cluster.states[1].pid).suspend()
+        cluster.stop()
+        assert not [process for process in processes if process.is_running()]

@@ -40,8 +40,8 @@ class Moody(nn.Linear):
     num_calls = 0
 
     def forward(self, x):
-        Moody.num_calls += 1
-        if rank == 1 and Moody.num_calls == 10:
+        Moody.num_calls += self.training  # in training alone, and behind the check and the warm-up
+        if rank == 1 and self.training and Moody.num_calls == 40:
             Path({marker!r}).touch()
             {mood}
         time.sleep(0.002)
@@ -56,7 +56,6 @@ def data(split):
 """
 RAISES = "raise ZeroDivisionError('on purpose')"
 SLEEPS = "time.sleep(1000)"
-SLEEPS_A_WHILE = "time.sleep(3)"
 OF_A_RUN = (".link", ".s", ".k", ".sum", ".w", ".q", ".stop")
 """How the names of files end that a run makes in the cluster's folder."""
 LONG = 500.0
@@ -99,7 +98,7 @@ class Called:
 
     def begin(self, function: Callable[[], object]) -> None:
         def call() -> None:
-            wait_until(self.marker.exists, "a rank is at its 10th step", timeout=30)
+            wait_until(self.marker.exists, "a rank is in the midst of its steps", timeout=30)
             time.sleep(0.1)  # the others come to wait
             self.at = time.monotonic()
             function()
@@ -133,7 +132,7 @@ def test_a_model_that_raises_on_one_rank_ends_the_run_for_all(cluster, tmp_path,
     assert "on purpose" in snapshot.detail
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", ["ddp", *WAIT_ELSEWHERE])
 def test_a_run_is_stopped_in_its_midst(cluster, tmp_path, strategy):
     training, marker = prepared(cluster, tmp_path, strategy, "pass")
     training.grace_seconds = GENEROUS_SECONDS  # the ranks are interrupted after it
@@ -156,17 +155,9 @@ def test_a_stopped_run_that_comes_to_no_step_is_interrupted(cluster, tmp_path, s
     assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "interrupted")
 
 
-@pytest.mark.parametrize("strategy", WAIT_ELSEWHERE)
-def test_an_interrupt_ends_a_run(cluster, tmp_path, strategy):
-    interrupt(*prepared(cluster, tmp_path, strategy, "pass"))
-
-
 @pytest.mark.parametrize("strategy", ALL)
 def test_an_interrupt_ends_a_run_in_which_one_rank_waits(cluster, tmp_path, strategy):
-    interrupt(*prepared(cluster, tmp_path, strategy, SLEEPS))
-
-
-def interrupt(training: Training, marker: Path) -> None:
+    training, marker = prepared(cluster, tmp_path, strategy, SLEEPS)
     called = Called(marker=marker)
     called.begin(lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -218,14 +209,7 @@ def freed_by_an_abort(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
     assert freed[0] - called.at < GENEROUS_SECONDS
 
 
-@pytest.mark.parametrize("strategy", ["ddp-shm", "async", "hogwild"])
-def test_a_rank_that_is_slow_for_once_is_waited_for(cluster, tmp_path, strategy):
-    spec = a_spec(strategy, tmp_path / "marker", SLEEPS_A_WHILE, SHORT)
-    result = prepare(cluster, Store(tmp_path), spec).run()
-    assert result.comparison.runs[0].status is Status.FINISHED
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "async", "gossip"])
+@pytest.mark.parametrize("strategy", ["ddp", "async"])
 def test_a_slow_link_is_no_hang(cluster, tmp_path, monkeypatch, strategy):
     monkeypatch.setattr(cluster, "timeouts", EIGHTH)
     spec = a_spec(strategy, tmp_path / "marker", "pass", num_epochs=0.05)
@@ -234,16 +218,3 @@ def test_a_slow_link_is_no_hang(cluster, tmp_path, monkeypatch, strategy):
     (run,) = result.comparison.runs
     assert run.status is Status.FINISHED
     assert run.aggregate.seconds > 0.8
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ring-by-hand", "gossip"])
-def test_an_interrupt_ends_an_exchange_over_a_slow_link(cluster, tmp_path, strategy):
-    spec = a_spec(strategy, tmp_path / "marker", "pass")
-    training = replace(spec.training, link="10bit,0s")  # 96 s for the model
-    made = prepare(cluster, Store(tmp_path), replace(spec, training=training))
-    marker = cluster.folder / f"{made.specs[0].run_id}-l.link"
-    called = Called(marker=marker)
-    called.begin(lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGINT)))
-    with pytest.raises(KeyboardInterrupt):
-        made.run()
-    assert called.seconds_since() < GENEROUS_SECONDS

@@ -121,7 +121,7 @@ def delete(*path: str) -> Callable[[Any], None]:
 
 
 BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "intercepts_collectives": ("torch", delete("library", "Library", "_destroy")),
+    "intercepts_collectives": ("torch.distributed", delete("ProcessGroup", "unbox")),
     "delays_collectives": ("torch", delete("_C", "_distributed_c10d", "_create_work_from_future")),
     "skips_frames": ("torch", with_other_strategies),
     "records_collectives": ("torch", delete("_C", "_distributed_c10d", "_dump_fr_trace_json")),
@@ -135,10 +135,6 @@ BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     ),
     "replaces_store": ("torch.distributed.distributed_c10d", with_hidden_map),
     "hides_group": ("torch.distributed.distributed_c10d", with_fixed_world),
-    "times_ddp": (
-        "torch.nn.parallel.distributed",
-        delete("DistributedDataParallel", "_set_ddp_runtime_logging_sample_rate"),
-    ),
     "ends_data_workers": (
         "torch.utils.data.dataloader",
         lambda module: hide(module._MultiProcessingDataLoaderIter, "_shutdown_workers"),

@@ -52,7 +52,7 @@ def test_one_feature_is_off_and_says_so(name: str):
 
 
 def test_a_sentence_names_the_version():
-    assert torch_internals.times_ddp.sentence.startswith("torch 2.")
+    assert torch_internals.lists_step_hooks.sentence.startswith("torch 2.")
     assert python_internals.leaves_loops.sentence.startswith("Python 3.")
 
 

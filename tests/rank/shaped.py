@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ddpnb.protocol.messages import RankState, RunSpec, StepEvent
 from ddpnb.rank.training import loop
+from tests.rank.ranks import make_state
 
 CELL = """
 import torch
@@ -68,18 +69,10 @@ def main() -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    state = RankState(
-        rank=rank,
-        local_rank=rank,
-        world_size=2,
-        pid=os.getpid(),
-        host="here",
-        device="cpu",
-        device_name="CPU",
-        num_threads=1,
-        backend="gloo",
-    )
-    print(json.dumps(step_seconds(state, folder)))
+    state = make_state(rank, 2)
+    own = folder / str(rank)  # as on a host of its own: nothing goes through shared memory
+    own.mkdir()
+    print(json.dumps(step_seconds(state, own)))
     sys.stdout.flush()
     os._exit(0)  # with gloo, torch sometimes aborts a process at its normal end
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from tests.rank.fit import OPTIMIZERS, Fit, Problem, by_hand, by_strategy, distance
-from tests.rank.pairwise import pairwise_cases
+from tests.rank.fit import Fit, Problem, by_hand, by_strategy, distance
 
-ALL = [*STRATEGIES]
 SYNCHRONOUS = [
     "single",
     "dp",
@@ -23,15 +21,13 @@ SYNCHRONOUS = [
     "zero",
     "fsdp",
 ]
-VARIANTS = [*ALL, "async:compensate=on", "async:damping=on"]
+VARIANTS = [*STRATEGIES, "async:compensate=on", "async:damping=on"]
 PLAIN_OUTER_STEP = "diloco:outer_lr=1,outer_momentum=0"
 """DiLoCo's outer optimizer moves the weights even on one rank; so set, it does not."""
 PLAIN_ALONE = [PLAIN_OUTER_STEP if name == "diloco" else name for name in VARIANTS]
-APART = ("async", "hogwild")
-DETERMINISTIC = [name for name in VARIANTS if name not in APART and "async:" not in name]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_options_are_the_constructors(name):
     parameters = inspect.signature(STRATEGIES[name].load()).parameters
     for key, option in STRATEGIES[name].options.items():
@@ -39,9 +35,8 @@ def test_options_are_the_constructors(name):
         assert type(parameters[key].default) is type(option.default)
 
 
-@pytest.mark.parametrize(
-    ("word", "optimizer", "accumulate"), pairwise_cases(PLAIN_ALONE, [*OPTIMIZERS], [1, 2])
-)
+@pytest.mark.parametrize(("optimizer", "accumulate"), [("momentum", 1), ("adam", 2)])
+@pytest.mark.parametrize("word", PLAIN_ALONE)
 def test_on_one_rank_it_is_plain_sgd(ranks, word, optimizer, accumulate):
     problem = Problem(optimizer=optimizer, accumulate=accumulate)
     (fit,) = ranks(1).call(by_strategy, word, problem)
@@ -55,14 +50,12 @@ def test_on_one_rank_it_is_plain_sgd(ranks, word, optimizer, accumulate):
 
 
 @pytest.mark.parametrize("model", ["batchnorm", "frozen", "mixed"])
-@pytest.mark.parametrize("word", PLAIN_ALONE)
+@pytest.mark.parametrize("word", ["dp", "ddp", "ddp-shm", "ddp-overlap-by-hand", "fsdp", "async"])
 def test_on_one_rank_any_model_trains_as_in_plain_torch(ranks, word, model):
-    if (word, model) == ("zero", "mixed"):
-        pytest.skip("ZeroRedundancyOptimizer takes one type only; see test_sharded.py")
     problem = Problem(model=model, batch_size=16)
     (fit,) = ranks(1).call(by_strategy, word, problem)
     reference = by_hand(problem)
-    assert distance(fit, reference) <= (1e-6 if word == PLAIN_OUTER_STEP else 0)
+    assert distance(fit, reference) == 0
     for mine, theirs in zip(fit.buffers, reference.buffers, strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -70,47 +63,28 @@ def test_on_one_rank_any_model_trains_as_in_plain_torch(ranks, word, model):
 # 64 samples in batches of 10: shards of 4 and 3, and of 2 and 1 in the last batch of an epoch.
 # No rank is ever without a shard (see BatchSchedule), so that torch's Join has nothing to do here.
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "optimizer", "accumulate", "model"),
-    pairwise_cases(
-        [*SYNCHRONOUS, "async:bound=0"],
-        [2, 3, 4],
-        [*OPTIMIZERS],
-        [1, 2],
-        ["mlp", "frozen", "mixed"],
-        excluded=[{"zero", "mixed"}],
-    ),
+    ("num_ranks", "problem"),
+    [
+        (2, Problem(optimizer="adam", accumulate=2, model="frozen", clip=0.3)),
+        (3, Problem(optimizer="sgd", model="mixed")),
+        (4, Problem(optimizer="momentum", accumulate=2)),
+    ],
 )
-def test_on_several_ranks_it_is_one_process_with_the_whole_batch(
-    ranks, name, num_ranks, optimizer, accumulate, model
-):
-    problem = Problem(model=model, optimizer=optimizer, batch_size=10, accumulate=accumulate)
+@pytest.mark.parametrize("name", [*SYNCHRONOUS, "async:bound=0"])
+def test_on_several_ranks_it_is_one_process_with_the_whole_batch(ranks, name, num_ranks, problem):
+    if (name, problem.model) == ("zero", "mixed"):
+        pytest.skip("ZeroRedundancyOptimizer takes one type only")
     fits = took_part(ranks(num_ranks).call(by_strategy, name, problem))
     reference = by_hand(problem, num_ranks)
     assert all(distance(fit, reference) < 1e-5 for fit in fits)
     assert num_samples(fits) == num_samples([reference])
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_gradients_are_clipped_as_in_one_process(ranks, name):
-    problem = Problem(optimizer="adam", clip=0.3)
-    fits = took_part(ranks(3).call(by_strategy, name, problem))
-    assert all(distance(fit, by_hand(problem, 3)) < 1e-5 for fit in fits)
-    assert distance(fits[0], by_hand(Problem(optimizer="adam"), 3)) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "num_ranks"), pairwise_cases(VARIANTS, ["mlp", "frozen"], [2, 3])
-)
-def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name, model, num_ranks):
-    fits = took_part(ranks(num_ranks).call(by_strategy, name, Problem(model=model)))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name):
+    fits = took_part(ranks(3).call(by_strategy, name, Problem()))
     assert all(distance(fit, fits[0]) == 0 for fit in fits)
-    assert list(ranks(num_ranks).folder.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", DETERMINISTIC)
-def test_the_same_seed_gives_the_same_curve(ranks, name):
-    first, second = (ranks(2).call(by_strategy, name, Problem(seed=5))[0] for _ in range(2))
-    assert losses(first) == losses(second)
+    assert list(ranks(3).folder.iterdir()) == []
 
 
 def test_of_batchnorm_in_replicas_only_the_first_ones_statistics_last(ranks):
@@ -122,9 +96,9 @@ def test_of_batchnorm_in_replicas_only_the_first_ones_statistics_last(ranks):
     torch.testing.assert_close(fit.buffers[0], 0.1 * hidden.mean(dim=0))
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_close_needs_no_setup(name):
-    STRATEGIES[name].load()().close()
+def test_close_needs_no_setup():
+    for entry in STRATEGIES.values():
+        entry.load()().close()
 
 
 def took_part(fits: list[Fit]) -> list[Fit]:

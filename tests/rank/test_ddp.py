@@ -25,15 +25,13 @@ from tests.rank.ranks import make_state
 @pytest.mark.parametrize(
     ("options", "accumulate"),
     [
-        ("bucket_cap_mb=0.0001", 1),
         ("bucket_cap_mb=0.0001", 2),
         ("static_graph=on", 1),
         ("bucket_view=on", 2),
     ],
 )
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_buckets_and_a_static_graph_change_no_result(ranks, options, optimizer, accumulate):
-    problem = Problem(optimizer=optimizer, accumulate=accumulate)
+def test_buckets_and_a_static_graph_change_no_result(ranks, options, accumulate):
+    problem = Problem(optimizer="adam", accumulate=accumulate)
     fits = ranks(3).call(by_strategy, f"ddp:{options}", problem)
     assert all(distance(fit, by_hand(problem, 3)) < 1e-5 for fit in fits)
 
@@ -50,14 +48,6 @@ def test_compressed_gradients_are_weighted_as_plain_ones(ranks, hook):
     moved = distance(by_hand(start, 3), reference)
     off = {"fp16": 2e-3, "bf16": 2e-2, "powersgd": 0.3}[hook]
     assert 0 < distance(fits[0], reference) < off * moved
-
-
-def test_half_the_width_is_half_the_bytes(ranks):
-    plain, fp16, bf16 = (
-        ranks(2).call(by_strategy, f"ddp:hook={hook}", Problem())[0].reports[-1].traffic.sent
-        for hook in ("none", "fp16", "bf16")
-    )
-    assert fp16 == bf16 == plain // 2
 
 
 @pytest.mark.parametrize(("option", "num_plain"), [("", 2), (",powersgd_start=5", 5)])
@@ -113,14 +103,12 @@ def test_powersgd_sends_one_bucket_whose_messages_cannot_mix(ranks):
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("option", ["powersgd_rank=4", "powersgd_start=10"])
-def test_an_option_for_no_powersgd_is_refused(option):
-    with pytest.raises(UserError, match=r"goes with ddp:hook=powersgd"):
-        check_strategy(f"ddp:{option}", worker_of(nn.Linear(1, 1), make_state(0, 1), Path()))
-
-
-def test_powersgd_cannot_compress_before_its_third_step():
-    with pytest.raises(UserError, match=r"ddp:powersgd_start must be at least 2, not 1\."):
+def test_options_of_powersgd_that_cannot_be_meant_are_refused():
+    worker = worker_of(nn.Linear(1, 1), make_state(0, 1), Path())
+    for option in ("powersgd_rank=4", "powersgd_start=10"):
+        with pytest.raises(UserError, match=r"ddp:hook=powersgd"):
+            check_strategy(f"ddp:{option}", worker)
+    with pytest.raises(UserError, match=r"ddp:powersgd_start"):
         make_strategy("ddp:hook=powersgd,powersgd_start=1", {})
 
 
@@ -160,15 +148,18 @@ def timed_job(state, folder, word, num_steps):
     return [(timing.seconds, timing.parts) for timing in timings]
 
 
-@pytest.mark.parametrize("word", ["ddp", "ddp:bucket_cap_mb=0.2", "ddp:hook=fp16"])
+HIDES = ["ddp", "ddp:hook=fp16", "ddp-overlap-by-hand", "ddp-overlap-by-hand:bucket_mb=0.6"]
+
+
+@pytest.mark.parametrize("word", [*HIDES, "ddp-shm"])
 def test_exposed_and_hidden_communication_are_distinguished(ranks, word):
     for timings in ranks(2).call(timed_job, word, 12):
         ends = [0.0, *(seconds for seconds, _ in timings)]
         for begun, (ended, parts) in zip(ends, timings, strict=False):
-            spent = sum(parts) - parts.hidden
-            assert spent == pytest.approx(ended - begun, abs=1e-6)
+            assert sum(parts) - parts.hidden == pytest.approx(ended - begun, abs=1e-6)
             assert min(parts) >= 0
-        assert all(parts.communication > 0 for _, parts in timings)
-        # eight layers of 0.26 MB: in several buckets, but for the first step, all but one early
-        assert all(parts.hidden > 0 for _, parts in timings[1:])
-        assert all(parts.hidden < parts.backward + parts.communication for _, parts in timings)
+            assert parts.communication > 0
+            assert (parts.waiting > 0) == (word == "ddp-shm")
+            assert parts.hidden < parts.backward + parts.communication
+        # eight layers of 0.26 MB: in several buckets, but for DDP's first step, all but one early
+        assert all((parts.hidden > 0) == (word in HIDES) for _, parts in timings[1:])

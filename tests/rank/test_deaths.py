@@ -3,35 +3,30 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.rank.servers.rendezvous import RunOverError, announce_failure
-from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.hogwild import Hogwild
 from tests.rank.fit import Problem, by_strategy, distance
-from tests.rank.hold import wait_for
-from tests.rank.test_async import fit_async
+from tests.rank.hold import unhurried, wait_for
+from tests.rank.test_async import KINDS, fit_async
 
 LONG = Problem(num_epochs=24, learning_rate=0.02)
-KINDS = [
-    ("host", AsyncParameterServer, {}),
-    ("hosts", AsyncParameterServer, {}),
-    ("host", AsyncParameterServer, {"bound": 1}),
-    ("host", Hogwild, {}),
-]
-IDS = ["async", "async-across-hosts", "async-bound", "hogwild"]
-kinds = pytest.mark.parametrize(("way", "kind", "options"), KINDS, ids=IDS)
+kinds = pytest.mark.parametrize(("way", "kind", "options"), KINDS)
+on_one_host = pytest.mark.parametrize(
+    ("kind", "options"), [(kind, options) for way, kind, options in KINDS if way == "host"]
+)
 
 
 def test_a_death_ends_a_synchronous_run(fresh_ranks):
     started = time.monotonic()
-    failures = fresh_ranks(3).attempt(by_strategy, "ddp", LONG, kill_rank_1)
+    failures = fresh_ranks(3).attempt(by_strategy, "ddp", LONG, KILL_RANK_1)
     assert time.monotonic() - started < 15
     assert [failure.cause is None for failure in failures] == [False, True, False]
     assert all(isinstance(f.cause, RuntimeError) for f in failures if f.cause)
@@ -42,9 +37,7 @@ def test_a_death_ends_a_synchronous_run(fresh_ranks):
     [
         *((way, kind, options, 0) for way, kind, options in KINDS),
         ("host", AsyncParameterServer, {"bound": 0}, 0),
-        ("host", AsyncParameterServer, {"period": 2}, 0),
-        ("host", AsyncParameterServer, {"bound": 1}, 3),
-        ("host", Hogwild, {}, 3),
+        ("host", AsyncParameterServer, {"period": 2}, 3),
     ],
 )
 def test_a_death_costs_what_the_dead_held_and_the_others_train_the_rest(
@@ -53,7 +46,7 @@ def test_a_death_costs_what_the_dead_held_and_the_others_train_the_rest(
     fields = {"num_prefetched": num_prefetched}
     group = fresh_ranks(3)
     (fit, lost), dead, (other, _) = group.attempt(
-        fit_with, LONG, options, way, kill_rank_1, kind, fields
+        fit_async, LONG, options, way, KILL_RANK_1, kind, fields
     )
     assert dead.cause is None
     assert len(lost) == 1 + num_prefetched
@@ -63,16 +56,13 @@ def test_a_death_costs_what_the_dead_held_and_the_others_train_the_rest(
     assert [path.name for path in group.folder.iterdir() if path.name != "own-1"] == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(AsyncParameterServer, {}), (AsyncParameterServer, {"bound": 1}), (Hogwild, {})],
-)
+@on_one_host
 def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path, kind, options):
     group, came = fresh_ranks(2), tmp_path / "came"
     group.begin(fit_async, LONG, options, "host", partial(wait_for_another, came), kind)
     group.processes[1].join(30)
     outside = group.start_outside(
-        fit_with, 1, LONG, options, "host", partial(say_i_came, came), kind, {"joins": True}
+        fit_async, 1, LONG, options, "host", partial(say_i_came, came), kind, {"joins": True}
     )
     (fit, lost), dead = group.end()
     joined, _ = outside.result()
@@ -91,7 +81,9 @@ def test_a_worker_that_joins_after_the_end_gets_an_error(ranks, kind):
 
 @kinds
 def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks, way, kind, options):
-    failures = fresh_ranks(2).attempt(fit_async, LONG, options, way, kill_rank_0, kind)
+    failures = fresh_ranks(2).attempt(
+        fit_async, LONG, options, way, partial(strike, 0, 5, die), kind
+    )
     assert failures[0].cause is None
     assert failures[1].cause.rank == 0
 
@@ -99,7 +91,9 @@ def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks, way, kind
 @kinds
 def test_where_a_worker_raises_the_others_name_it(ranks, way, kind, options):
     group = ranks(3)
-    first, second, third = group.attempt(fit_async, LONG, options, way, raise_on_rank_1, kind)
+    first, second, third = group.attempt(
+        fit_async, LONG, options, way, partial(strike, 1, 5, fail), kind
+    )
     assert isinstance(second.cause, ZeroDivisionError)
     assert first.cause.rank == third.cause.rank == 1
     assert list(group.folder.iterdir()) == []
@@ -116,14 +110,12 @@ def test_where_a_worker_fails_before_it_comes_the_others_fail_at_once(ranks, kin
     assert distance(fits[0], fits[2]) == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(AsyncParameterServer, {}), (AsyncParameterServer, {"bound": 1}), (Hogwild, {})],
-)
+@on_one_host
 def test_a_silent_worker_is_given_up_and_a_slow_one_is_not(ranks, tmp_path, kind, options):
     patient, hasty = ({**options, "timeout": seconds} for seconds in (40.0, 2.0))
     short = Problem(num_epochs=3, learning_rate=0.02)
-    (fit, lost), (slow, _) = ranks(2).call(fit_async, short, patient, "host", slow_on_rank_1, kind)
+    slows = partial(strike, 1, 1, partial(time.sleep, 3))  # longer than the shorter timeout
+    (fit, lost), (slow, _) = ranks(2).call(fit_async, short, patient, "host", slows, kind)
     assert lost == []
     assert len(fit.reports) + len(slow.reports) == short.order(2).num_steps * 2
     (fit, lost), failure, (other, _) = ranks(3).attempt(
@@ -135,13 +127,6 @@ def test_a_silent_worker_is_given_up_and_a_slow_one_is_not(ranks, tmp_path, kind
     assert distance(fit, other) == 0
 
 
-@pytest.mark.parametrize("name", ["async", "hogwild"])
-@pytest.mark.parametrize("value", ["0", "-1", "soon"])
-def test_a_timeout_is_a_number_of_seconds(name, value):
-    with pytest.raises(UserError, match=f"{name}:timeout"):
-        make_strategy(f"{name}:timeout={value}", {})
-
-
 @pytest.mark.parametrize("way", ["host", "hosts"])
 def test_where_the_server_fails_rank_0_raises_its_error(ranks, way):
     first, second = ranks(2).attempt(fit_async, BrokenProblem(), {}, way)
@@ -149,20 +134,17 @@ def test_where_the_server_fails_rank_0_raises_its_error(ranks, way):
     assert second.cause.rank == 0
 
 
-def fit_with(state, folder, problem, options, way, before_step, kind, fields):
-    return fit_async(state, folder, problem, options, way, before_step, kind, **fields)
-
-
 def fit_and_sign(state, folder, problem, options, kind, sign):
     """Rank 1 hangs until another has ended."""
-    result = fit_async(state, folder, problem, options, "host", partial(hang, sign), kind)
+    hangs = partial(strike, 1, 2, partial(wait_for, sign))
+    result = fit_async(state, folder, problem, options, "host", hangs, kind)
     sign.touch()
     return result
 
 
 def come_late(state, folder, kind):
     try:
-        fit_async(state, folder, LONG, kind=kind, joins=True)
+        fit_async(state, folder, LONG, kind=kind, fields={"joins": True})
     except RunOverError:
         return "over"
 
@@ -171,13 +153,25 @@ def fail_early(state, folder, problem, kind):
     with announce_failure("early", state.rank):
         if state.rank == 1:
             raise ZeroDivisionError
-        return fit_async(state, folder, problem, kind=kind, name="early")
+        return fit_async(state, folder, problem, kind=kind, fields={"name": "early"})
 
 
-def kill_rank_1(rank: int, step: int) -> None:
-    if rank == 1 and step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
+def strike(who: int, when: int, do: Callable[[], object], rank: int, step: int) -> None:
+    """Before a rank's step of this number: do something to it; all others go on unhurried."""
+    if (rank, step) == (who, when):
+        do()
     unhurried(rank, step)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+KILL_RANK_1 = partial(strike, 1, 5, die)
 
 
 def wait_for_another(came: Path, rank: int, step: int) -> None:
@@ -185,40 +179,11 @@ def wait_for_another(came: Path, rank: int, step: int) -> None:
     deadline = time.monotonic() + 30
     while step == 20 and not came.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    kill_rank_1(rank, step)
+    KILL_RANK_1(rank, step)
 
 
 def say_i_came(came: Path, rank: int, step: int) -> None:
     came.touch()
-    unhurried(rank, step)
-
-
-def kill_rank_0(rank: int, step: int) -> None:
-    if rank == 0 and step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def raise_on_rank_1(rank: int, step: int) -> None:
-    if rank == 1 and step == 5:
-        raise ZeroDivisionError
-    unhurried(rank, step)
-
-
-def slow_on_rank_1(rank: int, step: int) -> None:
-    """Rank 1 takes longer for its second step than the shorter of the timeouts."""
-    if rank == 1 and step == 1:
-        time.sleep(3)
-    unhurried(rank, step)
-
-
-def unhurried(rank: int, step: int) -> None:
-    time.sleep(0.004)
-
-
-def hang(sign: Path, rank: int, step: int) -> None:
-    """Have rank 1 do nothing until there is a sign."""
-    if rank == 1 and step == 2:
-        wait_for(sign)
     unhurried(rank, step)
 
 

@@ -1,6 +1,5 @@
 """Are gradients sent while the backward pass goes on, in messages that cannot mix?"""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies.ddp_overlap_by_hand import DdpOverlapByHand, buckets_of
 from tests.rank.fit import Problem, distance, drive
-from tests.rank.test_ddp import timed_job
 
 
 def test_buckets_hold_the_last_parameters_first_and_no_more_than_they_should():
@@ -18,6 +16,12 @@ def test_buckets_hold_the_last_parameters_first_and_no_more_than_they_should():
     assert sizes == [[1], [2**20], [2**17, 2**17], [2**18]]  # 1 MB: 2**18 floats
     assert [len(bucket) for bucket in buckets_of(parameters, 0.0)] == [1] * 5
     assert [len(bucket) for bucket in buckets_of(parameters, 100.0)] == [5]
+
+
+class Of(Problem):
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return {"branching": Branching, "checkpointed": Checkpointed}[self.model]()
 
 
 class Branching(nn.Module):
@@ -33,20 +37,17 @@ class Branching(nn.Module):
 
 
 def branching_job(state, folder):
-    """Train; return the fit and the gradients of the last step."""
+    """Train; return the fit, the gradients of the last step, and the hooks that are left."""
     strategy = DdpOverlapByHand()
-    fit = drive(strategy, state, folder, Branches())
-    return fit, [p.grad.clone() for p in strategy.worker.parameters]
-
-
-class Branches(Problem):
-    def build(self) -> nn.Module:
-        torch.manual_seed(0)
-        return Branching()
+    fit = drive(strategy, state, folder, Of(model="branching"))
+    parameters = strategy.worker.parameters
+    hooks = [hook for p in parameters for hook in p._post_accumulate_grad_hooks or ()]
+    return fit, [p.grad.clone() for p in parameters], hooks
 
 
 def test_ranks_that_use_other_layers_sum_the_same_gradients(ranks):
-    (first, mine), (second, theirs) = ranks(2).call(branching_job)
+    (first, mine, hooks), (second, theirs, _) = ranks(2).call(branching_job)
+    assert hooks == []
     assert distance(first, second) == 0
     assert all(map(torch.equal, mine, theirs))
     assert [bool(grad.any()) for grad in mine] == [True, True, True, False]
@@ -66,38 +67,11 @@ class Checkpointed(nn.Module):
         return self.last(hidden)
 
 
-class InCheckpoints(Problem):
-    def build(self) -> nn.Module:
-        return Checkpointed()
-
-
 def checkpointed_job(state, folder):
-    drive(DdpOverlapByHand(), state, folder, InCheckpoints())
+    drive(DdpOverlapByHand(), state, folder, Of(model="checkpointed"))
 
 
 def test_a_gradient_that_comes_twice_is_refused_and_not_sent_half(ranks):
     failures = ranks(1).attempt(checkpointed_job)
     assert isinstance(failures[0].cause, UserError)
     assert "use_reentrant=False" in str(failures[0].cause)
-
-
-def hooks_job(state, folder):
-    """Train; return how many hooks the trained model has."""
-    strategy = DdpOverlapByHand()
-    drive(strategy, state, folder, Problem())
-    model = strategy.worker.model
-    return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
-
-
-def test_the_trained_model_has_no_hooks(ranks):
-    assert ranks(2).call(hooks_job) == [0, 0]
-
-
-@pytest.mark.parametrize("word", ["ddp-overlap-by-hand", "ddp-overlap-by-hand:bucket_mb=0.6"])
-def test_sending_hides_behind_the_backward_pass_and_the_rest_is_exposed(ranks, word):
-    for timings in ranks(2).call(timed_job, word, 12):
-        ends = [0.0, *(seconds for seconds, _ in timings)]
-        for begun, (ended, parts) in zip(ends, timings, strict=False):
-            assert sum(parts) - parts.hidden == pytest.approx(ended - begun, abs=1e-6)
-            assert 0 < parts.hidden < parts.backward
-            assert parts.communication > 0

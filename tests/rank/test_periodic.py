@@ -32,47 +32,30 @@ def every(num_steps: int):
     return lambda step, models: average(models) if (step + 1) % num_steps == 0 else None
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_local_sgd_is_training_apart_and_averaging(ranks, num_ranks, optimizer):
-    problem = Problem(num_epochs=5, optimizer=optimizer)
-    fits = ranks(num_ranks).call(by_strategy, "local-sgd:every=4", problem)
-    expected = trained_apart(problem, num_ranks, every(4))
+@pytest.mark.parametrize(
+    "word", ["local-sgd:every=4", "diloco:every=4,outer_lr=1,outer_momentum=0"]
+)
+def test_local_sgd_is_training_apart_and_averaging(ranks, word):
+    problem = Problem(num_epochs=5, optimizer="adam")
+    fits = ranks(3).call(by_strategy, word, problem)
+    expected = trained_apart(problem, 3, every(4))
     assert all(distance(fit, expected) < 1e-5 for fit in fits)
 
 
 @pytest.mark.parametrize(
-    ("word", "notes"),
+    ("word", "num_notes"),
     [
-        ("local-sgd:every=14", []),  # 14 steps in all
-        (
-            "local-sgd:every=20",
-            ["Weights are averaged at the end alone: 14 steps are fewer than 20."],
-        ),
-        (
-            "local-sgd:after=7",
-            ["Weights are averaged at the end alone: 14 steps are fewer than 15."],
-        ),
-        ("diloco:every=14", []),
-        (
-            "diloco:every=20",
-            [
-                "There is no outer step, weights are averaged at the end alone: "
-                "14 steps are fewer than 20."
-            ],
-        ),
+        ("local-sgd:every=14", 0),  # 14 steps in all
+        ("local-sgd:every=20", 1),
+        ("local-sgd:after=7", 1),
+        ("diloco:every=14", 0),
+        ("diloco:every=20", 1),
     ],
 )
-def test_where_the_end_comes_first_that_is_noted(ranks, word: str, notes: list[str]):
+def test_where_the_end_comes_first_that_is_noted(ranks, word: str, num_notes: int):
     _, events = ranks(2).call(train_job, spec_of(word))[0]
     (header,) = [event for event in events if isinstance(event, RunHeader)]
-    assert list(header.notes) == notes
-
-
-def test_diloco_without_an_outer_optimizer_is_local_sgd(ranks):
-    plain = ranks(2).call(by_strategy, "diloco:every=4,outer_lr=1,outer_momentum=0", LONG)[0]
-    local = ranks(2).call(by_strategy, "local-sgd:every=4", LONG)[0]
-    assert distance(plain, local) < 1e-5
+    assert ["14 steps are fewer than" in note for note in header.notes] == [True] * num_notes
 
 
 # 35 steps, and 37: of the last round, which is not whole, the weights are averaged plainly.
@@ -103,18 +86,6 @@ def test_diloco_makes_nesterov_steps_on_the_averaged_change(ranks, num_epochs):
     assert all(distance(fit, expected) < 1e-5 for fit in fits)
 
 
-def test_diloco_as_it_is_does_not_end_worse_than_local_sgd(ranks):
-    """With the paper's outer rate and momentum, for 500 steps, it ends with 40 times the loss."""
-
-    def final_loss(word: str) -> float:
-        specs = [
-            spec_of(word, task="digits", num_epochs=6, batch_size=64, seed=seed) for seed in (0, 1)
-        ]
-        return sum(ranks(2).call(train_job, spec)[0][0].final_loss for spec in specs)
-
-    assert final_loss("diloco") < 1.2 * final_loss("local-sgd")
-
-
 def test_post_local_sgd_begins_synchronously(ranks):
     num_steps = LONG.order(2).num_steps
     synchronous = ranks(2).call(by_strategy, "ddp", LONG)[0]
@@ -122,11 +93,11 @@ def test_post_local_sgd_begins_synchronously(ranks):
     assert distance(post_local, synchronous) < 1e-5
     half = ranks(2).call(by_strategy, "local-sgd:every=4,after=17", LONG)[0]
     assert distance(half, synchronous) > 1e-4
-    sizes = [report.num_bytes_sent > 0 for report in half.reports]
+    sizes = [report.traffic.sent > 0 for report in half.reports]
     assert sizes == [True] * 17 + [(step - 17 + 1) % 4 == 0 for step in range(17, num_steps)]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_gossip_is_averaging_in_pairs(ranks, num_ranks):
     def meet(step, models) -> None:
         for rank, model in enumerate(models):
@@ -139,7 +110,7 @@ def test_gossip_is_averaging_in_pairs(ranks, num_ranks):
     assert all(distance(fit, expected) < 1e-5 for fit in fits)
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 10))
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
 def test_partners_meet_each_other_and_change(num_ranks):
     seen = set()
     for step in range(2 * num_ranks):
@@ -151,17 +122,3 @@ def test_partners_meet_each_other_and_change(num_ranks):
                 assert (rank - other) % num_ranks in (1, num_ranks - 1)  # neighbours in the ring
                 seen.add(frozenset((rank, other)))
     assert len(seen) == (num_ranks if num_ranks > 2 else num_ranks - 1)  # each with both
-
-
-def test_without_communication_rank_0_learns_from_its_own_share_alone(ranks):
-    fits = ranks(3).call(by_strategy, "no-comm", LONG)
-    expected = trained_apart(LONG, 3, keep_the_first)
-    assert all(distance(fit, expected) < 1e-6 for fit in fits)
-
-
-@torch.no_grad()
-def keep_the_first(step, models) -> None:
-    """At the last step, so that the average at the end is the first one's."""
-    if step + 1 == LONG.order(3).num_steps:
-        for model in models[1:]:
-            model.load_state_dict(models[0].state_dict())

@@ -1,23 +1,20 @@
 """Calls that differ in a group's log: at most one reaches the backend, and none is refused for
 another that the backend refuses."""
 
-import json
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from ddpnb.rank.collectives.log import (
-    FILES,
     CollectiveLog,
     CollectiveMismatchError,
-    find_mismatch,
     is_match,
-    kept_calls,
     settle_dispute,
     text_of,
 )
@@ -74,75 +71,6 @@ def test_calls_written_at_once_do_not_fail_for_one_that_the_backend_refuses(
     assert sorted(ended) == list(RANKS)
 
 
-def test_of_calls_that_differ_one_alone_reaches_the_backend(tmp_path: Path) -> None:
-    """In any order of the three: two that differ there at once would end the process."""
-    logs = opened(tmp_path / "log")
-    chance = random.Random(0)
-    for number in range(1, 30):
-        sizes = [chance.choice([3, 4]) for _ in RANKS]
-        pauses = [chance.choice([0.0, 0.0, 0.0005, 0.002]) for _ in RANKS]
-        reached: set[int] = set()
-
-        def go(
-            rank: int,
-            sizes: list[int] = sizes,
-            pauses: list[float] = pauses,
-            reached: set[int] = reached,
-            number: int = number,
-        ) -> None:
-            time.sleep(pauses[rank])
-            _, is_alike = write(logs[rank], sizes[rank])
-            try:
-                if not is_alike:
-                    settle_dispute(logs[rank], number)
-            except CollectiveMismatchError:
-                return
-            reached.add(sizes[rank])
-            time.sleep(0.001)
-            logs[rank].accept(number)
-
-        in_threads(go)
-        assert len(reached) == 1, (sizes, pauses)
-
-
-def on_two_hosts(folder: Path, ranks: Sequence[int]) -> list[CollectiveLog]:
-    """Logs of a group of two: its ranks share no file, but its name."""
-    name = FILES.format(generation=0) + "group-1"
-    for host in "ab":
-        (folder / host).mkdir()
-    return [CollectiveLog(folder / "ab"[n] / name, place=n, ranks=ranks) for n in range(2)]
-
-
-def found_between(folder: Path) -> str:
-    sent = json.dumps([call for host in "ab" for call in kept_calls(folder / host)])
-    return find_mismatch(json.loads(sent))
-
-
-def test_calls_of_two_hosts_are_compared_afterwards(tmp_path: Path) -> None:
-    one, other = on_two_hosts(tmp_path, ranks=[5, 2])
-    for log in (one, other):
-        for _ in range(100):  # more than are kept
-            assert write(log, 3) == (log._num_calls, True)
-    write(one, 7)  # the other host has not called that one, nor refused it
-    assert found_between(tmp_path) == ""
-    assert write(other, 4) == (101, True)
-    write(other, 5)
-    assert found_between(tmp_path) == (
-        "the calls of the ranks do not match: rank 2 calls all_reduce with Float [4], "
-        "but rank 5 calls all_reduce with Float [7]"
-    )
-
-
-def test_a_call_that_was_refused_is_not_compared_with_other_hosts(tmp_path: Path) -> None:
-    one, other = on_two_hosts(tmp_path, ranks=[0, 1])
-    write(one, 3)
-    one.take_back()
-    write(other, 4)
-    assert found_between(tmp_path) == ""
-    write(one, 4)
-    assert found_between(tmp_path) == ""
-
-
 def test_calls_are_counted_until_one_was_interrupted(tmp_path: Path) -> None:
     log, *_ = opened(tmp_path / "log")
     write(log, 3)
@@ -184,9 +112,25 @@ def test_tensors_may_meet_if_the_backend_takes_them(method, given, others, expec
     assert is_match(*texts) is expected
 
 
-def test_another_root_is_another_call():
-    texts = [
-        text_of(Call(METHODS["broadcast"], None, [[ONE]], root, is_blocking=True))[0]
-        for root in (0, 1)
-    ]
-    assert not is_match(*texts)
+def test_of_calls_that_differ_one_alone_reaches_the_backend(tmp_path: Path) -> None:
+    """In any order of the three: two that differ there at once would end the process."""
+    logs, chance = opened(tmp_path / "log"), random.Random(0)
+    for number in range(1, 30):
+        sizes = [chance.choice([3, 4]) for _ in RANKS]
+        pauses = [chance.choice([0.0, 0.0, 0.0005, 0.002]) for _ in RANKS]
+        reached: set[int] = set()
+        in_threads(partial(call_late, logs, number, sizes, pauses, reached))
+        assert len(reached) == 1, (sizes, pauses)
+
+
+def call_late(logs, number, sizes, pauses, reached, rank: int) -> None:
+    time.sleep(pauses[rank])
+    _, is_alike = write(logs[rank], sizes[rank])
+    try:
+        if not is_alike:
+            settle_dispute(logs[rank], number)
+    except CollectiveMismatchError:
+        return
+    reached.add(sizes[rank])
+    time.sleep(0.001)
+    logs[rank].accept(number)
