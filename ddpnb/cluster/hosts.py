@@ -5,7 +5,6 @@ which is the fork server of its ranks.  A host that is named twice in ssh's conf
 kernel's own, is one like any other.
 """
 
-import contextlib
 import json
 import os
 import secrets
@@ -205,15 +204,6 @@ class HostProcesses(Processes):
         except UserError:  # it is being lost, which its end reports
             return ""
         return "; ".join(f"host {one} does not reach host {other}" for one, other, _ in broken)
-
-    def mismatch(self) -> str:
-        """Return which calls of ranks of different hosts do not match; see ``Processes``."""
-        calls: list[Any] = []
-        sentence = ""
-        for agent in self._agents.values():
-            with contextlib.suppress(UserError):  # it is gone, and its calls with it
-                calls, sentence = agent.ask(KernelRequest.COMPARE_CALLS, others=calls)
-        return sentence
 
     def command(self, rank: int, command: RankCommand, *arguments: object) -> "Future[Any]":
         """Have a rank's control thread carry out a command; see ``Processes.command``."""

@@ -187,13 +187,6 @@ class Processes:
         """Return which hosts do not reach each other, as a part of a sentence; empty if all do."""
         return ""
 
-    def mismatch(self) -> str:
-        """Return which calls of ranks of different hosts do not match, as a sentence; or nothing.
-
-        On one host, the ranks themselves compare their calls.
-        """
-        return ""
-
     def command(self, rank: int, command: RankCommand, *arguments: object) -> "Future[Any]":
         """Have a rank's control thread carry out a command, and return its answer.
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -121,7 +121,6 @@ class Watch:
             if self.stop_requested or (deadline and time.monotonic() > deadline):
                 self.timed_out = not self.stop_requested
                 return self._stop_ranks()
-        self._name_mismatch()
         self._leave_broken_group()
 
     def _attend(self, seconds: float) -> None:
@@ -196,31 +195,6 @@ class Watch:
         else:
             self._leave_group_out_of_step()
 
-    def _name_mismatch(self) -> None:
-        """Say which calls of ranks on several hosts did not match: they hung, died, or met wrongly.
-
-        The ranks of one host compare their calls before they make them.
-        """
-        reports = [each for each in self.returned.values() if isinstance(each, CellReport)]
-        digests: dict[str, set[int]] = {}
-        for report in reports:
-            for group, digest in report.calls.items():
-                digests.setdefault(group, set()).add(digest)
-        differing = {group for group, found in digests.items() if len(found) > 1}
-        if not differing and not self.hang and not self.lost:
-            return
-        if not (sentence := self.cluster.processes.mismatch()):
-            return
-        self.hang = self.hang and sentence
-        self.lost = {rank: f"{cause}: {sentence}" for rank, cause in self.lost.items()}
-        failures = [report.failure for report in reports if report.failure is not None]
-        if self.hang or self.lost or not all(each.is_consequence for each in failures):
-            return
-        for report in reports:
-            if differing & report.calls.keys():
-                failure = refused(report.rank, sentence)
-                self.returned[report.rank] = replace(report, failure=failure)
-
     def _abort(self) -> None:
         self._num_aborts += 1
         self.cluster.abort(tuple(self.call.running))
@@ -280,17 +254,6 @@ class Watch:
 
 
 def _nothing(*shown: object) -> None: ...
-
-
-def refused(rank: int, sentence: str) -> Failure:
-    """Return the failure of a rank for calls that do not match, as if it had refused its own."""
-    return Failure(
-        rank=rank,
-        name="CollectiveMismatchError",
-        text=sentence,
-        failed_at=time.time(),
-        breaks_group=True,
-    )
 
 
 def failure_in(value: object) -> Failure | None:

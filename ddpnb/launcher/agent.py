@@ -144,13 +144,6 @@ class Agent:
         """Report the error of connecting to each of the ``others``; empty where it works."""
         self.answer(id, probe(others))
 
-    def compare_calls(self, *, id: int, others: list[Any]) -> None:
-        """Add this host's calls to the ``others``, and say which calls do not match."""
-        from ddpnb.rank.collectives import log  # noqa: PLC0415  imports torch
-
-        calls = [*others, *log.kept_calls(self.folder)]
-        self.answer(id, [calls, log.find_mismatch(calls)])
-
     def connect(self, *, id: int, connection: Frame, sockets: list[str]) -> None:
         """Write the engines' connection file, and name the forwarded sockets as it does.
 
@@ -180,7 +173,6 @@ class Agent:
             KernelRequest.PROBE: self.probe,
             KernelRequest.PREPARE: self.prepare,
             # and what is asked of all hosts while this one is started anew, without ranks
-            KernelRequest.COMPARE_CALLS: lambda id, others: self.answer(id, [others, ""]),
             KernelRequest.SIGNAL: lambda signal_id, **_: self.answer(signal_id, None),
         }
         while not self.environment:
@@ -290,7 +282,6 @@ def main(token: str) -> None:
         more_requests={
             KernelRequest.PROBE: agent.probe,
             KernelRequest.CONNECT: agent.connect,
-            KernelRequest.COMPARE_CALLS: agent.compare_calls,
         },
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

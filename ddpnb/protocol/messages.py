@@ -433,8 +433,6 @@ class CellReport:
     """Event batches that ``ddpnb.log`` sent."""
     num_collectives: int = 0
     """Collectives of the default group that had begun here when the cell ended."""
-    calls: Mapping[str, int] = field(default_factory=dict)
-    """For each group over several hosts a number that is the same where the last calls are."""
     names: tuple[str, ...] = ()
     """The variables here, for Tab while the rank is busy; the latest where there are many."""
     trace: RankSpans | None = None

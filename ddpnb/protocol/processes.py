@@ -44,8 +44,6 @@ class KernelRequest(StrEnum):
     """Import torch."""
     CONNECT = "connect"
     """Take the engines' connection file."""
-    COMPARE_CALLS = "compare_calls"
-    """Add the calls of the host's ranks to those of other hosts, and compare all."""
     PING = "ping"
     """The kernel, or who keeps its place, is there."""
     ATTACH = "attach"

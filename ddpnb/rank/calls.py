@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-import torch
 from numpy.typing import NDArray
 
 from ddpnb.protocol.catalogue import STRATEGIES
@@ -50,17 +49,29 @@ received = variables.Received()
 trained = variables.TrainedModels()
 
 
-def or_failure(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a call return a ``Failure`` where it raises, which the notebook shows."""
+def answered(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a call this rank's engine; where it raises, return a ``Failure`` to show."""
 
     @functools.wraps(call)
     def guarded(*args: Any) -> Any:
+        engine = this_engine()
         try:
-            return call(*args)
+            return call(engine, *args)
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the edge of a call: the notebook shows it
-            return failures.failure_of(error, this_engine())
+            return failures.failure_of(error, engine)
 
     return guarded
+
+
+def running_users_code(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Like ``answered``, for what runs the user's code: an interrupt ends it."""
+
+    @functools.wraps(call)
+    def interruptible(engine: RankEngine, *args: Any) -> Any:
+        with engine.adopted_group.during():
+            return cells.interruptible(lambda: call(engine, *args))
+
+    return answered(interruptible)
 
 
 def work_in(folder: str) -> None:
@@ -101,43 +112,38 @@ def run_cell(spec: CellSpec) -> CellReport:
     return cells.run_cell(spec, this_engine())
 
 
-@or_failure
-def complete(source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
+@answered
+def complete(engine: RankEngine, source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
     """Complete a cell's source; see ``shell.completions``."""
-    return completions(this_engine().shell, source, offset)
+    return completions(engine.shell, source, offset)
 
 
-@or_failure
-def describe(source: str, offset: int, detail_level: int) -> dict[str, str]:
+@answered
+def describe(engine: RankEngine, source: str, offset: int, detail_level: int) -> dict[str, str]:
     """Describe the name at an offset of a cell's source; see ``shell.description``."""
-    return description(this_engine().shell, source, offset, detail_level)
+    return description(engine.shell, source, offset, detail_level)
 
 
-@or_failure
-def validate(spec: RunSpec) -> Checked:
+@running_users_code
+def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
-    engine = this_engine()
     trained.begin(spec.comparison)
     cells.warn_again()
     cells.announce(spec.source, engine.shell)
-    with engine.adopted_group.during():
-        return cells.interruptible(
-            lambda: validation.validate(
-                spec,
-                state=engine.group.state(),
-                folder=engine.group.folder,
-                namespace=engine.shell.user_ns,
-                filename=filename_of(spec, engine),
-                cache=engine.data_cache,
-                num_calls=lambda: sum(each or 0 for each in num_calls().values()),
-            )
-        )
+    return validation.validate(
+        spec,
+        state=engine.group.state(),
+        folder=engine.group.folder,
+        namespace=engine.shell.user_ns,
+        filename=filename_of(spec, engine),
+        cache=engine.data_cache,
+        num_calls=lambda: sum(each or 0 for each in num_calls().values()),
+    )
 
 
-@or_failure
-def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
+@answered
+def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     """Train one run, or join it if the others train it already; report how it went."""
-    engine = this_engine()
     group = engine.group
     cells.warn_again()
     engine.stop_wanted.clear()  # a late request was for the run before
@@ -174,152 +180,134 @@ def free_data() -> None:
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
 
 
-@or_failure
-def measure_links(ranks: tuple[int, ...]) -> list[tuple[int, int, float, float]]:
-    """Measure the connections between ranks; see ``links.measure``."""
-    engine = this_engine()
-    with engine.adopted_group.during():
-        return cells.interruptible(lambda: links.measure(ranks, engine.group.device))
-
-
-@or_failure
-def push(parcel: Parcel) -> None:
+@answered
+def push(engine: RankEngine, parcel: Parcel) -> None:
     """Put the notebook's variables into this rank's namespace."""
-    received.take(parcel, this_engine().shell.user_ns)
+    received.take(parcel, engine.shell.user_ns)
 
 
-@or_failure
-def keep_functions(key: str, parcel: Parcel) -> None:
+@answered
+def keep_functions(_: RankEngine, key: str, parcel: Parcel) -> None:
     """Keep the functions that a comparison trains."""
     variables.keep_functions(key, parcel)
 
 
-@or_failure
-def pull_model(run_id: str, path: str, classes: Collection[str], num_copies: int) -> Parcel:
-    """Return the trained model of a run of the latest comparison."""
-    engine = this_engine()
-    namespace = {"model": trained.of(run_id)}
-    path = f"{path}-{engine.group.rank}" if path else ""
-    return variables.give("model", namespace, path=path, classes=classes, num_copies=num_copies)
-
-
-@or_failure
-def pull(expression: str, path: str, classes: Collection[str], num_copies: int) -> Parcel:
+@running_users_code
+def pull(
+    engine: RankEngine, expression: str, path: str, classes: Collection[str], num_copies: int
+) -> Parcel:
     """Return the value of an expression in this rank's namespace; see ``variables.give``."""
-    engine = this_engine()
-    return cells.interruptible(
-        lambda: variables.give(
-            expression,
-            engine.shell.user_ns,
-            path=f"{path}-{engine.group.rank}" if path else "",
-            classes=classes,
-            num_copies=num_copies,
-        )
+    return variables.give(
+        expression,
+        engine.shell.user_ns,
+        path=f"{path}-{engine.group.rank}" if path else "",
+        classes=classes,
+        num_copies=num_copies,
     )
 
 
-@or_failure
-def digests(names: tuple[str, ...]) -> RankReplica:
+@answered
+def pull_model(
+    engine: RankEngine, run_id: str, path: str, classes: Collection[str], num_copies: int
+) -> Parcel:
+    """Return the trained model of a run of the latest comparison."""
+    return variables.give(
+        "model",
+        {"model": trained.of(run_id)},
+        path=f"{path}-{engine.group.rank}" if path else "",
+        classes=classes,
+        num_copies=num_copies,
+    )
+
+
+@running_users_code
+def digests(engine: RankEngine, names: tuple[str, ...]) -> RankReplica:
     """Return digests of what this rank holds under some names; see ``replicas.replica``."""
-    engine = this_engine()
-    state = engine.group.state()
-    return cells.interruptible(
-        lambda: replicas.replica(
-            names, engine.shell.user_ns, rank=state.rank, device=torch.device(state.device)
-        )
-    )
+    group = engine.group
+    return replicas.replica(names, engine.shell.user_ns, rank=group.rank, device=group.device)
 
 
-@or_failure
-def elements(name: str, part: Part, tensor: str, chunks: tuple[int, ...]) -> NDArray[Any]:
+@running_users_code
+def elements(
+    engine: RankEngine, name: str, part: Part, tensor: str, chunks: tuple[int, ...]
+) -> NDArray[Any]:
     """Return the values in some chunks of a tensor; see ``replicas.elements``."""
-    namespace = this_engine().shell.user_ns
-    return cells.interruptible(lambda: replicas.elements(name, part, tensor, chunks, namespace))
+    return replicas.elements(name, part, tensor, chunks, engine.shell.user_ns)
 
 
-@or_failure
-def samples(spec: SamplerSpec) -> RankSamples:
+@running_users_code
+def samples(engine: RankEngine, spec: SamplerSpec) -> RankSamples:
     """Return which samples this rank gets; see ``samples.samples``."""
-    engine = this_engine()
-    state = engine.group.state()
-    return cells.interruptible(
-        lambda: sampled.samples(
-            spec,
-            engine.shell.user_ns,
-            rank=state.rank,
-            num_ranks=state.world_size,
-            device=torch.device(state.device),
-        )
+    group = engine.group
+    return sampled.samples(
+        spec,
+        engine.shell.user_ns,
+        rank=group.rank,
+        num_ranks=group.world_size,
+        device=group.device,
     )
 
 
-@or_failure
-def find_inspected(spec: InspectSpec) -> Found:
+@running_users_code
+def find_inspected(engine: RankEngine, spec: InspectSpec) -> Found:
     """Look at the model that is to be inspected, on this rank alone."""
-    engine = this_engine()
-    state, namespace = engine.group.state(), engine.shell.user_ns
     options = inspected_task(spec, engine)
-    return cells.interruptible(lambda: subject.find(spec, state, namespace, **options))
+    return subject.find(spec, engine.group.state(), engine.shell.user_ns, **options)
 
 
-@or_failure
-def inspect_ddp(spec: InspectSpec, finds_unused: bool) -> DdpReport:
+@running_users_code
+def inspect_ddp(engine: RankEngine, spec: InspectSpec, finds_unused: bool) -> DdpReport:
     """Make the steps of an inspection.  Takes part: every rank."""
-    engine = this_engine()
     group = engine.group
-    options = inspected_task(spec, engine)
     with group.collective_checks.trusting_torch():
-        return cells.interruptible(
-            lambda: ddp_steps.measure(
-                spec,
-                group.state(),
-                engine.shell.user_ns,
-                finds_unused=finds_unused,
-                folder=group.folder,
-                cancellation=group.cancellation,
-                **options,
-            )
-        )
-
-
-@or_failure
-def inspect_dp(spec: InspectSpec) -> DataParallelReport | None:
-    """Make steps of DataParallel on rank 0; the other ranks rest."""
-    engine = this_engine()
-    group = engine.group
-    if group.rank != 0:
-        return None
-    options = inspected_task(spec, engine)
-    return cells.interruptible(
-        lambda: dp_steps.measure(
+        return ddp_steps.measure(
             spec,
             group.state(),
             engine.shell.user_ns,
+            finds_unused=finds_unused,
             folder=group.folder,
             cancellation=group.cancellation,
-            **options,
+            **inspected_task(spec, engine),
         )
+
+
+@running_users_code
+def inspect_dp(engine: RankEngine, spec: InspectSpec) -> DataParallelReport | None:
+    """Make steps of DataParallel on rank 0; the other ranks rest."""
+    group = engine.group
+    if group.rank != 0:
+        return None
+    return dp_steps.measure(
+        spec,
+        group.state(),
+        engine.shell.user_ns,
+        folder=group.folder,
+        cancellation=group.cancellation,
+        **inspected_task(spec, engine),
     )
 
 
-@or_failure
-def show_collective(spec: CollectiveSpec) -> CollectiveShown | None:
+@running_users_code
+def show_collective(engine: RankEngine, spec: CollectiveSpec) -> CollectiveShown | None:
     """Run one collective for show.  Takes part: every rank."""
-    device = this_engine().group.device
-    return cells.interruptible(lambda: collective.show(spec, device=device))
+    return collective.show(spec, device=engine.group.device)
 
 
-@or_failure
-def measure_machine(query: MachineQuery) -> RankMeasured:
+@running_users_code
+def measure_links(
+    engine: RankEngine, ranks: tuple[int, ...]
+) -> list[tuple[int, int, float, float]]:
+    """Measure the connections between ranks; see ``links.measure``."""
+    return links.measure(ranks, engine.group.device)
+
+
+@running_users_code
+def measure_machine(engine: RankEngine, query: MachineQuery) -> RankMeasured:
     """Measure this rank's device, and what lies between the ranks.  Takes part: every rank."""
-    engine = this_engine()
     group = engine.group
-    with engine.adopted_group.during():
-        return cells.interruptible(
-            lambda: machine.measure(
-                query, group.state(), group.folder, group.cancellation, engine.shell.user_ns
-            )
-        )
+    return machine.measure(
+        query, group.state(), group.folder, group.cancellation, engine.shell.user_ns
+    )
 
 
 def inspected_task(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:

@@ -53,7 +53,6 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         rank=engine.group.rank,
         failure=failure,
         num_collectives=num_collectives(),
-        calls=engine.group.collective_checks.digests() if engine.group.peers else {},
         num_batches_sent=publisher.num_batches,
         names=variable_names(engine.shell),
         trace=None if recorder is None else recorder.spans(),

@@ -18,8 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn, final
@@ -27,6 +26,7 @@ from typing import Any, NoReturn, final
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed.launcher.api import elastic_launch  # torchrun's and accelerate's
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
@@ -35,8 +35,6 @@ from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import preserve_globals, seed_everything
 from ddpnb.rank.stack import CELLS, lines_of
 
-LAUNCHER = "torch.distributed.launcher.api"
-"""What torchrun and accelerate's ``notebook_launcher`` start processes with."""
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 UNNAMED = (None, "", "undefined")
 """Backends of a call that leaves the choice to torch."""
@@ -83,37 +81,8 @@ def refuse_launchers(group: Group) -> None:
             "on all ranks."
         )
 
-    def replace_launch(module: Any) -> None:
-        module.elastic_launch.__call__ = launch
-
     processes.start_processes = start_processes
-    if (module := sys.modules.get(LAUNCHER)) is not None:
-        replace_launch(module)
-    else:
-        sys.meta_path.insert(0, AfterImport(LAUNCHER, replace_launch))
-
-
-@final
-class AfterImport(MetaPathFinder):
-    """Calls a function with a module as soon as it is imported, which few ranks ever do."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._then = then
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Find the module as Python does, and have it followed by the call."""
-        spec = PathFinder.find_spec(name, path) if name == self._name else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self._then(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    elastic_launch.__call__ = launch  # type: ignore[method-assign]
 
 
 @final
@@ -218,8 +187,47 @@ def process_of(script: Script, device: torch.device) -> Iterator[None]:
     entered and left where SIGINT raises nothing: an interrupt would leave some of it as it is.
     """
     restored = nullcontext() if script.keeps_variables else preserve_globals(device)
-    with restored, _restored_process(), _as_main(script), lines_of(CELLS):
+    with restored, _as_main(script), lines_of(CELLS):
         yield
+
+
+@contextlib.contextmanager
+def _as_main(script: Script) -> Iterator[None]:
+    """Return a context in which a new module is ``__main__``, and finds others as Python does.
+
+    What it imports from its folder is imported anew by the next script, which may follow an edit.
+    ``os._exit`` ends it as ``sys.exit`` does: this process has the notebook's variables too.
+    """
+    main, argv, path, cwd = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
+    pid, end_process = os.getpid(), os._exit
+
+    def end_script(status: int) -> NoReturn:
+        if os.getpid() != pid or threading.current_thread() is not threading.main_thread():
+            end_process(status)
+        raise SystemExit(status)
+
+    folder = cwd if script.is_module else Path(script.path).resolve().parent
+    while _kept_modules:
+        sys.modules.pop(_kept_modules.pop(), None)
+    before = set(sys.modules)
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.argv[:] = [script.name, *script.arguments]
+    sys.path[:] = [str(folder), *filter(None, sys.path)]
+    vars(os).update(_exit=end_script)
+    try:
+        yield
+    finally:
+        vars(os).update(_exit=end_process)
+        _kept_modules.update(
+            name for name in set(sys.modules) - before if _is_in(folder, sys.modules[name])
+        )
+        if not script.keeps_variables:  # which may be objects of its classes
+            while _kept_modules:
+                sys.modules.pop(_kept_modules.pop(), None)
+        sys.modules["__main__"] = main
+        sys.argv[:], sys.path[:] = argv, path
+        with contextlib.suppress(OSError):  # it has removed the folder
+            os.chdir(cwd)
 
 
 def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> None:
@@ -279,57 +287,8 @@ def _found(name: str) -> ModuleSpec | None:
     return found
 
 
-@contextlib.contextmanager
-def _as_main(script: Script) -> Iterator[None]:
-    """Return a context in which a new module is ``__main__``, and finds others as Python does.
-
-    What it imports from its folder is imported anew by the next script, which may follow an edit.
-    """
-    folder = Path.cwd() if script.is_module else Path(script.path).resolve().parent
-    while _kept_modules:
-        sys.modules.pop(_kept_modules.pop(), None)
-    before = set(sys.modules)
-    sys.modules["__main__"] = ModuleType("__main__")
-    sys.argv[:] = [script.name, *script.arguments]
-    sys.path[:] = [str(folder), *filter(None, sys.path)]
-    try:
-        yield
-    finally:
-        imported = {name for name in set(sys.modules) - before if _is_in(folder, sys.modules[name])}
-        if script.keeps_variables:  # which may be objects of its classes
-            _kept_modules.update(imported)
-            imported.clear()
-        for name in imported:
-            del sys.modules[name]
-
-
 def _is_in(folder: Path, module: ModuleType) -> bool:
     """Return whether a module was imported from a file of a user's folder."""
     file = getattr(module, "__file__", None) or ""
     is_users = file.startswith(f"{folder}{os.sep}") and INSTALLED not in file
     return is_users and file.endswith(".py")
-
-
-@contextlib.contextmanager
-def _restored_process() -> Iterator[None]:
-    """Restore what a script may change of its process for itself alone.
-
-    ``os._exit`` ends it as ``sys.exit`` does: this process has the notebook's variables too.
-    """
-    main, argv, path, folder = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
-    pid, end_process = os.getpid(), os._exit
-
-    def end_script(status: int) -> NoReturn:
-        if os.getpid() != pid or threading.current_thread() is not threading.main_thread():
-            end_process(status)
-        raise SystemExit(status)
-
-    vars(os).update(_exit=end_script)
-    try:
-        yield
-    finally:
-        vars(os).update(_exit=end_process)
-        sys.modules["__main__"] = main
-        sys.argv[:], sys.path[:] = argv, path
-        with contextlib.suppress(OSError):  # it has removed the folder
-            os.chdir(folder)

@@ -57,15 +57,10 @@ class Received:
             if namespace[name] is not value and not self._may_replace(name, value):
                 namespace[name] = value
         namespace.update(named)
-        came = {name for name, value in namespace.items() if own.get(name, MISSING) is not value}
-        kept = {
-            name for name in self._values if self._may_replace(name, namespace.get(name, MISSING))
-        }
-        self._values = {
-            name: token_of(namespace[name])
-            for name in came | named.keys() | kept
-            if isinstance(namespace[name], IMMUTABLE)
-        }
+        for name, value in namespace.items():
+            is_new = name in named or own.get(name, MISSING) is not value
+            if is_new and isinstance(value, IMMUTABLE):
+                self._values[name] = token_of(value)
 
     def _may_replace(self, name: str, value: object) -> bool:
         held = self._values.get(name, MISSING)

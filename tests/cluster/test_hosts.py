@@ -339,13 +339,10 @@ def test_another_meeting_place_in_the_environment_costs_nothing(cluster):
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_calls_that_do_not_match_across_hosts_are_named(cluster, case):
-    source, one, other = DIFFERENT[case]
-    run(cluster, "import torch, torch.distributed as dist\nkept = rank")
-    ended = run(cluster, source)
-    texts = [failure.text for failure in ended.failures.values() if not failure.is_consequence]
-    found = [ended.watch.hang, *ended.lost.values(), *texts]
-    assert any(f"{one}, but {other}" in sentence for sentence in found), found
+def test_the_ranks_are_of_use_after_calls_that_do_not_match_across_hosts(cluster, case):
+    source, *_ = DIFFERENT[case]
+    run(cluster, "import torch, torch.distributed as dist")
+    run(cluster, source)
     if cluster.dead:  # gloo ends a rank that receives more than it expects
         cluster.bring_back(list(cluster.dead))
     assert total(cluster) == [4.0] * 4

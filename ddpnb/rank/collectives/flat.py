@@ -73,14 +73,6 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return found
 
 
-def all_reduce_bytes(size: int, world_size: int) -> int:
-    """Return what each rank sends in an all-reduce of ``size`` bytes: 2 (N - 1) / N of them.
-
-    No all-reduce can do with less on every rank (Patarasuk and Yuan, 2009).
-    """
-    return 2 * (world_size - 1) * size // world_size
-
-
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors; of a sharded one, those on this rank."""
     return sum(tensor.numel() * tensor.element_size() for tensor in map(_local, tensors))

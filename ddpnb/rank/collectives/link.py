@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, final
 
@@ -97,9 +97,8 @@ class _Linked(Listener):
             return
         if call.collective.is_message and call.name == "recv":
             assert call.peer is not None
-            pair = (call.peer, dist.get_rank())
             transfer = messages._replace(number=0).seconds(spec)
-            arrived = self._link.timeline.reserve([pair], transfer)
+            arrived = self._link.timeline.reserve(call.peer, dist.get_rank(), transfer)
             call.held_until = arrived + spec.latency_seconds
         else:
             if call.collective.is_message:  # a sender does not wait for the arrival
@@ -169,7 +168,7 @@ class EmulatedLink(Link):
     def message(self, source: int, target: int, num_bytes: int) -> None:
         """Sleep until the message has come."""
         self.sleep_until(
-            self.timeline.reserve([(source, target)], num_bytes * 8 / self.spec.bits_per_second)
+            self.timeline.reserve(source, target, num_bytes * 8 / self.spec.bits_per_second)
             + self.spec.latency_seconds
         )
 
@@ -187,22 +186,12 @@ class EmulatedLink(Link):
             ConsequenceError: the group was aborted.
         """
         self.note_end(end)
-        self._cancelled.wait(max(0.0, end - time.monotonic()))
-        self.check()
+        if self._cancelled.wait(max(0.0, end - time.monotonic())):
+            raise ConsequenceError("This rank was freed from its wait.")
 
     def note_end(self, end: float) -> None:
         """Note that an exchange of this rank ends then."""
         self.busy_until = max(self.busy_until, end)
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether the group was aborted."""
-        return self._cancelled.is_set()
-
-    def check(self) -> None:
-        """Raise if the group was aborted."""
-        if self.is_cancelled:
-            raise ConsequenceError("This rank was freed from its wait.")
 
     def cancel(self) -> None:
         """End all sleep, present and future; from any thread."""
@@ -250,16 +239,13 @@ class Timeline:
             ) from error
         self._map = mmap.mmap(self._descriptor, size)
 
-    def reserve(self, pairs: Collection[tuple[int, int]], seconds: float) -> float:
-        """Use the links from one rank to another, as soon as all are free; return until when."""
+    def reserve(self, source: int, target: int, seconds: float) -> float:
+        """Use the link from one rank to another once both ends are free; return until when."""
         with self._locked():
-            start = time.monotonic()
-            for source, target in pairs:
-                start = max(start, self._ends(source)[0], self._ends(target)[1])
-            end = start + seconds
-            for source, target in pairs:
-                _ENDS.pack_into(self._map, source * _ENDS.size, end, self._ends(source)[1])
-                _ENDS.pack_into(self._map, target * _ENDS.size, self._ends(target)[0], end)
+            sends, free = self._ends(source)[0], self._ends(target)[1]
+            end = max(time.monotonic(), sends, free) + seconds
+            _ENDS.pack_into(self._map, source * _ENDS.size, end, self._ends(source)[1])
+            _ENDS.pack_into(self._map, target * _ENDS.size, self._ends(target)[0], end)
             return end
 
     def close(self) -> None:

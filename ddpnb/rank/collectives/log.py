@@ -1,22 +1,18 @@
-"""Which collectives has each rank of a group called, and do they match?  (ranks, agent)
+"""Which collectives has each rank of a group called, and do they match?  (ranks)
 
 Each rank has a ring of its last calls in one file that all ranks of the host map, and writes to its
 own ring only.  When two ranks write their call of the same number and then read the other's, at
 least one of them finds the other's: every write and every read holds a lock, which orders memory.
-
-The calls of several hosts are compared once they have failed.
 """
 
-import contextlib
 import mmap
 import os
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import combinations
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
@@ -24,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ddpnb.rank.collectives.table import NO_ROOT, ROOT_WORDS, Call, dtype_name
-from ddpnb.rank.stack import MARK, mark_of
 
 FILES: Final = "calls-{generation}-"
 """How the name of a group's file begins."""
@@ -42,8 +37,6 @@ _ACCEPTED: Final = NUM_KEPT * _ENTRY.size
 _DISPUTED: Final = _ACCEPTED + _NUMBER.size
 """Behind that: the number of the call that is in dispute; 0 if there is none."""
 _RANK_BYTES: Final = _DISPUTED + _NUMBER.size
-_RANK: Final = struct.Struct("<I")
-"""Behind all rings: the group's ranks, for readers that are in no group."""
 DISPUTE_SECONDS = 1.0
 """How long a backend may take to accept or refuse a call that differs from another rank's."""
 POLL_SECONDS = 0.001
@@ -108,9 +101,7 @@ class Entry(NamedTuple):
     text: bytes
     """What is compared, up to ``TEXT_BYTES``."""
     line: int
-    """The line of the user's cell or script that made the call, plus the mark of its file.
-
-    0 if it is not known."""
+    """The line of the user's cell or script that made the call; 0 if it is not known."""
     in_backward: bool
     is_accepted: bool
     """Whether the backend has taken it."""
@@ -132,7 +123,6 @@ class CollectiveLog:
     """
 
     def __init__(self, path: Path, *, place: int, ranks: Sequence[int]) -> None:
-        self.name = path.name
         self.place = place
         self.ranks = tuple(ranks)
         self._own = place * _RANK_BYTES
@@ -140,15 +130,13 @@ class CollectiveLog:
         self._num_calls = 0
         self._is_certain = True
         self._lock = threading.Lock()
-        size = len(ranks) * (_RANK_BYTES + _RANK.size)
+        size = len(ranks) * _RANK_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)  # else a full disk would end the process
             self._shared = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
-        for number, rank in enumerate(ranks):
-            _RANK.pack_into(self._shared, len(ranks) * _RANK_BYTES + number * _RANK.size, rank)
 
     def write(self, text: bytes, checksum: int, line: int, in_backward: bool) -> tuple[int, bool]:
         """Write this rank's next call: an ``Entry``'s fields, and the text's checksum (32 bits).
@@ -167,13 +155,6 @@ class CollectiveLog:
                 if seen[1] == number and seen[0] != checksum:
                     return number, False
         return number, True
-
-    def digest(self) -> int:
-        """Return a number that is the same for ranks with the same last calls."""
-        with self._lock:
-            ring = self._shared[self._own : self._own + _ACCEPTED]
-        starts = range(_KEY_OFFSET, len(ring), _ENTRY.size)
-        return zlib.crc32(b"".join(ring[start : start + _KEY.size] for start in starts))
 
     def accept(self, number: int) -> None:
         """Note that the backend has taken a call of this rank."""
@@ -247,52 +228,6 @@ def settle_dispute(log: CollectiveLog, number: int, script: str = "") -> None:
     raise CollectiveMismatchError(_described(list(entries.values()), log.ranks, script))
 
 
-GroupCalls = tuple[str, Sequence[int], Sequence[tuple[int, int, str, int, bool]]]
-"""The name of a group's file, which is the same on all hosts; the group's ranks; and their calls.
-
-A call is its number and the first fields of an ``Entry``.  It can be sent as JSON.
-"""
-
-
-def kept_calls(folder: Path) -> list[GroupCalls]:
-    """Return the calls that this host's ranks have written, dead ranks too, group by group."""
-    found: list[GroupCalls] = []
-    for path in folder.glob(FILES.format(generation="*") + "*"):
-        with contextlib.suppress(FileNotFoundError):
-            content = path.read_bytes()
-            num_ranks = len(content) // (_RANK_BYTES + _RANK.size)
-            ranks = [rank for (rank,) in _RANK.iter_unpack(content[num_ranks * _RANK_BYTES :])]
-            calls = [call for place in range(num_ranks) for call in _ring(content, place)]
-            found.append((path.name, ranks, calls))
-    return found
-
-
-def _ring(content: bytes, place: int) -> Iterator[tuple[int, int, str, int, bool]]:
-    """Yield the calls in one rank's ring."""
-    for slot in range(NUM_KEPT):
-        start = place * _RANK_BYTES + slot * _ENTRY.size
-        padded, in_backward, line, checksum, number = _ENTRY.unpack_from(content, start)
-        text = padded.rstrip(b"\0")
-        if number and zlib.crc32(text) == checksum:  # else it is being written
-            yield number, place, text.decode(), line, in_backward
-
-
-def find_mismatch(kept: Iterable[GroupCalls]) -> str:
-    """Return how the first calls that do not match differ, as a sentence; empty if all match."""
-    ranks_of: dict[str, Sequence[int]] = {}
-    by_number: dict[tuple[str, int], list[Entry]] = {}
-    for name, ranks, calls in kept:
-        ranks_of[name] = ranks
-        for number, place, text, line, in_backward in calls:
-            entry = Entry(place, text.encode(), line, in_backward, True, False)
-            by_number.setdefault((name, number), []).append(entry)
-    for (name, _), entries in sorted(by_number.items()):
-        texts = {entry.text for entry in entries}
-        if not all(is_match(*pair) for pair in combinations(texts, 2)):
-            return _described(entries, ranks_of[name], "")
-    return ""
-
-
 def _differing(log: CollectiveLog, number: int) -> list[Entry]:
     """Return the other ranks' calls of a number that do not match this rank's."""
     entries = log.entries(number)
@@ -311,13 +246,11 @@ def _text(
 
 def _described(entries: Sequence[Entry], ranks: Sequence[int], script: str) -> str:
     """Return the sentence that says which ranks make which call, and where in the script."""
-    named = mark_of(script) // MARK if script else 0
+    file = f" of {Path(script).name}" if script else ""
     calls: dict[str, list[int]] = {}
     for entry in sorted(entries, key=lambda entry: ranks[entry.place]):
         call = spelled(entry.text, ranks, in_backward=entry.in_backward)
-        mark, number = divmod(entry.line, MARK)
-        file = f" of {Path(script).name}" if mark and mark == named else ""
-        line = f" (line {number}{file})" if number else ""
+        line = f" (line {entry.line}{file})" if entry.line else ""
         calls.setdefault(call + line, []).append(ranks[entry.place])
     parts = [
         f"rank {callers[0]} calls {call}"

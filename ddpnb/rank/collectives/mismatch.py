@@ -8,11 +8,11 @@ once the backend has accepted that one.  The rank that waits in the backend is f
 
 import contextlib
 import hashlib
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -31,7 +31,8 @@ class MismatchCheck(intercept.Listener):
     def __init__(self) -> None:
         self._folder = Path()
         self._generation = -1
-        self._logs: dict[int, tuple[weakref.ref[Any], CollectiveLog | None]] = {}
+        self._logs: WeakKeyDictionary[Any, CollectiveLog | None] = WeakKeyDictionary()
+        """By group; None: its calls are not compared."""
         self._num_opened: Counter[str] = Counter()
         self._trusts_cpp = False
 
@@ -51,17 +52,11 @@ class MismatchCheck(intercept.Listener):
         intercept.remove(self)
         intercept.add(self)
 
-    def digests(self) -> dict[str, int]:
-        """Return for each group a number that is the same on ranks with the same last calls."""
-        logs = [log for _, log in self._logs.values() if log is not None]
-        return {log.name: log.digest() for log in logs}
-
     def num_calls(self) -> dict[str, int | None]:
         """Return how many calls each group has had from this rank; see ``CollectiveLog``."""
         found: dict[str, int | None] = {}
         for group in torch_internals.process_groups():
-            known = self._logs.get(id(group))
-            log = known[1] if known and known[0]() is group else None
+            log = self._logs.get(group)
             found[group.group_name] = 0 if log is None else log.num_made
         return found
 
@@ -86,8 +81,8 @@ class MismatchCheck(intercept.Listener):
         """
         if call.collective.is_message or (call.is_in_cpp and self._trusts_cpp):
             return
-        known = self._logs.get(id(call.group))
-        log = known[1] if known and known[0]() is call.group else self._open(call.group)
+        group = call.group
+        log = self._logs[group] if group in self._logs else self._open(group)
         if log is None:
             return
         line, in_backward = users_place()
@@ -127,7 +122,7 @@ class MismatchCheck(intercept.Listener):
             path = self._folder / f"{start}{name}-{self._num_opened[name]}"
             with contextlib.suppress(OSError):
                 log = CollectiveLog(path, place=group.rank(), ranks=ranks)
-        self._logs[id(group)] = (weakref.ref(group), log)
+        self._logs[group] = log
         return log
 
 

@@ -18,7 +18,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import RankSpans, Span
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.collectives.table import ANY_SOURCE, Call
-from ddpnb.rank.stack import MARK, users_place
+from ddpnb.rank.stack import users_place
 
 MAX_SPANS: Final = 20_000
 """Spans that a rank keeps; later ones are counted."""
@@ -128,7 +128,7 @@ def _ranks_of(call: Call) -> tuple[int, ...]:
 def _users_line() -> str:
     """Return where the user's code is: ``"line 3"``; empty if there is none near."""
     line, in_backward = users_place()
-    return f"line {line % MARK}{' (backward)' if in_backward else ''}" if line else ""
+    return f"line {line}{' (backward)' if in_backward else ''}" if line else ""
 
 
 def _preview(value: object) -> tuple[str, int | None]:

@@ -11,18 +11,18 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.errors import RankLostError
 from ddpnb.rank.servers.across import connect_hosts, serve_hosts
-from ddpnb.rank.servers.connections import DirectQueue, PeerGoneError, QueueEnd, join_threads
+from ddpnb.rank.servers.connections import PeerGoneError, RemoteQueue, join_threads
 from ddpnb.rank.servers.local import connect_host, serve_host
 from ddpnb.rank.servers.memory import Layout, PackedTensors, SharedMemory, pack
 from ddpnb.rank.servers.queue import (
     SERVER_RANK,
-    Gradients,
     Reply,
     Request,
     RequestKind,
     WorkQueue,
 )
 from ddpnb.rank.servers.rendezvous import NO_RANK, Rendezvous, RunOverError, WorkerConfig, host_id
+from ddpnb.rank.servers.store import Gradients
 
 MakeQueue = Callable[[Sequence[PackedTensors], Callable[[], int]], WorkQueue]
 """Makes rank 0's queue: from the copies of the parameters, the first of which holds rank 0's, and
@@ -66,7 +66,9 @@ class Client:
         self._is_over = False
         self._opened = contextlib.ExitStack()
         with contextlib.ExitStack() as opened:  # what is open is closed where this fails
-            self._end = self._connect(layout, make_queue, joins, opened)
+            self._remote: RemoteQueue | None = None
+            self._copies: Sequence[PackedTensors] = ()
+            self._connect(layout, make_queue, joins, opened)
             self._opened = opened.pop_all()
 
     def begin(self) -> range:
@@ -102,7 +104,7 @@ class Client:
         if not self._is_over:
             self._is_over = True
             with contextlib.suppress(PeerGoneError):
-                self._end.call(Request(RequestKind.FAIL))
+                self._send(Request(RequestKind.FAIL))
         self._leave_memory()
         self._opened.close()
 
@@ -112,22 +114,26 @@ class Client:
         make_queue: MakeQueue,
         joins: bool,
         opened: contextlib.ExitStack,
-    ) -> QueueEnd:
+    ) -> None:
         config = self._config
         if joins:
-            return connect_host(config, layout, opened)
-        rendezvous = Rendezvous(config)
-        if config.rank == SERVER_RANK:
-            return self._serve(rendezvous, layout, make_queue, opened)
-        rendezvous.set(_host_key(config.rank), host_id(config.folder))
-        is_local = rendezvous.get(_IS_LOCAL, from_rank=SERVER_RANK) == "True"
-        try:
-            if is_local:
-                return connect_host(config, layout, opened)
-            self._num_bytes = 0  # gloo's messages are counted where they are sent
-            return connect_hosts(config, opened)
-        except RunOverError as error:
-            raise RankLostError(SERVER_RANK) from error
+            self._remote = connect_host(config, layout, opened)
+        elif config.rank == SERVER_RANK:
+            self._serve(Rendezvous(config), layout, make_queue, opened)
+        else:
+            rendezvous = Rendezvous(config)
+            rendezvous.set(_host_key(config.rank), host_id(config.folder))
+            is_local = rendezvous.get(_IS_LOCAL, from_rank=SERVER_RANK) == "True"
+            try:
+                if is_local:
+                    self._remote = connect_host(config, layout, opened)
+                else:
+                    self._num_bytes = 0  # gloo's messages are counted where they are sent
+                    self._remote = connect_hosts(config, opened)
+            except RunOverError as error:
+                raise RankLostError(SERVER_RANK) from error
+        if self._remote is not None:
+            self._copies = self._remote.copies
 
     def _serve(
         self,
@@ -135,7 +141,7 @@ class Client:
         layout: Layout,
         make_queue: MakeQueue,
         opened: contextlib.ExitStack,
-    ) -> QueueEnd:
+    ) -> None:
         """Make the queue, and serve the other ranks, in shared memory if all are on one host."""
         config = self._config
         others = config.other_ranks
@@ -152,6 +158,7 @@ class Client:
             copies = memory.copies
         else:
             copies = [pack(config.parameters) for _ in range(layout.num_copies)]
+        self._copies = copies
         copies[0].fill([parameter.detach() for parameter in config.parameters])
         self.queue = queue = make_queue(copies, rendezvous.find_failed_rank)
         if is_local:
@@ -161,18 +168,28 @@ class Client:
             rendezvous.set(_IS_LOCAL, str(is_local))  # first, as every rank takes part
             self._threads = serve_hosts(queue, copies, config, opened)
         opened.enter_context(config.cancellation.held(lambda: queue.fail(SERVER_RANK)))
-        return DirectQueue(queue, copies)
 
     def _call(self, request: Request, gradients: Gradients = ()) -> Reply:
         try:
-            reply = self._end.call(request, gradients)
+            reply = self._send(request, gradients)
         except PeerGoneError as error:
             self._is_over = True
             raise RankLostError(SERVER_RANK) from error
         if reply.lost_rank != NO_RANK:
             self._is_over = True
             raise RankLostError(reply.lost_rank)
-        self._train_on(self._end.copies[reply.copy])
+        self._train_on(self._copies[reply.copy])
+        return reply
+
+    def _send(self, request: Request, gradients: Gradients = ()) -> Reply:
+        """Make a request of the queue; on rank 0 raise its error, if there is one."""
+        if self._remote is not None:
+            return self._remote.call(request, gradients)
+        assert self.queue is not None, "rank 0 has made it"
+        on_cpu = [None if gradient is None else gradient.cpu() for gradient in gradients]
+        reply = self.queue.handle(SERVER_RANK, request, on_cpu)
+        if reply.lost_rank != NO_RANK and self.queue.error is not None:
+            raise self.queue.error
         return reply
 
     def _train_on(self, copied: PackedTensors) -> None:

@@ -1,7 +1,7 @@
 """The two ends of a worker's connection to rank 0, whatever carries its messages (ranks).
 
 ``serve`` runs in a thread of rank 0 for each worker of another rank; a ``RemoteQueue`` is that
-worker's end.  A ``DirectQueue`` is the end of rank 0's own worker.
+worker's end.  Rank 0's own worker calls the queue itself.
 """
 
 import contextlib
@@ -17,14 +17,13 @@ from ddpnb.rank.servers.memory import PackedTensors
 from ddpnb.rank.servers.queue import (
     REPLY,
     REQUEST,
-    SERVER_RANK,
-    Gradients,
     Reply,
     Request,
     RequestKind,
     WorkQueue,
 )
 from ddpnb.rank.servers.rendezvous import NO_RANK
+from ddpnb.rank.servers.store import Gradients
 
 
 class PeerGoneError(Exception):
@@ -52,42 +51,14 @@ class PeerConnection(ABC):
         """Fill a tensor; nothing to do where the other end has filled it."""
 
 
-class QueueEnd(ABC):
-    """A worker's access to the queue; raises ``PeerGoneError`` where rank 0 is gone."""
-
-    copies: Sequence[PackedTensors]
-    """The copies of the parameters; a reply names one of them."""
-
-    @abstractmethod
-    def call(self, request: Request, gradients: Gradients = ()) -> Reply:
-        """Send a request, and gradients with a step; wait for the reply, except to ``FAIL``."""
-
-
 @final
-class DirectQueue(QueueEnd):
-    """The end of rank 0's own worker: a call, in this process."""
-
-    def __init__(self, queue: WorkQueue, copies: Sequence[PackedTensors]) -> None:
-        self._queue = queue
-        self.copies = copies
-
-    def call(self, request: Request, gradients: Gradients = ()) -> Reply:
-        """Call the queue; raise rank 0's own error, if there is one."""
-        on_cpu = [None if gradient is None else gradient.cpu() for gradient in gradients]
-        reply = self._queue.handle(SERVER_RANK, request, on_cpu)
-        if reply.lost_rank != NO_RANK and self._queue.error is not None:
-            raise self._queue.error
-        return reply
-
-
-@final
-class RemoteQueue(QueueEnd):
-    """The end of another rank's worker.
+class RemoteQueue:
+    """A worker's access to the queue of rank 0.
 
     Args:
         connection: to the thread of rank 0 for this worker.
         gradients: memory to pack them in, which rank 0 may share.
-        copies: as in ``QueueEnd``.
+        copies: of the parameters; a reply names one of them.
     """
 
     def __init__(
@@ -101,7 +72,11 @@ class RemoteQueue(QueueEnd):
         self._gradients = gradients
 
     def call(self, request: Request, gradients: Gradients = ()) -> Reply:
-        """Send the request and the gradients, receive the reply and the parameters."""
+        """Send a request, and gradients with a step; wait for the reply, except to ``FAIL``.
+
+        Raises:
+            PeerGoneError: rank 0 is gone.
+        """
         connection = self._connection
         for tensor, gradient in zip(self._gradients.tensors, gradients, strict=False):
             if gradient is None:

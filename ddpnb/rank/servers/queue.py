@@ -12,20 +12,15 @@ One that fails ends the run for all, and so does the end of rank 0.
 import struct
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, final
 
-from torch import Tensor
-
 from ddpnb.rank.errors import RankLostError
 from ddpnb.rank.servers.rendezvous import NO_RANK
-
-Gradients = Sequence[Tensor | None]
-"""One for each parameter; None: none."""
+from ddpnb.rank.servers.store import Gradients, UpdateCounter
 
 SERVER_RANK = 0
 NO_BOUND = -1
@@ -79,24 +74,6 @@ class Reply(NamedTuple):
         return range(self.first_shard, end, self.stride)
 
 
-class Updates(ABC):
-    """What workers read and write; the queue calls it under its lock."""
-
-    @abstractmethod
-    def read(self, rank: int) -> int:
-        """Return the copy of the parameters that a worker trains on until its next ``write``."""
-
-    @abstractmethod
-    def write(self, rank: int, gradients: Gradients, weight: float) -> int:
-        """Take a worker's gradients, of this weight; return their staleness."""
-
-    def release(self, rank: int) -> None:  # noqa: B027  nothing to do where there is one copy
-        """Note that a worker no longer trains on any copy; may be called twice."""
-
-    def apply(self) -> None:  # noqa: B027  nothing to do where every write is an update
-        """Make an update with the gradients that have come since the last one, if any."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Worker:
     """A living worker."""
@@ -104,8 +81,6 @@ class _Worker:
     incarnation: object
     clock: int
     """Number of steps that it has made."""
-    first_shards: range = range(0)
-    """What it was handed out at the start."""
     shards: deque[int] = field(default_factory=deque)
     """What it holds and has not trained on, in order."""
     heard_at: float = field(default_factory=time.monotonic)
@@ -129,7 +104,7 @@ class WorkQueue:
 
     def __init__(
         self,
-        updates: Updates,
+        updates: UpdateCounter,
         *,
         num_workers: int,
         num_shards: int,
@@ -147,8 +122,9 @@ class WorkQueue:
         self._updates = updates
         self._num_workers = num_workers
         self._num_shards = num_shards
-        self._shards = range(num_shards)
-        """What has not been handed out."""
+        num_first = num_workers * (1 + num_prefetched)
+        self._first, self._shards = range(num_shards)[:num_first], range(num_shards)[num_first:]
+        """What those who begin together are handed out, whole batches; and the rest, in order."""
         self._timeout = timeout_seconds
         self._num_prefetched = num_prefetched
         self._bound = bound
@@ -181,7 +157,9 @@ class WorkQueue:
                         worker = self._living(rank, incarnation)
                         staleness = self._updates.write(rank, gradients, request.weight)
                         waited_seconds += self._step(rank, worker)
-                        return self._reply(rank, worker, self._take(1), staleness, waited_seconds)
+                        shards = self._take(1)
+                        worker.shards.extend(shards)
+                        return self._reply(rank, shards, staleness, waited_seconds)
                     case RequestKind.DONE:
                         return self._finish(rank, self._living(rank, incarnation))
                     case RequestKind.FAIL:
@@ -225,15 +203,19 @@ class WorkQueue:
         self._check()
         if rank in self._workers:  # its death has not been noticed yet
             self._lose(rank)
-        self._workers[rank] = _Worker(incarnation=incarnation, clock=self._slowest_clock())
+        if self._has_begun:
+            shards = self._take(1 + self._num_prefetched)
+        else:
+            shards = self._first[rank :: self._num_workers]
+        self._workers[rank] = _Worker(
+            incarnation=incarnation, clock=self._slowest_clock(), shards=deque(shards)
+        )
         if not self._has_begun and len(self._workers) == self._num_workers:
             self._has_begun = True
-            self._deal_first_shards()
         self._note_progress()
         self._wait(lambda: self._has_begun)
-        worker = self._living(rank, incarnation)
-        shards = worker.first_shards or self._take(1 + self._num_prefetched)
-        return self._reply(rank, worker, shards)
+        self._living(rank, incarnation)
+        return self._reply(rank, shards)
 
     def _step(self, rank: int, worker: _Worker) -> float:
         """Note a step; wait as long as the bound demands, and return for how many seconds."""
@@ -269,25 +251,13 @@ class WorkQueue:
             raise RankLostError(rank)  # given up though alive, or replaced
         return worker
 
-    def _deal_first_shards(self) -> None:
-        """Hand out the first shards in turns: whole batches, as many as a worker holds."""
-        first = self._take(self._num_workers * (1 + self._num_prefetched))
-        for number, (_, worker) in enumerate(sorted(self._workers.items())):
-            worker.first_shards = first[number :: self._num_workers]
-
     def _take(self, most: int) -> range:
         shards, self._shards = self._shards[:most], self._shards[most:]
         return shards
 
     def _reply(
-        self,
-        rank: int,
-        worker: _Worker,
-        shards: range,
-        staleness: int = 0,
-        waited_seconds: float = 0.0,
+        self, rank: int, shards: range, staleness: int = 0, waited_seconds: float = 0.0
     ) -> Reply:
-        worker.shards.extend(shards)
         parts = shards.start, len(shards), shards.step
         return Reply(staleness, *parts, waited_seconds, copy=self._updates.read(rank))
 

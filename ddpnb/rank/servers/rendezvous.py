@@ -70,8 +70,7 @@ class Rendezvous:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._store = _store(config.name)
-        found = host_processes(config.folder)
-        self._peers = {rank: process for rank, process in found if rank != config.rank}
+        self._peers = {rank: pid for rank, pid in _pids(config.folder) if rank != config.rank}
 
     def set(self, key: str, text: str) -> None:
         """Leave a text."""
@@ -103,15 +102,8 @@ class Rendezvous:
             rank = int(self._store.get(_FAILED))
             if rank != self._config.rank:
                 return rank
-        return next(iter(self.find_dead_ranks()), NO_RANK)
-
-    def find_dead_ranks(self) -> list[int]:
-        """Return the ranks of this host that have died."""
-        return [
-            rank
-            for rank, process in self._peers.items()
-            if process is None or not is_alive(process)
-        ]
+        dead = (rank for rank, pid in self._peers.items() if pid is None or not is_alive(pid))
+        return next(dead, NO_RANK)
 
     def delete(self, *keys: str) -> None:
         """Remove texts that no rank will read again."""
@@ -142,7 +134,7 @@ def host_id(folder: Path) -> str:
     return f"{socket.gethostname()} {boot} {status.st_dev} {status.st_ino}"
 
 
-def host_processes(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
+def _pids(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
     """Yield the ranks of this host with their processes, as ``Group.announce`` wrote them."""
     for path in folder.glob("rank-*.pid"):
         rank = int(path.stem.removeprefix("rank-"))

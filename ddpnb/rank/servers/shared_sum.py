@@ -1,17 +1,13 @@
 """An all-reduce in shared memory, for the ranks of one host (ranks).
 
-Each rank has slots in one file that all ranks map.  A tensor passes through them chunk by
-chunk, each small enough to stay in the processor's cache:
+Each rank has slots in one file that all ranks map.  A tensor passes through them chunk by chunk,
+each small enough to stay in the processor's cache.  Each rank copies its chunk into its slot, but
+for its own part; all wait for all.  Rank r sums part r of all slots and puts the sum into its own
+slot; all wait for all.  Each copies the other parts' sums out.
 
-two ranks    Each copies its chunk into its slot, and also the next chunk before it waits for
-             the other's.  Each adds the other's slot to its own chunk.
-more ranks   Each copies its chunk into its slot, but for its own part; all wait for all.  Rank
-             r sums part r of all slots and puts the sum into its own slot; all wait for all.
-             Each copies the other parts' sums out.
-
-Chunks use four sets of slots in turn, so that no rank overwrites what another still reads.
-Before a rank writes chunk t, every other rank has reported chunk t - 2 as written, which it does
-after it has read chunk t - 4, the last one in the same set.
+Chunks use two sets of slots in turn, so that no rank overwrites what another still reads.  Before
+a rank writes chunk t, every other rank has reported that it has summed its part of chunk t - 1,
+which it does after it has read chunk t - 2, the last one in the same set.
 
 Ranks wait for each other by one byte through a Unix socket.  The kernel's locks order memory on any
 processor, and where a rank dies or closes, all others notice at once.
@@ -20,8 +16,7 @@ processor, and where a rank dies or closes, all others notice at once.
 import contextlib
 import socket
 import struct
-from itertools import zip_longest
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 import torch
 import torch.distributed as dist
@@ -35,16 +30,10 @@ from ddpnb.rank.servers.rendezvous import WorkerConfig, host_id
 
 CHUNK_BYTES: Final = 1 << 20
 """The fastest, or close to it, of the sizes from 64 KB to 44 MB, with 2 ranks."""
-_NUM_SETS: Final = 4
+_NUM_SETS: Final = 2
 _CONNECT_TIMEOUT_SECONDS: Final = 60.0
 _HELLO: Final = struct.Struct("!i")
 """The rank that connects."""
-
-
-class _Chunk(NamedTuple):
-    values: Tensor
-    slots: list[Tensor]
-    """One for each rank, as long as ``values``."""
 
 
 @final
@@ -66,7 +55,6 @@ class SharedAllReduce:
         self._rank = config.rank
         self._num_ranks = config.world_size
         self._num_chunks = 0
-        self._slots: dict[torch.dtype, list[list[Tensor]]] = {}
         self._meter = config.meter
         _check_one_host(config)
         path, size = config.path("sum"), _NUM_SETS * config.world_size * CHUNK_BYTES
@@ -104,13 +92,9 @@ class SharedAllReduce:
         Raises:
             RuntimeError: a rank has left, or was silent for too long.
         """
-        pieces = flat.split(CHUNK_BYTES // flat.element_size())
-        chunks = [_Chunk(piece, self._next_slots(piece)) for piece in pieces]
         with self._meter.communicating():
-            if self._num_ranks == 2:
-                self._reduce_between_two(chunks)
-            else:
-                self._reduce_in_parts(chunks)
+            for piece in flat.split(CHUNK_BYTES // flat.element_size()):
+                self._sum_chunk(piece)
         if self._num_ranks > 1:
             received = 2 * (self._num_ranks - 1) * flat.nbytes // self._num_ranks
             self._meter.count(sent=flat.nbytes, received=received)
@@ -128,47 +112,30 @@ class SharedAllReduce:
             with contextlib.suppress(OSError):  # the other end may be gone
                 peer.shutdown(socket.SHUT_RDWR)
 
-    def _reduce_between_two(self, chunks: list[_Chunk]) -> None:
-        (peer,) = self._peers
-        self._write(chunks[0])
-        for chunk, following in zip_longest(chunks, chunks[1:]):
-            if following is not None:
-                self._write(following)
-            self._wait_for_others()
-            chunk.values.add_(chunk.slots[peer])
+    def _sum_chunk(self, chunk: Tensor) -> None:
+        own, num_ranks = self._rank, self._num_ranks
+        sets = self._raw.view(chunk.dtype).view(_NUM_SETS, num_ranks, -1)
+        slots = [
+            slot[: len(chunk)].tensor_split(num_ranks)
+            for slot in sets[self._num_chunks % _NUM_SETS]
+        ]
+        mine = chunk.tensor_split(num_ranks)
+        self._num_chunks += 1
+        for rank in self._peers:
+            slots[own][rank].copy_(mine[rank])
+        self._wait_for_all()
+        for rank in self._peers:
+            mine[own].add_(slots[rank][own])
+        slots[own][own].copy_(mine[own])
+        self._wait_for_all()
+        for rank in self._peers:
+            mine[rank].copy_(slots[rank][rank])
 
-    def _write(self, chunk: _Chunk) -> None:
-        chunk.slots[self._rank].copy_(chunk.values)
-        self._signal_others()
-
-    def _reduce_in_parts(self, chunks: list[_Chunk]) -> None:
-        own = self._rank
-        for chunk in chunks:
-            slots = [slot.tensor_split(self._num_ranks) for slot in chunk.slots]
-            mine = chunk.values.tensor_split(self._num_ranks)
-            for rank in self._peers:
-                slots[own][rank].copy_(mine[rank])
-            self._signal_others()
-            self._wait_for_others()
-            for rank in self._peers:
-                mine[own].add_(slots[rank][own])
-            slots[own][own].copy_(mine[own])
-            self._signal_others()
-            self._wait_for_others()
-            for rank in self._peers:
-                mine[rank].copy_(slots[rank][rank])
-
-    def _signal_others(self) -> None:
-        """Report that this rank has written what others read next."""
+    def _wait_for_all(self) -> None:
+        """Report that this rank has written what others read next; wait for the same of them."""
         try:
             for peer in self._peers.values():
                 peer.send(b".")
-        except OSError as error:
-            raise _rank_left() from error
-
-    def _wait_for_others(self) -> None:
-        """Wait until every other rank has reported the same."""
-        try:
             with self._meter.communicating("waiting"):
                 for peer in self._peers.values():
                     if not peer.recv(1):
@@ -177,20 +144,6 @@ class SharedAllReduce:
             raise RuntimeError("A rank was silent for too long in a shared sum.") from error
         except OSError as error:
             raise _rank_left() from error
-
-    def _next_slots(self, piece: Tensor) -> list[Tensor]:
-        """Return the slots of the next set, one for each rank, as long as the piece."""
-        slots = self._slots_for(piece.dtype)[self._num_chunks % _NUM_SETS]
-        self._num_chunks += 1
-        return [slot[: len(piece)] for slot in slots]
-
-    def _slots_for(self, dtype: torch.dtype) -> list[list[Tensor]]:
-        """Return the slots as tensors of a dtype: a list for each set, a slot for each rank."""
-        if dtype not in self._slots:
-            num = self._num_ranks
-            slots = self._raw.view(dtype).chunk(_NUM_SETS * num)
-            self._slots[dtype] = [list(slots[at : at + num]) for at in range(0, len(slots), num)]
-        return self._slots[dtype]
 
 
 def _check_one_host(config: WorkerConfig) -> None:

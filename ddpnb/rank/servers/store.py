@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.servers.memory import PackedTensors
-from ddpnb.rank.servers.queue import Gradients, Updates
 from ddpnb.rank.tasks.base import OptimizerFactory
+
+Gradients = Sequence[Tensor | None]
+"""One for each parameter; None: none."""
 
 WHOLE_ROUND = 0
 """The period of a store that makes an update only when ``apply`` is called."""
@@ -45,8 +47,10 @@ def ignore_access(access: ParameterAccess) -> None:
     """Keep no log."""
 
 
-class UpdateCounter(Updates):
+class UpdateCounter:
     """Counts the updates that workers make themselves, in the one copy that they share.
+
+    The queue calls it under its lock.
 
     Args:
         log: called with every access.
@@ -59,7 +63,7 @@ class UpdateCounter(Updates):
         self._version_read: dict[int, int] = {}
 
     def read(self, rank: int) -> int:
-        """Note how many updates the parameters have seen that a worker reads."""
+        """Return the copy that a worker trains on until its ``write``; note its updates so far."""
         self._version_read[rank] = self._version
         self._note(rank, is_write=False)
         return 0
@@ -70,6 +74,12 @@ class UpdateCounter(Updates):
         self._version += 1
         self._note(rank, is_write=True)
         return staleness
+
+    def release(self, rank: int) -> None:
+        """Note that a worker no longer trains on any copy; may be called twice."""
+
+    def apply(self) -> None:
+        """Make an update with the gradients that have come since the last one, if any."""
 
     def _note(self, rank: int, *, is_write: bool) -> None:
         self._log(ParameterAccess(rank=rank, is_write=is_write, version=self._version))

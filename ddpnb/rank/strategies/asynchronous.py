@@ -8,8 +8,8 @@ from torch import nn
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.memory import Layout, PackedTensors
-from ddpnb.rank.servers.queue import NO_BOUND, Gradients, Updates, WorkQueue
-from ddpnb.rank.servers.store import AccessLog, ignore_access
+from ddpnb.rank.servers.queue import NO_BOUND, WorkQueue
+from ddpnb.rank.servers.store import AccessLog, Gradients, UpdateCounter, ignore_access
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard
@@ -46,7 +46,7 @@ class AsynchronousStrategy(Strategy):
         self,
         worker: Worker,
         layout: Layout,
-        make_updates: Callable[[Sequence[PackedTensors]], Updates],
+        make_updates: Callable[[Sequence[PackedTensors]], UpdateCounter],
         bound: int = NO_BOUND,
     ) -> None:
         """Connect to rank 0, and wait for all workers; takes part: every rank.

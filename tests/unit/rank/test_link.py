@@ -58,10 +58,10 @@ def timelines(tmp_path: Path):
 
 def test_messages_to_one_rank_follow_each_other(timelines):
     began = time.monotonic()
-    ends = [timelines[rank].reserve([(rank, 0)], 10.0) for rank in (1, 2)]
+    ends = [timelines[rank].reserve(rank, 0, 10.0) for rank in (1, 2)]
     assert ends[0] - began == pytest.approx(10, abs=1)
     assert ends[1] - ends[0] == pytest.approx(10)
-    back = timelines[0].reserve([(0, 1)], 10.0)  # the other direction is free
+    back = timelines[0].reserve(0, 1, 10.0)  # the other direction is free
     assert back - began == pytest.approx(10, abs=1)
 
 

@@ -16,7 +16,6 @@ from ddpnb.rank.servers.memory import Layout, SharedMemory
 from ddpnb.rank.servers.queue import (
     Request,
     RequestKind,
-    Updates,
     WorkQueue,
 )
 from ddpnb.rank.servers.store import WHOLE_ROUND, ParameterStore, UpdateCounter, scaled_rate
@@ -187,7 +186,7 @@ BEGIN, STEP, DONE = (
 )
 
 
-def make_queue(num_workers: int = 2, updates: Updates | None = None, **options) -> WorkQueue:
+def make_queue(num_workers: int = 2, updates: UpdateCounter | None = None, **options) -> WorkQueue:
     options = {"num_shards": 9, "timeout_seconds": 5.0} | options
     return WorkQueue(updates or UpdateCounter(), num_workers=num_workers, **options)
 
