@@ -1,6 +1,8 @@
 """What crosses in a message or a file is what was sent, writable and its receiver's own."""
 
+import contextlib
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,6 @@ import pandas as pd
 import pytest
 
 from ddpnb.protocol.variables import Parcel, dump, in_file, in_message, receive
-from tests.faults.test_disk import tiny_disk
 
 NUM = 3_000_000
 
@@ -73,6 +74,18 @@ def test_a_data_frame_arrives_equal(file: tuple[int, str]):
     pd.testing.assert_frame_equal(found, frame)
     found.loc[0, "a"] = 7
     assert frame.loc[0, "a"] == 0
+
+
+@contextlib.contextmanager
+def tiny_disk(path: Path) -> Iterator[bool]:
+    """Mount a file system of 1 MB; yields whether one may."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def test_a_full_folder_is_passed_by(tmp_path: Path):

@@ -33,12 +33,12 @@ INSTANT = Workload(alone=Cost(0, 0), together=Cost(0, 0), batch_size=64, num_byt
 
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
-    [(name, num) for name, row in PER_STEP.items() for num in row if name in FORMULAS],
+    [(name, num) for name, num in PER_STEP if name in FORMULAS],
 )
 def test_exchanges_take_as_long_as_a_run_over_the_emulated_link(strategy, num_ranks):
     """The same numbers as those that tests of real runs demand."""
     found = step_seconds(strategy, INSTANT, Machine(network=Network(link=SLOW)), num_ranks)
-    assert found == pytest.approx(PER_STEP[strategy][num_ranks], abs=4.1 * LATENCY)
+    assert found == pytest.approx(PER_STEP[strategy, num_ranks], abs=4.1 * LATENCY)
 
 
 def test_a_server_is_shared_by_its_workers():
