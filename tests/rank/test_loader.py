@@ -91,7 +91,7 @@ def augmented_job(state, folder, seed):
     context = build_context(spec_of("ddp", source=source, seed=seed), state, {}, filename="here")
     with closing(context.strategy()) as strategy:
         strategy.setup(context.worker("t", num_steps=1))
-        with context.source(strategy) as source:
+        with context.source(strategy.shards()) as source:
             _, (inputs, _) = next(source)
     return inputs.tolist()
 

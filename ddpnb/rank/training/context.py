@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -145,17 +145,17 @@ class RunContext:
         return Optimizers(self.task.optimizer, self.spec, self.plan, self.schedule)
 
     @contextlib.contextmanager
-    def source(self, strategy: Strategy) -> Iterator[Iterator[tuple[Shard, Content]]]:
-        """Yield the shards of a strategy that has been set up, in order, each with its samples."""
+    def source(self, shards: Iterable[Shard]) -> Iterator[Iterator[tuple[Shard, Content]]]:
+        """Yield an iterator over shards in order, each with its samples."""
         if not self.num_data_workers:
-            yield ((shard, self.fetch(shard)) for shard in strategy.shards())
+            yield ((shard, self.fetch(shard)) for shard in shards)
             return
         train, keeps_items = self.task.train, self.keeps_items
         assert isinstance(train, DatasetSamples), "tensors in memory are not prefetched"
         with prefetching(
             # A process sends the items alone: how a cell collates them cannot be pickled.
             (lambda numbers: train.fetch_items(numbers).items) if keeps_items else train.fetch,
-            strategy.shards(),
+            shards,
             self.schedule.indices,
             self.num_data_workers,
             seed=(self.spec.seed * 1_000_003 + self.state.rank) % 2**63,

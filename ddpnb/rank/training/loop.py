@@ -158,7 +158,7 @@ def _trained(
         if context.state.rank == 0:
             notes = snapshots.notes + ((BATCHNORM_NOTE,) if metrics.is_estimated else ())
             metrics.publish(header_of(context, worker, num_steps=num_steps, notes=notes))
-        source = opened.enter_context(context.source(strategy))
+        source = opened.enter_context(context.source(strategy.shards()))
         # -- barrier ----------------------------------------------------------------------
         context.barrier()
         # -- train ------------------------------------------------------------------------

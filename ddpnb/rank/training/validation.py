@@ -78,6 +78,8 @@ def validate(
 def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
     worker = context.worker(CHECK, num_steps=1, is_grouped=False)
     check_model(worker)
+    if context.device.type == "cuda" and context.num_data_workers:
+        _check_loading(context)
     notes: tuple[str, ...] = ()
     refusal, skips_loss, seconds, num_epochs = "", False, 0.0, 0.0
     if context.is_own:
@@ -124,6 +126,19 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
         skips_loss=skips_loss,
         refusal=refusal,
     )
+
+
+def _check_loading(context: RunContext) -> None:
+    """Load a batch in other processes, as the run will: a forked one cannot use a GPU.
+
+    See "CUDA in multiprocessing" in torch's notes on multiprocessing.
+    """
+
+    def load() -> None:
+        with context.source([Shard(step=0, part=0, num_parts=context.plan.num_workers)]) as source:
+            next(source)
+
+    attempt("A loading process failed; it cannot use the GPU, so keep samples on the CPU", load)
 
 
 def _smallest_batch(context: RunContext) -> Batch:
