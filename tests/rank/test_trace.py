@@ -69,6 +69,19 @@ def test_every_call_is_recorded_once_with_the_bytes_on_the_sockets(ranks):
     assert message.group == (0, 1)
 
 
+def open_after_backward(state, folder) -> int:
+    model, num_open = DistributedDataParallel(nn.Linear(200, 100)), 0
+    for _ in range(50):
+        with recording(state.rank) as recorder:
+            model(torch.ones(4, 200)).sum().backward()
+        num_open += recorder.spans().num_open
+    return num_open
+
+
+def test_what_is_complete_is_not_called_open(ranks):
+    assert ranks(2).call(open_after_backward) == [0, 0]
+
+
 def recorded(state, folder, calls, max_spans: int = 100) -> RankSpans:
     with recording(state.rank, max_spans) as recorder:
         calls(state.rank)

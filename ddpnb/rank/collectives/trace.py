@@ -26,6 +26,8 @@ MAX_VALUE: Final = 32
 """Characters of a value in the store that are shown."""
 STORE_CALLS = ("set", "get", "add", "append", "compare_set", "delete_key", "check", "wait")
 """Calls of a store that are recorded."""
+LATE_END_S: Final = 0.1
+"""Seconds for which a cell's end waits for gloo's threads to report what is complete."""
 
 
 @contextlib.contextmanager
@@ -101,14 +103,19 @@ class TraceRecorder(Listener):
     def spans(self) -> RankSpans:
         """Return what was recorded; calls that have not ended end now."""
         self._is_open, now = False, time.monotonic()
+        while self._num_open() and time.monotonic() < now + LATE_END_S:
+            time.sleep(0.001)  # DDP's last all-reduce may be complete, and gloo's thread not heard
         facts: dict[str, Any] = {"rank": self._rank, "lane": "communication", "end": now}
         return RankSpans(
             rank=self._rank,
             spans=(*(Span(**(facts | noted)) for noted in self._calls), *self._store_calls),
             num_dropped=self._num_dropped,
-            num_open=sum("end" not in noted for noted in self._calls),
+            num_open=self._num_open(),
             clock_at=time.time() - time.monotonic(),
         )
+
+    def _num_open(self) -> int:
+        return sum("end" not in noted for noted in self._calls)
 
     def _is_full(self, kept: Sequence[object]) -> bool:
         """Return whether no more is kept, and count what is not."""
