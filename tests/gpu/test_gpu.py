@@ -40,6 +40,15 @@ SAME = (
 """Strategies whose every step is ``single``'s, but for the order of sums."""
 NEAR = ("async", "local-sgd", "diloco", "gossip")
 DIGITS = {"task": "digits", "lr": 0.02, "batch_size": 128}
+ITEMS_ON_GPU = """
+import torch
+from torch import nn
+def model(): return nn.Linear(4, 2)
+class Items(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, n): return torch.ones(4, device='cuda') * n, n % 2
+def data(split): return Items()
+"""
 
 
 def final_losses(result) -> dict[str, float]:
@@ -217,16 +226,8 @@ def test_fsdp_is_refused_where_ranks_share_a_gpu():
 
 def test_loading_processes_that_touch_the_gpu_are_refused_before_anything_trains():
     ddpnb.start(1)
-    source = (
-        "import torch\nfrom torch import nn\n"
-        "def model(): return nn.Linear(4, 2)\n"
-        "class Items(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 64\n"
-        "    def __getitem__(self, n): return torch.ones(4, device='cuda') * n, n % 2\n"
-        "def data(split): return Items()\n"
-    )
     with pytest.raises(UserError, match="loading process"):
-        ddpnb.compare("ddp", source=source, batch_size=16, data_workers=1)
+        ddpnb.compare("ddp", source=ITEMS_ON_GPU, batch_size=16, data_workers=1)
 
 
 def test_overlap_of_ddp_is_hidden_once():
@@ -268,15 +269,7 @@ def test_tensors_come_to_the_kernel_without_cuda():
 
 def test_items_on_the_gpu_are_trained_on():
     ddpnb.start(1)
-    source = (
-        "import torch\nfrom torch import nn\n"
-        "def model(): return nn.Linear(4, 2)\n"
-        "class Items(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 64\n"
-        "    def __getitem__(self, n): return torch.ones(4, device='cuda') * n, n % 2\n"
-        "def data(split): return Items()\n"
-    )
-    result = ddpnb.compare("ddp", source=source, batch_size=16, lr=1e-4)
+    result = ddpnb.compare("ddp", source=ITEMS_ON_GPU, batch_size=16, lr=1e-4)
     assert set(result.to_frame().status) == {"finished"}
 
 

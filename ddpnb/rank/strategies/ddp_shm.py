@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.constants import default_pg_timeout
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.shared_sum import SharedAllReduce
-from ddpnb.rank.strategies.base import Plan
+from ddpnb.rank.strategies.base import Plan, need_cpus
 from ddpnb.rank.strategies.ddp import DdpStrategy
 from ddpnb.rank.strategies.worker import Worker
 
@@ -58,11 +57,7 @@ class DdpShm(DdpStrategy):
         Raises:
             UserError: the ranks are on GPUs.
         """
-        if not state.device.startswith("cpu"):
-            raise UserError(
-                "ddp-shm needs ranks on CPUs, whose memory processes can share: "
-                "%ddp_start --device cpu, or compare ddp."
-            )
+        need_cpus(state, "ddp-shm", instead="ddp")
         return super().plan(state)
 
     def setup(self, worker: Worker) -> None:

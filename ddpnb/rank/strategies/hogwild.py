@@ -25,12 +25,11 @@ from typing import final
 
 from torch import Tensor
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.memory import Layout
 from ddpnb.rank.servers.store import AccessLog, UpdateCounter, ignore_access, scaled_rate
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
-from ddpnb.rank.strategies.base import Plan
+from ddpnb.rank.strategies.base import Plan, need_cpus
 from ddpnb.rank.strategies.worker import Batch, Worker
 
 
@@ -59,11 +58,7 @@ class Hogwild(AsynchronousStrategy):
         Raises:
             UserError: the ranks are on GPUs.
         """
-        if not state.device.startswith("cpu"):
-            raise UserError(
-                "hogwild needs ranks on CPUs, whose memory processes can share: "
-                "%ddp_start --device cpu, or compare async."
-            )
+        need_cpus(state, "hogwild", instead="async")
         return super().plan(state)
 
     def setup(self, worker: Worker) -> None:
