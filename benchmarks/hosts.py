@@ -28,7 +28,6 @@ from ddpnb.protocol.notation import check_across_hosts
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
-from ddpnb.session.inside import measure_links
 from tests.cluster.two_hosts import TwoHosts, call, two_hosts
 from tests.delayed import INTERFACE, delayed_link
 
@@ -173,9 +172,6 @@ def compared(
     cluster: Cluster, names: list[str], num_steps: int, rounds: int, where: str
 ) -> Iterator[Figure]:
     """All strategies in one comparison, in turns; each repeat begins with another one."""
-    found = measure_links(cluster)
-    pair = (0, len(cluster.ranks) - 1)
-    measured = f"{8e-6 * found.rates[pair]:.0f} Mbit/s, {1e3 * found.latencies[pair]:.2f} ms"
     training = TrainingSpec(source=TASK, num_epochs=num_steps, batch_size=BATCH_SIZE, eval_every=0)
     spec = ComparisonSpec(
         strategies=tuple(names), training=training, num_repeats=rounds, baseline=False
@@ -198,5 +194,4 @@ def compared(
             unit="samples/s",
             ours=rates[name],
             theirs=rates["ddp"],
-            note=f"between the hosts as %ddp_hosts measures it: {measured}",
         )

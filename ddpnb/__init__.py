@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from ddpnb.inside import (
         advise,
         check,
-        hosts,
         inspect,
         last_trace,
         predict,
@@ -58,7 +57,6 @@ __all__ = [
     "delete",
     "details",
     "export",
-    "hosts",
     "inspect",
     "interrupt",
     "last_trace",

@@ -8,7 +8,6 @@ from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.inside.advice import AdviceResult, link_of
 from ddpnb.reports.inside.collective import CollectiveResult
-from ddpnb.reports.inside.links import LinkMatrix
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout, handout_of_run
@@ -17,7 +16,6 @@ from ddpnb.scaling.predict import Question, parse_numbers
 from ddpnb.session.inside import (
     check_replicas,
     collective_spec,
-    measure_links,
     run_collective,
     samples_of_sampler,
 )
@@ -137,7 +135,6 @@ def inspect(
     *,
     batch: str = "",
     loss: str = "",
-    optimizer: str = "",
     task: str = "",
     source: str = "",
     strategy: str = "ddp",
@@ -154,14 +151,12 @@ def inspect(
 
     Args:
         model: a model, or a DDP, of the ranks' cells; by default a task is inspected.
-        batch: an expression on the ranks for its input: a tensor; a tuple, the first of which the
-            model is called with; or a dict of its arguments.
-        loss: a scalar made of ``output`` on the ranks, or a function of the output and the rest of
-            the batch; by default the mean of the output.
-        optimizer: an optimizer on the ranks; by default plain SGD.
+        batch: an expression on the ranks for its input: a tensor, or a tuple or a dict of its
+            arguments.
+        loss: a scalar made of ``output`` on the ranks; by default the mean of the output.
         task: such as ``"digits"``; by default that of ``source``, or of the last comparison.
         source: a cell that defines ``model()`` and ``data(split)``.
-        strategy: ``"ddp"``, ``"dp"``, or ``"async"``, which may have options.
+        strategy: ``"ddp"``, or ``"async"``, which may have options.
         bucket_cap: further values of DDP's ``bucket_cap_mb``, ``"0.01,1,25"``.
         batch_size: the task's global batch.
         link: an emulated network, ``"1Gbit,0.5ms"``.
@@ -187,7 +182,6 @@ def inspect(
         model=model,
         batch=batch,
         loss=loss,
-        optimizer=optimizer,
         bucket_caps=f"{bucket_cap}",
         training=training,
         has_task=bool(task or source),
@@ -256,32 +250,17 @@ def predict(
 
 
 @typed
-def advise(*, model: str = "", input: str = "") -> AdviceResult:
+def advise() -> AdviceResult:
     """Measure this machine and recommend a strategy; the twin of ``%ddp_advise``.
 
     It takes some seconds: compute, all-reduces, and what connects GPUs.
-
-    Args:
-        model: a model on the ranks, by the name of its variable; its forward and backward pass are
-            measured on a copy.
-        input: the tensor on the ranks that it is called with; goes with a model.
 
     Returns:
         The result, with ``.table()``, ``.measures()``, ``.advice``.
 
     Raises:
-        UserError: no cluster is running, or the ranks have no such model.
+        UserError: no cluster is running.
     """
     session = this_session()
-    session.last_advice = advice(session.idle_cluster(), model, input)
+    session.last_advice = advice(session.idle_cluster())
     return session.last_advice
-
-
-@typed
-def hosts() -> LinkMatrix:
-    """Measure latency and bandwidth between the ranks; the twin of ``%ddp_hosts``.
-
-    Returns:
-        A matrix, with ``.table()``, ``.plot()``, ``.latencies`` and ``.rates`` by pairs of ranks.
-    """
-    return measure_links(this_session().idle_cluster())

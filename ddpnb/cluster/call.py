@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpnb.protocol.messages import EventBatch, Failure
+from ddpnb.protocol.messages import EventBatch
 
 START_TIMEOUT_SECONDS = 120.0
 CALL_TIMEOUT_SECONDS = 30.0
@@ -115,14 +115,12 @@ class Call:
         self,
         timeout: float = CALL_TIMEOUT_SECONDS,
         has_advanced: Callable[[], bool] = lambda: False,
-        on_failure: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         """Wait for the call and return what each rank returned, in order of ranks.
 
         Args:
             timeout: in seconds.
             has_advanced: called when they are over; where it returns True, they begin anew.
-            on_failure: called once a rank returns a ``Failure``: others may wait for it.
 
         Raises:
             TimeoutError: a rank did not answer within ``timeout`` seconds.
@@ -130,7 +128,6 @@ class Call:
         """
         deadline = time.monotonic() + timeout
         values: dict[int, Any] = {}
-        has_failed = False
         while self.running:
             if (left := deadline - time.monotonic()) <= 0:
                 if has_advanced():
@@ -143,9 +140,6 @@ class Call:
                     raise RuntimeError(f"rank {event.rank}: {event.cause}")
                 if isinstance(event, Returned):
                     values[event.rank] = event.value
-                    if isinstance(event.value, Failure) and not has_failed:
-                        has_failed = True
-                        on_failure()
         return [values[rank] for rank in self.ranks]
 
     def lose(self, rank: int, cause: str) -> None:

@@ -10,7 +10,6 @@ from ddpnb import inside
 from ddpnb.magics.arguments import arguments, magic_arguments, no_arguments
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, SHOWN
-from ddpnb.reports.inside.links import LinkMatrix
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout
 from ddpnb.session.inspection import Inspection
@@ -90,11 +89,10 @@ class InsideMagics(Magics):
 
     @magic_arguments()
     @argument("model", nargs="?", default="", help="a model, or a DDP, of the ranks' cells")
-    @argument("--batch", metavar="EXPR", default="", help='its input on the ranks: "x, y"')
+    @argument("--batch", metavar="EXPR", default="", help="its input on the ranks")
     @argument("--loss", metavar="EXPR", default="", help="of `output`; by default its mean")
-    @argument("--optimizer", metavar="EXPR", default="", help="by default plain SGD")
     @argument("--task", default="", help="a task in place of a model: digits")
-    @argument("--strategy", default="ddp", help="ddp | dp | async, with options as async:bound=1")
+    @argument("--strategy", default="ddp", help="ddp | async, with options as async:bound=1")
     @argument("--bucket-cap", metavar="MB,MB", default="", help="also with these bucket_cap_mb")
     @argument("--batch-size", metavar="N", help="the task's global batch")
     @argument("--link", default="", help="exchanges last as over such a network: 1Gbit,0.5ms")
@@ -103,7 +101,7 @@ class InsideMagics(Magics):
     @argument("--run", metavar="NAME", default="", help="async: draw this stored run")
     @line_cell_magic
     def ddp_inspect(self, line: str, cell: str = "") -> Inspection:
-        """Show what happens in a step: ``%ddp_inspect model --batch "x, y" --loss "f(output, y)"``.
+        """Show what happens in a step: ``%ddp_inspect model --batch x --loss "f(output, y)"``.
 
         DDP's buckets, and forward, backward, all-reduces and update of each rank on one time line.
         All is measured on a copy: the model, its gradients and random numbers stay as they are.
@@ -114,7 +112,6 @@ class InsideMagics(Magics):
             args.model,
             batch=args.batch,
             loss=args.loss,
-            optimizer=args.optimizer,
             task=args.task,
             source=f"# %%ddp_inspect {line}\n{cell}" if cell.strip() else "",
             strategy=args.strategy,
@@ -151,23 +148,8 @@ class InsideMagics(Magics):
         """
         return inside.predict(**vars(arguments(self.ddp_predict, line)))
 
-    @magic_arguments()
-    @argument("--model", metavar="NAME", default="", help="a model on the ranks, measured too")
-    @argument("--input", metavar="NAME", default="", help="the tensor that it is called with")
     @line_magic
     def ddp_advise(self, line: str) -> Any:
-        """Measure this machine, and recommend a strategy with its reasons.
-
-        ``%ddp_advise --model model --input x`` measures a model of the ranks too, on a copy.
-        """
-        args = arguments(self.ddp_advise, line)
-        return inside.advise(model=args.model, input=args.input)
-
-    @line_magic
-    def ddp_hosts(self, line: str) -> LinkMatrix:
-        """Measure latency and bandwidth between each pair of ranks, and draw them as a matrix.
-
-        One pair at a time, in a few seconds; of more than eight ranks the first of each host.
-        """
-        no_arguments("%ddp_hosts", line)
-        return inside.hosts()
+        """Measure this machine, and recommend a strategy with its reasons."""
+        no_arguments("%ddp_advise", line)
+        return inside.advise()

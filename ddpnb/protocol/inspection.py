@@ -1,6 +1,6 @@
 """What ``%ddp_inspect`` asks of a rank, and what the rank has measured (all processes)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddpnb.protocol.errors import UserError
@@ -20,12 +20,11 @@ class InspectSpec:
     """Names the files of this inspection in the run folder."""
     task: RunSpec | None = None
     model: str = ""
-    """An expression on the ranks; so are the next three."""
+    """An expression on the ranks; so are the next two."""
     batch: str = ""
-    """A tensor; a tuple, the first of which the model is called with; a dict of its arguments."""
+    """What the model is called with: a tensor, or a tuple or a dict of its arguments."""
     loss: str = ""
-    """A scalar made of ``output``, or a function of the output and the rest of the batch."""
-    optimizer: str = ""
+    """A scalar made of ``output``; empty: its mean."""
     bucket_caps: tuple[float, ...] = ()
     """In MB, besides the model's own."""
     link: str = ""
@@ -34,7 +33,7 @@ class InspectSpec:
         if self.task is None and not self.batch:
             raise UserError(
                 f"Name the model's input too, an expression on the ranks: "
-                f'%ddp_inspect {self.model} --batch "x, y".'
+                f"%ddp_inspect {self.model} --batch x."
             )
         if any(cap <= 0 for cap in self.bucket_caps):
             raise UserError("--bucket-cap takes sizes in MB above 0, such as 0.01,1,25.")
@@ -61,10 +60,6 @@ class Found:
     parameters: tuple[ParameterSize, ...]
     unused: tuple[str, ...]
     """Parameters that had no part in the loss."""
-    num_samples: int | None = None
-    """Rows of the batch; None: not known."""
-    held: dict[str, int] = field(default_factory=dict)
-    """Bytes by kind: parameters, gradients, buckets, optimizer, batch, activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +76,6 @@ class CapReport:
     """What one rank has measured with one value of ``bucket_cap_mb``."""
 
     cap_mb: float
-    first_buckets: tuple[Bucket, ...]
-    """Those of the first step."""
     buckets: tuple[Bucket, ...]
     """Those of the measured steps, in the order in which they are sent."""
     steps: tuple[tuple[Span, ...], ...]
@@ -98,29 +91,6 @@ class DdpReport:
     rank: int
     caps: tuple[CapReport, ...]
     """The model's own first."""
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """What one device does and holds in a step of DataParallel."""
-
-    name: str
-    num_samples: int
-    held: dict[str, int]
-    """Bytes by kind: parameters, gradients, optimizer, batch, activations, outputs."""
-    spans: tuple[Span, ...]
-    """``rank`` is the number of the device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataParallelReport:
-    """A step of DataParallel, as rank 0 has measured it."""
-
-    num_samples: int
-    devices: tuple[Device, ...]
-    num_steps: int
-    """Steps that were measured; the median one is here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

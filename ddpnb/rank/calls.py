@@ -11,8 +11,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.inspection import DataParallelReport, DdpReport, Found, InspectSpec
-from ddpnb.protocol.machine import MachineQuery, RankMeasured
+from ddpnb.protocol.inspection import DdpReport, Found, InspectSpec
+from ddpnb.protocol.machine import RankMeasured
 from ddpnb.protocol.messages import (
     CellReport,
     CellSpec,
@@ -32,8 +32,6 @@ from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import (
     collective,
     ddp_steps,
-    dp_steps,
-    links,
     machine,
     replicas,
     subject,
@@ -272,42 +270,16 @@ def inspect_ddp(engine: RankEngine, spec: InspectSpec, finds_unused: bool) -> Dd
 
 
 @running_users_code
-def inspect_dp(engine: RankEngine, spec: InspectSpec) -> DataParallelReport | None:
-    """Make steps of DataParallel on rank 0; the other ranks rest."""
-    group = engine.group
-    if group.rank != 0:
-        return None
-    return dp_steps.measure(
-        spec,
-        group.state(),
-        engine.shell.user_ns,
-        folder=group.folder,
-        cancellation=group.cancellation,
-        **inspected_task(spec, engine),
-    )
-
-
-@running_users_code
 def show_collective(engine: RankEngine, spec: CollectiveSpec) -> CollectiveShown | None:
     """Run one collective for show.  Takes part: every rank."""
     return collective.show(spec, device=engine.group.device)
 
 
 @running_users_code
-def measure_links(
-    engine: RankEngine, ranks: tuple[int, ...]
-) -> list[tuple[int, int, float, float]]:
-    """Measure the connections between ranks; see ``links.measure``."""
-    return links.measure(ranks, engine.group.device)
-
-
-@running_users_code
-def measure_machine(engine: RankEngine, query: MachineQuery) -> RankMeasured:
+def measure_machine(engine: RankEngine) -> RankMeasured:
     """Measure this rank's device, and what lies between the ranks.  Takes part: every rank."""
     group = engine.group
-    return machine.measure(
-        query, group.state(), group.folder, group.cancellation, engine.shell.user_ns
-    )
+    return machine.measure(group.state(), group.folder, group.cancellation)
 
 
 def inspected_task(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:

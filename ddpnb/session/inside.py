@@ -1,6 +1,5 @@
 """What looks inside: asks the ranks, and returns what a notebook shows (kernel)."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import COLLECTIVES, REDUCING, REDUCTIONS, ROOTED, SHOWN, CollectiveSpec
 from ddpnb.reports.inside.causes import with_causes
 from ddpnb.reports.inside.collective import CollectiveResult
-from ddpnb.reports.inside.links import LinkMatrix
 from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, check_held, find, measured
 from ddpnb.reports.inside.samples import Handout, handout_of
 from ddpnb.session import cells
@@ -112,53 +110,3 @@ def run_collective(cluster: Cluster, spec: CollectiveSpec) -> CollectiveResult:
     found = cells.ask(cluster, OnRank("show_collective"), spec)
     taken_part = [found[rank] for rank in cluster.ranks if found[rank] is not None]
     return CollectiveResult(spec, taken_part)
-
-
-# -- links ---------------------------------------------------------------------------------
-
-MAX_MEASURED_RANKS = 8
-"""Of more, as many of each host are measured as fit: every pair takes its time."""
-LINK_SECONDS = 60.0
-"""How long measuring may take over the slowest network; it takes a few seconds."""
-
-
-def measure_links(cluster: Cluster) -> LinkMatrix:
-    """Measure latency and bandwidth between ranks; raises a UserError where that fails."""
-    if len(cluster.ranks) < 2:
-        raise UserError("There is one rank only, and nothing to measure between ranks.")
-    cluster.require_group()
-    ranks = measured_ranks([state.host for state in cluster.states])
-    began = time.monotonic()
-    call = cluster.submit(OnRank("measure_links"), ranks, ranks=cluster.ranks)
-
-    def free() -> None:
-        cluster.abort(cluster.ranks)  # else they would wait for each other
-
-    try:
-        found = answers(cluster, call, LINK_SECONDS, on_failure=free)
-    except UserError as error:
-        free()
-        if broken := cluster.processes.unreachable():
-            raise UserError(f"Measuring failed: {broken}.") from error
-        raise
-    except KeyboardInterrupt:
-        free()
-        raise
-    failures = [each for each in found if isinstance(each, Failure)]
-    for failure in sorted(failures, key=lambda each: each.is_consequence):
-        raise UserError(f"Measuring failed on rank {failure.rank}: {cause_of(failure)}")
-    links = [link for each in found for link in each]
-    return LinkMatrix(
-        {(one, other): seconds for one, other, seconds, _ in links},
-        {(one, other): rate for one, other, _, rate in links},
-        cluster.states,
-        time.monotonic() - began,
-    )
-
-
-def measured_ranks(hosts: list[str]) -> tuple[int, ...]:
-    """Return the ranks to measure, given the host of each: all, or the first ones of each host."""
-    names = list(dict.fromkeys(hosts))
-    share = max(1, MAX_MEASURED_RANKS // len(names))
-    firsts = [rank for rank, host in enumerate(hosts) if hosts[:rank].count(host) < share]
-    return tuple(firsts[:MAX_MEASURED_RANKS])

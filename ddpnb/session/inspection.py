@@ -1,4 +1,4 @@
-"""What ``%ddp_inspect`` asks of the ranks: steps of DDP, DataParallel and async (kernel)."""
+"""What ``%ddp_inspect`` asks of the ranks: steps of DDP and of async (kernel)."""
 
 import base64
 import io
@@ -17,7 +17,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.recorder import new_id
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.inspection import DataParallelReport, DdpReport, Found, InspectSpec
+from ddpnb.protocol.inspection import DdpReport, Found, InspectSpec
 from ddpnb.protocol.messages import MarkKind, OnRank, RunSpec
 from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ddpnb.reports.inside.buckets import DdpInspection
-    from ddpnb.reports.inside.devices import DataParallelInspection
     from ddpnb.reports.inside.versions import AsyncInspection
 
-    Result = DdpInspection | DataParallelInspection | AsyncInspection
+    Result = DdpInspection | AsyncInspection
 
 ONE_RANK = "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."
 MOST_EPOCHS = 1000.0
@@ -45,7 +44,7 @@ AFTER_DEATH_SECONDS = 0.5
 MOST_SECONDS = 60.0
 """Of such a run."""
 DEATHS = (MarkKind.KILLED, MarkKind.DIED)
-STRATEGIES = ("ddp", "dp", "async")
+STRATEGIES = ("ddp", "async")
 """Those that can be inspected."""
 NOTHING = (
     'Name what to inspect: a model of the ranks, %ddp_inspect model --batch "x, y", or a task, '
@@ -59,10 +58,9 @@ class InspectionRequest:
 
     strategy: str = "ddp"
     model: str = ""
-    """An expression on the ranks, as ``batch``, ``loss`` and ``optimizer`` are."""
+    """An expression on the ranks, as ``batch`` and ``loss`` are."""
     batch: str = ""
     loss: str = ""
-    optimizer: str = ""
     bucket_caps: str = ""
     """Sizes in MB, ``"0.01,1,25"``."""
     training: TrainingSpec
@@ -76,17 +74,13 @@ class InspectionRequest:
         name = parse_strategy(self.strategy).name
         if name not in STRATEGIES:
             raise one_of("strategy to inspect", name, STRATEGIES)
-        if name != "async" and name != self.strategy:
-            raise UserError(f"--strategy {name} is inspected as it is: leave its options out.")
-        if name != "ddp":
-            wrong = [name for name in ("bucket_caps", "optimizer") if getattr(self, name)]
-            wrong += ["model"] if self.model else []
-            if wrong:
-                option = {"bucket_caps": "--bucket-cap", "model": "a model"}.get(wrong[0], wrong[0])
-                raise UserError(
-                    f"--strategy {self.strategy} is shown with a task, --task digits or a "
-                    f"%%ddp_inspect cell: leave {option} out."
-                )
+        if name == "ddp" and name != self.strategy:
+            raise UserError("--strategy ddp is inspected as it is: leave its options out.")
+        if name == "async" and (self.model or self.bucket_caps):
+            raise UserError(
+                "--strategy async is shown with a task, --task digits or a %%ddp_inspect cell: "
+                f"leave {'the model' if self.model else '--bucket-cap'} out."
+            )
         is_async = name == "async" or bool(self.run)
         flags = {"batch_size": "--batch-size", "slow": "--slow", "kill": "--kill"}
         unfit = set() if is_async else {"slow", "kill"} | ({"batch_size"} if self.model else set())
@@ -97,7 +91,7 @@ class InspectionRequest:
             raise UserError(f"--run {self.run} draws what is stored: leave the other options out.")
         if self.model and self.has_task:
             raise UserError(f"Inspect {self.model} or a task: leave one of them out.")
-        beside = [each for each in ("batch", "loss", "optimizer") if getattr(self, each)]
+        beside = [each for each in ("batch", "loss") if getattr(self, each)]
         if beside and not self.model:
             raise UserError(f"--{beside[0]} goes with a model: a task has its own.")
 
@@ -171,7 +165,6 @@ def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | N
             model=request.model,
             batch=request.batch,
             loss=request.loss,
-            optimizer=request.optimizer,
             bucket_caps=request.caps(),
             link=link,
         )
@@ -189,8 +182,6 @@ def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | N
         bucket_caps=request.caps(),
         link=training.link,
     )
-    if request.strategy == "dp":
-        return Inspection(inspect_dp(cluster, spec))
     return Inspection(inspect_ddp(cluster, spec))
 
 
@@ -290,23 +281,6 @@ def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> "DdpInspection":
         unused={name: ranks_of(name, found) for name in first_order(first, unused)},
         reports=tuple(reports),
         link=spec.link,
-        num_samples=first.num_samples,
-    )
-
-
-def inspect_dp(cluster: Cluster, spec: InspectSpec) -> "DataParallelInspection":
-    """Make steps of DataParallel, and of DDP to compare it with, of the same task."""
-    from ddpnb.reports.inside.devices import DataParallelInspection  # noqa: PLC0415  matplotlib
-
-    found = find(cluster, spec)
-    report = ask(cluster, OnRank("inspect_dp"), spec)[0]
-    assert isinstance(report, DataParallelReport)
-    return DataParallelInspection(
-        title=found[0].title,
-        report=report,
-        ddp=inspect_ddp(cluster, spec),
-        ddp_held=tuple(each.held for each in found.values()),
-        ddp_samples=tuple(each.num_samples or 0 for each in found.values()),
     )
 
 

@@ -11,12 +11,10 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.history.query import resolve
-from ddpnb.history.recorder import new_id
 from ddpnb.history.store import Store
 from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.machine import MachineQuery
 from ddpnb.protocol.messages import OnRank
 from ddpnb.protocol.notation import LinkSpec, parse_link
 from ddpnb.protocol.processes import num_cores
@@ -48,23 +46,10 @@ def predicted(
     return PredictionResult(predict(found, question))
 
 
-def advice(cluster: Cluster, model: str = "", input_: str = "") -> AdviceResult:
-    """Have the ranks measure the machine, and return which strategy suits it.
-
-    Args:
-        cluster: idle.
-        model: a variable on the ranks, which is measured too; empty: none.
-        input_: what it is called with, likewise.
-
-    Raises:
-        UserError: the model cannot be measured as it was named.
-        RankError: a rank failed.
-    """
-    if bool(model) != bool(input_):
-        raise UserError("Name both a model and what it is called with: --model net --input x.")
-    query = MachineQuery(model=model, input=input_, name=new_id())
+def advice(cluster: Cluster) -> AdviceResult:
+    """Measure the machine on the ranks, which are idle; return which strategy suits it."""
     begun = time.monotonic()
-    answers = ask(cluster, OnRank("measure_machine"), query)
+    answers = ask(cluster, OnRank("measure_machine"))
     found = [answers[rank] for rank in cluster.ranks]
     return AdviceResult(found, time.monotonic() - begun)
 

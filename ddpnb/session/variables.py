@@ -117,11 +117,10 @@ def answers(
     call: Call,
     timeout: float = CALL_TIMEOUT_SECONDS,
     has_advanced: Callable[[], bool] = lambda: False,
-    on_failure: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Return what each rank answers, as ``Call.results``; raises a UserError when one does not."""
     try:
-        return call.results(timeout, has_advanced, on_failure)
+        return call.results(timeout, has_advanced)
     except TimeoutError as error:
         raise UserError(
             f"There was {error}: a cell may still run there; %ddp_why shows where it is, "

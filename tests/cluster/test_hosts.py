@@ -20,11 +20,9 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session import inside
 from ddpnb.session.cells import RunningCell
 from ddpnb.session.comparison import Training, prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
-from ddpnb.session.inside import measure_links
 from ddpnb.session.status import status_table
 from tests.cluster.rig import (
     ALL_REDUCE,
@@ -208,29 +206,6 @@ def test_strangers_change_nothing(cluster, hosts):
     assert total(cluster) == [4.0] * 4
     cluster.abort(cluster.ranks)
     cluster.ensure_group()  # which the store, too, still serves
-    assert total(cluster) == [4.0] * 4
-
-
-def test_links_are_measured_between_all_ranks(cluster):
-    found = measure_links(cluster)
-    pairs = {(one, other) for one in range(4) for other in range(4) if one != other}
-    assert set(found.latencies) == set(found.rates) == pairs
-    assert all(0 < seconds < 10 for seconds in found.latencies.values())
-    assert found.png().startswith(b"\x89PNG")
-    assert "3 b" in repr(found)
-
-
-def test_links_that_cannot_be_measured_are_named_at_once(cluster, hosts, monkeypatch):
-    run(cluster, "from ddpnb.rank.inspect import links\nmeasure = links._measure")
-    run(cluster, "if rank == 2: links._measure = lambda *_: 1 / 0")
-    began = time.monotonic()
-    with pytest.raises(UserError, match="Measuring failed on rank 2: ZeroDivisionError"):
-        measure_links(cluster)
-    assert time.monotonic() - began < SECONDS  # of the 60 that the others would wait
-    run(cluster, "links._measure = measure")
-    monkeypatch.setattr(inside, "LINK_SECONDS", 2.0)
-    with hosts.parted(), pytest.raises(UserError, match="failed: host a does not reach host b"):
-        measure_links(cluster)
     assert total(cluster) == [4.0] * 4
 
 

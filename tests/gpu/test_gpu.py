@@ -303,7 +303,6 @@ def test_messages_between_ranks_that_share_a_gpu_go_through_the_host():
     cluster = this_session()._cluster
     shown = inside.run_collective(cluster, CollectiveSpec(name="send", ranks=(0, 1))).shown
     assert shown[1].after == shown[0].before
-    assert all(rate > 0 for rate in inside.measure_links(cluster).rates.values())
 
 
 @pytest.mark.two_gpus

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,17 @@ from ddpnb.protocol.trace import Lane, Span
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.inspect.subject import NUM_WARMUP_STEPS, Subject, num_steps, subject_of
+from ddpnb.rank.inspect.subject import Subject, subject_of
 from ddpnb.rank.meter import Moment
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.batches import copied
 from ddpnb.rank.training.timing import StepTimer
+
+NUM_WARMUP_STEPS: Final = 3
+"""DDP forms its final buckets after the first; memory that is new is slow."""
+MOST_STEPS, FEWEST_STEPS = 15, 3
+MOST_SECONDS: Final = 2.0
+"""Of the measured steps, about."""
 
 
 def measure(
@@ -56,25 +62,23 @@ def measure(
             subject.options["find_unused_parameters"] = True
         caps = dict.fromkeys([subject.cap_mb, *spec.bucket_caps])
         reports = tuple(_with_cap(cap, subject, device) for cap in caps)
-    return DdpReport(rank=state.rank, caps=reports, notes=subject.notes)
+    return DdpReport(rank=state.rank, caps=reports)
 
 
 def _with_cap(cap_mb: float, subject: Subject, device: torch.device) -> CapReport:
     """Make steps with one value of ``bucket_cap_mb``.  Takes part: every rank."""
     stepper = _Stepper(subject, cap_mb, device)
-    stepper.step()
-    first = stepper.buckets
-    fastest = min(stepper.step().seconds for _ in range(NUM_WARMUP_STEPS - 1))
+    fastest = min(stepper.step().seconds for _ in range(NUM_WARMUP_STEPS))
     slowest = torch.tensor([fastest], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks make as many steps
-    steps = [stepper.step() for _ in range(num_steps(slowest.item()))]
+    num_steps = min(max(int(MOST_SECONDS / slowest.item()), FEWEST_STEPS), MOST_STEPS)
+    steps = [stepper.step() for _ in range(num_steps)]
     ready = {
         name: statistics.median(each.ready[name] for each in steps if name in each.ready)
         for name in steps[0].ready
     }
     return CapReport(
         cap_mb=cap_mb,
-        first_buckets=first,
         buckets=stepper.buckets,
         steps=tuple(each.spans for each in steps),
         ready_seconds=dict(sorted(ready.items(), key=lambda item: item[1])),
@@ -94,7 +98,9 @@ class _Stepper:
 
     def __init__(self, subject: Subject, cap_mb: float, device: torch.device) -> None:
         self._subject = subject
-        self._model, self._optimizer = subject.make()
+        self._model = subject.make_model()
+        trained = [each for each in self._model.parameters() if each.requires_grad]
+        self._optimizer = subject.make_optimizer(trained)
         self._names = {id(each): name for name, each in self._model.named_parameters()}
         self._ddp = DistributedDataParallel(
             self._model,

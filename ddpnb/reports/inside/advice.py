@@ -14,8 +14,6 @@ from ddpnb.protocol.machine import RankMeasured
 from ddpnb.protocol.notation import LinkSpec
 from ddpnb.reports.formatting import counted, number, percent, short, size
 from ddpnb.reports.table import Cell, Column, Table, pairs_table, table_row
-from ddpnb.scaling.links import Network
-from ddpnb.scaling.model import Cost, Machine, Workload, point
 
 Place = Literal["one machine", "several machines"]
 Connection = Literal["CPU-GPU", "GPU-GPU", "no GPU"]
@@ -24,8 +22,6 @@ UNEVEN = 1.3
 """Ranks that differ by more than this in speed: none should wait for the slowest."""
 FASTER = 1.2
 """A connection counts as faster from this ratio on."""
-COSTLY = 0.6
-"""The predicted efficiency of ddp below which exchanging less often is worth it."""
 MARK = "#3f90da"
 
 
@@ -114,18 +110,6 @@ def advise(ranks: Sequence[RankMeasured]) -> Advice:
             )
     if (together := _crowding(ranks)) is not None:
         reasons.append(together)
-    efficiency = _predicted(ranks)
-    if efficiency is not None:
-        reasons.append(
-            f"With the model that was named, ddp is predicted to reach {percent(efficiency)} of "
-            f"{len(ranks)} times one rank."
-        )
-        if efficiency < COSTLY and not instead:
-            instead = "local-sgd"
-            reasons.append(
-                "Most of a step would be exchange: average weights every few steps (local-sgd, "
-                "diloco), enlarge the batch, or compress (ddp:hook=powersgd)."
-            )
     return Advice(
         place=place, connection=connection, choice=choice, instead=instead, reasons=tuple(reasons)
     )
@@ -165,26 +149,6 @@ def link_of(ranks: Sequence[RankMeasured]) -> LinkSpec | None:
     seconds = max(_mean(ranks, "all_reduce") - _mean(ranks, "latency"), 1e-9)
     moved = 2 * (num - 1) / num * ranks[0].all_reduce_bytes
     return LinkSpec(bits_per_second=8 * moved / seconds, latency_seconds=latency)
-
-
-def _predicted(ranks: Sequence[RankMeasured]) -> float | None:
-    """Return the efficiency of ddp with the model, where each rank has the batch measured."""
-    model, link = ranks[0].model, link_of(ranks)
-    if model is None or link is None:
-        return None
-    per_sample = model.seconds / model.num_samples
-    if model.num_fewer:
-        rise = (model.seconds - model.fewer_seconds) / (model.num_samples - model.num_fewer)
-        per_sample = min(max(rise, 0.0), per_sample)
-    cost = Cost(model.seconds - per_sample * model.num_samples, per_sample)
-    work = Workload(
-        alone=cost,
-        together=cost,
-        batch_size=model.num_samples,
-        is_weak=True,
-        num_bytes=float(model.num_bytes),
-    )
-    return point("ddp", work, Machine(network=Network(link=link)), len(ranks)).efficiency
 
 
 def _mean(ranks: Sequence[RankMeasured], name: str) -> float:
@@ -282,24 +246,15 @@ def _measures(ranks: Sequence[RankMeasured]) -> dict[str, str]:
         link = link_of(ranks)
         assert link is not None
         shown[f"all-reduce by {first.backend}"] = (
-            _all_reduce(first, _mean(ranks, "latency"), _mean(ranks, "all_reduce"))
+            f"{number(1e6 * _mean(ranks, 'latency'))} µs for a number, "
+            + _all_reduce(first, _mean(ranks, "all_reduce"))
             + f"; as a ring: {number(1e6 * link.latency_seconds)} µs a message, "
             + (f"{short(link.bits_per_second / 8)}B/s")
         )
     if first.shared_all_reduce:
-        shown["all-reduce in shared memory"] = _all_reduce(
-            first, _mean(ranks, "shared_latency"), _mean(ranks, "shared_all_reduce")
-        )
-    if (model := first.model) is not None:
-        shown["forward and backward pass"] = (
-            f"{number(1e3 * model.seconds)} ms for {model.num_samples} samples, "
-            f"{size(model.num_bytes)} of gradients"
-        )
+        shown["all-reduce in shared memory"] = _all_reduce(first, _mean(ranks, "shared_all_reduce"))
     return shown
 
 
-def _all_reduce(first: RankMeasured, latency: float, seconds: float) -> str:
-    return (
-        f"{number(1e6 * latency)} µs for a number, {number(1e3 * seconds)} ms for "
-        f"{size(first.all_reduce_bytes)}"
-    )
+def _all_reduce(first: RankMeasured, seconds: float) -> str:
+    return f"{number(1e3 * seconds)} ms for {size(first.all_reduce_bytes)}"

@@ -67,8 +67,6 @@ class DdpInspection:
     reports: tuple[DdpReport, ...]
     """By rank."""
     link: str = ""
-    num_samples: int | None = None
-    """Rows of rank 0's batch."""
 
     @property
     def caps(self) -> tuple[CapReport, ...]:
@@ -128,7 +126,7 @@ class DdpInspection:
     def words(self) -> list[str]:
         """Return what the buckets and times show, one sentence or two each."""
         own, notes = self.caps[0], []
-        notes += [_about_largest(own, self.gradient_bytes), _about_rebuilding(own)]
+        notes.append(_about_largest(own, self.gradient_bytes))
         if self.unused:
             notes.append(_about_unused(self.unused, len(self.reports)))
         sent = sum(span.num_bytes or 0 for span in _buckets_of(own.steps[0]))
@@ -139,9 +137,7 @@ class DdpInspection:
         notes.append(FORMULA)
         if self.link:
             notes.append(f"The link of {self.link} is emulated: exchanges last as over it.")
-        notes.append(CLOCK)
-        notes += list(dict.fromkeys(note for each in self.reports for note in each.notes))
-        return notes
+        return [*notes, CLOCK]
 
     def figures(self, *, dark: bool = False) -> list[tuple[Figure, str]]:
         """Return the pictures, each with its text: the buckets, then a step with each size."""
@@ -198,7 +194,7 @@ def draw_buckets(inspection: DdpInspection, *, dark: bool = False) -> Figure:
     )
     box_height = HEAD + LINE * num_lines + 0.22
     strips = inspection.caps if len(inspection.caps) > 1 else ()
-    about = [_about_largest(own, inspection.gradient_bytes), _about_rebuilding(own)]
+    about = [_about_largest(own, inspection.gradient_bytes)]
     if inspection.unused:
         about.append(_about_unused(inspection.unused, len(inspection.reports)))
     notes = [line for note in about for line in wrapped(note)]
@@ -346,18 +342,6 @@ def _about_largest(cap: CapReport, total: int) -> str:
     return (
         f"Bucket {number} holds {percent(share)} of the bytes, nearly everything: it is full once "
         f"{when} has its gradient, and {after} left to hide it."
-    )
-
-
-def _about_rebuilding(cap: CapReport) -> str:
-    first, now = ([bucket.names for bucket in each] for each in (cap.first_buckets, cap.buckets))
-    if first == now:
-        return "The buckets of the first step are those of all others."
-    is_reordered = sum(first, ()) != sum(now, ())
-    order = " in the order in which gradients were there" if is_reordered else ""
-    return (
-        f"DDP rebuilt its buckets after the first step{order}: {counted(len(first), 'bucket')} in "
-        f"that one, {len(now)} since."
     )
 
 

@@ -15,15 +15,12 @@ from ddpnb.protocol.inspection import (
     Bounds,
     Bucket,
     CapReport,
-    DataParallelReport,
     DdpReport,
-    Device,
     ParameterSize,
 )
 from ddpnb.protocol.messages import Mark, MarkKind, Parts, StepEvent
 from ddpnb.protocol.trace import Span
 from ddpnb.reports.inside.buckets import DdpInspection, buckets_text, one_by_one, split_of
-from ddpnb.reports.inside.devices import DataParallelInspection, held_text
 from ddpnb.reports.inside.versions import async_inspection, steps_ahead, updates_of
 from tests.unit.history.fake_runs import batch, header, run_of, spec
 
@@ -63,7 +60,6 @@ def report_of(rank: int, num_buckets: int = 2) -> DdpReport:
     )
     cap = CapReport(
         cap_mb=25.0,
-        first_buckets=(Bucket(names=tuple(names), num_bytes=sum(sizes)),),
         buckets=buckets,
         steps=(spans_of(rank), spans_of(rank, late=20.0), spans_of(rank, late=40.0)),
         ready_seconds={name: MS * (1 + n) for n, name in enumerate(names)},
@@ -106,7 +102,6 @@ def test_what_stands_out_is_said_in_words():
     words = " ".join(inspection_of(2).words())
     assert "Bucket 0 holds 90 % of the bytes, nearly everything" in words
     assert "layer.0.weight has its gradient, and the last 50 % of the backward pass is" in words
-    assert "DDP rebuilt its buckets after the first step: 1 bucket in that one, 2 since." in words
     assert (
         "carry 1,000 bytes of each rank's gradients; the parameters that need one have 1,000"
         in (words)
@@ -138,35 +133,6 @@ def is_drawn(figure: Figure) -> bool:
     figure.savefig(buffer, format="png")
     with Image.open(buffer) as image:
         return len(image.convert("RGB").getcolors(10_000_000)) > 20
-
-
-# -- DataParallel --------------------------------------------------------------------------
-
-
-def test_chunks_and_imbalance_of_data_parallel_are_said():
-    held = [{"parameters": 100, "outputs": 30}, {"parameters": 100, "outputs": 10}]
-    devices = tuple(
-        Device(name=f"device {n}", num_samples=15 - n, held=held[n], spans=spans_of(n)[:2])
-        for n in range(2)
-    )
-    inspection = DataParallelInspection(
-        title="net",
-        report=DataParallelReport(num_samples=29, devices=devices, num_steps=3),
-        ddp=inspection_of(2),
-        ddp_held=({"parameters": 100, "buckets": 100},) * 2,
-        ddp_samples=(15, 14),
-    )
-    assert inspection.chunks == "29 -> 15, 14"
-    words = " ".join(inspection.words())
-    assert "Device 0 holds 130 B, 1.18 times as much as the others" in words
-    rows = [[cell.text for cell in row] for row in inspection.table().rows]
-    assert rows[0] == ["dp device 0", "15", "[5.00 ms]", "[0 µs]", "130 B"]
-    assert rows[2] == ["ddp rank 0", "15", "6.00 ms", "7.00 ms", "200 B"]
-    assert "DP device 1: 110 B (parameters 100 B, outputs 10 B)" in held_text(inspection)
-    figures = inspection.figures()
-    assert all(is_drawn(figure) for figure, _ in figures)
-    assert "rank" not in figures[0][1]
-    assert any(text.get_text() == "device 1" for text in figures[0][0].axes[0].texts)
 
 
 # -- async ---------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ddpnb.protocol.machine import ModelMeasured, RankMeasured
+from ddpnb.protocol.machine import RankMeasured
 from ddpnb.scaling.calibrate import Measured, SizeClass
 
 FIXED, PER_SAMPLE, CROWDED = 2e-3, 70e-6, 1.1
@@ -52,7 +52,6 @@ def rank(number: int = 0, **changes: object) -> RankMeasured:
         latency=1e-4,
         all_reduce_bytes=1 << 22,
         all_reduce=4e-3,
-        shared_latency=3e-5,
         shared_all_reduce=2e-3,
         has_peer_access=None,
     )
@@ -64,20 +63,7 @@ def gpu(number: int = 0, **changes: object) -> RankMeasured:
         "device": f"cuda:{number}",
         "device_name": "V100",
         "backend": "nccl",
-        "shared_latency": 0.0,
         "shared_all_reduce": 0.0,
         "has_peer_access": True,
     }
     return rank(number, **(own | changes))
-
-
-def model(**changes: object) -> ModelMeasured:
-    found = ModelMeasured(
-        num_parameters=1_000_000,
-        num_bytes=4_000_000,
-        num_samples=64,
-        seconds=0.01,
-        num_fewer=32,
-        fewer_seconds=0.006,
-    )
-    return replace(found, **changes)  # type: ignore[arg-type]
