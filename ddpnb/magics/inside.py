@@ -27,8 +27,8 @@ class InsideMagics(Magics):
     def ddp_check(self, line: str) -> ReplicaCheck:
         """Compare the replicas of all ranks: ``%ddp_check model optimizer``.
 
-        Parameters, buffers, gradients, the optimizer's state and random state: whether they are
-        the same on all ranks, what the first difference is, and what has probably led to it.
+        Parameters, buffers, gradients and the optimizer's state: whether they are the same on all
+        ranks, what the first difference is, and what has probably led to it.
         Without names all models and optimizers are compared.  Nothing on the ranks changes.
         """
         return inside.check(*arguments(self.ddp_check, line).names)

@@ -28,10 +28,8 @@ class Part(StrEnum):
     BUFFERS = "buffers"
     GRADIENTS = "gradients"
     STATE = "state"
-    SETTINGS = "settings"
     VALUES = "values"
     """Of a tensor that the user names, or of several."""
-    RANDOM = "random state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +38,9 @@ class TensorDigest:
 
     shape: tuple[int, ...] = ()
     kind: str = ""
-    """Its element type, such as ``"float32"``; of what is no tensor, its text."""
+    """Its element type, such as ``"float32"``."""
     digests: bytes = b""
-    """``DIGEST_BYTES`` for every ``CHUNK_ELEMENTS``; empty: there is nothing to compare."""
+    """``DIGEST_BYTES`` for every ``CHUNK_ELEMENTS``."""
 
     def chunk(self, number: int) -> bytes:
         """Return the digest of a chunk."""
@@ -56,35 +54,26 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What one rank holds under a name; one with a ``problem`` has no parts."""
+    """What one rank holds under a name."""
 
     parts: Mapping[Part, Mapping[str, TensorDigest]] = field(default_factory=dict)
     """The tensors of each part by their names, in the order in which they are held."""
     sharded: Mapping[Part, int] = field(default_factory=dict)
     """Tensors of which each rank holds another part by design, or that have no values."""
-    is_missing: bool = False
-    """Whether the rank has no such variable."""
-    problem: str = ""
-    """Why it cannot be compared, as the end of a sentence."""
     is_ddp: bool = False
     """Whether ``DistributedDataParallel`` averages its gradients."""
     syncs_buffers: bool = True
-    """Of DDP: whether each forward pass in training begins with rank 0's buffers."""
-    syncs_gradients: bool = True
-    """Of DDP: false inside ``no_sync()``."""
-    is_training: bool = True
-    """Of a module: whether it is in training mode."""
+    """Of DDP: whether each forward pass begins with rank 0's buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReplica:
-    """What one rank holds under each name, and the state of its random numbers."""
+    """What one rank holds under each name."""
 
     rank: int
     held: Mapping[str, Held]
-    random: Mapping[str, TensorDigest]
     num_steps: Mapping[str, int] = field(default_factory=dict)
-    """Of each optimizer among the variables that counts them."""
+    """Of each optimizer among the variables that has counted some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,15 +221,21 @@ def pull_model(
 @running_users_code
 def digests(engine: RankEngine, names: tuple[str, ...]) -> RankReplica:
     """Return digests of what this rank holds under some names; see ``replicas.replica``."""
-    group = engine.group
-    return replicas.replica(names, engine.shell.user_ns, rank=group.rank, device=group.device)
+    return replicas.replica(names, engine.shell.user_ns, rank=engine.group.rank)
 
 
 @running_users_code
 def elements(
-    engine: RankEngine, name: str, part: Part, tensor: str, chunks: tuple[int, ...]
-) -> NDArray[Any]:
-    """Return the values in some chunks of a tensor; see ``replicas.elements``."""
+    engine: RankEngine,
+    ranks: tuple[int, ...],
+    name: str,
+    part: Part,
+    tensor: str,
+    chunks: tuple[int, ...],
+) -> NDArray[Any] | None:
+    """Return the values in some chunks of a tensor, on some ranks; see ``replicas.elements``."""
+    if engine.group.rank not in ranks:
+        return None
     return replicas.elements(name, part, tensor, chunks, engine.shell.user_ns)
 
 

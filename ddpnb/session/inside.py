@@ -1,23 +1,18 @@
 """What looks inside: asks the ranks, and returns what a notebook shows (kernel)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.messages import Failure, OnRank
+from ddpnb.protocol.messages import OnRank
 from ddpnb.protocol.notation import parse_ranks, parse_size, spoken_ranks
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import COLLECTIVES, REDUCING, REDUCTIONS, ROOTED, SHOWN, CollectiveSpec
 from ddpnb.reports.inside.causes import with_causes
 from ddpnb.reports.inside.collective import CollectiveResult
-from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, check_held, find, measured
+from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, find, measured
 from ddpnb.reports.inside.samples import Handout, handout_of
 from ddpnb.session import cells
-from ddpnb.session.variables import answers, cause_of
-
-ASK_SECONDS = 300.0
-"""How long an answer may take: a digest of 1 GB takes a second."""
 
 # -- are the replicas the same? ------------------------------------------------------------
 
@@ -26,8 +21,12 @@ def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
     """Compare what the ranks hold: by digests, then by the values of what differs first."""
     if len(cluster.ranks) < 2:
         raise UserError("There is one rank, and nothing to compare it with: %ddp_restart -n 2.")
-    replicas = ask(cluster, "digests", tuple(names))
-    check_held(replicas, is_named=bool(names))
+    replicas = list(cells.ask(cluster, OnRank("digests"), tuple(names)).values())
+    if not any(each.held for each in replicas):
+        raise UserError(
+            "No rank has a model or an optimizer: make one in a %%ddp cell, or name what to "
+            "compare, %ddp_check x."
+        )
     found = [_measure(cluster, each) for each in find(replicas)]
     return ReplicaCheck(with_causes(found, replicas), cluster.ranks)
 
@@ -37,27 +36,9 @@ def _measure(cluster: Cluster, finding: Finding) -> Finding:
     first = finding.first
     if first is None or not first.chunks:
         return finding
-    wanted = (finding.name, finding.part, first.tensor, first.chunks)
-    return measured(finding, ask(cluster, "elements", *wanted, ranks=first.measured_ranks))
-
-
-def ask(
-    cluster: Cluster, function: str, *arguments: object, ranks: Sequence[int] | None = None
-) -> list[Any]:
-    """Return what each rank answers; raises a UserError where one does not, or where it fails."""
-    chosen = cluster.ranks if ranks is None else ranks
-    call = cluster.submit(OnRank(function), *arguments, ranks=chosen)
-    try:
-        found = answers(cluster, call, ASK_SECONDS)
-    except (KeyboardInterrupt, UserError):
-        cluster.interrupt(chosen)  # else they compute on
-        raise
-    for each in found:
-        if isinstance(each, Failure):
-            is_ours = each.name == UserError.__name__
-            cause = each.text if is_ours else f"cannot answer: {cause_of(each)}"
-            raise UserError(f"Rank {each.rank} {cause}")
-    return found
+    ranks, wanted = first.measured_ranks, (finding.name, finding.part, first.tensor, first.chunks)
+    found = cells.ask(cluster, OnRank("elements"), ranks, *wanted)
+    return measured(finding, [found[rank] for rank in ranks])
 
 
 # -- which rank gets which samples? --------------------------------------------------------
@@ -65,7 +46,8 @@ def ask(
 
 def samples_of_sampler(cluster: Cluster, spec: SamplerSpec) -> Handout:
     """Return what a sampler hands out to each rank, as the ranks read it."""
-    return handout_of(spec, ask(cluster, "samples", spec))
+    found = cells.ask(cluster, OnRank("samples"), spec)
+    return handout_of(spec, [found[rank] for rank in cluster.ranks])
 
 
 # -- one collective ------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
-from ddpnb.rank.inspect.replicas import meant
+from ddpnb.rank.inspect.subject import value_of
 from ddpnb.rank.random_state import preserve_globals
 
 DATA = ("dataset", "data_source")
@@ -21,7 +21,12 @@ MAX_INDICES = 2_000_000
 
 
 def samples(
-    spec: SamplerSpec, namespace: dict[str, Any], *, rank: int, num_ranks: int, device: torch.device
+    spec: SamplerSpec,
+    namespace: Mapping[str, Any],
+    *,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
 ) -> RankSamples:
     """Return the samples that this rank gets, by torch's own sampler, or a copy of the user's."""
     if spec.expression:
@@ -46,11 +51,12 @@ def samples(
         for epoch in range(spec.num_epochs):
             for each in settable if spec.sets_epoch else ():
                 each.set_epoch(epoch)
-            left = MAX_INDICES - sum(map(len, epochs))
-            epochs.append(np.fromiter(itertools.islice(numbers(sampler), left + 1), dtype=np.int32))
-            if len(epochs[-1]) > left:
+            epochs.append(
+                np.fromiter(itertools.islice(numbers(sampler), MAX_INDICES), dtype=np.int32)
+            )
+            if sum(map(len, epochs)) >= MAX_INDICES:
                 raise UserError(
-                    f"hands out more than {MAX_INDICES:,} samples: take --epochs 1, or fewer -n."
+                    f"A rank gets {MAX_INDICES:,} samples or more: take --epochs 1, or fewer -n."
                 )
     return RankSamples(
         rank=rank,
@@ -61,19 +67,15 @@ def samples(
     )
 
 
-def sampler_in(name: str, namespace: dict[str, Any]) -> Any:
+def sampler_in(name: str, namespace: Mapping[str, Any]) -> Any:
     """Return the sampler of a ``DataLoader``, or the sampler itself."""
-    try:
-        value = eval(name, namespace)
-    except NameError as error:
-        near = f"; {meant(error, namespace)}".removesuffix("; ") or "."
-        raise UserError(f"has no {name}, and no stored run has that name{near}") from None
+    value = value_of(name, namespace)
     if isinstance(value, DataLoader) and isinstance(value.dataset, IterableDataset):
-        raise UserError(f"has no sampler for {name}: its IterableDataset chooses the samples.")
+        raise UserError(f"{name} has no sampler: its IterableDataset chooses the samples.")
     if isinstance(value, DataLoader):
         return value.sampler if value.batch_sampler is None else value.batch_sampler
     if not isinstance(value, Sampler):
-        raise UserError(f"holds {kind_of(value)} as {name}: name a sampler or a DataLoader.")
+        raise UserError(f"{name} is {kind_of(value)}: name a sampler, a DataLoader, or a run.")
     return value
 
 

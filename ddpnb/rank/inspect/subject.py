@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpnb.protocol.errors import UserError, kind_of, summary_of
+from ddpnb.protocol.errors import UserError, closest, kind_of, summary_of
 from ddpnb.protocol.inspection import DEFAULT_CAP_MB, Found, InspectSpec, ParameterSize
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.flat import num_bytes
@@ -131,7 +131,9 @@ def value_of(expression: str, namespace: Mapping[str, Any], **others: Any) -> An
     try:
         return eval(expression, {**namespace, **others})  # the user's code, as a cell is
     except NameError as error:
-        raise UserError(f"{error.name} is not defined: define it in a %%ddp cell.") from None
+        near = closest(error.name or "", [name for name in namespace if not name.startswith("_")])
+        hint = f"; did you mean {near}?" if near else ": define it in a %%ddp cell."
+        raise UserError(f"{error.name} is not defined{hint}") from None
     except Exception as error:
         raise UserError(f"{expression} fails: {summary_of(error).rstrip('.')}.") from error
 

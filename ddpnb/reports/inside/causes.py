@@ -39,8 +39,6 @@ class Evidence:
         """Return the likely cause in a sentence or two; empty where nothing differs."""
         if finding.verdict is Verdict.UNKNOWN:
             return "Each rank holds another shard by design." if finding.num_sharded else ""
-        if finding.part is Part.RANDOM:
-            return self._random(finding)
         if finding.verdict is Verdict.SAME:
             return self._same_work(finding)
         causes: Mapping[Part, Callable[[Finding], str]] = {
@@ -48,7 +46,6 @@ class Evidence:
             Part.GRADIENTS: self._gradients,
             Part.BUFFERS: self._buffers,
             Part.STATE: self._state,
-            Part.SETTINGS: self._settings,
         }
         if finding.part in causes:
             return causes[finding.part](finding)
@@ -59,8 +56,6 @@ class Evidence:
             return "The ranks have built different models."
         if skipped := self._skipped_step():
             return skipped
-        if self._differs(Part.SETTINGS):
-            return "The optimizers' settings differ, so each rank makes another step."
         gradients = self._of(finding.name, Part.GRADIENTS)
         if self._is_ddp(finding):
             if gradients is not None and gradients.verdict is Verdict.DIFFERENT:
@@ -88,7 +83,6 @@ class Evidence:
         )
 
     def _gradients(self, finding: Finding) -> str:
-        held = self._held(finding)
         if finding.first is not None and finding.first.lacking:
             return (
                 f"{spoken_ranks(finding.first.lacking).capitalize()} made no backward pass, "
@@ -99,8 +93,6 @@ class Evidence:
                 f"Nothing averages them, as {NO_DDP}: each rank's are those of its own samples, as "
                 "its sampler hands them out."
             )
-        if not all(each.syncs_gradients for each in held):
-            return "Inside no_sync(): DDP averages them in the first backward pass after it."
         if self._is_rounding(finding):
             return ROUNDING_CAUSE
         return (
@@ -109,7 +101,6 @@ class Evidence:
         )
 
     def _buffers(self, finding: Finding) -> str:
-        held = self._held(finding)
         tensor = "" if finding.first is None else finding.first.tensor
         if not _is_statistic(tensor):
             return "Each rank has updated it by itself; DDP averages gradients alone."
@@ -119,8 +110,6 @@ class Evidence:
                 f"{own} after a forward pass in training, by design: DDP sends rank 0's before the "
                 "next one. Save and evaluate rank 0's."
             )
-        if len({each.is_training for each in held}) > 1:
-            return f"{own}; and the model is in eval mode on some ranks only."
         why = (
             "DDP was made with broadcast_buffers=False, so rank 0's are never sent"
             if self._is_ddp(finding)
@@ -134,7 +123,6 @@ class Evidence:
         return bool(held) and all(
             each.is_ddp
             and each.syncs_buffers
-            and each.is_training
             and all(map(_is_statistic, each.parts.get(Part.BUFFERS, ())))
             for each in held
         )
@@ -147,20 +135,6 @@ class Evidence:
         if self._differs(Part.GRADIENTS) or self._differs(Part.PARAMETERS):
             return "It is made of gradients, and those of the ranks differ, or have differed."
         return "Averaged from gradients that differed once, or loaded on some ranks only."
-
-    def _settings(self, finding: Finding) -> str:
-        return "Made with other settings, or a scheduler stepped on some ranks only."
-
-    def _random(self, finding: Finding) -> str:
-        if finding.verdict is Verdict.SAME:
-            return (
-                "A fact, no fault: dropout and augmentation draw the same on all ranks; "
-                "torch.manual_seed(seed + rank) makes them draw apart."
-            )
-        return (
-            "A fact, no fault: dropout and augmentation draw apart, as most recipes want; weights "
-            "that are drawn without DDP begin apart too."
-        )
 
     def _same_work(self, finding: Finding) -> str:
         if finding.part is not Part.GRADIENTS or self._is_ddp(finding):

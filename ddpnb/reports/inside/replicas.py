@@ -9,7 +9,6 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.replicas import Part, RankReplica, TensorDigest
 from ddpnb.reports.formatting import counted, listed
@@ -27,7 +26,7 @@ class Verdict(StrEnum):
     SAME = "✓ same"
     DIFFERENT = "✗ different"
     FACT = "· different"
-    """By design, or as a fact that is no fault."""
+    """By design."""
     UNKNOWN = "– not compared"
 
 
@@ -49,7 +48,7 @@ class Difference:
     lacking: tuple[int, ...] = ()
     """Ranks that have no such tensor."""
     texts: tuple[str, ...] = ()
-    """What each group has in place of values: its shape, its setting."""
+    """What each group has in place of equal shapes, such as ``"float32 [2]"``."""
     chunks: tuple[int, ...] = ()
     """Those to be measured; empty: there is nothing to measure."""
     num_elements: int = 0
@@ -87,44 +86,11 @@ class Finding:
     cause: str = ""
 
 
-def check_held(replicas: Sequence[RankReplica], *, is_named: bool) -> None:
-    """Raise a UserError where there is nothing to compare.
-
-    Args:
-        replicas: of two ranks or more.
-        is_named: whether the user has named what is compared.
-    """
-    if not is_named and not any(each.held for each in replicas):
-        raise UserError(
-            "No rank has a model or an optimizer: make one in a %%ddp cell, or name what to "
-            "compare, %ddp_check x."
-        )
-    for name in names_of(replicas) if is_named else ():
-        held = {each.rank: each.held[name] for each in replicas}
-        absent = [rank for rank, each in held.items() if each.is_missing]
-        if len(absent) == len(held):
-            advice = held[absent[0]].problem or "make it in a %%ddp cell first."
-            raise UserError(f"No rank has {name}; {advice}")
-        if absent:
-            there = [rank for rank in held if rank not in absent]
-            raise UserError(
-                f"Only {spoken_ranks(there)} {_has(there)} {name}: "
-                f"make it on {spoken_ranks(absent)} too."
-            )
-        for rank, each in held.items():
-            if each.problem:
-                raise UserError(f"{name} on rank {rank} {each.problem}.")
-
-
 def find(replicas: Sequence[RankReplica]) -> tuple[Finding, ...]:
-    """Return a finding for each part of each name, and one for the random state."""
+    """Return a finding for each part of each name."""
     found = []
-    for name in names_of(replicas):
-        held = {
-            each.rank: each.held[name]
-            for each in replicas
-            if name in each.held and not each.held[name].problem
-        }
+    for name in dict.fromkeys(name for each in replicas for name in each.held):
+        held = {each.rank: each.held[name] for each in replicas if name in each.held}
         if len(held) < len(replicas):
             found.append(_on_some_ranks(name, tuple(held)))
             continue
@@ -133,15 +99,7 @@ def find(replicas: Sequence[RankReplica]) -> tuple[Finding, ...]:
                 tensors = {rank: each.parts.get(part, {}) for rank, each in held.items()}
                 num_sharded = max(each.sharded.get(part, 0) for each in held.values())
                 found.append(_compare(name, part, tensors, num_sharded))
-    random = _compare("", Part.RANDOM, {each.rank: each.random for each in replicas}, 0)
-    if random.first is not None:
-        random = replace(random, verdict=Verdict.FACT, first=replace(random.first, chunks=()))
-    return (*found, random)
-
-
-def names_of(replicas: Sequence[RankReplica]) -> list[str]:
-    """Return all names, in order."""
-    return list(dict.fromkeys(name for each in replicas for name in each.held))
+    return tuple(found)
 
 
 def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
@@ -157,7 +115,7 @@ def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
     with np.errstate(all="ignore"):
         same = (stacked == stacked[0]) | ((stacked != stacked) & (stacked[0] != stacked[0]))
         differs = ~same.all(axis=0)
-        apart = _spread(stacked[:, differs])
+        apart = np.ptp(stacked[:, differs], axis=0)
         sizes = np.abs(stacked)
     first = replace(
         first,
@@ -170,14 +128,6 @@ def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
     if is_same and finding.num_different == 1 and len(first.groups) <= MAX_CHUNKS:  # 0.0 and -0.0
         return replace(finding, verdict=Verdict.SAME, first=None, num_different=0)
     return replace(finding, first=first)
-
-
-def _spread(values: NDArray[Any]) -> NDArray[Any]:
-    """Return how far apart each element is on two ranks; of complex ones, on the first and any."""
-    if np.iscomplexobj(values):
-        return np.asarray(np.abs(values - values[0]).max(axis=0, initial=0))
-    wide = values.astype(np.float64)
-    return np.asarray(wide.max(axis=0) - wide.min(axis=0))
 
 
 def _on_some_ranks(name: str, ranks: tuple[int, ...]) -> Finding:
@@ -223,9 +173,7 @@ def _difference(key: str, tensors: Mapping[int, TensorDigest | None]) -> Differe
     digests = [each for each in groups if each is not None]
     layouts = {(each.shape, each.kind) for each in digests}
     if len(layouts) > 1:
-        is_text = all(not each.shape and each.num_chunks == 1 for each in digests)
-        texts = (each.kind if is_text else f"{each.kind} {list(each.shape)}" for each in digests)
-        return replace(made, texts=tuple(texts))
+        return replace(made, texts=tuple(f"{each.kind} {list(each.shape)}" for each in digests))
     if len(digests) < 2:
         return made
     num_each = max(1, MAX_CHUNKS // len(digests))
@@ -261,18 +209,17 @@ class ReplicaCheck:
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing that was compared differs, the random state aside."""
+        """Whether nothing that was compared differs."""
         return not any(each.verdict is Verdict.DIFFERENT for each in self.findings)
 
     def sentence(self) -> str:
         """Return the result in a sentence."""
         where = spoken_ranks(self.ranks)
-        compared = [f for f in self.findings if f.part is not Part.RANDOM]
-        if all(each.verdict is Verdict.UNKNOWN for each in compared):
+        if all(each.verdict is Verdict.UNKNOWN for each in self.findings):
             return f"Nothing on {where} can be compared."
-        different = [each for each in compared if each.verdict is Verdict.DIFFERENT]
+        different = [each for each in self.findings if each.verdict is Verdict.DIFFERENT]
         if not different:
-            by_design = [_label(each) for each in compared if each.verdict is Verdict.FACT]
+            by_design = [_label(each) for each in self.findings if each.verdict is Verdict.FACT]
             but = f"; {listed(by_design)} differ by design" if by_design else ""
             return f"The replicas are the same on {where}{but}."
         return f"The replicas on {where} differ: {listed([_label(each) for each in different])}."
@@ -295,7 +242,7 @@ class ReplicaCheck:
     def text(self) -> str:
         """Return the same for a terminal: a line per part, and what differs below."""
         lines = [self.sentence(), ""]
-        width = max(len(_label(each)) for each in self.findings)
+        width = max((len(_label(each)) for each in self.findings), default=0)
         for each in self.findings:
             lines.append(f"{_label(each):<{width}}  {each.verdict}  {_count(each)}".rstrip())
             lines += [f"    {text}" for text in (described(each), each.cause) if text]
@@ -306,8 +253,6 @@ class ReplicaCheck:
 
 
 def _label(finding: Finding) -> str:
-    if not finding.name:
-        return str(finding.part)
     is_whole = finding.part is Part.VALUES
     return finding.name if is_whole else f"{finding.part} of {finding.name}"
 

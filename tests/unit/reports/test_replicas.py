@@ -1,44 +1,34 @@
 """From digests to verdicts, sizes, causes and the table, without a cluster."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.replicas import CHUNK_ELEMENTS, Held, Part, RankReplica
+from ddpnb.protocol.replicas import CHUNK_ELEMENTS, Part
 from ddpnb.rank.inspect import replicas as on_rank
 from ddpnb.reports.inside.causes import with_causes
 from ddpnb.reports.inside.replicas import (
     ReplicaCheck,
     Verdict,
-    check_held,
     find,
     measured,
 )
 
 Namespace = dict[str, Any]
-CPU = torch.device("cpu")
 
 
 def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> ReplicaCheck:
     """Compare as the session does, each rank's namespace in this process."""
-    found = [
-        on_rank.replica(names, each, rank=rank, device=CPU) for rank, each in enumerate(namespaces)
-    ]
+    found = [on_rank.replica(names, each, rank=rank) for rank, each in enumerate(namespaces)]
     replicas = [
-        RankReplica(
-            rank=each.rank,
-            held={name: with_facts(held, facts) for name, held in each.held.items()},
-            random=each.random,
-            num_steps=each.num_steps,
-        )
+        replace(each, held={name: replace(held, **facts) for name, held in each.held.items()})
         for each in found
     ]
-    check_held(replicas, is_named=bool(names))
     findings = []
     for each in find(replicas):
         if each.first is not None and each.first.chunks:
@@ -51,16 +41,6 @@ def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> Re
             each = measured(each, values)
         findings.append(each)
     return ReplicaCheck(with_causes(findings, replicas), range(len(namespaces)))
-
-
-def with_facts(held: Held, facts: Mapping[str, object]) -> Held:
-    return Held(
-        parts=held.parts,
-        sharded=held.sharded,
-        is_missing=held.is_missing,
-        problem=held.problem,
-        **{"is_training": held.is_training, **facts},
-    )
 
 
 def trained(seed: int = 0, data_seed: int = 0, num_steps: int = 1) -> Namespace:
@@ -123,9 +103,6 @@ def test_causes():
     text = "A rank skipped a step: optimizer has counted 2 on rank 1 and 3 on rank 0."
     assert cause(checked(skipped, "model"), Part.PARAMETERS) == text  # not named, and yet known
     namespaces = [trained(), trained()]
-    namespaces[1]["optimizer"].param_groups[0]["lr"] = 0.5
-    result = checked(namespaces, "optimizer")
-    assert "lr: 0.001 on rank 0 and 0.5 on rank 1" in result.text()
     namespaces[1]["model"].zero_grad()
     assert "Rank 1 made no backward pass" in cause(checked(namespaces, "model"), Part.GRADIENTS)
 
@@ -133,16 +110,13 @@ def test_causes():
 def test_what_ddp_leaves_apart_by_design_is_no_fault():
     namespaces = [trained(), trained()]
     namespaces[1]["model"][1].running_mean += 1
-    result = checked(namespaces, "model", is_ddp=True)
+    result = checked(namespaces, "model", is_ddp=True, syncs_buffers=True)
     assert result.is_same
     assert result.sentence().endswith("; buffers of model differ by design.")
     without = checked(namespaces, "model", is_ddp=True, syncs_buffers=False)
     assert not without.is_same
     assert "broadcast_buffers=False" in cause(without, Part.BUFFERS)
-    namespaces[1]["model"][0].weight.grad += 1
-    result = checked(namespaces, "model", is_ddp=True, syncs_gradients=False)
-    assert cause(result, Part.GRADIENTS).startswith("Inside no_sync()")
-    namespaces[1]["model"][0].weight.grad -= 1 - 1e-7
+    namespaces[1]["model"][0].weight.grad += 1e-7
     result = checked(namespaces, "model", is_ddp=True)
     assert "rounding" in cause(result, Part.GRADIENTS)
 
@@ -174,8 +148,6 @@ def test_tensors_of_any_kind():
         lambda: nn.Linear(2, 2, device="meta").weight,
         lambda: nn.LazyLinear(2).weight,
         lambda: torch.eye(3).to_sparse(),
-        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ],
 )
 def test_what_has_no_plain_values_is_not_compared(make):
@@ -199,17 +171,18 @@ def test_many_ranks_stay_readable():
     assert "another on each of ranks 0-63, 3 of 3 elements (of 16 of the ranks)" in text
 
 
-def test_nothing_to_compare_is_one_sentence():
-    for namespaces, names, sentence in (
-        ([{}, {}], (), "No rank has a model or an optimizer"),
-        ([{"model": 1}, {"model": 1}], ("modle",), "No rank has modle; did you mean model?"),
-        ([{}, {"x": torch.ones(1)}], ("x",), "Only rank 1 has x: make it on rank 0 too."),
-        ([{"x": 1}, {"x": 1}], ("x",), "x on rank 0 is an int: name a model"),
-        ([{"x": []}, {"x": []}], ("x[0]",), "x[0] on rank 0 raises IndexError"),
-    ):
-        with pytest.raises(UserError) as raised:
-            checked(namespaces, *names)
-        assert str(raised.value).startswith(sentence)
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("modle", "modle is not defined; did you mean model?"),
+        ("model", "model is an int: name a model"),
+        ("x[0]", "IndexError"),
+    ],
+)
+def test_nothing_to_compare_is_one_sentence(name, named):
+    with pytest.raises(UserError) as raised:
+        on_rank.replica((name,), {"model": 1, "x": []}, rank=0)
+    assert named in str(raised.value)
 
 
 def test_nothing_changes():
@@ -220,12 +193,10 @@ def test_nothing_changes():
     optimizer.add_param_group({"params": [added]})
     version = namespace["model"][0].weight._version
     state, grad = torch.get_rng_state(), namespace["model"][0].weight.grad.clone()
-    np_state = np.random.get_state()[1].copy()
-    on_rank.replica((), namespace, rank=0, device=CPU)
+    on_rank.replica((), namespace, rank=0)
     assert torch.equal(torch.get_rng_state(), state)
-    assert np.array_equal(np.random.get_state()[1], np_state)
     assert torch.equal(namespace["model"][0].weight.grad, grad)
     assert namespace["model"][0].weight._version == version
     assert added not in optimizer.state
     assert torch.is_grad_enabled()
-    assert set(namespace) - names <= {"__builtins__"}
+    assert set(namespace) == names
