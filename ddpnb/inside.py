@@ -95,11 +95,10 @@ def show_collective(
 
     Args:
         name: ``"all_reduce"``, ``"broadcast"``, ``"reduce"``, ``"scatter"``, ``"gather"``,
-            ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"barrier"``, ``"send"`` or
-            ``"recv"``.
+            ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` or ``"barrier"``.
         size: of the tensor that a rank gives: ``"4MB"``; by default a few numbers.
         root: the rank that gives, or gets, everything; by default the first.
-        op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"product"``; by default the sum.
+        op: ``"sum"``, ``"max"``, ``"min"`` or ``"product"``; by default the sum.
         ranks: those that take part, e.g. ``"0,2-3"``; by default all.
 
     Returns:

@@ -80,8 +80,6 @@ COLLECTIVES = (
     "reduce_scatter",
     "all_to_all",
     "barrier",
-    "send",
-    "recv",
 )
 """What can be shown."""
 SHOWN = ("trace", "store")
@@ -89,8 +87,8 @@ SHOWN = ("trace", "store")
 CHUNKED = ("reduce_scatter", "all_to_all")
 """Those to which each rank gives one chunk for each rank."""
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
-ROOTED = ("broadcast", "reduce", "scatter", "gather", "send", "recv")
-REDUCTIONS = ("sum", "avg", "max", "min", "product")
+ROOTED = ("broadcast", "reduce", "scatter", "gather")
+REDUCTIONS = ("sum", "max", "min", "product")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +107,7 @@ class CollectiveSpec:
 
     @property
     def from_rank(self) -> int:
-        """The root, or the rank that sends."""
+        """The root."""
         return self.ranks[0] if self.root is None else self.root
 
 
@@ -135,4 +133,3 @@ class CollectiveShown:
     num_bytes_sent: int | None
     """Counted on this rank's TCP connections during one call; None: they cannot be counted."""
     backend: str
-    notes: tuple[str, ...] = ()

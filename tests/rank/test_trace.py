@@ -159,7 +159,6 @@ TENS = [((10 * rank, 10 * rank + 1, 10 * rank + 2, 10 * rank + 3),) for rank in 
     ("given", "after"),
     [
         ({"name": "all_reduce"}, [((60, 63, 66, 69),)] * 3),
-        ({"name": "all_reduce", "op": "avg"}, [TENS[1]] * 3),
         ({"name": "broadcast", "root": 1}, [TENS[1]] * 3),
         ({"name": "reduce", "op": "max", "root": 2}, [(), (), TENS[2]]),
         ({"name": "scatter", "root": 2}, [((30, 31),), ((32, 33),), ((34, 35),)]),
@@ -170,7 +169,6 @@ TENS = [((10 * rank, 10 * rank + 1, 10 * rank + 2, 10 * rank + 3),) for rank in 
             {"name": "all_to_all"},
             [tuple((n + k, n + k + 1) for n in (10, 20, 30)) for k in (0, 2, 4)],
         ),
-        ({"name": "send", "root": 1}, [(), TENS[1], TENS[1]]),
         ({"name": "barrier"}, [(), (), ()]),
     ],
 )

@@ -22,15 +22,6 @@ NUM_TIMED = 7
 NUMBER_BYTES = 4
 FEW_CELLS = 8
 """Numbers of a tensor that are shown."""
-OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-MESSAGES = ("send", "recv")
-NO_AVG = "gloo has no avg: the ranks add up, then each divides by their number."
 
 
 class _Call(NamedTuple):
@@ -67,7 +58,6 @@ def _shown(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device)
     num = max(spec.num_bytes // NUMBER_BYTES // num_chunks, 1) * num_chunks
     if not spec.num_bytes:
         num = 2 * num_chunks if spec.name in (*CHUNKED, "scatter") else 4
-    is_divided = spec.op == "avg" and backend == "gloo"
 
     first = _call(spec, group, num, device)
     before = _chunks(first.given, num_ranks if spec.name == "scatter" else num_chunks)
@@ -77,8 +67,6 @@ def _shown(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device)
     synchronize(device)
     sent_after = bytes_sent()
     counted = None if sent is None or sent_after is None else sent_after - sent
-    if is_divided and first.got is not None:
-        first.got.div_(num_ranks)
     gathers = spec.name in ("gather", "all_gather", "all_to_all")
     return CollectiveShown(
         rank=dist.get_rank(),
@@ -90,18 +78,13 @@ def _shown(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device)
         small_seconds=_median(spec, group, num_chunks, device),
         num_bytes_sent=counted if backend == "gloo" else None,
         backend=backend,
-        notes=(NO_AVG,) if is_divided else (),
     )
 
 
 def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torch.device) -> _Call:
     """Return a call with new tensors of ``num`` numbers."""
     rank, num_ranks, root, name = dist.get_rank(), len(spec.ranks), spec.from_rank, spec.name
-    to = spec.ranks[(spec.ranks.index(root) + 1) % num_ranks]
-    is_root, is_gloo, is_message = rank == root, dist.get_backend(group) == "gloo", name in MESSAGES
-    if is_message and is_gloo:
-        device = torch.device("cpu")  # gloo takes a GPU's address for one of the host's memory
-    op = OPS["sum" if spec.op == "avg" and is_gloo else spec.op]
+    is_root, op = rank == root, getattr(dist.ReduceOp, spec.op.upper())
     given = numbers(rank, num * num_ranks if name == "scatter" else num, device)
     parts, got, rows = list(given.chunk(num_ranks)), given.clone(), []
     if name in ("scatter", "reduce_scatter"):
@@ -109,11 +92,6 @@ def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torc
     elif name in ("gather", "all_gather"):
         got = given.new_zeros(num_ranks, num)
         rows = list(got)
-
-    def send_or_receive() -> object:
-        if rank == root:
-            return dist.send(got, to, group) if to != root else None
-        return dist.recv(got, root, group) if rank == to else None
 
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(got, op, group),
@@ -125,13 +103,9 @@ def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torc
         "reduce_scatter": lambda: dist.reduce_scatter(got, parts, op, group),
         "all_to_all": lambda: dist.all_to_all_single(got, given, group=group),
         "barrier": lambda: dist.barrier(group),
-        "send": send_or_receive,
-        "recv": send_or_receive,
     }
-    gives = is_root or name not in (*MESSAGES, "broadcast", "scatter")
-    gets = rank in (root, to) if is_message else is_root or name not in ("reduce", "gather")
-    if name == "barrier":
-        gives = gets = False
+    gives = name != "barrier" and (is_root or name not in ("broadcast", "scatter"))
+    gets = name != "barrier" and (is_root or name not in ("reduce", "gather"))
     return _Call(given if gives else None, got if gets else None, calls[name])
 
 
@@ -145,7 +119,7 @@ def _median(
 ) -> float:
     """Return how long a call takes here, when all ranks begin together."""
     call, times = _call(spec, group, num, device), []
-    if call.got is not None and spec.name not in MESSAGES:
+    if call.got is not None:
         call.got.zero_()  # else products grow beyond all numbers
     for _ in range(NUM_TIMED + 1):
         dist.barrier(group)

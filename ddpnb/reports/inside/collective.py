@@ -77,13 +77,6 @@ _RING = Algorithm(
     sent=lambda b, n, _: 2 * (n - 1) / n * b,
     num_steps=lambda n: 2 * (n - 1),
 )
-_SEND = Algorithm(
-    name="one message",
-    formula="B the sender, 0 the others",
-    steps="1",
-    sent=lambda b, n, place: b if n > 1 and place == 0 else 0.0,
-    num_steps=lambda n: min(1, n - 1),
-)
 GLOO: Mapping[str, Algorithm] = {
     "all_reduce": _RING,
     "broadcast": Algorithm(
@@ -142,8 +135,6 @@ GLOO: Mapping[str, Algorithm] = {
         sent=lambda *_: 0.0,
         num_steps=_levels,
     ),
-    "send": _SEND,
-    "recv": _SEND,
 }
 """What gloo does, as bytes counted on its sockets confirm."""
 NCCL = {
@@ -172,12 +163,12 @@ def all_sent(span: Span) -> float:
 
     So the sum over all spans of a trace is what was sent by gloo's formulas, without its headers.
     """
+    if span.name == "send":
+        return float(span.num_bytes or 0)
     algorithm = algorithm_of(span.name)
     num = len(span.group)
-    if algorithm is None or num < 2 or not span.num_bytes or span.name == "recv":
+    if algorithm is None or num < 2 or not span.num_bytes:
         return 0.0
-    if span.name == "send":
-        return float(span.num_bytes)
     return sum(algorithm.sent(span.num_bytes, num, place) for place in range(num)) / num
 
 
@@ -243,7 +234,7 @@ def title_of(result: CollectiveResult) -> str:
     spec = result.spec
     options = [f"op={spec.op}"] if spec.name in REDUCING else []
     if spec.name in ROOTED:
-        options.append(f"{'src' if spec.name in ('send', 'recv') else 'root'}={spec.from_rank}")
+        options.append(f"root={spec.from_rank}")
     call = f"{spec.name}({', '.join(options)})"
     given = size(result.num_bytes) if result.num_bytes else "nothing"
     return f"{call} on {counted(len(spec.ranks), 'rank')}, B = {given}"
@@ -277,7 +268,6 @@ def notes_of(result: CollectiveResult) -> list[str]:
         notes.append("There is one rank: nothing is sent.")
     if first.backend == "nccl":
         notes.append(ON_NCCL)
-    notes += dict.fromkeys(note for each in result.shown for note in each.notes)
     if len(result.shown) > MAX_RANKS:
         notes.append(f"And {counted(len(result.shown) - MAX_RANKS, 'more rank')}, not drawn.")
     return notes
