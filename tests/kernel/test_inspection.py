@@ -1,4 +1,4 @@
-"""``%ddp_inspect`` in a notebook: pictures, a table, one sentence for a mistake."""
+"""What looks inside in a notebook: ``%ddp_inspect``, ``%ddp_check``, ``%ddp_samples``, advice."""
 
 import pytest
 
@@ -7,12 +7,13 @@ from tests.kernel.client import Kernel, both
 MODEL = """%%ddp
 import torch
 from torch import nn
-torch.manual_seed(0)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+        self.body = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
         self.num_calls = 0
 
     def forward(self, x):
@@ -21,10 +22,18 @@ class Net(nn.Module):
             raise ValueError("on purpose")
         return self.body(x)
 
+torch.manual_seed(rank)
 model, fails_at = Net(), 0
+ddp = DDP(model)
+optimizer = torch.optim.Adam(ddp.parameters())
 x, y = torch.randn(6, 8), torch.randint(4, (6,))
-if rank == 0:
-    only_here = model
+ddp(x).pow(2).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+sharded = fully_shard(nn.Linear(4, 4))
+loader = torch.utils.data.DataLoader(list(range(6)), batch_size=2, shuffle=True)
+only = model if rank == 0 else None
+before = torch.get_rng_state()
 """
 
 
@@ -35,6 +44,28 @@ def with_model(kernel_of_module: Kernel) -> Kernel:
     return kernel_of_module
 
 
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("%ddp_inspect only --batch x", "On rank 1 alone: only is None"),
+        ("%ddp_inspect model", "--batch"),
+        ("%ddp_inspect model --batch x --task digits", "leave one of them out"),
+        ("%ddp_inspect --strategy fsdp --task digits", "'fsdp'"),
+        ("%ddp_inspect model --batch x --bucket-cap big", "--bucket-cap"),
+        ("%ddp_check only", "On rank 1 alone: only is None"),
+        ("%ddp_samples lader", "did you mean loader?"),
+        ("%ddp_samples torch", "torch is a module"),
+        ("%ddp_samples -n 0", "-n takes"),
+        ("%ddp_predict --link 1Gbit", "no latency"),
+        ("%ddp_predict --strategies ddb", "'ddb'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(with_model: Kernel, line: str, named: str):
+    cell = with_model.run(line)
+    assert cell.error == "UserError"
+    assert named in cell.error_text
+
+
 def test_a_step_of_ddp_is_shown_and_changes_nothing(with_model: Kernel):
     cell = with_model.run(
         '%ddp_inspect model --batch x --loss "nn.functional.cross_entropy(output, y)" '
@@ -42,27 +73,11 @@ def test_a_step_of_ddp_is_shown_and_changes_nothing(with_model: Kernel):
     )
     assert not cell.error, cell.error_text
     assert len(cell.bundles("image/png")) == 3  # the buckets, and a step with each of two sizes
-    assert with_model.value("_.result.gradient_bytes") == str(4 * (8 * 64 + 64 + 64 * 4 + 4))
-    held = with_model.run("%%ddp\nmodel.num_calls, model.body[0].weight.grad")
-    assert held.by_rank == both("(0, None)")
-
-
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("only_here --batch x", "On rank 1 alone: only_here is not defined"),
-        ("model", "Name the model's input too"),
-        ("model --batch x --task digits", "leave one of them out"),
-        ("--strategy fsdp --task digits", "'fsdp'"),
-        ("--strategy async --bucket-cap 1", "leave --bucket-cap out"),
-        ("model --batch x --bucket-cap big", "--bucket-cap takes sizes in MB"),
-        ("--task digits --loss y", "--loss goes with a model"),
-    ],
-)
-def test_a_mistake_is_one_sentence(with_model: Kernel, line: str, sentence: str):
-    cell = with_model.run(f"%ddp_inspect {line}")
-    assert cell.error == "UserError"
-    assert sentence in cell.error_text
+    assert with_model.value("_.result.gradient_bytes") == str(4 * (8 * 64 + 3 * 64 + 64 * 4 + 4))
+    held = with_model.run(
+        "%%ddp\nmodel.num_calls, x.grad, torch.equal(before, torch.get_rng_state())"
+    )
+    assert held.by_rank == both("(1, None, True)")
 
 
 def test_a_failure_on_one_rank_frees_the_others(with_model: Kernel):
@@ -75,13 +90,54 @@ def test_a_failure_on_one_rank_frees_the_others(with_model: Kernel):
     assert not again.error, again.error_text
 
 
-def test_a_run_of_async_is_inspected(with_model: Kernel):
-    cell = with_model.run(
-        "%ddp_inspect --strategy async:bound=2 --task digits --batch-size 32 --slow 1:2x"
-    )
+def verdicts(kernel: Kernel, line: str) -> dict[str, str]:
+    """Check, and return the verdict on each part."""
+    cell = kernel.run(f"found = {line}")
     assert not cell.error, cell.error_text
+    found = kernel.value("{f'{e.part} {e.name}'.strip(): e.verdict.name for e in found.findings}")
+    return dict(eval(found))
+
+
+def test_replicas_are_compared_and_a_skipped_step_is_named(with_model: Kernel):
+    found = verdicts(with_model, "%ddp_check ddp optimizer sharded")
+    assert found.pop("buffers ddp") == "FACT"
+    assert found.pop("parameters sharded") == "UNKNOWN"
+    assert set(found.values()) == {"SAME"}
+    assert verdicts(with_model, "%ddp_check model")["buffers model"] == "FACT"  # inside the DDP
+    with_model.run("%%rank 1\nddp.module.body(x).sum().backward()\noptimizer.step()\ndel sharded")
+    text = with_model.run("%ddp_check").text
+    assert "optimizer has counted 1 on rank 0 and 2 on rank 1" in text
+    assert "step of body.0.weight: rank 0 against rank 1, 1 of 1 element: 1 at most" in text
+    assert verdicts(with_model, "%ddp_check")["values sharded"] == "UNKNOWN"  # is on rank 0 alone
+
+
+def test_samples_are_handed_out_on_the_ranks(with_model: Kernel):
+    cell = with_model.run("%ddp_samples -n 5 --epochs 2")
+    assert "rank 0: 0 2 4" in cell.text
+    assert "rank 1: 1 3 0" in cell.text
+    assert "the same samples" in with_model.run("%ddp_samples loader --epochs 1").text
+
+
+def test_stored_runs_are_looked_into(with_model: Kernel):
+    line = "%ddp_compare async ddp --task digits --epochs 2 --slow 1:2x --name kept"
+    cell = with_model.run(line, timeout=120)
+    assert not cell.error, cell.error_text
+    assert not with_model.run("%ddp_inspect --run kept/async").error
     written = "[each.version_written for each in _.result.updates]"
     assert with_model.value(f"{written} == list(range(1, len(_.result.updates) + 1))") == "True"
-    with_model.run("%ddp_compare async --task digits --epochs 0.5 --name kept --no-baseline")
-    assert not with_model.run("%ddp_inspect --run kept").error
-    assert not with_model.run("%ddp_inspect").error  # the task of the last comparison
+    assert with_model.run("import ddpnb\nfound = ddpnb.samples('kept/async')").error == ""
+    owned = "sorted(int(n) for row in found.rows for each in row.handed_out for n in each)"
+    assert with_model.value(f"{owned} == list(range(len({owned}))) != []") == "True"
+    assert with_model.run("%ddp_samples kept/ddp").error == "UserError"  # trained synchronously
+    predicted = with_model.run("%ddp_predict --ranks 1,2,64 --link 100GbE --run kept")
+    assert not predicted.error, predicted.error_text
+    assert "Fitted to kept: single on 1 rank, no-comm on 2" in predicted.text
+    for again in ("%ddp_inspect", "%ddp_inspect --strategy async:bound=2 --slow 1:2x"):
+        assert not with_model.run(again).error  # of the task of the last comparison
+
+
+def test_the_machine_is_measured_and_its_cell_is_marked(with_model: Kernel):
+    cell = with_model.run("%ddp_advise", timeout=90)
+    assert not cell.error, cell.error_text
+    assert cell.text.count("◀ this machine") == 1
+    assert "all-reduce in shared memory" in cell.text
