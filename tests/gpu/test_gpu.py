@@ -95,9 +95,8 @@ def test_choices_that_need_a_gpu():
         "def model(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n"
         "def data(split):\n    x = torch.randn(128, 4)\n    return x, (x.sum(1) > 0).long()\n"
     )
-    chosen = {"source": source, "batch_size": 32, "amp": "bf16", "sync_batchnorm": True}
+    chosen = {"source": source, "batch_size": 32, "amp": "bf16"}
     result = ddpnb.compare("ddp", slow="1:20ms", jitter=0.1, save=True, **chosen)
-    assert not any("--sync-batchnorm" in note for note in headers(result)["ddp"])
     assert any("20 ms slower" in note for note in headers(result)["ddp"])
 
 
@@ -338,19 +337,6 @@ def test_random_numbers_of_all_gpus_are_restored():
     ddpnb.compare("dp", epochs=1, **DIGITS)
     ddpnb.run_cell(read)
     assert ddpnb.pull("found", ranks="0") == before
-
-
-@pytest.mark.two_gpus
-def test_batchnorm_takes_its_statistics_over_all_gpus():
-    ddpnb.start(2)
-    source = (
-        "import torch\nfrom torch import nn\n"
-        "def model(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n"
-        "def data(split):\n    x = torch.randn(256, 4)\n    return x, (x.sum(1) > 0).long()\n"
-    )
-    chosen = {"source": source, "batch_size": 64, "epochs": 5}
-    losses = final_losses(ddpnb.compare("ddp", sync_batchnorm=True, **chosen))
-    assert losses["ddp"] == pytest.approx(losses["single"], rel=0.01)
 
 
 @pytest.mark.two_gpus

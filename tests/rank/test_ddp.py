@@ -16,7 +16,7 @@ from ddpnb.rank.meter import Meter
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks.base import Supervised
-from ddpnb.rank.training.requirements import check_strategy
+from ddpnb.rank.training.model_checks import check_strategy
 from ddpnb.rank.training.timing import CpuClock, StepReport
 from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance, drive
 from tests.rank.ranks import make_state

@@ -76,7 +76,7 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
                 f"{subject.title} fails on its batch: {summary_of(error).rstrip('.')}."
             ) from error
         _check_loss(loss)
-        check_inside(loss, model, {})
+        check_inside(loss, model)
         loss.backward()
         unused = tuple(name for name, p in trained.items() if p.grad is None)
         gradients = num_bytes(trained.values())
@@ -147,7 +147,7 @@ def _of_task(
 ) -> Subject:
     assert spec.task is not None
     context = build_context(spec.task, state, namespace, **task)
-    worker = context.worker("i", num_steps=1, is_grouped=False)
+    worker = context.worker("i", num_steps=1)
     shard = Shard(step=0, part=state.rank, num_parts=state.world_size)
     batch = context.batch(shard, context.fetch(shard))
 

@@ -32,9 +32,6 @@ from ddpnb.rank.training.prefetching import NUM_PREFETCHED, prefetching
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
 
-CHECK = "check"
-"""The phase in which a training is checked, before anything trains."""
-
 Content = Tree | Items
 """Samples of a shard: one batch, or items where its parts are collated one by one."""
 
@@ -83,7 +80,6 @@ class RunContext:
         *,
         num_steps: int,
         timer: Timer | None = None,
-        is_grouped: bool = True,
         delay: Callable[[], None] = no_delay,
     ) -> Worker:
         """Build a model from the seed: the same weights in every phase, on every rank.
@@ -92,20 +88,17 @@ class RunContext:
             phase: what the worker is for.
             num_steps: global batches that it will be trained on.
             timer: measures its steps; None: nothing does.
-            is_grouped: whether all ranks that take part use it together.
             delay: makes its steps take longer.
         """
         model = self.make_model()
-        if is_grouped and self.syncs_batchnorm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model.train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
-        make, is_tried = self.optimizers.make, phase == CHECK
+        make = self.optimizers.make
         return Worker(
             model=model,
             make_model=self.make_model,
             training_step=self.task.step,
-            make_optimizer=lambda mine: make(mine, model, self.make_model, is_tried=is_tried),
+            make_optimizer=lambda mine: make(mine, model, self.make_model),
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
@@ -142,7 +135,8 @@ class RunContext:
     @cached_property
     def optimizers(self) -> Optimizers:
         """What makes the optimizers of all workers."""
-        return Optimizers(self.task.optimizer, self.spec, self.plan, self.schedule)
+        num_updates = max(1, round(self.schedule.num_steps * self.plan.updates_per_batch))
+        return Optimizers(self.task.optimizer, self.spec, num_updates)
 
     @contextlib.contextmanager
     def source(self, shards: Iterable[Shard]) -> Iterator[Iterator[tuple[Shard, Content]]]:
@@ -178,7 +172,6 @@ class RunContext:
             device=self.device,
             num_samples=least + (shard.part < num_larger),
             num_global=num_global,
-            most_parts=num_global // shard.num_parts if self.syncs_batchnorm else None,
         )
 
     def usual_batch(self) -> Batch:
@@ -222,15 +215,6 @@ class RunContext:
         if self.spec.skips_loss:
             return False
         return self.task.has_loss or not (self.is_own and self.task.has_measures)
-
-    @property
-    def syncs_batchnorm(self) -> bool:
-        """Whether BatchNorm computes its statistics over all ranks."""
-        plan, on_gpu = self.plan, self.device.type == "cuda"
-        is_shared = plan.num_ranks == self.state.world_size > 1
-        # Ranks that do not wait for each other in each step would do so in BatchNorm.
-        is_in_step = plan.synchronous and plan.num_steps_ahead == 0 and not plan.never_waits
-        return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
     def _fetch(self, indices: Tensor, *, can_be_split: bool = False) -> Content:
         train = self.task.train

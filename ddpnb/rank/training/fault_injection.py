@@ -74,7 +74,7 @@ class FaultInjector:
         self._jitter = spec.jitter
         self._compute_seconds = 0.0
         if self._jitter > 0 or any(fault.factor > 1 for fault in self._slow):
-            alone = context.worker("m", num_steps=1, is_grouped=False)
+            alone = context.worker("m", num_steps=1)
             self._compute_seconds = measure_compute_seconds(alone, context.usual_batch())
         self._device = context.device
         self._timer = timer

@@ -216,7 +216,7 @@ def _num_devices(context: RunContext) -> int:
 
 def _notes(context: RunContext) -> list[str]:
     spec, plan, schedule = context.spec, context.plan, context.schedule
-    found = [*fault_injection.notes(spec, plan), *context.optimizers.notes()]
+    found = [*fault_injection.notes(spec, plan)]
     if spec.batch_per_worker is not None and plan.num_workers > 1:
         found.append(
             f"Weak scaling: {spec.batch_per_worker} samples per step of each worker, so a global "
@@ -231,8 +231,6 @@ def _notes(context: RunContext) -> list[str]:
         found.append("Several ranks share one GPU.")
     if spec.num_data_workers and not context.num_data_workers:
         found.append("--data-workers has no effect: the data are tensors in memory.")
-    if spec.sync_batchnorm and not context.syncs_batchnorm and plan.num_workers > 1:
-        found.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
     if spec.link:
         found.append(
             f"The network is emulated: exchanges last as over {parse_link(spec.link).text}."
