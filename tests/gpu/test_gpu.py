@@ -10,7 +10,7 @@ import ddpnb
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import CollectiveSpec
-from ddpnb.rank.training.timing import MAX_PENDING, CudaClock, StepReport
+from ddpnb.rank.training.timing import MAX_PENDING, Clock, StepReport
 from ddpnb.session import inside
 from ddpnb.session.errors import RankError
 from ddpnb.session.session import this_session
@@ -104,9 +104,7 @@ def test_a_gpus_clock_stands_still_while_it_is_paused():
     """Written without a GPU at hand."""
     import torch
 
-    from ddpnb.rank.training.timing import clock_of
-
-    clock = clock_of(torch.device("cuda", 0))
+    clock = Clock(torch.device("cuda", 0))
     clock.start()
     timings = []
     for _ in range(3):
@@ -165,7 +163,7 @@ def test_over_nccl_one_rank_alone_is_single():
 def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock():
     device = torch.device("cuda", 0)
     matrix = torch.randn(2048, 2048, device=device)
-    clock = CudaClock(device)
+    clock = Clock(device)
     clock.start()
     timings = []
     for _ in range(3 * MAX_PENDING):
@@ -190,9 +188,9 @@ def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock():
 
 def test_a_clock_that_has_run_for_long_is_as_fine():
     """Milliseconds since the start, as float32, would be no finer than 0.1 ms."""
-    clock = CudaClock(torch.device("cuda", 0))
+    clock = Clock(torch.device("cuda", 0))
     clock.start()
-    clock._seconds = 3600.0
+    clock.seconds = 3600.0
     timings = []
     for _ in range(20):
         timings += clock.timing(StepReport(torch.ones(9, device="cuda").mean(), 1))

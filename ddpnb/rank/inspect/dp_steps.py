@@ -32,7 +32,7 @@ from ddpnb.rank.strategies.device_replicas import ThreadReplicas
 from ddpnb.rank.strategies.worker import state_of
 from ddpnb.rank.tasks.batches import Shard, tensors_of
 from ddpnb.rank.training.context import build_context, linked
-from ddpnb.rank.training.timing import StepTimer
+from ddpnb.rank.training.timing import Clock
 
 SENT: Final = {
     "parameters out": "parameters",
@@ -59,7 +59,7 @@ def measure(
     with preserve_globals(cpu), contextlib.ExitStack() as opened:
         built = build_context(replace(spec.task, accumulate=1), state, namespace, **task)
         context = opened.enter_context(linked(built))
-        timer = StepTimer(cpu)
+        timer = Clock(cpu)
         strategy = opened.enter_context(closing(DataParallel()))
         strategy.setup(context.worker("i", num_steps=MOST_STEPS, timer=timer))
         shard = Shard(step=0, part=0, num_parts=1)
@@ -101,7 +101,7 @@ def _seconds(spans: tuple[Span, ...]) -> float:
     return max(span.end for span in spans) - min(span.start for span in spans)
 
 
-def _spans(timer: StepTimer, devices: list["_Device"]) -> Iterator[Span]:
+def _spans(timer: Clock, devices: list["_Device"]) -> Iterator[Span]:
     """Yield what each device did in the step that ends now."""
     facts: Any = {"lane": "communication", "group": tuple(range(len(devices)))}
     kinds, phases = iter(SENT.items()), timer.phases()
