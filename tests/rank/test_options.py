@@ -184,12 +184,6 @@ def test_momentum_is_what_was_chosen(ranks, strategy, momentum, used):
             build_context(replace(spec, source=own.source), make_state(0, 2), {}, filename="here")
 
 
-def test_a_shard_with_too_few_samples_to_accumulate_has_a_note(ranks):
-    for accumulate, num_notes in ((16, 0), (20, 1)):
-        result = ranks(2).call(train_job, spec_of("ddp", accumulate=accumulate))[0]
-        assert len([each for each in header_of(result).notes if "accumulate" in each]) == num_notes
-
-
 @pytest.mark.parametrize(("num", "most", "parts"), [(4, None, 4), (3, None, 3), (4, 3, 3)])
 def test_shards_that_synchronise_in_each_part_have_equally_many(num, most, parts):
     rows = torch.ones(num, 1)

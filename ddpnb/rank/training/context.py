@@ -120,8 +120,7 @@ class RunContext:
         """Wait for the other ranks.  Takes part: every rank of the plan, which is one or all."""
         if self.plan.num_ranks == 1 or self.rejoin_info is not None:
             return
-        device_ids = [self.device.index] if self.state.backend == "nccl" else None
-        dist.barrier(device_ids=device_ids)
+        dist.barrier(device_ids=[self.device.index] if self.state.backend == "nccl" else None)
 
     def make_model(self) -> nn.Module:
         """Make the model of the run's seed; global random numbers stay as they are."""
@@ -167,12 +166,7 @@ class RunContext:
         """Copy the samples of a shard to the device."""
         num_global = self.schedule.size(shard.step)
         least, num_larger = divmod(num_global, shard.num_parts)
-        return Batch(
-            content=content if isinstance(content, Items) else moved(content, self.device),
-            device=self.device,
-            num_samples=least + (shard.part < num_larger),
-            num_global=num_global,
-        )
+        return self._batch(content, least + (shard.part < num_larger), num_global)
 
     def usual_batch(self) -> Batch:
         """Fetch as many samples as one worker's shard of a whole global batch has."""
@@ -181,9 +175,8 @@ class RunContext:
     def first_batch(self, num_samples: int, *, can_be_split: bool = False) -> Batch:
         """Fetch the first samples of the run, as a global batch of their own."""
         indices = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
-        content, num = self._fetch(indices, can_be_split=can_be_split), len(indices)
-        content = content if isinstance(content, Items) else moved(content, self.device)
-        return Batch(content=content, device=self.device, num_samples=num, num_global=num)
+        content = self._fetch(indices, can_be_split=can_be_split)
+        return self._batch(content, len(indices), len(indices))
 
     @property
     def num_data_workers(self) -> int:
@@ -215,6 +208,14 @@ class RunContext:
         if self.spec.skips_loss:
             return False
         return self.task.has_loss or not (self.is_own and self.task.has_measures)
+
+    def _batch(self, content: Content, num_samples: int, num_global: int) -> Batch:
+        return Batch(
+            content=content if isinstance(content, Items) else moved(content, self.device),
+            device=self.device,
+            num_samples=num_samples,
+            num_global=num_global,
+        )
 
     def _fetch(self, indices: Tensor, *, can_be_split: bool = False) -> Content:
         train = self.task.train

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, split_step
-from ddpnb.rank.tasks.batches import mapped, moved, shape_of
+from ddpnb.rank.tasks.batches import moved, shape_of
 
 MAX_SAMPLES = 10_000
 """How many samples of a larger split are evaluated, spread evenly over it."""
@@ -74,8 +74,8 @@ def score(
     for indices in chosen.split(min(batch_size, _BATCH_SIZE)):
         batch = moved(samples.fetch(indices), device)
         numbers, pair = _measured(model, task, batch, is_held_out=is_held_out, has_loss=has_loss)
-        if pair is not None:
-            pairs.append(mapped(_on_cpu, pair))
+        if pair is not None:  # where any library's metric can read it
+            pairs.append(tree_map_only(Tensor, Tensor.cpu, tuple(pair)))
         for name, value in numbers.items():
             totals[name] = totals.get(name, 0.0) + value * len(indices)
     found = {name: total / num_chosen for name, total in totals.items()}
@@ -126,17 +126,8 @@ def _measured(
     return numbers, pair
 
 
-def _on_cpu(leaf: Any) -> Any:
-    """Return a leaf where any library's metric can read it."""
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
-
-
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets.
-
-    Raises:
-        UserError: the batch is something else.
-    """
+    """Return inputs and targets; refuse a batch that is something else."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise UserError(
@@ -157,15 +148,11 @@ def _metrics_of(result: Any, function: Callable[..., Any], call: str) -> dict[st
 
 
 def number_of(value: Any, call: str) -> float:
-    """Return a number, or a tensor or array with a single one, as a float.
-
-    Raises:
-        UserError: it is something else.
-    """
+    """Return a number, or a tensor or array with a single one; refuse anything else."""
     try:
-        is_text = isinstance(value, str | bytes)
-        number = value.detach() if isinstance(value, Tensor) else value
-        return float("not a number" if is_text else number)
+        if not isinstance(value, str | bytes):
+            return float(value.detach() if isinstance(value, Tensor) else value)
+        raise TypeError
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
             f"{call} returned {shape_of(value)}; return a number, or a dict of numbers with their "
@@ -202,9 +189,8 @@ def has_batchnorm(model: nn.Module) -> bool:
 
     ``SyncBatchNorm`` is left as it is: one rank alone cannot estimate its statistics.
     """
-    if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
-        return False
-    return bool(_batchnorms(model))
+    is_synced = any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())
+    return bool(_batchnorms(model)) and not is_synced
 
 
 def _batchnorms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
@@ -223,18 +209,10 @@ def estimate_batchnorm(
 ) -> None:
     """Estimate BatchNorm's statistics anew, for the weights as they are; one rank alone may.
 
-    The task's step is made on up to ``max_samples`` training samples in random order, in training
-    mode, without backward pass or update.  The statistics are the means over the batches, as those
-    of ``torch.optim.swa_utils.update_bn``.  Layers that the forward pass leaves out, or the model
-    keeps in evaluation mode, stay as they are.
-
-    Args:
-        model: its weights do not change.
-        task: what it was trained on.
-        device: the model's.
-        batch_size: samples of a forward pass, or of at most 512; less than twice as many in some.
-        seed: of the order.
-        max_samples: the most that are taken.
+    The task's step is made on up to ``max_samples`` training samples in the random order of a seed,
+    in training mode, without backward pass or update.  The statistics are the means over the
+    batches, as those of ``torch.optim.swa_utils.update_bn``.  Layers that the forward pass leaves
+    out, or the model keeps in evaluation mode, stay as they are.
     """
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(task.train), generator=generator, device="cpu")[:max_samples]

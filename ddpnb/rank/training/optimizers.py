@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, final
@@ -46,12 +45,7 @@ class Optimizers:
     def make(
         self, parameters: list[nn.Parameter], model: nn.Module, make_model: ModelFactory
     ) -> Optimizer:
-        """Return an optimizer of some parameters.
-
-        Args:
-            parameters: those to train; on a server copies of the model's own.
-            model: what they belong to, or are copies of.
-            make_model: makes another such model.
+        """Return an optimizer of some parameters; on a server they are copies of the model's own.
 
         Raises:
             UserError: the cell's function returns something wrong.
@@ -66,20 +60,17 @@ class Optimizers:
     def check(
         self, parameters: list[nn.Parameter], model: nn.Module, make_model: ModelFactory
     ) -> None:
-        """Make all steps of the cell's scheduler, with a throwaway optimizer.
-
-        Raises:
-            UserError: the cell's function returns something wrong, or the scheduler ends early.
-        """
+        """Make all steps of the cell's scheduler, to see whether it ends before the run."""
         _, scheduler = self._own(parameters, model, make_model)
-        num_steps = min(self._num_updates, _MAX_TRIED) if scheduler is not None else 0
+        if scheduler is None:
+            return
         try:
             with warnings.catch_warnings(action="ignore"):  # that no update is made between them
-                for _ in range(num_steps):
+                for _ in range(min(self._num_updates, _MAX_TRIED)):
                     scheduler.step()
         except Exception as error:
             raise UserError(
-                f"The scheduler cannot make the {num_steps} steps of this run "
+                f"The scheduler cannot make the {self._num_updates} steps of this run "
                 f"({summary_of(error)}): let optimizer take num_steps as well, the number of its "
                 "updates."
             ) from error
@@ -97,37 +88,30 @@ class Optimizers:
         function, spec = self._function, self._spec
         if function is None:
             return SGD(parameters, lr=spec.learning_rate, momentum=spec.used_momentum), None
-        names = _argument_names(function)
+        try:
+            names = list(inspect.signature(function).parameters)
+        except ValueError:  # a function written in C has no signature
+            names = []
         takes_model, counts = names[:1] == ["model"], "num_steps" in names
         given = _model_of(parameters, model, make_model) if takes_model else parameters
         result = function(given, **({"num_steps": self._num_updates} if counts else {}))
         is_pair = isinstance(result, tuple) and len(result) == 2
         made, scheduler = result if is_pair else (result, None)
-        if not isinstance(made, Optimizer):
-            raise UserError(
-                f"optimizer() returned {kind_of(made)}; return one torch.optim.Optimizer, or "
-                "(optimizer, scheduler). Several optimizers are a class of your own, see "
-                "docs/your-code.md."
-            )
-        if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(
-            scheduler, LRScheduler | None
-        ):
-            raise UserError(
-                f"optimizer() returned {kind_of(scheduler)} as the scheduler; return one of "
-                "torch.optim.lr_scheduler that counts steps, and wants no metric."
-            )
-        return made, scheduler
+        wants_metric = isinstance(scheduler, ReduceLROnPlateau)
+        is_scheduler = isinstance(scheduler, LRScheduler | None) and not wants_metric
+        if isinstance(made, Optimizer) and is_scheduler:
+            return made, scheduler
+        kinds = f"({kind_of(made)}, {kind_of(scheduler)})" if is_pair else kind_of(made)
+        raise UserError(
+            f"optimizer() returned {kinds}; return one torch.optim.Optimizer, or (optimizer, "
+            "scheduler), where the scheduler counts steps and wants no metric. Several "
+            "optimizers are a class of your own, see docs/your-code.md."
+        )
 
     def _clip(self, stepping: Optimizer, *_: object) -> None:
+        assert self._spec.clip is not None, "the hook is there for it"
         every = [each for group in stepping.param_groups for each in group["params"]]
-        nn.utils.clip_grad_norm_(every, self._spec.clip or math.inf)
-
-
-def _argument_names(function: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except ValueError:  # a function written in C has no signature
-        return []
+        nn.utils.clip_grad_norm_(every, self._spec.clip)
 
 
 def _advance(made: Optimizer, scheduler: LRScheduler, num_updates: int) -> None:

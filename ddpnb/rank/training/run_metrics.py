@@ -108,14 +108,7 @@ class RunMetrics:
 def header_of(
     context: RunContext, worker: Worker, *, num_steps: int, notes: tuple[str, ...]
 ) -> RunHeader:
-    """Return the header of a run.
-
-    Args:
-        context: the run.
-        worker: what the strategy was set up with.
-        num_steps: global batches to train on.
-        notes: beside those of the strategy, the task and the options.
-    """
+    """Return the header of a run of so many global batches, with more notes."""
     plan = context.plan
     own_notes = plan.notes + tuple(worker.notes) + notes + context.task.notes + context.spec.notes
     return RunHeader(
@@ -151,17 +144,12 @@ def _num_devices(context: RunContext) -> int:
 
 
 def _notes(context: RunContext) -> list[str]:
-    spec, plan, schedule = context.spec, context.plan, context.schedule
+    spec, plan = context.spec, context.plan
     found = [*fault_injection.notes(spec, plan)]
     if spec.batch_per_worker is not None and plan.num_workers > 1:
         found.append(
             f"Weak scaling: {spec.batch_per_worker} samples per step of each worker, so a global "
             f"batch of {spec.global_batch(plan.num_workers)}; single has {spec.batch_per_worker}."
-        )
-    if 0 < (num_samples := schedule.size(0) // plan.num_ranks) < spec.accumulate:
-        found.append(
-            f"--accumulate {spec.accumulate} makes only {num_samples} parts: "
-            f"a worker has {num_samples} samples of each batch."
         )
     if context.state.shares_device and plan.num_ranks > 1:
         found.append("Several ranks share one GPU.")

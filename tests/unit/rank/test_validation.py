@@ -288,7 +288,7 @@ SPARSE = MODEL + (
 )
 
 
-@pytest.mark.parametrize("strategy", ["ddp-by-hand", "async", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", "async", "ddp", "fsdp"])
 def test_sparse_gradients_are_refused_where_they_cannot_be_exchanged(strategy):
     if not STRATEGIES[strategy].is_dense:
         check(SPARSE, strategy)
