@@ -84,11 +84,8 @@ class RunContext:
     ) -> Worker:
         """Build a model from the seed: the same weights in every phase, on every rank.
 
-        Args:
-            phase: what the worker is for.
-            num_steps: global batches that it will be trained on.
-            timer: measures its steps; None: nothing does.
-            delay: makes its steps take longer.
+        It is trained on so many global batches.  The timer measures its steps, and ``delay`` makes
+        them take longer.
         """
         model = self.make_model()
         model.train()
@@ -210,11 +207,9 @@ class RunContext:
         return self.task.has_loss or not (self.is_own and self.task.has_measures)
 
     def _batch(self, content: Content, num_samples: int, num_global: int) -> Batch:
+        placed = content if isinstance(content, Items) else moved(content, self.device)
         return Batch(
-            content=content if isinstance(content, Items) else moved(content, self.device),
-            device=self.device,
-            num_samples=num_samples,
-            num_global=num_global,
+            content=placed, device=self.device, num_samples=num_samples, num_global=num_global
         )
 
     def _fetch(self, indices: Tensor, *, can_be_split: bool = False) -> Content:

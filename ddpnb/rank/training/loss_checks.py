@@ -39,9 +39,6 @@ def depends_on_batch(worker: Worker, batch: Batch) -> bool:
 
     Returns:
         False too where the loss cannot be computed for another number of samples.
-
-    Raises:
-        UserError: it is a sum.
     """
     content, step = batch.content, worker.training_step
     is_short = isinstance(step, Supervised)
@@ -89,13 +86,6 @@ def check_inside(loss: Tensor, model: nn.Module) -> None:
     """Refuse a loss that trains parameters which are not the model's: no strategy updates these.
 
     They are those of a layer that a copied module still calls, for example, in a lambda.
-
-    Args:
-        loss: not yet gone backward.
-        model: what is trained.
-
-    Raises:
-        UserError: there is such a parameter.
     """
     inside = {id(parameter) for parameter in model.parameters()}
     for leaf in _leaves_of(loss):

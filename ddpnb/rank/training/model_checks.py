@@ -128,15 +128,7 @@ def _wraps_model(strategy: str) -> bool:
 
 
 def check_strategy(strategy: str, worker: Worker) -> None:
-    """Refuse what a built-in strategy cannot train.
-
-    Args:
-        strategy: as the user wrote it.
-        worker: a throwaway; its model has made a step.
-
-    Raises:
-        UserError: what cannot be trained, and what to do.
-    """
+    """Refuse what a built-in strategy cannot train; the worker's model has made a step."""
     choice, on_cpu = parse_strategy(strategy), worker.device.type == "cpu"
     name, options = choice.name, choice.options
     has_powersgd = options.get("hook") == "powersgd"

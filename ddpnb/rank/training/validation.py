@@ -19,7 +19,6 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RunSpec
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.worker import Batch, Worker
-from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.context import UNNAMED, RunContext, build_context
 from ddpnb.rank.training.evaluation import Score, score
@@ -56,10 +55,8 @@ def validate(
 
     Each rank may call it alone, as it sends nothing; only the user's own code may, such as a class
     or a step, and takes part with every rank of the group.  A class has its files in a folder of
-    ``CHECKS``, which is removed once all ranks have checked.
-
-    The arguments are those of ``loop.run``; ``num_calls`` returns how many collectives this rank
-    has called.
+    ``CHECKS``, which is removed once all ranks have checked.  The arguments are those of
+    ``loop.run``; ``num_calls`` returns how many collectives this rank has called.
 
     Raises:
         UserError: one sentence that says what is wrong and what to do.
@@ -85,8 +82,7 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
         num_held_out=len(context.task.held_out),
     )
     if context.is_own:
-        batch = _own_batch(context)
-        _check_own(context, worker, batch)
+        batch = _check_own(context, worker)
     else:
         batch = _smallest_batch(context)
         result = _check_built_in(context, worker, batch, num_calls, result)
@@ -151,26 +147,23 @@ def _smallest_batch(context: RunContext) -> Batch:
     return context.first_batch(min(fewest))
 
 
-def _own_batch(context: RunContext) -> Batch:
-    """Fetch this rank's shard of the smallest global batch, with its weight in a real run."""
-    num = context.state.world_size
-    step = context.schedule.smallest_shard(num).step
-    shard = Shard(step=step, part=context.state.rank, num_parts=num)
-    return context.batch(shard, context.fetch(shard))
-
-
-def _check_own(context: RunContext, worker: Worker, batch: Batch) -> None:
+def _check_own(context: RunContext, worker: Worker) -> Batch:
     """Have a class of the user's own set up and make one step; takes part: every rank.
 
     What it does not use of the cell, such as its loss, need not be right.
+
+    Returns:
+        This rank's shard of the smallest global batch, with its weight in a real run.
     """
-    strategy = context.strategy()
-    if not dist.is_initialized():
-        return
-    worker.folder.mkdir(mode=0o700, exist_ok=True)
-    with closing(strategy):
-        strategy.setup(worker)
-        strategy.step(batch)
+    smallest = context.schedule.smallest_shard(context.state.world_size)
+    shard = replace(smallest, part=context.state.rank)
+    batch, strategy = context.batch(shard, context.fetch(shard)), context.strategy()
+    if dist.is_initialized():
+        worker.folder.mkdir(mode=0o700, exist_ok=True)
+        with closing(strategy):
+            strategy.setup(worker)
+            strategy.step(batch)
+    return batch
 
 
 def _collectives_refusal(context: RunContext) -> str:
@@ -213,10 +206,7 @@ def _evaluated(
 def _with_place(error: UserError, cell: int, filename: str) -> UserError:
     """Return an error that names the line of the comparison's cell where it began, if one is known.
 
-    Args:
-        error: its cause is what the cell raised.
-        cell: the ``n`` of ``In [n]``; 0 if not known.
-        filename: what tracebacks call the cell.
+    ``cell`` is the ``n`` of ``In [n]``, 0 if not known; the error's cause is what the cell raised.
     """
     frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
     lines = [frame.lineno for frame in frames if frame.filename == filename]

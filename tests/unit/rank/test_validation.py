@@ -92,7 +92,6 @@ def test_anything_that_trains_passes(source):
 BAD_CELLS = {
     "no model": ("import torch\n" + DATA, "model"),
     "model is a module": (GOOD + "model = nn.Linear(4, 3)", "module"),
-    "model returns nothing": (GOOD + "def model(): pass", "None"),
     "no parameters": (GOOD + "def model(): return nn.ReLU()", "optimizer"),
     "lazy": (GOOD + "def model(): return nn.LazyLinear(3)", "lazy"),
     "wrapped": (GOOD + "def model(): return nn.DataParallel(nn.Linear(4, 3))", "DataParallel"),
@@ -121,20 +120,14 @@ BAD_CELLS = {
         LOADER.format("sampler=RandomSampler(samples, replacement=True)"),
         "'test'.*RandomSampler",
     ),
-    "text": (GOOD + "def data(split): return 'abc'", "a str"),
-    "strings": (GOOD + "def data(split): return ['a'], ['b']", "a list"),
     "unequal leaves": (
         GOOD + STEP + "def data(split): return {'a': torch.ones(20, 4), 'b': (torch.ones(19),)}",
         r"20 in \['a'\], 19 in \['b'\]\[0\]",
     ),
     "empty": (GOOD + "def data(split): return torch.ones(20 * (split == 'train'), 4)", "'test'"),
     "items that do not stack": (ITEMS.format("torch.ones(i % 3 + 1), 1"), "collate_fn"),
-    "items of strings": (ITEMS.format("'a', 'b'"), "collate_fn"),
     "no length": (ITEMS.format("torch.ones(4), 1").replace("def __len__", "def num"), "an Own"),
-    "a dict without a step": (GOOD + "def data(split): return {'x': torch.ones(20, 4)}", "a dict"),
     "collate_fn of tensors": (GOOD + "def collate_fn(items): return items", "collate_fn"),
-    "loss is no function": (GOOD + "loss = 0.3", "a float"),
-    "loss is a vector": (GOOD + "loss = nn.CrossEntropyLoss(reduction='none')", r"\(5,\)"),
     "loss is a sum": (GOOD + "loss = nn.CrossEntropyLoss(reduction='sum')", "sum"),
     "loss is detached": (of_batch("error.detach()"), "does not require grad"),
     "loss fails": (GOOD + "loss = nn.MSELoss()", r"loss.* \(5, 3\) .*RuntimeError"),
@@ -155,13 +148,11 @@ BAD_CELLS = {
         GOOD + STEP.replace("model(inputs)", "getattr(model, 'module', model)(inputs)"),
         "never calls model",
     ),
-    "metric raises": (GOOD + "def metric(outputs, targets): return 1 / 0", "'test'.*ZeroDivision"),
     "metric returns the loss": (GOOD + "def metric(o, t): return {'loss': 2.0}", "'loss'"),
     "metric returns a vector": (
         GOOD + "def metric(outputs, targets): return {'f1': outputs.mean(dim=1)}",
         r"'f1'.*\(10,\)",
     ),
-    "optimizer needs a closure": (GOOD + "optimizer = torch.optim.LBFGS", "TypeError"),
     "optimizer of something else": (GOOD + "def optimizer(params, rate): pass", "TypeError.*rate"),
     "several optimizers": (with_optimizer("[made, made]"), "a list"),
     "a scheduler that wants a metric": (with_optimizer("made, rates.ReduceLROnPlateau(made)"), "R"),
@@ -169,7 +160,6 @@ BAD_CELLS = {
         with_optimizer("made, rates.OneCycleLR(made, 0.1, total_steps=2)"),
         "4 steps.*ValueError",
     ),
-    "no scheduler": (with_optimizer("made, 'cosine'"), "a str"),
 }
 
 
@@ -329,16 +319,7 @@ def test_what_one_strategy_cannot_train_is_refused_before_anything_trains(strate
     check(TWO_TYPES, "fsdp")  # each of its layers is of one type
 
 
-@pytest.mark.parametrize(
-    ("more", "names"),
-    [
-        ("def optimiser(params): pass", ("optimiser", "optimizer")),
-        ("def metrics(o, t): return 1\ndef metric(o, t): return metrics(o, t)", ()),
-        ("def noise(): return 1", ()),
-    ],
-)
-def test_a_misspelt_function_is_told(more, names):
-    spec = RunSpec(run_id="r", strategy="ddp", source=GOOD + more)
-    notes = cell_task(spec, {}, "cell").notes
-    assert len(notes) == bool(names)
-    assert all(name in note for note in notes for name in names)
+def test_a_misspelt_function_is_told():
+    spec = RunSpec(run_id="r", strategy="ddp", source=GOOD + "def optimiser(params): pass")
+    (note,) = cell_task(spec, {}, "cell").notes
+    assert "optimiser" in note
