@@ -31,7 +31,7 @@ from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import Supervised
-from ddpnb.rank.training.timing import Clock, StepReport, clock_of
+from ddpnb.rank.training.timing import Clock, StepReport
 from ddpnb.session.session import this_session
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "waiting")
@@ -216,7 +216,7 @@ def _rates(
         num_samples=256,
         num_global=256,
     )
-    clock = clock_of(on)
+    clock = Clock(on)
     timed, untimed = (_strategy(on, folder, timer) for timer in (clock, NullTimer()))
     ways: list[Callable[[], float]] = [
         partial(_rate, timed, batch, on, clock),

@@ -26,7 +26,7 @@ from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import CLASSIFY
 from ddpnb.rank.tasks.batches import moved
 from ddpnb.rank.tasks.samples import TensorSamples
-from ddpnb.rank.training.timing import CpuClock, StepReport
+from ddpnb.rank.training.timing import Clock, StepReport
 
 NUM_RANKS = 2
 
@@ -130,7 +130,7 @@ class Trainer:
     def __init__(
         self, case: Case, word: str, rank: int, folder: Path, is_timed: bool, is_ours: bool
     ) -> None:
-        self.clock = CpuClock() if is_timed else None
+        self.clock = Clock(torch.device("cpu")) if is_timed else None
         self.strategy: Strategy = make_strategy(word, {})
         torch.manual_seed(0)
         model = case.model()

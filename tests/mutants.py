@@ -117,8 +117,8 @@ MUTANTS = [
     Mutant(
         "a loss that is a sum over the samples is let through",
         "rank/training/loss_checks.py",
-        "doubled = replace(batch, content=twice(content))",
-        "doubled = batch",
+        "2 * content.items) if of_items else twice(content)",
+        "2 * content.items) if of_items else content",
         "tests/unit/rank/test_validation.py -k 'each_mistake and sum'",
     ),
     Mutant(

@@ -143,30 +143,12 @@ class TrainingSpec:
         above=0,
         about="largest norm of all gradients together; larger gradients are scaled down",
     )
-    lr_scaling: str = _steps(
-        "none",
-        "--lr-scaling",
-        choices=("none", "linear", "sqrt"),
-        example="RULE",
-        about="how the learning rate grows with the global batch of --batch-per-worker",
-    )
-    num_lr_warmup_epochs: float = _steps(
-        0.0,
-        "--lr-warmup",
-        least=0,
-        about="epochs in which the learning rate grows from almost zero",
-    )
     batch_per_worker: int | None = _steps(
         None,
         "--batch-per-worker",
         kind=int,
         least=1,
         about="weak scaling: samples per step of each worker, in place of --batch-size",
-    )
-    sync_batchnorm: bool = _steps(
-        False,
-        "--sync-batchnorm",
-        about="BatchNorm computes its statistics over all ranks; GPUs only",
     )
     link: str = _steps(
         "",
@@ -218,12 +200,6 @@ class TrainingSpec:
             )
         for name, option in training_options():
             object.__setattr__(self, name, option.validate(option.flag, getattr(self, name)))
-        if self.lr_scaling != "none" and self.batch_per_worker is None:
-            raise UserError(
-                f"--lr-scaling {self.lr_scaling} has nothing to scale: the global batch is "
-                f"{self.batch_size} for any number of workers.  Give --batch-per-worker, with "
-                "which it grows, or leave --lr-scaling out."
-            )
         for text in self.slow:
             parse_slow(text)
         parse_kills(self.kill)

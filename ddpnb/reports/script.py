@@ -29,8 +29,7 @@ from ddpnb.reports.script_training import TRAINING
 
 CARRIED = {
     *("task", "num_epochs", "min_seconds", "batch_size", "batch_per_worker", "learning_rate"),
-    *("momentum", "seed", "accumulate", "amp", "clip", "lr_scaling", "num_lr_warmup_epochs"),
-    *("sync_batchnorm", "num_data_workers"),
+    *("momentum", "seed", "accumulate", "amp", "clip", "num_data_workers"),
 }
 """Settings that the script has; its docstring names the others that were used."""
 
@@ -226,7 +225,6 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
     if "powersgd" in tags and "bucket_cap_mb" in wrapped:
         buckets["bucket_cap_mb"] = wrapped.pop("bucket_cap_mb")
     given = "".join(f", {name}={value!r}" for name, value in wrapped.items())
-    ratio = f"args.batch_size / {spec.batch_per_worker}"
     notes = "".join(f"\n{note}\n" for note in _notes(comparison, spec))
     return Template(text).substitute(
         name=comparison.name,
@@ -246,8 +244,6 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
         reshard=repr(options.get("reshard", True)),
         powersgd_rank=repr(options.get("powersgd_rank", 1)),
         powersgd_start=repr(options.get("powersgd_start", 2)),
-        scale=f"math.sqrt({ratio})" if spec.lr_scaling == "sqrt" else ratio,
-        num_lr_warmup_epochs=repr(spec.num_lr_warmup_epochs),
         num_data_workers=repr(spec.num_data_workers),
         save_every="1.0",
         checkpoint=json.dumps(f"{Path(file).stem}.pt"),
@@ -360,9 +356,6 @@ def _tags(spec: RunSpec, bound: Mapping[str, str]) -> set[str]:
         "accumulate": spec.accumulate > 1,
         "amp": spec.amp != "none",
         "clip": spec.clip is not None,
-        "scaling": spec.lr_scaling != "none",
-        "warmup": spec.num_lr_warmup_epochs > 0,
-        "sync": spec.sync_batchnorm and name != "local-sgd",
         "after": bool(options.get("after")),
     }
     tags = {short} | {tag for name, tag in defined.items() if name in bound}

@@ -19,23 +19,12 @@ def loss_of(net, batch):
 
 
 #? optimizer {
-def make_optimizer(net, parameters, num_steps, steps_per_epoch):
-    """Return the optimizer, its scheduler or None, and how many steps make one of the latter's."""
+def make_optimizer(net, parameters, num_steps):
+    """Return the optimizer, and its scheduler or None."""
     names = list(inspect.signature(optimizer).parameters)
     counted = {"num_steps": num_steps} if "num_steps" in names else {}
     made = optimizer(net if names[:1] == ["model"] else parameters, **counted)
-    scheduler, every = None, 1
-    if isinstance(made, Mapping):
-        made, scheduler = made["optimizer"], made.get("lr_scheduler")
-        if scheduler is not None and not isinstance(scheduler, Mapping):
-            scheduler = {"scheduler": scheduler}
-    elif isinstance(made, (tuple, list)) and len(made) == 2:
-        made, scheduler = (each[0] if isinstance(each, (tuple, list)) else each for each in made)
-    if isinstance(scheduler, Mapping):
-        in_epochs = scheduler.get("interval", "epoch") == "epoch"
-        every = scheduler.get("frequency", 1) * (steps_per_epoch if in_epochs else 1)
-        scheduler = scheduler["scheduler"]
-    return made[0] if isinstance(made, (tuple, list)) else made, scheduler, every
+    return made if isinstance(made, tuple) else (made, None)
 
 
 #? }
@@ -89,7 +78,6 @@ def run_training(device):
 
     seed_everything(args.seed)
     plain = model()
-    plain = nn.SyncBatchNorm.convert_sync_batchnorm(plain) if on_gpu else plain  #? sync
     plain = plain.to(device).train()
     seed_everything(args.seed + 1 + rank)  # dropout differs between ranks
     net = plain  #? local fsdp
@@ -109,14 +97,10 @@ def run_training(device):
     #? }
     parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     #? optimizer {
-    optim, scheduler, every = make_optimizer(plain, parameters, num_steps, steps_per_epoch)
+    optim, scheduler = make_optimizer(plain, parameters, num_steps)
     #? }
     #? !optimizer {
-    optim, scheduler, every = torch.optim.SGD(parameters, args.lr, args.momentum), None, 1
-    #? }
-    #? scaling {
-    for group in optim.param_groups:  # the global batch grows with the processes
-        group["lr"] *= $scale
+    optim, scheduler = torch.optim.SGD(parameters, args.lr, args.momentum), None
     #? }
     #? zero {
     # Each process keeps the state of a part of the parameters; the settings are the same.
@@ -124,10 +108,6 @@ def run_training(device):
     takes = inspect.signature(kind).parameters
     settings = {name: value for name, value in whole.defaults.items() if name in takes}
     optim = ZeroRedundancyOptimizer(whole.param_groups, lambda groups: kind(groups, **settings))
-    #? }
-    #? warmup {
-    warm_up = max(1, round($num_lr_warmup_epochs * steps_per_epoch))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optim, lambda t: min(1.0, (t + 1) / warm_up))
     #? }
     step = load_checkpoint(plain, optim, scheduler)
     whole.param_groups = optim.param_groups  # which a scheduler changes  #? zero
@@ -175,7 +155,7 @@ def run_training(device):
             #? }
             optim.step()
             step += 1
-            if scheduler is not None and step % every == 0:
+            if scheduler is not None:
                 scheduler.step()
             #? local {
             if step > $after and (step - $after) % args.every == 0:

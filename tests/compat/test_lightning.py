@@ -133,7 +133,7 @@ class Line(lightning.LightningModule):
 
     def configure_optimizers(self):
         made = torch.optim.SGD(self.parameters(), lr=0.1)
-        return {"optimizer": made, "lr_scheduler": torch.optim.lr_scheduler.StepLR(made, 1)}
+        return {"optimizer": made, "lr_scheduler": torch.optim.lr_scheduler.StepLR(made, 100)}
 
 class Called(nn.Module):
     def __init__(self, module):
@@ -150,7 +150,8 @@ def training_step(model, batch):
     return model(batch)
 
 def optimizer(model):
-    return model.module.configure_optimizers()
+    made = model.module.configure_optimizers()
+    return made["optimizer"], made["lr_scheduler"]
 
 def data(split):
     x = torch.randn(64, 4)

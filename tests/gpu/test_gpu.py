@@ -9,7 +9,7 @@ import torch
 import ddpnb
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.training.timing import MAX_PENDING, CudaClock, StepReport
+from ddpnb.rank.training.timing import MAX_PENDING, Clock, StepReport
 from ddpnb.session.errors import RankError
 from ddpnb.session.session import this_session
 
@@ -93,9 +93,8 @@ def test_choices_that_need_a_gpu():
         "def model(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n"
         "def data(split):\n    x = torch.randn(128, 4)\n    return x, (x.sum(1) > 0).long()\n"
     )
-    chosen = {"source": source, "batch_size": 32, "amp": "bf16", "sync_batchnorm": True}
+    chosen = {"source": source, "batch_size": 32, "amp": "bf16"}
     result = ddpnb.compare("ddp", slow="1:20ms", jitter=0.1, save=True, **chosen)
-    assert not any("--sync-batchnorm" in note for note in headers(result)["ddp"])
     assert any("20 ms slower" in note for note in headers(result)["ddp"])
 
 
@@ -103,9 +102,7 @@ def test_a_gpus_clock_stands_still_while_it_is_paused():
     """Written without a GPU at hand."""
     import torch
 
-    from ddpnb.rank.training.timing import clock_of
-
-    clock = clock_of(torch.device("cuda", 0))
+    clock = Clock(torch.device("cuda", 0))
     clock.start()
     timings = []
     for _ in range(3):
@@ -164,7 +161,7 @@ def test_over_nccl_one_rank_alone_is_single():
 def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock():
     device = torch.device("cuda", 0)
     matrix = torch.randn(2048, 2048, device=device)
-    clock = CudaClock(device)
+    clock = Clock(device)
     clock.start()
     timings = []
     for _ in range(3 * MAX_PENDING):
@@ -189,9 +186,9 @@ def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock():
 
 def test_a_clock_that_has_run_for_long_is_as_fine():
     """Milliseconds since the start, as float32, would be no finer than 0.1 ms."""
-    clock = CudaClock(torch.device("cuda", 0))
+    clock = Clock(torch.device("cuda", 0))
     clock.start()
-    clock._seconds = 3600.0
+    clock.seconds = 3600.0
     timings = []
     for _ in range(20):
         timings += clock.timing(StepReport(torch.ones(9, device="cuda").mean(), 1))
@@ -328,19 +325,6 @@ def test_random_numbers_of_all_gpus_are_restored():
     ddpnb.compare("dp", epochs=1, **DIGITS)
     ddpnb.run_cell(read)
     assert ddpnb.pull("found", ranks="0") == before
-
-
-@pytest.mark.two_gpus
-def test_batchnorm_takes_its_statistics_over_all_gpus():
-    ddpnb.start(2)
-    source = (
-        "import torch\nfrom torch import nn\n"
-        "def model(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n"
-        "def data(split):\n    x = torch.randn(256, 4)\n    return x, (x.sum(1) > 0).long()\n"
-    )
-    chosen = {"source": source, "batch_size": 64, "epochs": 5}
-    losses = final_losses(ddpnb.compare("ddp", sync_batchnorm=True, **chosen))
-    assert losses["ddp"] == pytest.approx(losses["single"], rel=0.01)
 
 
 @pytest.mark.two_gpus

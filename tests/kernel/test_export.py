@@ -212,7 +212,7 @@ def training_step(model, batch):
     return nn.functional.cross_entropy(model(torch.cat(batch["x"], 1)), batch["y"])
 def optimizer(params):
     made = torch.optim.AdamW(params, lr=0.05)
-    return {"optimizer": made, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(made, 0.1)}
+    return made, torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
 """
 
 

@@ -44,10 +44,7 @@ HOOKS = [
     "ddp:hook=bf16,static_graph=on,bucket_cap_mb=0.001",
     "ddp:hook=powersgd,powersgd_rank=2",
 ]
-OPTIONS = (
-    "--accumulate 2 --amp bf16 --clip 0.5 --lr-warmup 0.5 --momentum 0.9 --batch-per-worker 16 "
-    "--lr-scaling linear --jitter 1%"
-)
+OPTIONS = "--accumulate 2 --amp bf16 --clip 0.5 --momentum 0.9 --batch-per-worker 16 --jitter 1%"
 
 
 def compare(kernel: Kernel, name: str, line: str, more: str = "") -> Cell:
@@ -147,8 +144,7 @@ SCHEDULED = """
 def optimizer(model, num_steps):
     made = torch.optim.AdamW(model.parameters(), lr=0.05)
     marks = [num_steps // 3, 2 * num_steps // 3]
-    steps = torch.optim.lr_scheduler.MultiStepLR(made, marks)
-    return {"optimizer": made, "lr_scheduler": {"scheduler": steps, "interval": "step"}}
+    return made, torch.optim.lr_scheduler.MultiStepLR(made, marks)
 """
 
 

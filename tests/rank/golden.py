@@ -100,7 +100,7 @@ FINAL = ("final_loss", "held_out_loss", "held_out_accuracy")
 EVALUATION = ("num_samples", "loss", "accuracy")
 
 DIGITS = {"task": "digits", "epochs": 1, "batch_size": 255, "lr": 0.02, "momentum": 0.9}
-WEAK = {"task": "digits", "epochs": 0.5, "batch_per_worker": 100, "lr_scaling": "linear"}
+WEAK = {"task": "digits", "epochs": 0.5, "batch_per_worker": 100, "lr": 0.1}
 OWN = {"source": CELL.format(layer="nn.Tanh()"), "epochs": 2, "batch_size": 31, "lr": 0.1}
 
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "synthetic": (DISTINCT, {"task": "synthetic:samples=128", "epochs": 1, "batch_size": 31}),
     "text": (("single", "ddp"), {"task": "text", "epochs": 0.02, "batch_size": 31}),
     "cifar10": (("single", "ddp"), {"task": "cifar10", "epochs": 1, "batch_size": 10}),
-    "weak scaling": (("single", "ddp"), WEAK),
+    "weak scaling": (("ddp",), WEAK),
     "cell": (STRATEGIES, OWN),
     "evaluated": (STRATEGIES, OWN | {"eval_every": 0.5}),
     "accumulate": (
@@ -117,7 +117,6 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "clip": (STRATEGIES, OWN | {"clip": 0.2}),
     "bf16": (DISTINCT, OWN | {"amp": "bf16"}),
-    "lr warm-up": (DISTINCT, OWN | {"lr_warmup": 1.0}),
     "adamw": (STRATEGIES, OWN | {"source": CELL.format(layer="nn.Tanh()") + SCHEDULED_ADAMW}),
     "dropout": (
         tuple(name for name in STRATEGIES if name != "dp"),  # its threads share one generator

@@ -16,8 +16,8 @@ from ddpnb.rank.meter import Meter
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks.base import Supervised
-from ddpnb.rank.training.requirements import check_strategy
-from ddpnb.rank.training.timing import CpuClock, StepReport
+from ddpnb.rank.training.model_checks import check_strategy
+from ddpnb.rank.training.timing import Clock, StepReport
 from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance, drive
 from tests.rank.ranks import make_state
 
@@ -131,7 +131,7 @@ def timed_job(state, folder, word, num_steps):
     torch.manual_seed(0)
     widths = [256] * 9
     layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-    problem, clock = Problem(batch_size=16), CpuClock()
+    problem, clock = Problem(batch_size=16), Clock(torch.device("cpu"))
     inputs, targets = torch.randn(64, 256), torch.randn(64, 256)
     timings = []
     worker = worker_of(torch.nn.Sequential(*layers), state, folder)

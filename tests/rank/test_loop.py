@@ -9,19 +9,17 @@ import pytest
 import torch
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.messages import RunReport, RunSpec
+from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.training import loop
 from tests.rank import runs
 from tests.rank.runs import (
     ASYNCHRONOUS,
     FEATURED,
-    check_job,
     header_of,
     losses,
     marks_of,
     run_job,
     steps_of,
-    total_losses,
     unzip,
 )
 from tests.rank.sources import CELL, WITH_DROPOUT
@@ -33,8 +31,10 @@ def spec_of(strategy: str, **changes) -> RunSpec:
     return runs.spec_of(strategy, **{"source": WITH_DROPOUT, "num_epochs": 3} | changes)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("ddp", 1), *((name, 2) for name in STRATEGIES), *((name, 3) for name in FEATURED)],
+)
 def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
     results = ranks(num_ranks).call(run_job, spec_of(strategy))
     header, steps = header_of(results[0]), [steps_of(result) for result in results]
@@ -56,15 +56,10 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
         assert all((step.staleness is None) == (strategy not in ASYNCHRONOUS) for step in mine)
         if mine:
             assert report.seconds >= mine[-1].seconds  # with what follows the last step
-    assert_judged(*(report for report, _ in results))
-
-
-def assert_judged(first: RunReport, *others: RunReport) -> None:
-    """Rank 0 alone judges the model."""
-    assert first.final_loss < 0.6
-    assert first.held_out_loss < 0.6
+    (first, _), *others = results
+    assert max(first.final_loss, first.held_out_loss) < 0.6
     assert first.held_out_accuracy > 0.7
-    assert all(math.isnan(report.final_loss) for report in others)
+    assert all(math.isnan(report.final_loss) for report, _ in others)  # rank 0 alone judges
 
 
 def shared_job(state, folder, spec):
@@ -74,7 +69,6 @@ def shared_job(state, folder, spec):
 def test_a_gpu_that_ranks_share_counts_once(ranks):
     """Here without a GPU: what a rank reports follows from the state of its device."""
     assert header_of(ranks(2).call(shared_job, spec_of("ddp"))[0]).num_devices == 1
-    assert header_of(ranks(2).call(run_job, spec_of("ddp"))[0]).num_devices == 2
 
 
 def threads_job(state, folder, spec):
@@ -107,17 +101,9 @@ def test_one_process_may_have_the_threads_of_all(ranks, strategy, expected):
     assert after == 1
 
 
-def test_every_strategy_starts_from_the_same_weights_and_batch(ranks):
-    firsts = [
-        total_losses(ranks(2).call(run_job, spec_of(name, source=CELL)))[0]
-        for name in ("single", *FEATURED)
-        if name != "async"
-    ]
-    assert firsts == pytest.approx([firsts[0]] * 4, abs=1e-6)
-
-
-@pytest.mark.parametrize("stop_rank", [0, 1])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "async", "local-sgd", "gossip"])
+@pytest.mark.parametrize(
+    ("strategy", "stop_rank"), [("ddp", 0), ("ddp", 1), ("async", 1), ("local-sgd", 1)]
+)
 def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_rank):
     spec = spec_of(strategy, num_epochs=300)
     reports, events = unzip(ranks(2).call(run_job, spec, 20, stop_rank))
@@ -151,7 +137,7 @@ def data(split):
 """
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not STRATEGIES[name].is_dense])
+@pytest.mark.parametrize("strategy", ["dp", "no-comm"])
 def test_sparse_gradients_train_as_dense_ones_do(ranks, strategy):
     sparse, dense = (
         ranks(2).call(
@@ -165,21 +151,6 @@ def test_sparse_gradients_train_as_dense_ones_do(ranks, strategy):
         assert sparse.final_loss == pytest.approx(dense.final_loss, abs=1e-4)
 
 
-REGRESSION = "def data(split): return torch.randn(40, 4), torch.randn(40, 2)\nloss = nn.MSELoss()\n"
-ONE_COLUMN = (
-    "def model(): return nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))\n"
-    "def loss(outputs, targets):\n"
-    "    return nn.functional.binary_cross_entropy_with_logits(outputs, targets.float())\n"
-)
-
-
-@pytest.mark.parametrize("lines", [REGRESSION, ONE_COLUMN])
-def test_where_outputs_are_no_class_scores_there_is_no_accuracy(ranks, lines):
-    report, _ = ranks(1).call(run_job, spec_of("ddp", source=CELL + lines))[0]
-    assert math.isnan(report.held_out_accuracy)
-    assert 0 < report.held_out_loss < 2
-
-
 def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
     source = CELL + (
         "def data(split):\n"
@@ -189,7 +160,6 @@ def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
         "    return x, targets\n"
     )
     spec = spec_of("ddp", source=source)
-    ranks(2).call(check_job, spec)
     result = ranks(2).call(run_job, spec)[0]
     assert result[0].num_steps == len(losses(result)) > 0
     assert result[0].final_loss < 0.6
@@ -212,17 +182,9 @@ def test_a_run_repeats_whatever_random_numbers_came_before(ranks):
     assert one != ranks(2).call(drawn_job, spec_of("ddp", seed=1), 3)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "task", "options", "least"),
-    [
-        ("single", "digits", {"num_epochs": 8, "batch_size": 64}, 0.93),
-        ("ddp", "digits", {"num_epochs": 8, "batch_size": 256, "momentum": 0.9}, 0.95),
-        ("ddp", "synthetic", {"num_epochs": 2, "batch_size": 64}, 0.9),
-    ],
-)
-def test_built_in_tasks_are_learnt(ranks, strategy, task, options, least):
-    spec = RunSpec(run_id="d", strategy=strategy, task=task, **options)
-    assert ranks(2).call(run_job, spec)[0][0].held_out_accuracy > least
+def test_a_built_in_task_is_learnt(ranks):
+    spec = RunSpec(run_id="d", strategy="ddp", task="digits", num_epochs=8, momentum=0.9)
+    assert ranks(2).call(run_job, spec)[0][0].held_out_accuracy > 0.95
 
 
 @pytest.mark.parametrize(

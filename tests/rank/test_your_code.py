@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.training import validation
 from tests.rank import runs
@@ -34,7 +33,7 @@ from tests.rank.sources import (
     TUPLES,
 )
 
-WEAK = {"no-comm", "local-sgd", "diloco", "gossip", "async", "hogwild"}
+WEAK = {"local-sgd", "diloco", "async", "hogwild"}
 """Strategies that do not make exactly the updates of one process on several ranks."""
 
 
@@ -84,7 +83,7 @@ def under_a_default_device_job(state, folder, spec):
         torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*FEATURED, "ddp-shm", "zero", "hogwild", "diloco"])
 def test_a_default_device_of_the_users_is_for_the_users_own_tensors(ranks, strategy):
     source = CELL.replace("16)", '16, device="cpu")').replace("2))", '2, device="cpu"))')
     source = source.replace("50, 4)", '50, 4, device="cpu")')
@@ -107,14 +106,9 @@ def test_items_without_rows_are_collated_part_by_part(ranks, strategy):
         assert math.isfinite(found[0][0].held_out_loss)
 
 
-@pytest.mark.parametrize(("kind", "is_right"), [("mean", True), ("sum", False)])
-def test_a_batch_without_rows_is_checked_for_a_sum(kind, is_right):
-    spec = spec_of(
-        "single", RAGGED.replace('), batch["y"])', f'), batch["y"], reduction="{kind}")')
-    )
-    if is_right:
-        validation.validate(spec, state=make_state(0, 1), namespace={})
-        return
+def test_a_batch_without_rows_is_checked_for_a_sum():
+    validation.validate(spec_of("single", RAGGED), state=make_state(0, 1), namespace={})
+    spec = spec_of("single", RAGGED.replace('), batch["y"])', '), batch["y"], reduction="sum")'))
     with pytest.raises(UserError, match="is a sum"):
         validation.validate(spec, state=make_state(0, 1), namespace={})
 
@@ -122,7 +116,6 @@ def test_a_batch_without_rows_is_checked_for_a_sum(kind, is_right):
 SAMPLERS = {
     "subset": ("SubsetRandomSampler(half)", 20, (0, 1.0)),
     "weights": ("WeightedRandomSampler(weights, 60)", 60, (30, None)),
-    "replacement": ("RandomSampler(samples, replacement=True, num_samples=50)", 50, (0, None)),
     "few": ("RandomSampler(samples, num_samples=10)", 10, (0, None)),
 }
 
@@ -132,7 +125,7 @@ def test_what_a_sampler_chooses_is_trained_on_by_all_strategies(
     ranks, train, num_samples, expected
 ):
     source, found, (least, even) = SAMPLED.format(train=train), [], expected
-    for strategy in ("single", "dp", "ddp"):
+    for strategy in ("single", "ddp"):
         results = ranks(2).call(train_job, spec_of(strategy, source, batch_size=10, accumulate=2))
         report, _ = results[0]
         assert header_of(results[0]).num_samples == num_samples
@@ -142,7 +135,6 @@ def test_what_a_sampler_chooses_is_trained_on_by_all_strategies(
         assert even is None or all(each["even"] == even for each in metrics)
         found.append(total_losses(results))
     assert found[1] == pytest.approx(found[0], abs=1e-6)
-    assert found[2] == pytest.approx(found[0], abs=1e-6)
 
 
 STREAM = DATASET.replace("utils.data.Dataset", "utils.data.IterableDataset").replace(
@@ -186,22 +178,19 @@ def test_a_validation_step_is_averaged_over_the_samples_and_may_hold_the_loss(ra
 
 def test_a_metric_gets_what_a_validation_step_returns_of_a_dict(ranks):
     source = ON_A_DICT + (
-        "def metric(outputs, targets):\n"
-        "    return {'number': len(outputs) + len(targets), 'ones': outputs.mean()}\n"
+        "def metric(outputs, targets): return {'number': len(outputs) + len(targets)}\n"
         "def validation_step(model, batch): return torch.ones(len(batch['y'])), batch['y']\n"
     )
     report, _ = ranks(1).call(train_job, spec_of("single", source))[0]
-    assert report.held_out_metrics == {"number": 100, "ones": 1}
+    assert report.held_out_metrics == {"number": 100}
     assert math.isfinite(report.held_out_loss)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "ddp:find_unused_parameters=on"])
+@pytest.mark.parametrize("strategy", [*FEATURED, "ddp:find_unused_parameters=on"])
 def test_a_mixture_of_experts_trains_where_unused_parameters_are_allowed(ranks, strategy):
     spec = spec_of(strategy, MIXTURE)
-    refusals = dict.fromkeys(("ddp", "ddp-shm", "zero"), "ddp:find_unused_parameters=on")
-    refusals["fsdp"] = r"experts\.\d\.weight"
-    if strategy in refusals:
-        with pytest.raises(UserError, match=refusals[strategy]):
+    if strategy in ("ddp", "fsdp"):
+        with pytest.raises(UserError, match=r"experts\.\d\.weight"):
             validation.validate(spec, state=make_state(0, 2), namespace={})
         return
     validation.validate(spec, state=make_state(0, 2), namespace={})
@@ -209,15 +198,14 @@ def test_a_mixture_of_experts_trains_where_unused_parameters_are_allowed(ranks, 
     assert math.isfinite(report.final_loss)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*FEATURED, "zero", "central", "hogwild", "local-sgd"])
 def test_groups_by_name_and_a_scheduler_go_wherever_the_optimizer_lives(ranks, strategy):
     alone = ranks(1).call(train_job, spec_of("single", IN_GROUPS, num_epochs=3))
     plain = ranks(1).call(train_job, spec_of("single", num_epochs=3))
     assert total_losses(alone)[-5:] != pytest.approx(total_losses(plain)[-5:], abs=1e-3)
     for num_ranks in (1, 2):
         found = ranks(num_ranks).call(train_job, spec_of(strategy, IN_GROUPS, num_epochs=3))
-        has_momentum = strategy == "diloco"  # of its outer step
-        if not has_momentum and (num_ranks == 1 or strategy not in WEAK):
+        if num_ranks == 1 or strategy not in WEAK:
             assert total_losses(found) == pytest.approx(total_losses(alone), abs=1e-5)
         assert found[0][0].held_out_loss < 0.6
 
@@ -233,16 +221,9 @@ def test_a_class_of_ones_own_needs_neither_loss_nor_optimizer(ranks):
     assert (report.held_out_loss, report.held_out_metrics) == (1.0, {"judged": 0.5})
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("return loss", "return None", "Gan.step"),
-        ("self.optimizers = ", "self.optimisers = ", "'optimizers'"),
-    ],
-)
-def test_what_is_wrong_in_it_is_found_before_anything_trains(ranks, old, new, said):
-    with pytest.raises(RankFailedError, match=said):
-        ranks(2).call(check_job, spec_of("Gan", GAN.replace(old, new)))
+def test_what_is_wrong_in_it_is_found_before_anything_trains(ranks):
+    with pytest.raises(RankFailedError, match=r"Gan\.step"):
+        ranks(2).call(check_job, spec_of("Gan", GAN.replace("return loss", "return None")))
 
 
 def check_in_job(state, folder, path, spec):

@@ -28,7 +28,7 @@ from ddpnb.rank.inspect.subject import Subject, subject_of
 from ddpnb.rank.meter import Moment
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.batches import copied
-from ddpnb.rank.training.timing import StepTimer
+from ddpnb.rank.training.timing import Clock
 
 NUM_WARMUP_STEPS: Final = 3
 """DDP forms its final buckets after the first; memory that is new is slow."""
@@ -108,7 +108,7 @@ class _Stepper:
             bucket_cap_mb=None if cap_mb == DEFAULT_CAP_MB else cap_mb,
             **subject.options,
         )
-        self._timer = StepTimer(device)
+        self._timer = Clock(device)
         self._buckets: dict[int, Bucket] = {}
         self._ddp.register_comm_hook(None, self._send)
         for name, parameter in self._model.named_parameters():
@@ -165,7 +165,7 @@ class _Stepper:
     def _noted(self) -> _Step:
         """Return what was noted in the step that ends now."""
         (_, begun, forward_done), (_, _, backward_done), (_, _, updated) = self._timer.phases()
-        seconds = self._timer.seconds
+        seconds = self._timer.at
         ready = {name: seconds(moment) for name, moment in self._ready.items()}
         sent = {index: (seconds(a), seconds(b)) for index, (a, b) in sorted(self._sent.items())}
         sync_begun, started = map(seconds, self._synced or (begun, begun))

@@ -64,7 +64,7 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
                 f"{summary_of(error).rstrip('.')}."
             ) from error
         _check_loss(loss)
-        check_inside(loss, model, {})
+        check_inside(loss, model)
         model.zero_grad()
         loss.backward()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -105,7 +105,7 @@ def _of_task(
 ) -> Subject:
     assert spec.task is not None
     context = build_context(spec.task, state, namespace, **task)
-    worker = context.worker("i", num_steps=1, is_grouped=False)
+    worker = context.worker("i", num_steps=1)
     shard = Shard(step=0, part=state.rank, num_parts=state.world_size)
 
     def loss_of(model: nn.Module, tree: Any) -> Tensor:

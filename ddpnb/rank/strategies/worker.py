@@ -41,7 +41,7 @@ class Worker:
     """Makes the plain model anew, on ``device``, with the weights that training began with."""
     training_step: StepFunction = CLASSIFY
     make_optimizer: OptimizerFactory
-    """Makes an optimizer with its scaled learning rate, warm-up and clipping."""
+    """Makes an optimizer with its scheduler and clipping."""
     device: torch.device
     rank: int
     world_size: int

@@ -32,9 +32,6 @@ from ddpnb.rank.training.prefetching import NUM_PREFETCHED, prefetching
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
 
-CHECK = "check"
-"""The phase in which a training is checked, before anything trains."""
-
 Content = Tree | Items
 """Samples of a shard: one batch, or items where its parts are collated one by one."""
 
@@ -83,29 +80,22 @@ class RunContext:
         *,
         num_steps: int,
         timer: Timer | None = None,
-        is_grouped: bool = True,
         delay: Callable[[], None] = no_delay,
     ) -> Worker:
         """Build a model from the seed: the same weights in every phase, on every rank.
 
-        Args:
-            phase: what the worker is for.
-            num_steps: global batches that it will be trained on.
-            timer: measures its steps; None: nothing does.
-            is_grouped: whether all ranks that take part use it together.
-            delay: makes its steps take longer.
+        It is trained on so many global batches.  The timer measures its steps, and ``delay`` makes
+        them take longer.
         """
         model = self.make_model()
-        if is_grouped and self.syncs_batchnorm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model.train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
-        make, is_tried = self.optimizers.make, phase == CHECK
+        make = self.optimizers.make
         return Worker(
             model=model,
             make_model=self.make_model,
             training_step=self.task.step,
-            make_optimizer=lambda mine: make(mine, model, self.make_model, is_tried=is_tried),
+            make_optimizer=lambda mine: make(mine, model, self.make_model),
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
@@ -127,8 +117,7 @@ class RunContext:
         """Wait for the other ranks.  Takes part: every rank of the plan, which is one or all."""
         if self.plan.num_ranks == 1 or self.rejoin_info is not None:
             return
-        device_ids = [self.device.index] if self.state.backend == "nccl" else None
-        dist.barrier(device_ids=device_ids)
+        dist.barrier(device_ids=[self.device.index] if self.state.backend == "nccl" else None)
 
     def make_model(self) -> nn.Module:
         """Make the model of the run's seed; global random numbers stay as they are."""
@@ -142,7 +131,8 @@ class RunContext:
     @cached_property
     def optimizers(self) -> Optimizers:
         """What makes the optimizers of all workers."""
-        return Optimizers(self.task.optimizer, self.spec, self.plan, self.schedule)
+        num_updates = max(1, round(self.schedule.num_steps * self.plan.updates_per_batch))
+        return Optimizers(self.task.optimizer, self.spec, num_updates)
 
     @contextlib.contextmanager
     def source(self, shards: Iterable[Shard]) -> Iterator[Iterator[tuple[Shard, Content]]]:
@@ -173,13 +163,7 @@ class RunContext:
         """Copy the samples of a shard to the device."""
         num_global = self.schedule.size(shard.step)
         least, num_larger = divmod(num_global, shard.num_parts)
-        return Batch(
-            content=content if isinstance(content, Items) else moved(content, self.device),
-            device=self.device,
-            num_samples=least + (shard.part < num_larger),
-            num_global=num_global,
-            most_parts=num_global // shard.num_parts if self.syncs_batchnorm else None,
-        )
+        return self._batch(content, least + (shard.part < num_larger), num_global)
 
     def usual_batch(self) -> Batch:
         """Fetch as many samples as one worker's shard of a whole global batch has."""
@@ -188,9 +172,8 @@ class RunContext:
     def first_batch(self, num_samples: int, *, can_be_split: bool = False) -> Batch:
         """Fetch the first samples of the run, as a global batch of their own."""
         indices = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
-        content, num = self._fetch(indices, can_be_split=can_be_split), len(indices)
-        content = content if isinstance(content, Items) else moved(content, self.device)
-        return Batch(content=content, device=self.device, num_samples=num, num_global=num)
+        content = self._fetch(indices, can_be_split=can_be_split)
+        return self._batch(content, len(indices), len(indices))
 
     @property
     def num_data_workers(self) -> int:
@@ -223,14 +206,11 @@ class RunContext:
             return False
         return self.task.has_loss or not (self.is_own and self.task.has_measures)
 
-    @property
-    def syncs_batchnorm(self) -> bool:
-        """Whether BatchNorm computes its statistics over all ranks."""
-        plan, on_gpu = self.plan, self.device.type == "cuda"
-        is_shared = plan.num_ranks == self.state.world_size > 1
-        # Ranks that do not wait for each other in each step would do so in BatchNorm.
-        is_in_step = plan.synchronous and plan.num_steps_ahead == 0 and not plan.never_waits
-        return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
+    def _batch(self, content: Content, num_samples: int, num_global: int) -> Batch:
+        placed = content if isinstance(content, Items) else moved(content, self.device)
+        return Batch(
+            content=placed, device=self.device, num_samples=num_samples, num_global=num_global
+        )
 
     def _fetch(self, indices: Tensor, *, can_be_split: bool = False) -> Content:
         train = self.task.train

@@ -8,14 +8,15 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, split_step
-from ddpnb.rank.tasks.batches import mapped, moved, shape_of
+from ddpnb.rank.tasks.batches import moved, shape_of
 
 MAX_SAMPLES = 10_000
 """How many samples of a larger split are evaluated, spread evenly over it."""
@@ -41,6 +42,11 @@ class Score:
     num_samples: int = 0
     """Samples that it was evaluated on."""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the split has a loss or an accuracy."""
+        return not math.isnan(self.loss) or not math.isnan(self.accuracy)
+
 
 @torch.no_grad()
 def score(
@@ -53,7 +59,7 @@ def score(
     is_held_out: bool = True,
     has_loss: bool = True,
 ) -> Score:
-    """Evaluate a model on up to ``max_samples`` of a split; of one to train on only the loss.
+    """Evaluate a model on up to ``max_samples`` of a split; on the training split, only the loss.
 
     Without ``has_loss`` only what the task's ``validation_step`` and ``metric`` measure.
 
@@ -62,30 +68,25 @@ def score(
     """
     samples = task.held_out if is_held_out else task.train
     totals: dict[str, float] = {}
-    pairs: list[Pair] = []
+    pairs = []
     num_chosen = min(len(samples), max_samples)
     chosen = torch.arange(num_chosen, device="cpu") * len(samples) // num_chosen
     for indices in chosen.split(min(batch_size, _BATCH_SIZE)):
         batch = moved(samples.fetch(indices), device)
-        numbers, pair = _measured(model, task, batch) if is_held_out else ({}, None)
-        if has_loss and "loss" not in numbers:
-            numbers |= _loss_of(model, task, batch, pair if task.validation_step is None else None)
-        if not is_held_out:
-            numbers.pop("accuracy", None)
-        if pair is not None:
-            pairs.append(Pair(*mapped(_on_cpu, tuple(pair))))
+        numbers, pair = _measured(model, task, batch, is_held_out=is_held_out, has_loss=has_loss)
+        if pair is not None:  # where any library's metric can read it
+            pairs.append(tree_map_only(Tensor, Tensor.cpu, tuple(pair)))
         for name, value in numbers.items():
             totals[name] = totals.get(name, 0.0) + value * len(indices)
     found = {name: total / num_chosen for name, total in totals.items()}
     if pairs and task.metric is not None:
-        outputs, targets = (_joined(list(each)) for each in zip(*pairs, strict=True))
-        further = _metrics_of(
-            task.metric(outputs, targets), task.metric, "metric(outputs, targets)"
-        )
+        outputs, targets = tree_map(_joined, *pairs)
+        call = "metric(outputs, targets)"
+        further = _metrics_of(task.metric(outputs, targets), task.metric, call)
         if "loss" in further:
             raise UserError(
-                "metric(outputs, targets) returned 'loss', which is the held-out loss beside it: "
-                "give it another name, or return it from validation_step(model, batch)."
+                f"{call} returned 'loss', which is the held-out loss beside it: give it another "
+                "name, or return it from validation_step(model, batch)."
             )
         found |= further
     return Score(
@@ -96,58 +97,37 @@ def score(
     )
 
 
-class Pair(NamedTuple):
-    """What a metric compares."""
-
-    outputs: Any
-    targets: Any
-
-
-def _measured(model: nn.Module, task: Task, batch: Any) -> tuple[dict[str, float], Pair | None]:
-    """Return what the task measures on one held-out batch, and what its metric is to get."""
+def _measured(
+    model: nn.Module, task: Task, batch: Any, *, is_held_out: bool, has_loss: bool
+) -> tuple[dict[str, float], tuple[Any, Any] | None]:
+    """Return what one batch measures, and the outputs and targets that the task's metric gets."""
     numbers: dict[str, float] = {}
-    if task.validation_step is not None:
+    pair = outputs = None
+    if is_held_out and task.validation_step is not None:
         result: Any = task.validation_step(model, batch)
         if task.metric is not None and isinstance(result, tuple) and len(result) == 2:
-            return {}, Pair(*result)
-        numbers = _metrics_of(result, task.validation_step, "validation_step(model, batch)")
-    if task.metric is None:
-        return numbers, None
-    inputs, targets = pair_of(batch)
-    return numbers, Pair(model(inputs), targets)
-
-
-def _loss_of(model: nn.Module, task: Task, batch: Any, pair: Pair | None) -> dict[str, float]:
-    """Return the loss of one batch, and the accuracy where the loss is the default one.
-
-    Args:
-        model: in evaluation mode.
-        task: has the step.
-        batch: on the model's device.
-        pair: the model's outputs, if they are known.
-    """
+            pair = result
+        else:
+            numbers = _metrics_of(result, task.validation_step, "validation_step(model, batch)")
+    if is_held_out and task.metric is not None and pair is None:
+        inputs, targets = pair_of(batch)
+        outputs = model(inputs)
+        pair = outputs, targets
+    if not has_loss or "loss" in numbers:
+        return numbers, pair
     if not isinstance(task.step, Supervised):
         with torch.enable_grad():  # a loss may be made of gradients, such as a penalty
-            return {"loss": split_step(task.step(model, batch))[0].item()}
+            return numbers | {"loss": split_step(task.step(model, batch))[0].item()}, pair
     inputs, targets = pair_of(batch)
-    outputs = model(inputs) if pair is None else pair.outputs
-    found = {"loss": task.step.loss(outputs, targets).item()}
-    if task.step == CLASSIFY and not task.has_measures:
-        found["accuracy"] = _accuracy(outputs, targets)
-    return found
-
-
-def _on_cpu(leaf: Any) -> Any:
-    """Return a leaf where any library's metric can read it."""
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
+    outputs = model(inputs) if outputs is None else outputs
+    numbers["loss"] = task.step.loss(outputs, targets).item()
+    if is_held_out and task.step == CLASSIFY and not task.has_measures:
+        numbers["accuracy"] = _accuracy(outputs, targets)
+    return numbers, pair
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets.
-
-    Raises:
-        UserError: the batch is something else.
-    """
+    """Return inputs and targets; refuse a batch that is something else."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise UserError(
@@ -168,15 +148,11 @@ def _metrics_of(result: Any, function: Callable[..., Any], call: str) -> dict[st
 
 
 def number_of(value: Any, call: str) -> float:
-    """Return a number, or a tensor or array with a single one, as a float.
-
-    Raises:
-        UserError: it is something else.
-    """
+    """Return a number, or a tensor or array with a single one; refuse anything else."""
     try:
-        is_text = isinstance(value, str | bytes)
-        number = value.detach() if isinstance(value, Tensor) else value
-        return float("not a number" if is_text else number)
+        if not isinstance(value, str | bytes):
+            return float(value.detach() if isinstance(value, Tensor) else value)
+        raise TypeError
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
             f"{call} returned {shape_of(value)}; return a number, or a dict of numbers with their "
@@ -184,19 +160,14 @@ def number_of(value: Any, call: str) -> float:
         ) from None
 
 
-def _joined(batches: list[Any]) -> Any:
-    """Return the outputs of all batches as those of one."""
-    first = batches[0]
-    if len(batches) == 1:
-        return first
-    if isinstance(first, Tensor):
-        return torch.cat(batches) if first.ndim else torch.stack(batches)
-    if isinstance(first, Mapping):
-        return {name: _joined([each[name] for each in batches]) for name in first}
-    if isinstance(first, tuple | list):
-        return [_joined(list(each)) for each in zip(*batches, strict=True)]
+def _joined(*parts: Any) -> Any:
+    """Return an output of all batches as that of one."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts) if parts[0].ndim else torch.stack(parts)
+    if len(parts) == 1:
+        return parts[0]
     raise UserError(
-        f"metric(outputs, targets) is computed on all outputs together, and {kind_of(first)} "
+        f"metric(outputs, targets) is computed on all outputs together, and {kind_of(parts[0])} "
         "cannot be joined to the next: define validation_step(model, batch), which is averaged."
     )
 
@@ -218,9 +189,8 @@ def has_batchnorm(model: nn.Module) -> bool:
 
     ``SyncBatchNorm`` is left as it is: one rank alone cannot estimate its statistics.
     """
-    if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
-        return False
-    return bool(_batchnorms(model))
+    is_synced = any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())
+    return bool(_batchnorms(model)) and not is_synced
 
 
 def _batchnorms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
@@ -239,18 +209,10 @@ def estimate_batchnorm(
 ) -> None:
     """Estimate BatchNorm's statistics anew, for the weights as they are; one rank alone may.
 
-    The task's step is made on up to ``max_samples`` training samples in random order, in training
-    mode, without backward pass or update.  The statistics are the means over the batches, as those
-    of ``torch.optim.swa_utils.update_bn``.  Layers that the forward pass leaves out, or the model
-    keeps in evaluation mode, stay as they are.
-
-    Args:
-        model: its weights do not change.
-        task: what it was trained on.
-        device: the model's.
-        batch_size: samples of a forward pass, or of at most 512; less than twice as many in some.
-        seed: of the order.
-        max_samples: the most that are taken.
+    The task's step is made on up to ``max_samples`` training samples in the random order of a seed,
+    in training mode, without backward pass or update.  The statistics are the means over the
+    batches, as those of ``torch.optim.swa_utils.update_bn``.  Layers that the forward pass leaves
+    out, or the model keeps in evaluation mode, stay as they are.
     """
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(task.train), generator=generator, device="cpu")[:max_samples]

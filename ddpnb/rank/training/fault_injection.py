@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import NoReturn, final
 
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
-from ddpnb.protocol.notation import Kill, Slow, parse_kill, parse_slow
+from ddpnb.protocol.notation import Slow, parse_kill, parse_slow
 from ddpnb.rank.meter import Timer, synchronize
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.worker import Batch, Worker
@@ -33,26 +33,20 @@ from ddpnb.rank.training.context import RunContext
 KILL_TIMEOUT_SECONDS = 1.0
 """How long the kernel may take to kill a rank on purpose."""
 NUM_TRIALS = 3
-_seconds_of = operator.attrgetter("seconds")
 
 
 def measure_compute_seconds(
-    worker: Worker,
-    batch: Batch,
-    typical: Callable[[list[float]], float] = statistics.median,
-    *,
-    num_trials: int = NUM_TRIALS,
+    worker: Worker, batch: Batch, typical: Callable[[list[float]], float] = statistics.median
 ) -> float:
     """Return how many seconds a forward and backward pass over a batch takes, typically."""
     trials = []
-    worker.compute_gradients(batch)  # cold
-    for _ in range(num_trials):
+    for _ in range(1 + NUM_TRIALS):
         synchronize(worker.device)
         began = time.perf_counter()
         worker.compute_gradients(batch)
         synchronize(worker.device)
         trials.append(time.perf_counter() - began)
-    return typical(trials)
+    return typical(trials[1:])  # the first is cold
 
 
 @final
@@ -70,11 +64,11 @@ class FaultInjector:
         self._workers = workers
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = [fault for fault in map(parse_kill, spec.kill) if fault.rank in workers and is_new]
-        self._kill = min(kills, key=_seconds_of, default=None)
+        self._kill = min(kills, key=operator.attrgetter("seconds"), default=None)
         self._jitter = spec.jitter
         self._compute_seconds = 0.0
         if self._jitter > 0 or any(fault.factor > 1 for fault in self._slow):
-            alone = context.worker("m", num_steps=1, is_grouped=False)
+            alone = context.worker("m", num_steps=1)
             self._compute_seconds = measure_compute_seconds(alone, context.usual_batch())
         self._device = context.device
         self._timer = timer
@@ -98,7 +92,7 @@ class FaultInjector:
     def kill(self) -> NoReturn:
         """Publish that this process is to be killed, and wait until the kernel kills it.
 
-        By then all its steps have reached the kernel.  If no kernel listens, it kills itself.
+        If no kernel listens, it kills itself.
         """
         assert self._kill is not None, "no kill is due"
         seconds = time.perf_counter() - self._began
@@ -130,24 +124,17 @@ class FaultInjector:
 
 def notes(spec: RunSpec, plan: Plan) -> tuple[str, ...]:
     """Return the notes that stand beside the results of a run with faults."""
-    num_workers = plan.num_workers
-    slow = [(f"--slow {text}", parse_slow(text)) for text in spec.slow]
-    killed = [(f"--kill {text}", parse_kill(text)) for text in spec.kill]
-    named: list[tuple[str, Slow | Kill]] = [*slow, *killed]
-    found = [f"Rank {f.rank} is {f.text} on purpose." for _, f in slow if f.rank < num_workers]
+    found = []
+    for option, texts in (("--slow", spec.slow), ("--kill", spec.kill)):
+        for text in texts:
+            fault = parse_slow(text) if option == "--slow" else parse_kill(text)
+            if fault.rank >= plan.num_workers:
+                found.append(f"{option} {text} has no effect: rank {fault.rank} takes no part.")
+            elif isinstance(fault, Slow):
+                found.append(f"Rank {fault.rank} is {fault.text} on purpose.")
+            else:
+                after = f"{fault.seconds:g} s of training"
+                found.append(f"Rank {fault.rank} is to be killed after {after}, on purpose.")
     if spec.jitter:
         found.append(f"Steps take up to {100 * spec.jitter:g} % longer at random, on purpose.")
-    kills = [fault for _, fault in killed if fault.rank < num_workers]
-    if plan.num_ranks == 1 and kills:
-        kills = [min(kills, key=_seconds_of)]  # all workers die in one process
-    for kill in kills:
-        note = f"Rank {kill.rank} is to be killed after {kill.seconds:g} s of training, on purpose"
-        is_thread = kill.rank >= plan.num_ranks
-        why = "; here it is a thread of rank 0, whose process dies with it." if is_thread else "."
-        found.append(note + why)
-    found += [
-        f"{option} has no effect: rank {fault.rank} takes no part."
-        for option, fault in named
-        if fault.rank >= num_workers
-    ]
     return tuple(found)

@@ -16,18 +16,15 @@ evaluate  compute its loss and accuracy on rank 0, on training and held-out samp
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec
-from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
@@ -38,13 +35,13 @@ from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.context import UNNAMED, Content, RunContext, build_context, linked
-from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, has_batchnorm
 from ddpnb.rank.training.fault_injection import FaultInjector
+from ddpnb.rank.training.judging import judged
 from ddpnb.rank.training.rehearsal import num_compiled, rehearse, release_memory
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.stop import Stop
-from ddpnb.rank.training.timing import StepReport, clock_of
+from ddpnb.rank.training.timing import Clock, StepReport
 
 CEILING_SECONDS = 4.0
 """How long a rank trains a ceiling, if the run is as long."""
@@ -105,7 +102,7 @@ def run(
         if state.rank >= context.plan.num_ranks:
             return no_part
         context = opened.enter_context(linked(context))
-        metrics = RunMetrics(context=context, publish=publish, clock=clock_of(context.device))
+        metrics = RunMetrics(context=context, publish=publish, clock=Clock(context.device))
         if rejoin_info is None:
             opened.callback(release_memory, context.device)
             opened.enter_context(_announced_failure(context))
@@ -119,7 +116,7 @@ def run(
         # -- evaluate ---------------------------------------------------------------------
         if state.rank != 0 or spec.is_ceiling:
             return metrics.report()
-        return _evaluated(model, metrics, snapshots, keep, should_stop)
+        return judged(model, metrics, snapshots, keep, should_stop)
 
 
 def _announced_failure(context: RunContext) -> contextlib.AbstractContextManager[None]:
@@ -150,14 +147,11 @@ def _trained(
         )
         strategy.setup(worker)
         snapshots = Snapshots(metrics, strategy, worker)
-        metrics.is_estimated = (
-            plan.averages_weights and plan.num_workers > 1 and has_batchnorm(worker.model)
-        )
         if spec.is_ceiling and step_seconds > 0:
             num_steps = min(num_steps, math.ceil(CEILING_SECONDS / step_seconds))
         if context.state.rank == 0:
-            notes = snapshots.notes + ((BATCHNORM_NOTE,) if metrics.is_estimated else ())
-            metrics.publish(header_of(context, worker, num_steps=num_steps, notes=notes))
+            header = header_of(context, worker, num_steps=num_steps, notes=snapshots.notes)
+            metrics.publish(header)
         source = opened.enter_context(context.source(strategy.shards()))
         # -- barrier ----------------------------------------------------------------------
         context.barrier()
@@ -214,49 +208,3 @@ def _train(
         if clock.seconds >= most_seconds:  # without the other ranks, which a ceiling has none of
             break
     metrics.add(clock.stop())
-
-
-def _evaluated(
-    model: nn.Module,
-    metrics: RunMetrics,
-    snapshots: Snapshots,
-    keep: Callable[[nn.Module], None],
-    should_stop: Callable[[], bool],
-) -> RunReport:
-    """Return the report of the run with the scores of its model."""
-    if metrics.is_estimated:
-        metrics.estimate_batchnorm(model)
-    keep(model)
-    report = metrics.report()
-    _save(model, metrics)
-    metrics.num_to_judge = 2 + snapshots.num_kept
-    try:
-        held_out = metrics.score(model, is_held_out=True)
-        report = replace(
-            report,
-            held_out_loss=held_out.loss,
-            held_out_accuracy=held_out.accuracy,
-            held_out_metrics=held_out.metrics,
-            num_held_out=held_out.num_samples,
-        )
-        report = replace(report, final_loss=metrics.score(model, is_held_out=False).loss)
-        is_judged = not math.isnan(held_out.loss) or not math.isnan(held_out.accuracy)
-        if is_judged and not metrics.was_stopped:
-            report = replace(report, evaluations=snapshots.evaluations(model, should_stop))
-    except KeyboardInterrupt:  # what is known by now is kept, the whole training above all
-        report = replace(report, evaluation_was_cut=True)
-    return report
-
-
-def _save(model: nn.Module, metrics: RunMetrics) -> None:
-    """Write the trained weights, if that is asked for; mark the run where the disk refuses."""
-    path = metrics.context.spec.model_file
-    if path is None:
-        return
-    content = io.BytesIO()
-    torch.save(model.state_dict(), content)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, content.getbuffer())
-    except OSError as error:
-        metrics.mark(f"its weights are not saved: {error.strerror or error}")

@@ -1,4 +1,4 @@
-"""Can one worker train a model?  Tried with a throwaway, before anything trains (ranks)."""
+"""Can one worker train a model, and this strategy?  Tried before anything trains (ranks)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,13 +8,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from ddpnb.compat.torch_internals import lists_step_hooks
+from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, summary_of
+from ddpnb.protocol.notation import parse_strategy
+from ddpnb.rank.strategies.layers import layers_of, types_of_layers
 from ddpnb.rank.strategies.worker import Batch, Worker, state_of
 from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, split_step
 from ddpnb.rank.tasks.batches import shape_of
 from ddpnb.rank.training.evaluation import number_of, pair_of
 from ddpnb.rank.training.loss_checks import check_inside
-from ddpnb.rank.training.requirements import check_strategy, needs_all_gradients, wraps_model
 
 Result = TypeVar("Result")
 
@@ -44,26 +47,15 @@ def check_model(worker: Worker) -> None:
 
 def check_step(worker: Worker, batch: Batch, strategy: str) -> None:
     """Make one whole step of a built-in strategy's worker, which is a throwaway."""
-    optimizer = attempt(
-        "The optimizer cannot be made", partial(worker.optimizer, worker.parameters)
-    )
-    step = worker.training_step
+    optimizer = worker.optimizer(worker.parameters)
+    step, is_wrapped = worker.training_step, _wraps_model(strategy)
     with worker.autocast():
         if isinstance(step, Supervised):
             loss = _supervised_loss(worker.model, step, batch)
         else:
-            loss = _own_loss(worker.model, step, batch, is_wrapped=wraps_model(strategy))
-    callers = {"loss": step.loss} if isinstance(step, Supervised) else {"training_step": step}
-    check_inside(loss, worker.model, callers)
+            loss = _own_loss(worker.model, step, batch, is_wrapped=is_wrapped)
+    check_inside(loss, worker.model)
     attempt("The backward pass failed", loss.backward)
-    for name, parameter in worker.model.named_parameters():
-        is_missed = parameter.requires_grad and parameter.grad is None
-        if is_missed and needs_all_gradients(strategy):
-            raise UserError(
-                f"The parameter {name} has no part in the loss, and DistributedDataParallel would "
-                "wait for its gradient; use it, set its requires_grad=False, or compare "
-                "ddp:find_unused_parameters=on."
-            )
     attempt("optimizer.step() failed", optimizer.step)
     check_strategy(strategy, worker)
 
@@ -80,14 +72,12 @@ def _supervised_loss(model: nn.Module, step: Supervised, batch: Batch) -> Tensor
             "define loss(outputs, targets)."
         )
     where = f"for outputs of shape {shape_of(outputs)} and targets of shape {shape_of(targets)}"
-    loss, _ = split_step(
-        attempt(f"{LOSS} failed {where}", partial(step.loss, outputs, targets)), LOSS
-    )
-    return loss
+    result = attempt(f"{LOSS} failed {where}", partial(step.loss, outputs, targets))
+    return split_step(result, LOSS)[0]
 
 
 def _own_loss(model: nn.Module, step: Any, batch: Batch, *, is_wrapped: bool) -> Tensor:
-    wrapped, tree = Wrapped(model), batch.tree
+    wrapped, tree = WrappedByDdp(model), batch.tree
     result = attempt(
         f"{STEP} failed on a batch of {batch.num_samples} samples, {shape_of(tree)}",
         partial(step, wrapped if is_wrapped else model, tree),
@@ -105,7 +95,7 @@ def _own_loss(model: nn.Module, step: Any, batch: Batch, *, is_wrapped: bool) ->
 
 
 @final
-class Wrapped(nn.Module):
+class WrappedByDdp(nn.Module):
     """A model as ``DistributedDataParallel`` wraps it: it has the model's ``forward`` alone."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -118,18 +108,6 @@ class Wrapped(nn.Module):
         self.was_called = True
         return self.module(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapper; say where one of the model is found."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if not hasattr(self.module, name):
-                raise
-            raise AttributeError(
-                f"DistributedDataParallel hides {name!r} of the model that it wraps; "
-                "take it from getattr(model, 'module', model)"
-            ) from None
-
 
 def attempt(failed: str, call: Callable[[], Result]) -> Result:
     """Call the user's code; if it raises, raise one sentence that begins with ``failed``."""
@@ -139,3 +117,62 @@ def attempt(failed: str, call: Callable[[], Result]) -> Result:
         raise
     except Exception as error:
         raise UserError(f"{failed}: {summary_of(error)}") from error
+
+
+# -- what single strategies cannot train --------------------------------------------------------
+
+
+def _wraps_model(strategy: str) -> bool:
+    """Return whether the task's step gets a wrapper with a ``forward`` alone, and not the model."""
+    return parse_strategy(strategy).name in ("ddp", "ddp-shm", "zero")
+
+
+def check_strategy(strategy: str, worker: Worker) -> None:
+    """Refuse what a built-in strategy cannot train; the worker's model has made a step."""
+    choice, on_cpu = parse_strategy(strategy), worker.device.type == "cpu"
+    name, options = choice.name, choice.options
+    has_powersgd = options.get("hook") == "powersgd"
+    may_miss = options.get("find_unused_parameters") or options.get("static_graph")
+    if not has_powersgd and options.keys() & {"powersgd_rank", "powersgd_start"}:
+        raise UserError("powersgd_rank and powersgd_start go with ddp:hook=powersgd.")
+    if options.get("static_graph") and worker.accumulate > 1:
+        raise UserError(
+            "ddp:static_graph=on cannot accumulate gradients (torch's no_sync fails in it); "
+            "leave one of the two out."
+        )
+    if name == "zero" and not lists_step_hooks.works:
+        raise UserError(f"{lists_step_hooks.sentence}.")
+    in_layers = {id(each) for layer in layers_of(worker.model) for each in layer.parameters()}
+    for parameter_name, parameter in worker.model.named_parameters():
+        gradient, named = parameter.grad, f"The parameter {parameter_name}"
+        is_missed = parameter.requires_grad and gradient is None
+        if is_missed and _wraps_model(strategy) and not may_miss:
+            raise UserError(
+                f"{named} has no part in the loss, and DistributedDataParallel would wait for its "
+                "gradient; use it, set its requires_grad=False, or compare "
+                "ddp:find_unused_parameters=on."
+            )
+        if is_missed and name == "fsdp" and id(parameter) in in_layers:
+            raise UserError(
+                f"{named} had no part in a step. fsdp gathers a layer when it is called, so all "
+                "ranks must call the same ones: use every layer, or leave fsdp out."
+            )
+        if gradient is not None and gradient.is_sparse and STRATEGIES[name].is_dense:
+            raise UserError(
+                f"The gradient of {parameter_name} is sparse, and {name} exchanges dense ones: "
+                f"make the layer with sparse=False, or leave {name} out of the comparison."
+            )
+        if (name == "fsdp" or has_powersgd) and parameter.ndim == 0:
+            raise UserError(
+                f"{strategy} cuts parameters between their rows, and {parameter_name} is a single "
+                f"number: give it the shape (1,), or leave {strategy} out of the comparison."
+            )
+    types_at_once = types_of_layers(worker.model) if name == "fsdp" else []
+    if name == "zero" or (has_powersgd and on_cpu):
+        types_at_once = [{parameter.dtype for parameter in worker.parameters}]
+    if any(len(types) > 1 for types in types_at_once):
+        raise UserError(
+            f"{strategy} wants one floating-point type in what it exchanges at once: give the "
+            "model one (or, for fsdp, each type a layer of its own in a Sequential), or leave it "
+            "out of the comparison."
+        )

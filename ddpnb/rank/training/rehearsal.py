@@ -15,7 +15,7 @@ import torch
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.batches import Shard, every_step
 from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.timing import StepReport, StepTiming, clock_of
+from ddpnb.rank.training.timing import Clock, StepReport, StepTiming
 
 
 def rehearse(context: RunContext) -> float:
@@ -27,7 +27,7 @@ def rehearse(context: RunContext) -> float:
     num_steps = min(context.spec.num_warmup_steps, context.schedule.num_steps)
     if num_steps == 0 or context.rejoin_info is not None:
         return 0.0
-    clock = clock_of(context.device)
+    clock = Clock(context.device)
     timings: list[StepTiming] = []
     with preserve_globals(context.device), closing(context.strategy()) as strategy:
         worker = context.worker("r", num_steps=num_steps, timer=clock)

@@ -1,28 +1,21 @@
 """What a rank measures in a run and reports about it (ranks)."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from torch.optim import SGD, Optimizer
 
-from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Evaluating, Mark, RunHeader, RunReport, StepEvent
 from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.strategies.worker import Memory, Worker
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
 from ddpnb.rank.training.timing import Clock, StepTiming
 
 _CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
-
-LEAST_ESTIMATED = 500
-"""Samples that BatchNorm's statistics need, however few the model is judged on."""
 
 MAX_SHARDS = 1000
 """Of a worker's shards, so many are noted."""
@@ -47,13 +40,7 @@ class RunMetrics:
     num_peak_bytes: int = 0
     num_lost_samples: int = 0
     """Of shards that workers held when they died."""
-    is_estimated: bool = False
-    """Whether BatchNorm's statistics are estimated before the model is judged."""
     shards: list[int] = field(default_factory=list)
-    num_to_judge: int = 0
-    """Evaluations to come when training has ended; 0: not known, and not announced."""
-    num_judged: int = 0
-    began_to_judge: float = 0.0
 
     def note_shard(self, shard: Shard) -> None:
         """Note the first shards that this worker has trained on, if they were handed out to it."""
@@ -117,69 +104,11 @@ class RunMetrics:
             num_lost_samples=self.num_lost_samples,
         )
 
-    def estimate_batchnorm(self, model: nn.Module) -> None:
-        """Estimate BatchNorm's statistics anew; where that fails, the run is kept all the same."""
-        context = self.context
-        if context.spec.skips_loss:
-            self.mark("has BatchNorm's statistics of rank 0: training_step calls collectives")
-            return
-        try:
-            estimate_batchnorm(
-                model,
-                context.task,
-                context.device,
-                batch_size=context.spec.batch_size,
-                seed=context.spec.seed,
-                max_samples=max(context.spec.eval_samples or MAX_SAMPLES, LEAST_ESTIMATED),
-            )
-        except Exception as error:  # noqa: BLE001  the user's model or step may raise anything
-            self.mark(f"could not estimate BatchNorm's statistics anew ({summary_of(error)})")
-
-    def score(
-        self, model: nn.Module, *, is_held_out: bool, max_samples: int = MAX_SAMPLES
-    ) -> Score:
-        """Evaluate the trained model on a split; where that fails, the run is kept all the same."""
-        context, split = self.context, "held-out" if is_held_out else "training"
-        self._announce_evaluation()
-        try:
-            return score(
-                model.eval(),
-                context.task,
-                context.device,
-                max_samples=context.spec.eval_samples or max_samples,
-                batch_size=context.spec.batch_size,
-                is_held_out=is_held_out,
-                has_loss=context.has_loss,
-            )
-        except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
-            if context.is_evaluated:
-                reason = summary_of(error)
-                self.mark(f"could not evaluate the model on {split} samples ({reason})")
-            return Score()
-
-    def _announce_evaluation(self) -> None:
-        """Publish which evaluation begins, and how long all that are left may take."""
-        if not self.num_to_judge:
-            return
-        now = time.perf_counter()
-        self.began_to_judge = self.began_to_judge or now
-        num_left, num_done = self.num_to_judge - self.num_judged, self.num_judged
-        seconds = (now - self.began_to_judge) * num_left / num_done if num_done else math.nan
-        self.publish(Evaluating(num_done, self.num_to_judge, seconds))
-        self.num_judged += 1
-
 
 def header_of(
     context: RunContext, worker: Worker, *, num_steps: int, notes: tuple[str, ...]
 ) -> RunHeader:
-    """Return the header of a run.
-
-    Args:
-        context: the run.
-        worker: what the strategy was set up with.
-        num_steps: global batches to train on.
-        notes: beside those of the strategy, the task and the options.
-    """
+    """Return the header of a run of so many global batches, with more notes."""
     plan = context.plan
     own_notes = plan.notes + tuple(worker.notes) + notes + context.task.notes + context.spec.notes
     return RunHeader(
@@ -215,24 +144,17 @@ def _num_devices(context: RunContext) -> int:
 
 
 def _notes(context: RunContext) -> list[str]:
-    spec, plan, schedule = context.spec, context.plan, context.schedule
-    found = [*fault_injection.notes(spec, plan), *context.optimizers.notes()]
+    spec, plan = context.spec, context.plan
+    found = [*fault_injection.notes(spec, plan)]
     if spec.batch_per_worker is not None and plan.num_workers > 1:
         found.append(
             f"Weak scaling: {spec.batch_per_worker} samples per step of each worker, so a global "
             f"batch of {spec.global_batch(plan.num_workers)}; single has {spec.batch_per_worker}."
         )
-    if 0 < (num_samples := schedule.size(0) // plan.num_ranks) < spec.accumulate:
-        found.append(
-            f"--accumulate {spec.accumulate} makes only {num_samples} parts: "
-            f"a worker has {num_samples} samples of each batch."
-        )
     if context.state.shares_device and plan.num_ranks > 1:
         found.append("Several ranks share one GPU.")
     if spec.num_data_workers and not context.num_data_workers:
         found.append("--data-workers has no effect: the data are tensors in memory.")
-    if spec.sync_batchnorm and not context.syncs_batchnorm and plan.num_workers > 1:
-        found.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
     if spec.link:
         found.append(
             f"The network is emulated: exchanges last as over {parse_link(spec.link).text}."

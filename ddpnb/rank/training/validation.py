@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,8 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RunSpec
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.worker import Batch, Worker
-from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
-from ddpnb.rank.training.context import CHECK, UNNAMED, RunContext, build_context
+from ddpnb.rank.training.context import UNNAMED, RunContext, build_context
 from ddpnb.rank.training.evaluation import Score, score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds
 from ddpnb.rank.training.loss_checks import BATCH_NOTE, depends_on_batch
@@ -55,10 +55,8 @@ def validate(
 
     Each rank may call it alone, as it sends nothing; only the user's own code may, such as a class
     or a step, and takes part with every rank of the group.  A class has its files in a folder of
-    ``CHECKS``, which is removed once all ranks have checked.
-
-    The arguments are those of ``loop.run``; ``num_calls`` returns how many collectives this rank
-    has called.
+    ``CHECKS``, which is removed once all ranks have checked.  The arguments are those of
+    ``loop.run``; ``num_calls`` returns how many collectives this rank has called.
 
     Raises:
         UserError: one sentence that says what is wrong and what to do.
@@ -76,69 +74,62 @@ def validate(
 
 
 def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
-    worker = context.worker(CHECK, num_steps=1, is_grouped=False)
+    worker = context.worker("check", num_steps=1)
     check_model(worker)
-    if context.device.type == "cuda" and context.num_data_workers:
-        _check_loading(context)
-    notes: tuple[str, ...] = ()
-    refusal, skips_loss, seconds, num_epochs = "", False, 0.0, 0.0
-    if context.is_own:
-        batch = _own_batch(context)
-        _check_own(context, worker, batch)
-    else:
-        batch, num_before = _smallest_batch(context), num_calls()
-        check_step(worker, batch, context.spec.strategy)
-        if (
-            depends_on_batch(worker, context.first_batch(NUM_FEW, can_be_split=True))
-            and context.plan.num_workers > 1
-        ):
-            notes = (BATCH_NOTE,)
-        if skips_loss := num_calls() > num_before:
-            notes += (COLLECTIVES_NOTE,)
-            refusal = _collectives_refusal(context)
-        usual = context.usual_batch()  # on all ranks at once, as they train
-        num_trials = 1 if context.spec.min_seconds is None else 3
-        seconds = measure_compute_seconds(worker, usual, min, num_trials=num_trials)
-        if context.spec.min_seconds is not None:  # updates and exchanges only make a run longer
-            num_steps = MIN_SECONDS_MARGIN * context.spec.min_seconds / seconds
-            num_epochs = num_steps / context.schedule.steps_per_epoch
-        seconds /= usual.num_samples
-    found, judged = Score(), 0.0
-    if context.is_evaluated and not refusal:
-        num_before = num_calls()
-        found, judged = _evaluated(
-            context, worker, batch, has_loss=context.has_loss and not skips_loss
-        )
-        if num_calls() > num_before:
-            raise UserError(
-                "validation_step or metric calls collectives, and rank 0 evaluates alone, on "
-                "samples of the whole split: compute what they return without the other ranks."
-            )
-    return Checked(
+    result = Checked(
         num_samples=len(context.task.train),
         survives_deaths=context.plan.survives_deaths,
-        has_accuracy=not math.isnan(found.accuracy),
-        num_epochs=num_epochs,
-        notes=notes,
         num_held_out=len(context.task.held_out),
-        seconds_per_judged=judged,
-        seconds_per_trained=seconds,
-        skips_loss=skips_loss,
-        refusal=refusal,
     )
+    if context.is_own:
+        batch = _check_own(context, worker)
+    else:
+        batch = _smallest_batch(context)
+        result = _check_built_in(context, worker, batch, num_calls, result)
+    if not context.is_evaluated or result.refusal:
+        return result
+    num_before = num_calls()
+    has_loss = context.has_loss and not result.skips_loss
+    found, seconds = _evaluated(context, worker, batch, has_loss=has_loss)
+    if num_calls() > num_before:
+        raise UserError(
+            "validation_step or metric calls collectives, and rank 0 evaluates alone, on "
+            "samples of the whole split: compute what they return without the other ranks."
+        )
+    has_accuracy = not math.isnan(found.accuracy)
+    return replace(result, has_accuracy=has_accuracy, seconds_per_judged=seconds)
 
 
-def _check_loading(context: RunContext) -> None:
-    """Load a batch in other processes, as the run will: a forked one cannot use a GPU.
-
-    See "CUDA in multiprocessing" in torch's notes on multiprocessing.
-    """
-
-    def load() -> None:
-        with context.source([Shard(step=0, part=0, num_parts=context.plan.num_workers)]) as source:
-            next(source)
-
-    attempt("A loading process failed; it cannot use the GPU, so keep samples on the CPU", load)
+def _check_built_in(
+    context: RunContext, worker: Worker, batch: Batch, num_calls: Callable[[], int], result: Checked
+) -> Checked:
+    """Make a step of a built-in strategy, look at its loss, and measure how long it takes."""
+    spec, num_before = context.spec, num_calls()
+    attempt(
+        "The optimizer cannot be made",
+        partial(context.optimizers.check, worker.parameters, worker.model, worker.make_model),
+    )
+    check_step(worker, batch, spec.strategy)
+    notes, refusal, num_epochs = [], "", 0.0
+    few = context.first_batch(NUM_FEW, can_be_split=True)
+    if depends_on_batch(worker, few) and context.plan.num_workers > 1:
+        notes.append(BATCH_NOTE)
+    if skips_loss := num_calls() > num_before:
+        notes.append(COLLECTIVES_NOTE)
+        refusal = _collectives_refusal(context)
+    usual = context.usual_batch()  # on all ranks at once, as they train
+    seconds = measure_compute_seconds(worker, usual, min)
+    if spec.min_seconds is not None:  # updates and exchanges only make a run longer
+        num_steps = MIN_SECONDS_MARGIN * spec.min_seconds / seconds
+        num_epochs = num_steps / context.schedule.steps_per_epoch
+    return replace(
+        result,
+        notes=tuple(notes),
+        refusal=refusal,
+        skips_loss=skips_loss,
+        num_epochs=num_epochs,
+        seconds_per_trained=seconds / usual.num_samples,
+    )
 
 
 def _smallest_batch(context: RunContext) -> Batch:
@@ -153,44 +144,38 @@ def _smallest_batch(context: RunContext) -> Batch:
         num = min(accumulate, size)  # dp splits each micro-batch among the replicas
         for part in (size // num, -(-size // num)):
             fewest.append((part - 1) % -(-part // plan.num_workers) + 1)  # 7 as 3, 3, 1
-    # BatchNorm's statistics that include the other ranks' samples need two here.
-    return context.first_batch(max(min(fewest), 2 if context.syncs_batchnorm else 1))
+    return context.first_batch(min(fewest))
 
 
-def _own_batch(context: RunContext) -> Batch:
-    """Fetch this rank's shard of the smallest global batch, with its weight in a real run."""
-    num = context.state.world_size
-    step = context.schedule.smallest_shard(num).step
-    shard = Shard(step=step, part=context.state.rank, num_parts=num)
-    return context.batch(shard, context.fetch(shard))
-
-
-def _check_own(context: RunContext, worker: Worker, batch: Batch) -> None:
+def _check_own(context: RunContext, worker: Worker) -> Batch:
     """Have a class of the user's own set up and make one step; takes part: every rank.
 
     What it does not use of the cell, such as its loss, need not be right.
+
+    Returns:
+        This rank's shard of the smallest global batch, with its weight in a real run.
     """
-    strategy = context.strategy()
-    if not dist.is_initialized():
-        return
-    worker.folder.mkdir(mode=0o700, exist_ok=True)
-    with closing(strategy):
-        strategy.setup(worker)
-        strategy.step(batch)
+    smallest = context.schedule.smallest_shard(context.state.world_size)
+    shard = replace(smallest, part=context.state.rank)
+    batch, strategy = context.batch(shard, context.fetch(shard)), context.strategy()
+    if dist.is_initialized():
+        worker.folder.mkdir(mode=0o700, exist_ok=True)
+        with closing(strategy):
+            strategy.setup(worker)
+            strategy.step(batch)
+    return batch
 
 
 def _collectives_refusal(context: RunContext) -> str:
     """Return why a strategy cannot make steps that call collectives; empty if it can."""
-    plan, spec = context.plan, context.spec
-    if plan.num_ranks < context.state.world_size:
-        reason = "trains on one rank alone, where no other answers"
-    elif not plan.synchronous or spec.is_ceiling:
-        reason = "has workers that do not make the same steps together"
-    else:
+    plan, strategy = context.plan, context.spec.strategy
+    is_together = plan.num_ranks == context.state.world_size and plan.synchronous
+    if is_together and not context.spec.is_ceiling:
         return ""
     return (
-        f"training_step calls collectives, and {spec.strategy} {reason}: call them only if "
-        f"isinstance(model, DistributedDataParallel), or leave {spec.strategy} out."
+        f"training_step calls collectives, and not all ranks of {strategy} make the same steps "
+        "together: call them only if isinstance(model, DistributedDataParallel), or leave "
+        f"{strategy} out."
     )
 
 
@@ -204,26 +189,16 @@ def _evaluated(
     Returns:
         The score on held-out samples, and the seconds that a sample takes in a usual batch.
     """
-    model, task, device = worker.model.eval(), context.task, worker.device
-
-    def judge(split: str, batch_size: int, max_samples: int) -> Score:
-        return score(
-            model,
-            task,
-            device,
-            batch_size=batch_size,
-            max_samples=max_samples,
-            is_held_out=split == "test",
-            has_loss=has_loss,
-        )
-
-    for split in ("train", "test"):  # two batches, whose outputs a metric needs joined
-        failed = f"The model cannot be evaluated on data({split!r})"
-        found = attempt(failed, partial(judge, split, batch.num_samples, 2 * batch.num_samples))
-    num, seconds = context.usual_batch().num_samples, []
+    judge = partial(score, worker.model.eval(), context.task, worker.device, has_loss=has_loss)
+    num = batch.num_samples
+    for is_held_out in (False, True):  # two batches, whose outputs a metric needs joined
+        few = partial(judge, batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
+        split = "test" if is_held_out else "train"
+        found = attempt(f"The model cannot be evaluated on data({split!r})", few)
+    usual, seconds = context.usual_batch().num_samples, []
     for _ in range(2):
         began = time.perf_counter()
-        num_judged = judge("test", num, num).num_samples
+        num_judged = judge(batch_size=usual, max_samples=usual).num_samples
         seconds.append((time.perf_counter() - began) / num_judged)
     return found, min(seconds)
 
@@ -231,10 +206,7 @@ def _evaluated(
 def _with_place(error: UserError, cell: int, filename: str) -> UserError:
     """Return an error that names the line of the comparison's cell where it began, if one is known.
 
-    Args:
-        error: its cause is what the cell raised.
-        cell: the ``n`` of ``In [n]``; 0 if not known.
-        filename: what tracebacks call the cell.
+    ``cell`` is the ``n`` of ``In [n]``, 0 if not known; the error's cause is what the cell raised.
     """
     frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
     lines = [frame.lineno for frame in frames if frame.filename == filename]

@@ -349,7 +349,7 @@ def test_outside_a_project_runs_lie_beside_the_notebook(tmp_path: Path):
         {"strategy": "ddp:hook=smoke"},
         {"strategy": "Averaging:=="},
         {"task": "poetry"},
-        {"lr_scaling": "cubic"},
+        {"amp": "fp8"},
         {"slow": ["often"]},
     ],
     ids=str,

@@ -13,7 +13,6 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks import cell_task
 from ddpnb.rank.training import validation
-from ddpnb.rank.training.evaluation import number_of
 from tests.rank.ranks import make_state
 from tests.rank.sources import DATA, GOOD, MODEL, STEP
 
@@ -29,76 +28,73 @@ def fails(match: str):
     return pytest.raises(UserError, match=match)
 
 
-ITEMS = """
-class Own(torch.utils.data.{kind}):
-    def __len__(self): return 20
-    def __getitem__(self, i): return {item}
-def data(split): return Own()
-"""
-OWN_STEP = GOOD + STEP
+def of_batch(expression: str) -> str:
+    """A cell with a step that returns this; ``error`` is the loss."""
+    return GOOD + (
+        "def training_step(model, batch):\n"
+        "    inputs, targets = batch\n"
+        "    error = nn.functional.cross_entropy(model(inputs), targets)\n"
+        f"    return {expression}\n"
+    )
+
+
+def with_optimizer(result: str) -> str:
+    return GOOD + (
+        "def optimizer(params):\n"
+        "    made = torch.optim.SGD(params, lr=0.1)\n"
+        "    rates = torch.optim.lr_scheduler\n"
+        f"    return {result}\n"
+    )
+
+
+ITEMS = MODEL + (
+    "class Own(torch.utils.data.Dataset):\n"
+    "    def __len__(self): return 20\n"
+    "    def __getitem__(self, i): return {}\n"
+    "def data(split): return Own()\n"
+)
+LOADER = GOOD + (
+    "from torch.utils.data import *\n"
+    "samples = TensorDataset(torch.randn(20, 4), torch.zeros(20).long())\n"
+    "class Own(SequentialSampler): pass\n"
+    "def data(split): return DataLoader(samples, {})\n"
+)
 GOOD_CELLS = {
-    "plain": GOOD,
     "arrays": MODEL + "import numpy as np\nx = np.ones((20, 4), dtype=np.float32)\n"
     "x.flags.writeable = False\ndef data(split): return x, np.zeros(20, dtype=np.int64)",
-    "TensorDataset": MODEL + "from torch.utils.data import *\n"
-    "def data(split): return TensorDataset(torch.randn(20, 4), torch.zeros(20).long())",
-    "Dataset": MODEL + ITEMS.format(kind="Dataset", item="(torch.randn(4), i % 3)"),
+    "Dataset": ITEMS.format("(torch.randn(4), i % 3)"),
     "list": MODEL + "def data(split): return [(torch.randn(4), i % 3) for i in range(20)]",
-    "loader": MODEL + "from torch.utils.data import *\n"
-    "def data(split): return DataLoader([(torch.randn(4), i % 3) for i in range(20)], 7)",
-    "dict": OWN_STEP.replace("return nn.f", "return {'a': 0.5, 'loss': nn.f") + "}",
-    "gradient penalty": OWN_STEP.replace(
-        "    return nn",
-        "    inputs = inputs.clone().requires_grad_()\n"
-        "    slope, = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)\n"
-        "    return slope.square().mean() + nn",
+    "loader": LOADER.format("7"),
+    "dict": of_batch("{'a': 0.5, 'loss': error}"),
+    "gradient penalty": of_batch(
+        "error + torch.autograd.grad(model(x := inputs.clone().requires_grad_()).sum(), x, "
+        "create_graph=True)[0].square().mean()"
     ),
-    "outputs with attributes": OWN_STEP.replace(
-        "    return nn.functional.cross_entropy(model(inputs), targets)",
-        "    from collections import OrderedDict\n"
-        "    class Outputs(OrderedDict): pass  # as those of transformers\n"
-        "    logits = model(inputs)\n"
-        "    return Outputs(loss=nn.functional.cross_entropy(logits, targets), logits=logits)",
-    ),
+    "outputs with attributes": "from collections import OrderedDict\n"
+    "class Outputs(OrderedDict): pass  # as those of transformers\n"
+    + of_batch("Outputs(loss=error, logits=model(inputs))"),
     "metric": GOOD + "def metric(outputs, targets): return (outputs.argmax(1) == targets).sum()",
-    "validation step": OWN_STEP + "def validation_step(model, batch): return {'f1': 0.5}",
+    "validation step": GOOD + STEP + "def validation_step(model, batch): return {'f1': 0.5}",
     "infinite loss": GOOD + "loss = lambda outputs, targets: outputs.square().mean() * 1e39",
     "loss of rounding alone": GOOD
     + "def loss(outputs, targets): return (outputs * 1e-9).square().sum()",
-    "scheduler": GOOD + "def optimizer(params):\n    made = torch.optim.SGD(params, lr=0.1)\n"
-    "    return made, torch.optim.lr_scheduler.StepLR(made, 3)",
+    "scheduler": with_optimizer("made, rates.StepLR(made, 3)"),
 }
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp"])
 @pytest.mark.parametrize("source", GOOD_CELLS.values(), ids=GOOD_CELLS)
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_anything_that_trains_passes(source, strategy):
-    assert check(source, strategy, accumulate=2).num_samples == 20
+def test_anything_that_trains_passes(source):
+    for strategy in ("dp", "ddp"):
+        assert check(source, strategy, accumulate=2).num_samples == 20
 
 
-@pytest.mark.parametrize("task", ["digits", "synthetic"])
-def test_built_in_tasks_pass(task):
-    spec = RunSpec(run_id="r", strategy="ddp", task=task)
-    assert validation.validate(spec, state=make_state(0, 2), namespace={}).has_accuracy
-
-
-SIZED = (
-    "def optimizer(model):\n    made = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-    "    return made, torch.optim.lr_scheduler.{}"
-)
 BAD_CELLS = {
     "no model": ("import torch\n" + DATA, "model"),
-    "no data": (MODEL, "data"),
-    "model is no function": ("import torch\nmodel = 3\n" + DATA, "model"),
     "model is a module": (GOOD + "model = nn.Linear(4, 3)", "module"),
-    "model returns nothing": (GOOD + "def model(): pass", "returned None"),
-    "no parameters": (GOOD + "def model(): return nn.ReLU()", "optimizer .*empty parameter list"),
+    "no parameters": (GOOD + "def model(): return nn.ReLU()", "optimizer"),
     "lazy": (GOOD + "def model(): return nn.LazyLinear(3)", "lazy"),
-    "wrapped": (
-        GOOD + "def model(): return nn.Sequential(nn.DataParallel(nn.Linear(4, 3)))",
-        "DataParallel",
-    ),
+    "wrapped": (GOOD + "def model(): return nn.DataParallel(nn.Linear(4, 3))", "DataParallel"),
     "unused parameter": (
         GOOD + "class M(nn.Linear):\n"
         "    def __init__(self):\n"
@@ -116,184 +112,76 @@ BAD_CELLS = {
         "        self.run = lambda inputs: self.deep(super(Block, self).forward(inputs))\n"
         "    def forward(self, inputs): return self.run(inputs)\n"
         "def model(): return copy.deepcopy(Block())",
-        r"Block that run holds.*requires_grad_\(False\)",
+        r"\(3, 3\).*requires_grad_\(False\)",
     ),
-    "loss of another module": (
-        GOOD + "head = nn.Linear(3, 3)\n"
-        "def loss(outputs, targets): return nn.functional.cross_entropy(head(outputs), targets)",
-        "Linear that loss holds",
-    ),
-    "own batches": (
-        GOOD + "from torch.utils.data import *\n"
-        "def data(split): return DataLoader(TensorDataset(torch.randn(20, 4), "
-        "torch.zeros(20).long()), batch_sampler=[[0, 1], [2]])",
-        "a list",
-    ),
-    "own sampler": (
-        GOOD + "from torch.utils.data import *\n"
-        "class Own(SequentialSampler): pass\n"
-        "def data(split): return DataLoader([1, 2], sampler=Own([1, 2]))",
-        "an? Own",
-    ),
+    "own batches": (LOADER.format("batch_sampler=[[0, 1], [2]]"), "a list"),
+    "own sampler": (LOADER.format("sampler=Own([1, 2])"), "an? Own"),
     "held-out samples that are drawn": (
-        GOOD + "from torch.utils.data import *\n"
-        "def data(split):\n"
-        "    samples = TensorDataset(torch.randn(20, 4), torch.zeros(20).long())\n"
-        "    return DataLoader(samples, sampler=RandomSampler(samples, replacement=True))",
+        LOADER.format("sampler=RandomSampler(samples, replacement=True)"),
         "'test'.*RandomSampler",
     ),
-    "text": (GOOD + "def data(split): return 'abc'", "a str"),
-    "nothing": (GOOD + "def data(split): pass", "None"),
-    "three tensors": (GOOD + "def data(split): return (torch.ones(20),) * 3", "tuple of 3"),
-    "strings": (GOOD + "def data(split): return ['a'], ['b']", "a list"),
-    "unequal": (GOOD + "def data(split): return torch.ones(20, 4), torch.ones(19)", "20 .* 19 "),
     "unequal leaves": (
-        OWN_STEP + "def data(split): return {'a': torch.ones(20, 4), 'b': (torch.ones(19),)}",
+        GOOD + STEP + "def data(split): return {'a': torch.ones(20, 4), 'b': (torch.ones(19),)}",
         r"20 in \['a'\], 19 in \['b'\]\[0\]",
     ),
-    "empty": (
-        GOOD + "def data(split):\n"
-        "    n = 20 if split == 'train' else 0\n"
-        "    return torch.ones(n, 4), torch.ones(n).long()",
-        "'test'",
-    ),
-    "items that do not stack": (
-        MODEL + ITEMS.format(kind="Dataset", item="(torch.ones(i % 3 + 1), 1)"),
-        r"collate_fn\(items\)",
-    ),
-    "items of strings": (MODEL + ITEMS.format(kind="Dataset", item="'a', 'b'"), "collate_fn"),
-    "no length": (
-        MODEL + "class Own:\n    def __getitem__(self, i): return torch.ones(4), 1\n"
-        "def data(split): return Own()",
-        "an Own",
-    ),
-    "a stream": (
-        MODEL + "class Own(torch.utils.data.IterableDataset):\n"
-        "    def __iter__(self): return iter([])\n"
-        "def data(split): return Own()",
-        "an Own",
-    ),
-    "a dict without a step": (GOOD + "def data(split): return {'x': torch.ones(20, 4)}", "a dict"),
+    "empty": (GOOD + "def data(split): return torch.ones(20 * (split == 'train'), 4)", "'test'"),
+    "items that do not stack": (ITEMS.format("torch.ones(i % 3 + 1), 1"), "collate_fn"),
+    "no length": (ITEMS.format("torch.ones(4), 1").replace("def __len__", "def num"), "an Own"),
     "collate_fn of tensors": (GOOD + "def collate_fn(items): return items", "collate_fn"),
-    "loss is no function": (GOOD + "loss = 0.3", "a float"),
-    "loss is a vector": (GOOD + "loss = nn.CrossEntropyLoss(reduction='none')", r"\(5,\)"),
     "loss is a sum": (GOOD + "loss = nn.CrossEntropyLoss(reduction='sum')", "sum"),
-    "loss is detached": (
-        GOOD + "def loss(o, t): return nn.functional.cross_entropy(o, t).detach()",
-        "does not require grad",
-    ),
+    "loss is detached": (of_batch("error.detach()"), "does not require grad"),
     "loss fails": (GOOD + "loss = nn.MSELoss()", r"loss.* \(5, 3\) .*RuntimeError"),
     "model fails": (GOOD + "def model(): return nn.Linear(5, 3)", r"\(5, 4\): RuntimeError"),
-    "one column": (
-        GOOD + "def model(): return nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))\n"
-        "def data(split): return torch.randn(20, 4), torch.rand(20)",
-        r"one column, \(5,\)",
-    ),
-    "test samples of another size": (
-        GOOD + "def data(split):\n"
-        "    return torch.randn(20, 4 if split == 'train' else 5), torch.randint(3, (20,))",
-        "'test'.*RuntimeError",
-    ),
+    "one column": (GOOD + "def model(): return nn.Linear(4, 1)", r"one column, \(5, 1\)"),
     "fails in evaluation mode": (
         GOOD + "class M(nn.Linear):\n"
         "    def forward(self, x): return super().forward(x) if self.training else None\n"
         "def model(): return M(4, 3)",
         "'train'.*TypeError",
     ),
-    "step returns nothing": (OWN_STEP.replace("return nn.f", "nn.f"), "None"),
-    "step returns a vector": (
-        OWN_STEP.replace("targets)\n", "targets, reduction='none')\n"),
-        r"training_step.*\(5,\)",
-    ),
-    "step is a sum": (
-        OWN_STEP.replace("targets)\n", "targets, reduction='sum')\n"),
-        "training_step.* sum",
-    ),
-    "no loss": (OWN_STEP.replace("return nn.f", "return {'f1': nn.f") + "}", "'loss'"),
-    "a text beside it": (
-        OWN_STEP.replace("return nn.f", "return {'f1': 'good', 'loss': nn.f") + "}",
-        "'f1'.*a str",
-    ),
-    "step fails": (
-        OWN_STEP.replace("inputs, targets = batch", "inputs = batch['x']"),
-        r"training_step.*\(5, 4\).*TypeError",
-    ),
-    "a method that DDP hides": (
-        OWN_STEP.replace("model(inputs)", "model(inputs[:, :model.in_features])"),
-        "AttributeError.*'in_features'",
-    ),
+    "step returns nothing": (of_batch("None"), "None"),
+    "step is a sum": (of_batch("error * len(inputs)"), "training_step.* sum"),
+    "no loss": (of_batch("{'f1': error}"), "'loss'"),
+    "a text beside it": (of_batch("{'f1': 'good', 'loss': error}"), "'f1'.*a str"),
+    "a method that DDP hides": (of_batch("error * model.in_features"), "'in_features'"),
     "the model that DDP wraps": (
-        OWN_STEP.replace("model(inputs)", "getattr(model, 'module', model)(inputs)"),
-        r"never calls model\(\.\.\.\)",
+        GOOD + STEP.replace("model(inputs)", "getattr(model, 'module', model)(inputs)"),
+        "never calls model",
     ),
-    "metric raises": (
-        GOOD + "def metric(outputs, targets): return 1 / 0",
-        "'test'.*ZeroDivisionError",
-    ),
-    "metric returns text": (GOOD + "def metric(outputs, targets): return 'good'", "a str"),
-    "metric returns the loss": (
-        GOOD + "def metric(outputs, targets): return {'f1': 1.0, 'loss': 2.0}",
-        "'loss'",
-    ),
+    "metric returns the loss": (GOOD + "def metric(o, t): return {'loss': 2.0}", "'loss'"),
     "metric returns a vector": (
         GOOD + "def metric(outputs, targets): return {'f1': outputs.mean(dim=1)}",
         r"'f1'.*\(10,\)",
     ),
-    "validation step returns nothing": (
-        GOOD + "def validation_step(model, batch): pass",
-        "validation_step.*None",
-    ),
-    "metric of a dict": (
-        OWN_STEP.replace("inputs, targets = batch", "inputs, targets = batch['x'], batch['y']")
-        + "def data(split): return {'x': torch.ones(20, 4), 'y': torch.ones(20).long()}\n"
-        "def metric(outputs, targets): return 1",
-        "a dict.*validation_step",
-    ),
-    "optimizer is no function": (GOOD + "optimizer = 3", "an int"),
-    "optimizer returns nothing": (GOOD + "def optimizer(params): pass", "None"),
-    "optimizer needs a closure": (GOOD + "optimizer = torch.optim.LBFGS", "TypeError"),
-    "optimizer of something else": (
-        GOOD + "def optimizer(params, rate): return torch.optim.SGD(params, lr=rate)",
-        "TypeError.*rate",
-    ),
-    "several optimizers": (
-        GOOD + "def optimizer(params): return [torch.optim.SGD(params, lr=0.1)] * 3",
-        "a list",
-    ),
-    "a scheduler that wants a metric": (
-        GOOD + SIZED.format("ReduceLROnPlateau(made)"),
-        "ReduceLROnPlateau",
-    ),
+    "optimizer of something else": (GOOD + "def optimizer(params, rate): pass", "TypeError.*rate"),
+    "several optimizers": (with_optimizer("[made, made]"), "a list"),
+    "a scheduler that wants a metric": (with_optimizer("made, rates.ReduceLROnPlateau(made)"), "R"),
     "a scheduler that is too short": (
-        GOOD + SIZED.format("OneCycleLR(made, 0.1, total_steps=2)"),
+        with_optimizer("made, rates.OneCycleLR(made, 0.1, total_steps=2)"),
         "4 steps.*ValueError",
-    ),
-    "no scheduler": (
-        GOOD + "def optimizer(params): return torch.optim.SGD(params, lr=0.1), 'cosine'",
-        "a str",
     ),
 }
 
 
 @pytest.mark.parametrize(("source", "said"), BAD_CELLS.values(), ids=BAD_CELLS)
+@pytest.mark.filterwarnings("ignore:Using a target size")
 def test_each_mistake_is_one_sentence(source, said):
     with fails(said) as caught:
         check(source)
     assert "\n" not in str(caught.value)
 
 
-NOISY = GOOD + (
-    "def training_step(model, batch):\n"
-    "    outputs = model(batch[0] + {noise} * torch.randn_like(batch[0]))\n"
-    "    return nn.functional.cross_entropy(outputs, batch[1], reduction='{kind}')\n"
-)
-
-
 @pytest.mark.parametrize("noise", [0, 0.2])
 def test_a_sum_is_found_whatever_noise_is_drawn(noise):
-    check(NOISY.format(noise=noise, kind="mean"), batch_size=20)
+    source = GOOD + (
+        f"def model(): return nn.Linear(4, 3)\nnoise = {noise}\n"
+        "def loss(outputs, targets):\n"
+        "    outputs = outputs + noise * torch.randn_like(outputs)\n"
+        "    return nn.functional.cross_entropy(outputs, targets, reduction='mean')\n"
+    )
+    check(source, batch_size=20)
     with fails("is a sum"):
-        check(NOISY.format(noise=noise, kind="sum"), batch_size=20)
+        check(source.replace("'mean'", "'sum'"), batch_size=20)
 
 
 CONTRASTIVE = (
@@ -301,32 +189,23 @@ CONTRASTIVE = (
     "    scores = outputs @ (outputs.detach() + {noise} * torch.randn_like(outputs)).T\n"
     "    return nn.functional.cross_entropy(scores, torch.arange(len(outputs)))\n"
 )
-DEPENDENT = (
-    CONTRASTIVE.format(noise=0),
-    CONTRASTIVE.format(noise=0.1),
-    "def loss(outputs, targets): return outputs.var()",
-)
+DEPENDENT = (CONTRASTIVE.format(noise=0), CONTRASTIVE.format(noise=0.1))
 INDEPENDENT = (
-    "",
     "loss = lambda outputs, targets: (outputs + 0.3 * torch.randn_like(outputs)).square().mean()",
-    "def data(split): return torch.randn(18, 4), torch.randint(3, (18,))",
     "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout())",
 )
 
 
-@pytest.mark.parametrize("strategy", ["single", "dp", "ddp"])
-def test_a_note_says_that_a_loss_depends_on_the_batch(strategy):
-    num_expected = 0 if strategy == "single" else 1
+@pytest.mark.parametrize(("strategy", "num_notes"), [("single", 0), ("ddp", 1)])
+def test_a_note_says_that_a_loss_depends_on_the_batch(strategy, num_notes):
     found = [len(check(GOOD + each, strategy).notes) for each in DEPENDENT + INDEPENDENT]
-    assert found == [num_expected] * 3 + [0] * 4
+    assert found == [num_notes] * 2 + [0] * 2
 
 
 def test_batches_that_do_not_fit_are_refused():
     with fails("3 ranks"):
         check(GOOD, "single", num_ranks=3, batch_size=2)
-    with fails("20 samples"):
-        check(GOOD, batch_size=21)
-    with fails(r"22 .* \(20 samples\).*--batch-per-worker"):
+    with fails(r"22 .* \(20 samples\)"):
         check(GOOD, batch_per_worker=11)
 
 
@@ -338,14 +217,10 @@ BATCHNORM = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchN
     [
         ("ddp", 2, {"batch_size": 18}, False),  # 20 = 18 + 2: one sample each in the last step
         ("single", 2, {"batch_size": 8, "accumulate": 4}, False),  # 20 = 8 + 8 + 4
-        ("ddp", 2, {"accumulate": 4}, False),
-        ("dp", 2, {"accumulate": 4}, False),
         ("dp", 4, {}, False),  # DataParallel cuts 10 into 3, 3, 3 and 1
         ("dp", 4, {"batch_size": 20, "accumulate": 3}, False),  # 7, 7, 6; 7 into 2, 2, 2 and 1
         ("single", 2, {"accumulate": 5}, True),
-        ("ddp", 2, {"accumulate": 2}, True),
         ("dp", 2, {"batch_size": 20, "accumulate": 3}, True),  # 7, 7, 6, and 7 into 4 and 3
-        ("ddp", 4, {}, True),
         ("async", 2, {"accumulate": 2}, True),
     ],
 )
@@ -361,8 +236,6 @@ def test_what_the_cell_itself_raises_comes_with_the_cells_lines():
     with pytest.raises(ZeroDivisionError) as caught:
         check(GOOD + "def data(split):\n    return 1 / 0  # here\n")
     assert "return 1 / 0  # here" in "".join(traceback.format_exception(caught.value))
-    with pytest.raises(SyntaxError):
-        check("def model(:")
 
 
 def test_names_of_earlier_cells_are_seen_but_not_taken_for_the_cells_own():
@@ -370,15 +243,12 @@ def test_names_of_earlier_cells_are_seen_but_not_taken_for_the_cells_own():
     check("def model(): return Net(4, 3)\n" + DATA, names=earlier)
     with fails("model"):
         check("import torch\n" + DATA, names=earlier)
-    bound = MODEL.replace("def model(): return nn.Linear(4, 3)", "model = Net") + DATA
-    check(bound, names={"Net": lambda: nn.Linear(4, 3)})
 
 
-@pytest.mark.parametrize("model", ["net", "nn.Sequential(net, nn.Linear(3, 3))"])
-def test_a_model_of_the_notebook_is_refused_unless_it_is_copied(model):
+def test_a_model_of_the_notebook_is_refused_unless_it_is_copied():
     net = nn.Linear(4, 3)
     before = net.weight.clone()
-    source = GOOD + f"def model(): return {model}\n"
+    source = GOOD + "def model(): return nn.Sequential(net, nn.Linear(3, 3))\n"
     with fails(r"copy\.deepcopy"):
         check(source, names={"net": net})
     check("import copy\n" + source.replace("net", "copy.deepcopy(net)"), names={"net": net})
@@ -408,7 +278,7 @@ SPARSE = MODEL + (
 )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["dp", "async", "ddp", "fsdp"])
 def test_sparse_gradients_are_refused_where_they_cannot_be_exchanged(strategy):
     if not STRATEGIES[strategy].is_dense:
         check(SPARSE, strategy)
@@ -428,11 +298,6 @@ TEMPERATURE = GOOD + (
 TWO_TYPES = GOOD + (
     "class Cast(nn.Module):\n"
     "    def forward(self, inputs): return inputs.double()\n"
-    "class Whole(nn.Module):\n"
-    "    def __init__(self, *steps):\n"
-    "        super().__init__()\n"
-    "        self.one, self.cast, self.other = steps\n"
-    "    def forward(self, inputs): return self.other(self.cast(self.one(inputs)))\n"
     "def model(): return nn.Sequential(nn.Linear(4, 3), Cast(), nn.Linear(3, 3).double())\n"
 )
 
@@ -441,13 +306,10 @@ TWO_TYPES = GOOD + (
     ("strategy", "source", "said"),
     [
         ("ddp:static_graph=on", GOOD, "static_graph"),
-        ("ddp:bucket_cap_mb=0", GOOD, "bucket_cap_mb"),
         ("ddp:hook=powersgd", TEMPERATURE, "temperature"),
         ("ddp:hook=powersgd", TWO_TYPES, "powersgd"),
         ("zero", TWO_TYPES, "zero"),
-        ("fsdp", TWO_TYPES.replace("nn.Sequential", "Whole"), "fsdp"),
-        ("fsdp", TEMPERATURE, r"temperature, of shape \(\)"),
-        ("fsdp", TEMPERATURE.replace("ones(())", "ones(0)"), r"temperature, of shape \(0,\)"),
+        ("fsdp", TEMPERATURE, "temperature"),
     ],
 )
 def test_what_one_strategy_cannot_train_is_refused_before_anything_trains(strategy, source, said):
@@ -457,33 +319,7 @@ def test_what_one_strategy_cannot_train_is_refused_before_anything_trains(strate
     check(TWO_TYPES, "fsdp")  # each of its layers is of one type
 
 
-def test_a_scheduler_and_a_warm_up_exclude_each_other():
-    source = GOOD_CELLS["scheduler"]
-    for option, changes in (
-        ("--lr-warmup", {"num_lr_warmup_epochs": 1}),
-        ("--lr-scaling", {"lr_scaling": "sqrt", "batch_per_worker": 5}),
-    ):
-        with fails(option):
-            check(source, "ddp", **changes)
-
-
-@pytest.mark.parametrize(
-    ("more", "names"),
-    [
-        ("def optimiser(params): pass", ("optimiser", "optimizer")),
-        ("def metrics(o, t): return 1", ("metrics", "metric")),
-        ("def metrics(o, t): return 1\ndef metric(o, t): return metrics(o, t)", ()),
-        ("def optimiser(params): pass\noptimizer = None\nkept = optimiser", ()),
-        ("def noise(): return 1", ()),
-    ],
-)
-def test_a_misspelt_function_is_told(more, names):
-    spec = RunSpec(run_id="r", strategy="ddp", source=GOOD + more)
-    notes = cell_task(spec, {}, "cell").notes
-    assert len(notes) == bool(names)
-    assert all(name in note for note in notes for name in names)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_number_may_be_a_tensor_of_the_graph():
-    assert number_of(torch.ones(1, requires_grad=True) * 2, "training_step()") == 2.0
+def test_a_misspelt_function_is_told():
+    spec = RunSpec(run_id="r", strategy="ddp", source=GOOD + "def optimiser(params): pass")
+    (note,) = cell_task(spec, {}, "cell").notes
+    assert "optimiser" in note

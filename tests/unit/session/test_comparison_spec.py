@@ -221,16 +221,12 @@ WRONG_LINES = {
     "--momentum much": "--momentum takes a number, not 'much'.",
     "--batch-per-worker 0": "--batch-per-worker must be at least 1, not 0.",
     "--batch-per-worker 64 --batch-size 128": "--batch-size fixes the global batch, and",
-    "--lr-scaling linear": "--lr-scaling linear has nothing to scale: the global batch is 256 for",
-    "--batch-size 64 --lr-scaling sqrt": "Give --batch-per-worker, with which it grows, or leave",
     "--seed=-1": "--seed must be at least 0, not -1.",
     f"--seed {2**63}": f"--seed must be at most {2**63 - 1}, not {2**63}.",
     f"--seed {10**400}": f"--seed must be at most {2**63 - 1}, not 1000",
     "--accumulate 0": "--accumulate must be at least 1, not 0.",
     "--amp fp8": "There is no --amp 'fp8'; choose one of: none, bf16.",
     "--clip 0": "--clip must be greater than 0, not 0.",
-    "--lr-scaling cubic": "There is no --lr-scaling 'cubic'; choose one of: none, linear, sqrt.",
-    "--lr-warmup=-1": "--lr-warmup must be at least 0, not -1.",
     "--data-workers=-1": "--data-workers must be at least 0, not -1.",
     "--data-workers 100000": "--data-workers must be at most 256, not 100000.",
     "--transport gloo": "ddp_compare has no option --transport any more: ",
@@ -285,8 +281,8 @@ def test_the_help_begins_with_the_usage_and_names_every_default():
 def test_every_choice_has_its_option():
     line = (
         "ddp --task synthetic:samples=512 --epochs 3 --batch-size 64 --lr 0.1 --seed 5 "
-        "--momentum 0.9 --accumulate 4 --amp bf16 --clip 1.5 --lr-warmup 1 "
-        "--sync-batchnorm --data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
+        "--momentum 0.9 --accumulate 4 --amp bf16 --clip 1.5 "
+        "--data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
         "--jitter 20% --kill 1@5s --save --eval-samples 90 --eval-every 0.5 --link 10GbE"
     )
     assert parse(line) == TrainingSpec(
@@ -300,8 +296,6 @@ def test_every_choice_has_its_option():
         amp="bf16",
         clip=1.5,
         momentum=0.9,
-        num_lr_warmup_epochs=1,
-        sync_batchnorm=True,
         link="10GbE",
         num_data_workers=2,
         slow=("1:3x", "0:50ms", "2:2x"),
@@ -313,8 +307,8 @@ def test_every_choice_has_its_option():
 
 
 def test_a_batch_of_each_worker_grows_with_them():
-    training = parse("ddp --task digits --batch-per-worker 64 --lr-scaling linear")
-    assert training == TrainingSpec(task="digits", batch_per_worker=64, lr_scaling="linear")
+    training = parse("ddp --task digits --batch-per-worker 64")
+    assert training == TrainingSpec(task="digits", batch_per_worker=64)
     assert [training.global_batch(num) for num in (1, 2, 4)] == [64, 128, 256]
     assert [parse("ddp --task digits").global_batch(num) for num in (1, 4)] == [256, 256]
 

@@ -34,7 +34,7 @@ def seconds(spec: RunSpec, checked: Checked = CHECKED) -> float:
     return num * checked.seconds_per_judged
 
 
-@pytest.mark.parametrize("num_epochs", [0.2, 1, 2, 5])
+@pytest.mark.parametrize("num_epochs", [0.2, 2])
 def test_judging_takes_a_quarter_of_the_training_time(num_epochs):
     spec = judged(num_epochs=num_epochs)
     training = num_epochs * 15_000 / 2 * 3e-3
@@ -43,12 +43,8 @@ def test_judging_takes_a_quarter_of_the_training_time(num_epochs):
 
 
 def test_there_are_fewer_samples_first_and_then_fewer_points():
-    found = [judged(num_epochs=num) for num in (2, 0.5, 0.2)]
-    assert [(spec.eval_samples, spec.num_points) for spec in found] == [
-        (1_000, 10),
-        (200, 10),
-        (100, 10),
-    ]
+    found = [judged(num_epochs=num) for num in (2, 0.5)]
+    assert [(spec.eval_samples, spec.num_points) for spec in found] == [(1_000, 10), (200, 10)]
     few = judged(replace(CHECKED, seconds_per_judged=1.0, seconds_per_trained=1.0), num_epochs=0.1)
     assert (few.eval_samples, few.num_points) == (100, 1)
 

@@ -24,10 +24,8 @@ WRONG = {
     "each of slow takes a text, not 1.": lambda: api.compare("ddp", slow=[1]),
     "clip takes a number, not 'one'.": lambda: api.compare("ddp", clip="one"),
     "slow takes a text or a list of texts, not 3.": lambda: api.compare("ddp", slow=3),
-    "sync_batchnorm takes True or False, not 1.": lambda: api.compare("ddp", sync_batchnorm=1),
-    "sync_batchnorm takes on or off, not 'yes'.": (
-        lambda: api.compare("ddp", sync_batchnorm="yes")
-    ),
+    "save takes True or False, not 1.": lambda: api.compare("ddp", save=1),
+    "save takes on or off, not 'yes'.": lambda: api.compare("ddp", save="yes"),
     "wait takes True or False, not 3.": lambda: api.run_cell("1", wait=3),
     "lr must be greater than 0, not 0.": lambda: api.compare("ddp", lr=0),
     "target takes a number, not an object.": lambda: api.compare("ddp", target=object()),

@@ -1,0 +1,164 @@
+"""What rank 0 does once a run is trained: judge its model and the copies made on the way (ranks).
+
+Whatever fails or is interrupted here, the training itself is kept.
+"""
+
+import io
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar, final
+
+import torch
+from torch import nn
+
+from ddpnb.protocol.errors import summary_of
+from ddpnb.protocol.messages import Evaluating, Evaluation, RunReport
+from ddpnb.protocol.processes import atomic_write
+from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
+from ddpnb.rank.training.run_metrics import RunMetrics
+from ddpnb.rank.training.snapshots import Snapshots
+
+MAX_ON_THE_WAY = 2_000
+"""How many held-out samples a copy is judged on by default, spread evenly over the split."""
+LEAST_ESTIMATED = 500
+"""Samples that BatchNorm's statistics need, however few the model is judged on."""
+
+Result = TypeVar("Result")
+
+
+def judged(
+    model: nn.Module,
+    metrics: RunMetrics,
+    snapshots: Snapshots,
+    keep: Callable[[nn.Module], None],
+    should_stop: Callable[[], bool],
+) -> RunReport:
+    """Return the report of a run with the scores of its model.
+
+    Args:
+        model: trained; it takes the weights of the copies, one after the other.
+        metrics: of the run.
+        snapshots: made on the way; they go.
+        keep: takes the trained model before it is judged.
+        should_stop: called before each copy; if it is true, the rest are left out.
+    """
+    judge = _Judge(model, metrics, snapshots)
+    judge.estimate_batchnorm()
+    keep(model)
+    report = metrics.report()
+    _save(model, metrics)
+    try:
+        held_out = judge.score(is_held_out=True)
+        report = replace(
+            report,
+            held_out_loss=held_out.loss,
+            held_out_accuracy=held_out.accuracy,
+            held_out_metrics=held_out.metrics,
+            num_held_out=held_out.num_samples,
+        )
+        report = replace(report, final_loss=judge.score(is_held_out=False).loss)
+        if held_out.is_known and not metrics.was_stopped:
+            report = replace(report, evaluations=judge.curve(should_stop))
+    except KeyboardInterrupt:
+        report = replace(report, evaluation_was_cut=True)
+    return report
+
+
+@final
+class _Judge:
+    def __init__(self, model: nn.Module, metrics: RunMetrics, snapshots: Snapshots) -> None:
+        self._model = model
+        self._metrics = metrics
+        self._snapshots = snapshots
+        self._num_all = 2 + len(snapshots.kept)
+        self._num_done = 0
+        self._began = time.perf_counter()
+
+    def estimate_batchnorm(self) -> None:
+        """Estimate BatchNorm's statistics anew, where the weights are means."""
+        if not self._snapshots.is_estimated:
+            return
+        context = self._metrics.context
+        spec = context.spec
+        if spec.skips_loss:
+            self._metrics.mark(
+                "has BatchNorm's statistics of rank 0: training_step calls collectives"
+            )
+            return
+        estimate = partial(
+            estimate_batchnorm,
+            self._model,
+            context.task,
+            context.device,
+            batch_size=spec.batch_size,
+            seed=spec.seed,
+            max_samples=max(spec.eval_samples or MAX_SAMPLES, LEAST_ESTIMATED),
+        )
+        self._attempt("could not estimate BatchNorm's statistics anew", estimate, None)
+
+    def score(self, *, is_held_out: bool, max_samples: int = MAX_SAMPLES) -> Score:
+        """Evaluate the model on a split, and announce it."""
+        seconds = time.perf_counter() - self._began
+        num_left, num_done = self._num_all - self._num_done, self._num_done
+        left = seconds * num_left / num_done if num_done else math.nan
+        self._metrics.publish(Evaluating(num_done, self._num_all, left))
+        self._num_done += 1
+        context = self._metrics.context
+        evaluate = partial(
+            score,
+            self._model.eval(),
+            context.task,
+            context.device,
+            max_samples=context.spec.eval_samples or max_samples,
+            batch_size=context.spec.batch_size,
+            is_held_out=is_held_out,
+            has_loss=context.has_loss,
+        )
+        split = "held-out" if is_held_out else "training"
+        failed = f"could not evaluate the model on {split} samples" if context.is_evaluated else ""
+        return self._attempt(failed, evaluate, Score())
+
+    def curve(self, should_stop: Callable[[], bool]) -> tuple[Evaluation, ...]:
+        """Return the scores of all copies; the model ends with the weights of the last."""
+        found = []
+        left = self._snapshots.kept
+        while left and not should_stop():
+            snapshot = left.pop(0)
+            load = partial(self._model.load_state_dict, snapshot.state)
+            if self._attempt("has no held-out curve", load, None) is None:
+                break
+            self.estimate_batchnorm()
+            point = self.score(is_held_out=True, max_samples=MAX_ON_THE_WAY)
+            if not point.is_known:
+                break
+            found.append(
+                Evaluation(snapshot.num_samples, snapshot.seconds, point.loss, point.accuracy)
+            )
+        left.clear()
+        return tuple(found)
+
+    def _attempt(self, failed: str, call: Callable[[], Result], instead: Result) -> Result:
+        """Call the user's code; where it raises, mark the run so, unless ``failed`` is empty."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
+            if failed:
+                self._metrics.mark(f"{failed} ({summary_of(error)})")
+            return instead
+
+
+def _save(model: nn.Module, metrics: RunMetrics) -> None:
+    """Write the trained weights, if that is asked for; mark the run where the disk refuses."""
+    path = metrics.context.spec.model_file
+    if path is None:
+        return
+    content = io.BytesIO()
+    torch.save(model.state_dict(), content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, content.getbuffer())
+    except OSError as error:
+        metrics.mark(f"its weights are not saved: {error.strerror or error}")
