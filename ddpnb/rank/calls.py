@@ -136,7 +136,6 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
         folder=engine.group.folder,
         namespace=engine.shell.user_ns,
         filename=filename_of(spec, engine),
-        cache=engine.data_cache,
         num_calls=lambda: sum(each or 0 for each in num_calls().values()),
     )
 
@@ -165,17 +164,15 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = No
                 filename=filename_of(spec, engine),
                 rejoin_info=rejoin_info,
                 cancellation=group.cancellation,
-                cache=engine.data_cache,
                 keep=functools.partial(trained.keep, spec.strategy, spec.run_id),
             )
         )
     return replace(report, num_batches_sent=publisher.num_batches)
 
 
-def free_data() -> None:
-    """Free the data of the comparison that has ended, and remove the files of its checks."""
+def clean_up() -> None:
+    """Forget when the comparison that has ended was to stop, and remove the files of its checks."""
     engine = this_engine()
-    engine.data_cache.clear()
     engine.stop_expected.clear()
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
 
@@ -314,7 +311,7 @@ def inspected_task(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:
     """Return what the context of an inspected task needs besides."""
     if spec.task is None:
         return {}
-    return {"filename": filename_of(spec.task, engine), "cache": engine.data_cache}
+    return {"filename": filename_of(spec.task, engine)}
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:

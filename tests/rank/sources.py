@@ -76,26 +76,6 @@ def data(split):
     return Own(100 if split == "train" else 20)
 """
 )
-SAMPLED = (
-    NET
-    + """
-from torch.utils.data import *
-def data(split):
-    samples = [(torch.full((4,), float(n)), 0) for n in range(40)]
-    half = range(0, 40, 2)
-    weights = [0.0] * 30 + [1.0] * 10
-    test = DataLoader(samples, sampler=SubsetRandomSampler(range(1, 40, 2)))
-    return DataLoader(samples, sampler={train}) if split == "train" else test
-def training_step(model, batch):
-    seen = sorted({{int(n) for n in batch[0][:, 0]}})
-    loss = model(batch[0] / 40).square().mean()
-    return {{"loss": loss, "least": seen[0], "even": sum(n % 2 == 0 for n in seen) / len(seen)}}
-def validation_step(model, batch):
-    return {{"odd": (batch[0][:, 0] % 2).mean()}}
-"""
-)
-"""Its samples say which ones they are."""
-
 CLOSURE = (
     """
 import torch
@@ -230,25 +210,7 @@ class Meets:
 )
 """Its ranks share a folder, and their batches add up to a global one."""
 
-HEAVY = (
-    """
-import torch
-from torch import nn
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 256), nn.Linear(256, 2)
-        self.again = nn.Linear(256, 256)
-
-    def forward(self, x):
-        x = self.first(x)
-        for _ in range(100):
-            x = torch.tanh(self.again(x))
-        return self.last(x)
-
-model = Deep
-"""
-    + ROWS
+HEAVY = CELL.replace("16), nn.ReLU(),", "256), *[nn.Linear(256, 256), nn.Tanh()] * 100,").replace(
+    "Linear(16", "Linear(256"
 )
 """Computing takes far longer than anything else in its steps."""

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import TensorSamples
 
@@ -51,31 +50,20 @@ def build() -> Task:
 
 
 def read(names: Sequence[str]) -> Tensor:
-    """Return the bytes of files of the standard library as symbols: int64, (characters,).
-
-    Raises:
-        UserError: this Python was installed without its sources.
-    """
+    """Return the bytes of files of the standard library as symbols: int64, (characters,)."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    try:
-        content = b"".join((folder / name).read_bytes() for name in names)
-    except OSError as error:
-        raise UserError(
-            f"The text task reads Python's own library, but {error.filename} is not there."
-        ) from error
+    content = b"".join((folder / name).read_bytes() for name in names)
     codes = torch.tensor(list(content), device="cpu")
-    found = torch.full_like(codes, _OTHER)
-    is_printable = (codes >= 32) & (codes < 127)
-    found[is_printable] = codes[is_printable] - 32
-    found[codes == ord("\n")] = _NEW_LINE
-    return found
+    symbols = torch.where((codes >= 32) & (codes < 127), codes - 32, _OTHER)
+    symbols[codes == ord("\n")] = _NEW_LINE
+    return symbols
 
 
 def windows(text: Tensor) -> TensorSamples:
     """Cut a text, (characters,), into pieces of ``CONTEXT`` symbols and those that follow each."""
     num = (len(text) - 1) // CONTEXT
     inputs, targets = text[: num * CONTEXT], text[1 : num * CONTEXT + 1]
-    return TensorSamples(inputs.view(num, CONTEXT), targets.view(num, CONTEXT))
+    return TensorSamples((inputs.view(num, CONTEXT), targets.view(num, CONTEXT)))
 
 
 class Transformer(nn.Module):

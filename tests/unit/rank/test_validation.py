@@ -87,11 +87,17 @@ SIZED = (
     "def optimizer(model):\n    made = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     "    return made, torch.optim.lr_scheduler.{}"
 )
+LOADER = (
+    GOOD + "from torch.utils.data import *\n"
+    "class Own(SequentialSampler): pass\n"
+    "samples, weights = [(torch.randn(4), i % 3) for i in range(20)], [1.0] * 20\n"
+    "def data(split): return DataLoader(samples, {})"
+)
 BAD_CELLS = {
     "no model": ("import torch\n" + DATA, "model"),
     "no data": (MODEL, "data"),
     "model is no function": ("import torch\nmodel = 3\n" + DATA, "model"),
-    "model is a module": (GOOD + "model = nn.Linear(4, 3)", "module"),
+    "model is a module": (GOOD + "model = nn.Linear(4, 3)", "a Linear"),
     "model returns nothing": (GOOD + "def model(): pass", "returned None"),
     "no parameters": (GOOD + "def model(): return nn.ReLU()", "optimizer .*empty parameter list"),
     "lazy": (GOOD + "def model(): return nn.LazyLinear(3)", "lazy"),
@@ -123,33 +129,23 @@ BAD_CELLS = {
         "def loss(outputs, targets): return nn.functional.cross_entropy(head(outputs), targets)",
         "Linear that loss holds",
     ),
-    "own batches": (
-        GOOD + "from torch.utils.data import *\n"
-        "def data(split): return DataLoader(TensorDataset(torch.randn(20, 4), "
-        "torch.zeros(20).long()), batch_sampler=[[0, 1], [2]])",
-        "a list",
-    ),
-    "own sampler": (
-        GOOD + "from torch.utils.data import *\n"
-        "class Own(SequentialSampler): pass\n"
-        "def data(split): return DataLoader([1, 2], sampler=Own([1, 2]))",
-        "an? Own",
-    ),
-    "held-out samples that are drawn": (
-        GOOD + "from torch.utils.data import *\n"
-        "def data(split):\n"
-        "    samples = TensorDataset(torch.randn(20, 4), torch.zeros(20).long())\n"
-        "    return DataLoader(samples, sampler=RandomSampler(samples, replacement=True))",
-        "'test'.*RandomSampler",
-    ),
+    "own batches": (LOADER.format("batch_sampler=[[0, 1], [2]]"), "DataLoader"),
+    "own sampler": (LOADER.format("sampler=Own(samples)"), "DataLoader"),
+    "a subset": (LOADER.format("sampler=SubsetRandomSampler([0])"), "Subset of it"),
+    "weights": (LOADER.format("sampler=WeightedRandomSampler(weights, 20)"), "DataLoader"),
+    "drawn samples": (LOADER.format("sampler=RandomSampler(samples, True)"), "DataLoader"),
+    "few samples": (LOADER.format("sampler=RandomSampler(samples, num_samples=9)"), "DataLoader"),
     "text": (GOOD + "def data(split): return 'abc'", "a str"),
     "nothing": (GOOD + "def data(split): pass", "None"),
     "three tensors": (GOOD + "def data(split): return (torch.ones(20),) * 3", "tuple of 3"),
     "strings": (GOOD + "def data(split): return ['a'], ['b']", "a list"),
-    "unequal": (GOOD + "def data(split): return torch.ones(20, 4), torch.ones(19)", "20 .* 19 "),
+    "unequal": (
+        GOOD + "def data(split): return torch.ones(20, 4), torch.ones(19)",
+        r"\(20, 4\), \(19,\)",
+    ),
     "unequal leaves": (
         OWN_STEP + "def data(split): return {'a': torch.ones(20, 4), 'b': (torch.ones(19),)}",
-        r"20 in \['a'\], 19 in \['b'\]\[0\]",
+        r"'b': \(\(19,\),\)",
     ),
     "empty": (
         GOOD + "def data(split):\n"
@@ -161,7 +157,7 @@ BAD_CELLS = {
         MODEL + ITEMS.format(kind="Dataset", item="(torch.ones(i % 3 + 1), 1)"),
         r"collate_fn\(items\)",
     ),
-    "items of strings": (MODEL + ITEMS.format(kind="Dataset", item="'a', 'b'"), "collate_fn"),
+    "items of strings": (MODEL + ITEMS.format(kind="Dataset", item="'a', 'b'"), "a tuple"),
     "no length": (
         MODEL + "class Own:\n    def __getitem__(self, i): return torch.ones(4), 1\n"
         "def data(split): return Own()",
