@@ -15,11 +15,10 @@ from ddpnb.rank.tasks import cifar10, load_task, text
 from ddpnb.rank.tasks.base import Supervised, Task
 from ddpnb.rank.tasks.samples import Samples, TensorSamples
 from ddpnb.rank.training.evaluation import score
-from tests.rank.runs import train_job
 
 
-def spec_of(task: str, **changes) -> RunSpec:
-    return RunSpec(run_id="r", strategy="ddp", task=task, **{"batch_size": 8} | changes)
+def load(task: str) -> Task:
+    return load_task(RunSpec(run_id="r", strategy="ddp", task=task), {}, "")
 
 
 def scored(samples: Samples, **changes):
@@ -33,7 +32,7 @@ def size_of(model: nn.Module) -> int:
 
 
 def test_digits_are_those_of_scikit_learn():
-    task, known = load_task(spec_of("digits"), {}, ""), load_digits()
+    task, known = load("digits"), load_digits()
     split = train_test_split(range(1797), test_size=0.2, random_state=0, stratify=known.target)
     for samples, indexes in zip((task.train, task.held_out), split, strict=True):
         images, targets = samples.fetch(torch.arange(len(samples)))
@@ -42,7 +41,7 @@ def test_digits_are_those_of_scikit_learn():
 
 
 def test_text_is_read_from_the_standard_library_and_split_by_file():
-    task = load_task(spec_of("text"), {}, "")
+    task = load("text")
     assert not set(text.TRAIN_FILES) & set(text.HELD_OUT_FILES)
     inputs, targets = task.train.fetch(torch.tensor([0, 1]))
     assert torch.equal(inputs[0, 1:], targets[0, :-1])
@@ -60,12 +59,6 @@ def test_the_transformer_sees_nothing_of_what_comes():
     before, after = model(inputs), model(changed)
     torch.testing.assert_close(before[..., :40], after[..., :40])
     assert not torch.equal(before[..., 40:], after[..., 40:])
-
-
-def test_text_is_learnt(ranks):
-    report, _ = ranks(1).call(train_job, spec_of("text", num_epochs=0.2, batch_size=16))[0]
-    assert report.held_out_loss < 3.2  # a character's share alone gives 3.3, chance 4.6
-    assert 0.15 < report.held_out_accuracy < 1
 
 
 def test_every_character_counts_as_its_fraction_of_the_sample():
@@ -105,7 +98,7 @@ def test_with_a_loss_of_ones_own_only_a_metric_measures_an_accuracy():
 
 def test_the_users_own_cifar_files_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    synthetic = load_task(spec_of("cifar10"), {}, "")
+    synthetic = load("cifar10")
     assert synthetic.notes
     folder = tmp_path / cifar10.FOLDER
     folder.mkdir(parents=True)
@@ -114,7 +107,7 @@ def test_the_users_own_cifar_files_are_read(tmp_path, monkeypatch):
         records = generator.integers(0, 256, (num, 3073), dtype=np.uint8)
         records[:, 0] = np.arange(num) % 10
         (folder / f"{name}.bin").write_bytes(records.tobytes())
-    task = load_task(spec_of("cifar10"), {}, "")
+    task = load("cifar10")
     assert (len(task.train), len(task.held_out), task.notes) == (21, 8, ())
     inputs, targets = task.train.fetch(torch.tensor([20, 0, 12, 11]))
     assert targets.tolist() == [8, 0, 0, 1]
@@ -128,7 +121,7 @@ def test_the_users_own_cifar_files_are_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("parameters", "size"), [(0, 34_826), (5, 34_826), (2_500_000, 2_500_000)])
 def test_synthetic_models_have_as_many_parameters_as_asked_for(parameters, size):
-    task = load_task(spec_of(f"synthetic:parameters={parameters},compute=4,samples=64"), {}, "")
+    task = load(f"synthetic:parameters={parameters},compute=4,samples=64")
     model = task.model()
     assert (size_of(model), len(task.train)) == (size, 64)
     task.step(model, task.train.fetch(torch.arange(4))).backward()
