@@ -200,17 +200,13 @@ def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
     """
 
     def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            if leaf.ndim == 0:
-                return leaf
-            if len(leaf) != num_samples:
-                raise UserError(
-                    f"A batch of {num_samples} samples has a tensor with {len(leaf)} rows, and "
-                    "cannot be split: give each tensor a row for each sample, or define "
-                    "collate_fn(items)."
-                )
-            return leaf[begin:end]
-        return leaf[begin:end] if isinstance(leaf, list | tuple) else leaf
+        has_rows = leaf.ndim > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list | tuple)
+        if isinstance(leaf, Tensor) and has_rows and len(leaf) != num_samples:
+            raise UserError(
+                f"A batch of {num_samples} samples has a tensor with {len(leaf)} rows, and cannot "
+                "be split: give each tensor a row for each sample, or define collate_fn(items)."
+            )
+        return leaf[begin:end] if has_rows else leaf
 
     return mapped(cut, tree)
 

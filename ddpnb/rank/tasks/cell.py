@@ -51,8 +51,10 @@ def cell_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
         UserError: a definition is missing or returns something wrong.
         Exception: what the cell itself raises, with its own traceback.
     """
-    scope = _run_cell(spec.source, namespace, filename)
-    table = symtable.symtable(spec.source, filename, "exec")
+    source, scope = spec.source, dict(namespace)
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    exec(compile(source, filename, "exec"), scope)
+    table = symtable.symtable(source, filename, "exec")
     bound = {
         each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()
     }
@@ -82,18 +84,10 @@ def cell_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
         optimizer=found["optimizer"],
         notes=(
             *((_OWN_OPTIMIZER_NOTE,) if found["optimizer"] else ()),
-            *_misspelt(spec.source, defined),
+            *_misspelt(source, defined),
         ),
         defined=scope,
     )
-
-
-def _run_cell(source: str, namespace: Mapping[str, object], filename: str) -> dict[str, Any]:
-    """Execute the cell in a copy of the namespace; its tracebacks show its lines."""
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    scope = dict(namespace)
-    exec(compile(source, filename, "exec"), scope)
-    return scope
 
 
 def _function(name: str, defined: Mapping[str, Any]) -> Any:

@@ -1,6 +1,5 @@
 """The samples of a split, whatever ``data(split)`` returns (ranks)."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
@@ -36,28 +35,11 @@ class Items(NamedTuple):
         return self.collate(self.items)
 
 
-class Samples(ABC):
-    """A split of a data set, fetched by sample numbers."""
+@final
+class TensorSamples:
+    """Samples held in a tree of tensors, one row for each sample."""
 
     has_own_collate = False
-    """Whether parts of a batch must be collated one by one: it need not have rows."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    @abstractmethod
-    def fetch(self, indices: Tensor) -> Tree:
-        """Return the samples with these numbers (int64), as one batch."""
-
-    def fetch_items(self, indices: Tensor) -> Items:
-        """Return the samples with these numbers, to be collated later."""
-        raise NotImplementedError("its rows are stacked already")
-
-
-@final
-class TensorSamples(Samples):
-    """Samples held in a tree of tensors, one row for each sample."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -67,12 +49,12 @@ class TensorSamples(Samples):
         return self._num_samples
 
     def fetch(self, indices: Tensor) -> Tree:
-        """Index all tensors at once."""
+        """Return the samples with these numbers (int64), as one batch."""
         return mapped(lambda leaf: leaf[indices], self._tree)
 
 
 @final
-class DatasetSamples(Samples):
+class DatasetSamples:
     """Samples of a map-style data set with items of any kind.
 
     Args:
@@ -85,7 +67,7 @@ class DatasetSamples(Samples):
         self, dataset: Any, collate: Collate | None = None, *, num_workers: int = 0
     ) -> None:
         self.dataset = dataset
-        self.has_own_collate = collate is not None
+        self.has_own_collate = collate is not None  # then a batch need not have rows
         self.collate = collate or _stack
         self.num_workers = num_workers
 
@@ -93,15 +75,19 @@ class DatasetSamples(Samples):
         return len(self.dataset)
 
     def fetch(self, indices: Tensor) -> Tree:
-        """Fetch the items as torch's ``DataLoader`` does, and collate them."""
+        """Return the samples with these numbers (int64), as one batch."""
         return self.fetch_items(indices).batch()
 
     def fetch_items(self, indices: Tensor) -> Items:
-        """Fetch the items, to be collated later."""
+        """Fetch items as torch's ``DataLoader`` does, to be collated later."""
         numbers, dataset = indices.tolist(), self.dataset
         if callable(fetch_all := getattr(dataset, "__getitems__", None)):
             return Items(list(fetch_all(numbers)), self.collate)
         return Items([dataset[number] for number in numbers], self.collate)
+
+
+Samples = TensorSamples | DatasetSamples
+"""A split of a data set, fetched by sample numbers."""
 
 
 def _stack(items: list[Any]) -> Tree:

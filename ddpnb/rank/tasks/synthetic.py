@@ -59,9 +59,7 @@ def make_images(num_train: int, num_held_out: int) -> tuple[TensorSamples, Tenso
 def make_model(*, parameters: int = 0, compute: int = 0) -> nn.Module:
     """Return a network of two strided convolutions and one linear layer, for (N, 3, 32, 32).
 
-    Args:
-        parameters: how many it has in all, or as many as it needs where these are more.
-        compute: extra convolutions, which share their weights.
+    It has ``parameters`` of them, or as many as it needs where these are more.
     """
     model = nn.Sequential(
         nn.Conv2d(3, 16, kernel_size=3, stride=2, padding=1),

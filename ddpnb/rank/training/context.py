@@ -234,8 +234,10 @@ class RunContext:
 
     def _fetch(self, indices: Tensor, *, can_be_split: bool = False) -> Content:
         train = self.task.train
-        is_split = (can_be_split and train.has_own_collate) or self.keeps_items
-        return train.fetch_items(indices) if is_split else train.fetch(indices)
+        if self.keeps_items or (can_be_split and train.has_own_collate):
+            assert isinstance(train, DatasetSamples), "the rows of tensors are stacked already"
+            return train.fetch_items(indices)
+        return train.fetch(indices)
 
 
 def build_context(
