@@ -92,7 +92,7 @@ class RepeatedConvolution(nn.Module):
 
 
 class ExtraParameters(nn.Module):
-    """Many parameters whose mean is one bias: more communication, hardly more computation."""
+    """Many parameters with a mean that is one bias: more to exchange, hardly more to compute."""
 
     def __init__(self, num_parameters: int) -> None:
         super().__init__()
