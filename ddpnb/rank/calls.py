@@ -27,7 +27,7 @@ from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
-from ddpnb.rank import cells, failures, variables
+from ddpnb.rank import cells, failures, tasks, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import (
     collective,
@@ -171,8 +171,9 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = No
 
 
 def clean_up() -> None:
-    """Forget when the comparison that has ended was to stop, and remove the files of its checks."""
+    """Free the data of the comparison that has ended, and remove what it has left."""
     engine = this_engine()
+    tasks.forget()
     engine.stop_expected.clear()
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
 

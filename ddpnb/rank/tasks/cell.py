@@ -1,7 +1,7 @@
 """How a notebook's cell defines what is trained (ranks).
 
-A cell runs in a copy of the rank's namespace.  It sees what earlier cells defined, and overwrites
-nothing.
+A cell runs in a copy of the rank's namespace, once for all runs of a comparison.  It sees what
+earlier cells defined, and overwrites nothing.
 """
 
 import ast
@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from ddpnb.protocol.errors import UserError, closest, kind_of
-from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import Supervised, Task
 from ddpnb.rank.tasks.samples import as_samples
 
@@ -36,14 +35,14 @@ _FUNCTIONS = (
 """What a cell may define."""
 
 
-def cell_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:
+def cell_task(source: str, namespace: Mapping[str, object], filename: str) -> Task:
     """Run the cell and return the task it defines.
 
     The cell must define ``model()`` and ``data(split)``, where ``split`` is ``"train"`` or
     ``"test"``; ``docs/your-code.md`` lists what else it may define.
 
     Args:
-        spec: holds the cell.
+        source: of the cell.
         namespace: the user's variables on this rank, visible to the cell.
         filename: what tracebacks call the cell.
 
@@ -51,7 +50,7 @@ def cell_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
         UserError: a definition is missing or returns something wrong.
         Exception: what the cell itself raises, with its own traceback.
     """
-    source, scope = spec.source, dict(namespace)
+    scope = dict(namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), scope)
     table = symtable.symtable(source, filename, "exec")
@@ -65,11 +64,6 @@ def cell_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
         if name in bound or name not in namespace or value is not namespace[name]
     }
     found = {name: _function(name, defined) for name in _FUNCTIONS}
-    if found["optimizer"] and (spec.momentum or spec.own_momentum is not None):
-        raise UserError(
-            "Momentum is for the default optimizer, and the cell defines optimizer(params): leave "
-            "one of them out."
-        )
     train, held_out = (
         as_samples(found["data"](split), split, found["collate_fn"]) for split in ("train", "test")
     )

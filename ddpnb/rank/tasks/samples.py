@@ -13,6 +13,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
     TensorDataset,
     default_collate,
 )
@@ -115,10 +117,9 @@ def as_samples(data: Any, split: str, collate: Collate | None = None) -> Samples
     """
     num_workers = 0
     if isinstance(data, DataLoader):
-        _check_loader(data, split)
         if data.collate_fn is not default_collate:
             collate = collate or data.collate_fn
-        data, num_workers = data.dataset, data.num_workers
+        data, num_workers = _chosen(data, split), data.num_workers
     if isinstance(data, TensorDataset) and collate is None:
         data = data.tensors
     if isinstance(data, Tensor | np.ndarray | Mapping | tuple):
@@ -154,22 +155,29 @@ def _as_tensors(tree: object, split: str) -> Tree:
     return found
 
 
-def _check_loader(loader: DataLoader[Any], split: str) -> None:
-    """Refuse a loader that chooses or orders its samples in a way that would be lost."""
-    _check_numbered(loader.dataset, split)
-    if type(loader.batch_sampler) is BatchSampler:
-        dataset: Any = loader.dataset
-        sampler: Any = loader.batch_sampler.sampler
-        if isinstance(sampler, DistributedSampler):  # each rank has its part of each batch
-            return
-        is_plain = type(sampler) in (SequentialSampler, RandomSampler)
-        is_drawn = getattr(sampler, "replacement", False)
-        if is_plain and not is_drawn and len(sampler) == len(dataset):
-            return
+def _chosen(loader: DataLoader[Any], split: str) -> Any:
+    """Return what a loader's sampler leaves of its data set.
+
+    Raises:
+        UserError: it chooses or orders samples in a way that would be lost.
+    """
+    dataset: Any = loader.dataset
+    sampler: Any = getattr(loader.batch_sampler, "sampler", None)
+    kind: type = type(loader.batch_sampler)
+    if kind is BatchSampler:
+        kind = type(sampler)
+    _check_numbered(dataset, split)
+    if kind is SubsetRandomSampler:
+        return Subset(dataset, list(sampler.indices))
+    is_drawn = getattr(sampler, "replacement", False)
+    if kind is DistributedSampler:  # each rank has its part of each batch anyway
+        return dataset
+    if kind in (SequentialSampler, RandomSampler) and not is_drawn and len(sampler) == len(dataset):
+        return dataset
     raise UserError(
-        f"data({split!r}) returned a DataLoader that chooses or batches samples in its own way, "
-        "which would be lost: --batch-size and --seed make batches. Return its data set, or a "
-        "torch.utils.data.Subset of it."
+        f"data({split!r}) returned a DataLoader with a {kind.__name__}, and its choice would be "
+        "lost: --batch-size and --seed make batches. Return its data set, or a Subset of it, e.g.  "
+        "Subset(dataset, list(WeightedRandomSampler(weights, n)))."
     )
 
 

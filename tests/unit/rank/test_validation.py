@@ -11,7 +11,8 @@ from torch import nn
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks import cell_task
+from ddpnb.rank.tasks import forget
+from ddpnb.rank.tasks.cell import cell_task
 from ddpnb.rank.training import validation
 from ddpnb.rank.training.evaluation import number_of
 from tests.rank.ranks import make_state
@@ -131,7 +132,6 @@ BAD_CELLS = {
     ),
     "own batches": (LOADER.format("batch_sampler=[[0, 1], [2]]"), "DataLoader"),
     "own sampler": (LOADER.format("sampler=Own(samples)"), "DataLoader"),
-    "a subset": (LOADER.format("sampler=SubsetRandomSampler([0])"), "Subset of it"),
     "weights": (LOADER.format("sampler=WeightedRandomSampler(weights, 20)"), "DataLoader"),
     "drawn samples": (LOADER.format("sampler=RandomSampler(samples, True)"), "DataLoader"),
     "few samples": (LOADER.format("sampler=RandomSampler(samples, num_samples=9)"), "DataLoader"),
@@ -474,8 +474,7 @@ def test_a_scheduler_and_a_warm_up_exclude_each_other():
     ],
 )
 def test_a_misspelt_function_is_told(more, names):
-    spec = RunSpec(run_id="r", strategy="ddp", source=GOOD + more)
-    notes = cell_task(spec, {}, "cell").notes
+    notes = cell_task(GOOD + more, {}, "cell").notes
     assert len(notes) == bool(names)
     assert all(name in note for note in notes for name in names)
 
@@ -483,3 +482,19 @@ def test_a_misspelt_function_is_told(more, names):
 @pytest.mark.filterwarnings("error")
 def test_a_number_may_be_a_tensor_of_the_graph():
     assert number_of(torch.ones(1, requires_grad=True) * 2, "training_step()") == 2.0
+
+
+def test_a_cell_runs_once_for_all_runs_of_a_comparison():
+    source = GOOD + "calls.append(1)\n"
+    calls: list[int] = []
+    for comparison, strategy in (("a", "ddp"), ("a", "async"), ("b", "ddp"), ("", "ddp")):
+        check(source, strategy, names={"calls": calls}, comparison=comparison)
+    forget()
+    assert len(calls) == 3
+
+
+def test_of_a_loader_with_a_subset_only_the_subset_is_taken():
+    source = MODEL + "from torch.utils.data import *\nsamples = [(i, i) for i in range(20)]\n"
+    source += "def data(split): return DataLoader(samples, 4, sampler=SubsetRandomSampler([3, 5]))"
+    train = cell_task(source, {}, "cell").train
+    assert train.fetch(torch.arange(len(train)))[0].tolist() == [3, 5]
