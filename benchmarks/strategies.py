@@ -144,7 +144,7 @@ class Trainer:
         is_general = case.is_general and is_ours
         if case.is_general:
             tree = {"image": inputs, "label": targets} if is_general else (inputs, targets)
-            self.samples = TensorSamples(tree=tree)
+            self.samples = TensorSamples(tree)
         self.chosen = torch.randperm(num_samples)
         self.strategy.setup(
             Worker(

@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "a comparison's cell overwrites the user's variables",
         "rank/tasks/cell.py",
-        "scope = dict(namespace)",
-        "scope = namespace",
+        "source, scope = spec.source, dict(namespace)",
+        "source, scope = spec.source, namespace",
         "tests/unit/rank/test_validation.py -k users_variables",
     ),
     Mutant(

@@ -57,7 +57,7 @@ class EngineClient:
         self._client = connected_client(path, while_waiting)
         self._engine_of: dict[int, int] = {}
         self._known: set[int] = set()
-        """The engines whose rank is known."""
+        """The engines with a known rank."""
         self._calls: list[Call] = []
         self._lock = threading.Lock()
 
@@ -98,7 +98,7 @@ class EngineClient:
 
     @property
     def new_engines(self) -> set[int]:
-        """The engines whose rank is not known yet."""
+        """The engines without a known rank, so far."""
         return set(self._client.ids) - self._known
 
     def engines_of(self, ranks: Iterable[int]) -> dict[int, int]:

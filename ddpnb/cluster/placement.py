@@ -46,7 +46,7 @@ class ClusterSpec:
     engines: str = ""
     """What starts ranks on other hosts: one of ``ENGINES``; empty: ssh."""
     profile: str = ""
-    """Of ipyparallel, whose launcher starts ranks on other hosts."""
+    """The ipyparallel profile with the launcher that starts ranks on other hosts."""
     ranks_per_host: int | None = None
     slurm: str = ""
     """Options of Slurm's job: ``"partition=gpu time=1:00:00"``."""

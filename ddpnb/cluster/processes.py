@@ -69,7 +69,7 @@ class Exit:
     code: int | None
     """The exit code; the negative signal number where a signal ended it; None if not known."""
     cause: str = ""
-    """How a rank ended whose host was lost, or was not started, as the end of a sentence."""
+    """Why it ended if its host was lost or was never started: the end of a sentence."""
 
 
 class Processes:

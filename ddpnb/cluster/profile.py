@@ -33,7 +33,7 @@ AGAIN_SECONDS = 15.0
 STOP_SECONDS = 60.0
 """How long a launcher may take to end what it started."""
 STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
-"""Else a profile with an error in it is read as an empty one, whose engines are local."""
+"""Without it, a profile with an error in it is read as an empty one, with local engines."""
 
 
 class Profile(AgentStarter):

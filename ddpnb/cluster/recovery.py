@@ -36,7 +36,7 @@ class RankRecovery:
     before_joining: Callable[[int], None] = lambda _: None
     """Prepares a new process for the run, before it joins."""
     restarted: set[int] = field(default_factory=set)
-    """Ranks whose process was replaced during the run."""
+    """Ranks that got a new process during the run."""
     _began_at: float = float("inf")
     _num_batches: dict[int, int] = field(default_factory=dict)
     _num_steps: dict[int, int] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """How the agent of another host is started: over ssh, and why it or the host is of no use (kernel).
 
 ``allocation.py`` has the other ways to start agents: each is a process that passes the frames on
-between this end of the pipe and the agent, in whose shell ``agent_script`` runs.
+between this end of the pipe and the agent.  ``agent_script`` runs in the shell of the agent's host.
 """
 
 import importlib.metadata

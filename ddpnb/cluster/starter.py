@@ -73,8 +73,8 @@ def own_address(interface: str, hosts: Sequence[str]) -> str:
 def free_ports(address: str, num: int) -> list[int]:
     """Return free ports of an address, of those that the system does not hand out by itself.
 
-    So none is taken before the controller listens, and a connection to it is told from one
-    between ranks, which ``Group.abort`` closes.
+    So none is taken before the controller listens, and ``Group.abort``, which closes connections
+    between ranks, can distinguish them from those to the controller.
     """
     first, last = 32_768, 60_999
     path = Path("/proc/sys/net/ipv4/ip_local_port_range")

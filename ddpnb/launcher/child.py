@@ -51,7 +51,7 @@ def run_child(main: Callable[[], None]) -> NoReturn:
 
 
 class LocalController(IPController):  # type: ignore[misc]  # has no type hints
-    """A controller whose sockets are files in the run folder, where nothing else is asked for.
+    """A controller with its sockets in the run folder, where nothing else is asked for.
 
     ipyparallel's ports are chosen first and bound later: another process may have taken one by
     then, and the ranks would wait for each other without end.
@@ -80,7 +80,7 @@ def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> 
 
     Args:
         arguments: ipyparallel's command line.
-        sentinel: the pipe whose other end closes with the fork server.
+        sentinel: the pipe that closes with the fork server.
         folder: the run folder; as the working directory it hides the user's configuration.
     """
     redirect_output(folder / "controller.log")

@@ -207,7 +207,7 @@ class Forkserver:
         self.introduce()
 
     def introduce(self) -> None:
-        """Tell another kernel which children have ended, and which are stopped."""
+        """Report to another kernel which children have ended, and which are stopped."""
         logs = {name: self.log_of(name) for name in self.exits}
         self.report(event=ForkServerEvent.ATTACHED, exits=self.exits, logs=logs)
         for name in self.stopped:

@@ -1,8 +1,8 @@
 """Keeps the connection to a host's agent while one kernel leaves and another comes (kernel's host).
 
-``python -m ddpnb.launcher.keeper PIPE WORDS...`` starts the program of those words, ssh for one,
-whose standard input and output lead to the agent, and passes the frames on between the agent and
-the kernel at the other end of the pipe.
+``python -m ddpnb.launcher.keeper PIPE WORDS...`` starts the program of those words, ssh for one.
+Its standard input and output lead to the agent; the keeper passes the frames on between the agent
+and the kernel at the other end of the pipe.
 """
 
 import contextlib

@@ -41,7 +41,7 @@ async def main(profile: str, num: str, folder: str, *words: str) -> None:
         return
     answer(None)
     over = asyncio.Event()
-    launcher.on_stop(lambda _: over.set())  # batch systems do not tell
+    launcher.on_stop(lambda _: over.set())  # batch systems do not report it
     kernel = asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
     await asyncio.wait([asyncio.ensure_future(over.wait()), kernel], return_when=FIRST_COMPLETED)
     Path(words[-1]).unlink(missing_ok=True)  # with keys; the kernel may have been killed

@@ -1,7 +1,7 @@
 """The way to an agent on a host that a batch system has chosen: bytes over CurveZMQ (both ends).
 
 On each such host Slurm, MPI or ipyparallel's launcher starts ``python -m ddpnb.launcher.tunnel come
-FILE``.  It connects to a port of the kernel's host, tells its host's name, and runs the script that
+FILE``.  It connects to a port of the kernel's host, sends its host's name, and runs the script that
 it is sent.  The process at that port, ``... serve FILE``, passes on what the script reads and
 writes, as ssh does: its own standard input and output are the kernel's pipe.
 """
@@ -248,7 +248,7 @@ def come(place: Place) -> int:
 
 @contextlib.contextmanager
 def connected(place: Place, port: int) -> "Iterator[tuple[Dealer[bytes], zmq.Socket[bytes]]]":
-    """Yield a socket that is connected to a port, and one that tells of its end."""
+    """Yield a socket that is connected to a port, and one that reports its end."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.curve_publickey, dealer.curve_secretkey = map(str.encode, place["client"])
         dealer.curve_serverkey = place["server"].encode()

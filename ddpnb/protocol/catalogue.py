@@ -21,7 +21,7 @@ CEILING = "no-comm"
 """The strategy without communication: no other that shares evenly can be expected to be faster."""
 
 CELL_TASK = "cell"
-"""The task whose model, data, loss and optimizer are defined in the notebook's cell."""
+"""The task of which the notebook's cell defines model, data, loss and optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

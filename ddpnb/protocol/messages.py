@@ -289,7 +289,7 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejoinInfo:
-    """Where a rank whose process died rejoins a run that the others still train."""
+    """Where a new process of a dead rank rejoins a run that the others still train."""
 
     first_batch: int
     """The event batches of this rank so far."""
@@ -385,7 +385,7 @@ class CellSpec:
     run_id: str = ""
     """The run that ``ddpnb.log`` in this cell adds to; empty: none."""
     script: Script | None = None
-    """The script whose text ``source`` is; None: a cell."""
+    """The script that ``source`` was read from; None: a cell."""
     debug_rank: int | None = None
     """The rank that may ask questions, with ``breakpoint()`` or ``input()``."""
     is_traced: bool = False

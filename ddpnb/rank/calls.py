@@ -27,7 +27,7 @@ from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
-from ddpnb.rank import cells, failures, variables
+from ddpnb.rank import cells, failures, tasks, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import (
     collective,
@@ -134,7 +134,6 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
         folder=engine.group.folder,
         namespace=engine.shell.user_ns,
         filename=filename_of(spec, engine),
-        cache=engine.data_cache,
         num_calls=lambda: sum(each or 0 for each in num_calls().values()),
     )
 
@@ -163,17 +162,16 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = No
                 filename=filename_of(spec, engine),
                 rejoin_info=rejoin_info,
                 cancellation=group.cancellation,
-                cache=engine.data_cache,
                 keep=functools.partial(trained.keep, spec.strategy, spec.run_id),
             )
         )
     return replace(report, num_batches_sent=publisher.num_batches)
 
 
-def free_data() -> None:
-    """Free the data of the comparison that has ended, and remove the files of its checks."""
+def clean_up() -> None:
+    """Free the data of the comparison that has ended, and remove what it has left."""
     engine = this_engine()
-    engine.data_cache.clear()
+    tasks.forget()
     engine.stop_expected.clear()
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
 
@@ -292,7 +290,7 @@ def inspected_task(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:
     """Return what the context of an inspected task needs besides."""
     if spec.task is None:
         return {}
-    return {"filename": filename_of(spec.task, engine), "cache": engine.data_cache}
+    return {"filename": filename_of(spec.task, engine)}
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:

@@ -74,8 +74,6 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
     C code: the debugger, which asks too, cannot step into it.
     """
-    data_cache = Instance(dict, ())
-    """What the cell of the comparison in progress has loaded."""
     stop_wanted = Instance(threading.Event, ())
     """Set when the run in progress is to end early."""
     stop_expected = Instance(threading.Event, ())

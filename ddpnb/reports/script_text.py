@@ -41,14 +41,7 @@ from torch.distributed.fsdp import fully_shard
 #? }
 from torch.distributed.optim import ZeroRedundancyOptimizer  #? zero
 from torch.nn.parallel import DistributedDataParallel  #? ddp zero
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    Subset,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 """
 
 BEGINNING = '''\
@@ -136,14 +129,10 @@ def load_split(split):
     """Return a split's samples, and what makes a batch of them; None: torch's own."""
     made, collate = data(split), $collate
     if isinstance(made, DataLoader):
-        made, collate, sampler = made.dataset, collate or made.collate_fn, made.sampler
-        if hasattr(sampler, "weights") or getattr(sampler, "replacement", False):
-            sys.exit("This script trains on each sample once an epoch: leave the sampler out.")
-        if hasattr(sampler, "indices"):
-            made = Subset(made, list(sampler.indices))
+        made, collate = made.dataset, collate or made.collate_fn
     if isinstance(made, (torch.Tensor, np.ndarray, Mapping, tuple)):
         return Rows(made), lambda batch: batch
-    return list(made) if isinstance(made, IterableDataset) else made, collate
+    return made, collate
 
 
 def batches_from(samples, collate, numbers):

@@ -34,8 +34,8 @@ from ddpnb.session.variables import pull
 
 STOP_INTERVAL_SECONDS = 0.3
 """Between two requests to stop; the ranks get them until they have stopped."""
-FREE_SECONDS = 2.0
-"""How long the ranks may take to free a comparison's data; the next comparison does it too."""
+CLEAN_UP_SECONDS = 2.0
+"""How long the ranks may take to remove what a comparison has left."""
 GRACE_SECONDS = 1.2
 """How long the ranks may take to stop and to evaluate the model before they are interrupted."""
 
@@ -93,7 +93,7 @@ class Training:
                     if not self._continue_without(spec.strategy, rest):
                         break
         finally:
-            free_data(self.cluster)
+            clean_up(self.cluster)
             result = ComparisonResult(self.recorder.comparison, self.options, self._model_of)
             self.live.finish(result)
             self.printed.show()
@@ -281,7 +281,7 @@ def prepare(
                     print(f"Not trained: {name}, the baseline. {error}", file=sys.stderr)
         _check_target(spec, checked.values())
     except BaseException:
-        free_data(cluster)
+        clean_up(cluster)
         if shown_by is None:
             shown.vanish()
         printed.show()
@@ -340,12 +340,12 @@ def _is_dispensable(name: str, spec: ComparisonSpec) -> bool:
     return is_added and all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
 
 
-def free_data(cluster: Cluster) -> None:
-    """Free what the cell's ``data(split)`` returned, on the ranks that still answer."""
+def clean_up(cluster: Cluster) -> None:
+    """Remove what a comparison has left on the ranks that still answer."""
     if cluster.is_over:
         return
     with contextlib.suppress(UserError, RuntimeError, TimeoutError, KeyError):
-        cluster.gather(OnRank("free_data"), ranks=cluster.living, timeout=FREE_SECONDS)
+        cluster.gather(OnRank("clean_up"), ranks=cluster.living, timeout=CLEAN_UP_SECONDS)
 
 
 def _cause_of(error: Exception) -> str:

@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -7,20 +8,25 @@ from tests.cluster.rig import DYNAMO
 from tests.kernel.client import Kernel
 
 
-@pytest.fixture(scope="package")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a ``data/`` of its own, so that no run lands in the repository."""
-    folder = tmp_path_factory.mktemp("project")
+@contextmanager
+def kernel_in(folder: Path) -> Iterator[Kernel]:
+    """Yield a kernel in a folder with a ``data/``, so that no run lands in the repository."""
     (folder / "data").mkdir()
-    return folder
-
-
-@pytest.fixture(scope="package")
-def shared_kernel(project: Path) -> Iterator[Kernel]:
-    kernel = Kernel(project)
+    kernel = Kernel(folder)
     kernel.run("%load_ext ddpnb")
     yield kernel
     kernel.stop()
+
+
+@pytest.fixture(scope="package")
+def shared_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with kernel_in(tmp_path_factory.mktemp("project")) as kernel:
+        yield kernel
+
+
+@pytest.fixture(scope="package")
+def project(shared_kernel: Kernel) -> Path:
+    return shared_kernel.folder
 
 
 @pytest.fixture

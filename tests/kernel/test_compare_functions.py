@@ -1,11 +1,11 @@
 """``ddpnb.compare`` with functions of the notebook, or a file; and the model that it returns."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.kernel.client import Cell, Kernel
+from tests.kernel.conftest import kernel_in
 
 DEFINED = """
 import torch
@@ -45,19 +45,11 @@ FILE = DEFINED + "\nmodel, data, loss, metric, optimizer = Net, load, entropy, r
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("functions")
-    (folder / "data").mkdir()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def kernel(project: Path) -> Iterator[Kernel]:
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """A kernel of its own, for it imports torch, and other tests check that none does."""
-    kernel = Kernel(project)
-    kernel.run("%load_ext ddpnb\n%ddp_start -n 2 --device cpu")
-    yield kernel
-    kernel.stop()
+    with kernel_in(tmp_path_factory.mktemp("functions")) as kernel:
+        kernel.run("%ddp_start -n 2 --device cpu")
+        yield kernel
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +82,8 @@ def test_the_trained_model_comes_to_the_notebook(compared: Kernel):
     assert "choose one of: ddp" in compared.run("result.model('single')").error_text
 
 
-def test_every_strategys_model_is_the_one_that_was_judged(kernel: Kernel, project: Path):
-    (project / "cell.py").write_text(FILE)
+def test_every_strategys_model_is_the_one_that_was_judged(kernel: Kernel):
+    (kernel.folder / "cell.py").write_text(FILE)
     names = ["ddp", "dp", "ddp-shm", "zero", "fsdp", "async", "local-sgd", "gossip", "hogwild"]
     call = COMPARE.format(", ".join(map(repr, [*names, "single"])) + ", source='cell.py'")
     cell = kernel.run(f"import ddpnb\nmany = {call}", timeout=300)
@@ -104,8 +96,8 @@ def test_every_strategys_model_is_the_one_that_was_judged(kernel: Kernel, projec
         assert kernel.value(f"abs({score} - {held_out}) < 1e-6") == "True", name
 
 
-def test_the_next_comparison_takes_the_models_place(kernel: Kernel, project: Path):
-    (project / "cell.py").write_text(FILE)
+def test_the_next_comparison_takes_the_models_place(kernel: Kernel):
+    (kernel.folder / "cell.py").write_text(FILE)
     call = COMPARE.format("'ddp', source='cell.py'")
     kernel.run(f"import ddpnb\nfirst = {call}\nsecond = {call}", timeout=120)
     assert kernel.value("type(second.model('ddp')).__name__") == "Net"

@@ -234,8 +234,6 @@ def model():
     return nn.Linear(4, 2)
 def data(split):
     vocabulary[split] = len(vocabulary)
-    with open("loaded.txt", "a") as file:
-        file.write(f"{rank} {split}\\n")
     return [{"x": torch.randn(4), "y": n % 2, "text": "a" * n} for n in range(50)]
 def training_step(model, batch):
     scores = model(batch["x"])
@@ -255,15 +253,6 @@ def test_classes_of_ones_own_need_no_baseline(kernel: Kernel):
     assert (
         "gives batches that are a Tensor" in kernel.run(source.replace("Gan -", "ddp Gan -")).text
     )
-
-
-def test_data_are_loaded_once_per_rank_and_comparison(kernel: Kernel):
-    drawn(kernel.run(GENERAL))
-    loaded = kernel.folder / "loaded.txt"
-    once = ["0 test", "0 train", "1 test", "1 train"]
-    assert sorted(loaded.read_text().split("\n")[:-1]) == once
-    drawn(kernel.run(GENERAL))
-    assert sorted(loaded.read_text().split("\n")[:-1]) == sorted(2 * once)
 
 
 def test_what_a_cell_measures_is_tabled_and_stored(kernel: Kernel):

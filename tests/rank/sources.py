@@ -76,26 +76,6 @@ def data(split):
     return Own(100 if split == "train" else 20)
 """
 )
-SAMPLED = (
-    NET
-    + """
-from torch.utils.data import *
-def data(split):
-    samples = [(torch.full((4,), float(n)), 0) for n in range(40)]
-    half = range(0, 40, 2)
-    weights = [0.0] * 30 + [1.0] * 10
-    test = DataLoader(samples, sampler=SubsetRandomSampler(range(1, 40, 2)))
-    return DataLoader(samples, sampler={train}) if split == "train" else test
-def training_step(model, batch):
-    seen = sorted({{int(n) for n in batch[0][:, 0]}})
-    loss = model(batch[0] / 40).square().mean()
-    return {{"loss": loss, "least": seen[0], "even": sum(n % 2 == 0 for n in seen) / len(seen)}}
-def validation_step(model, batch):
-    return {{"odd": (batch[0][:, 0] % 2).mean()}}
-"""
-)
-"""Its samples say which ones they are."""
-
 CLOSURE = (
     """
 import torch
@@ -115,28 +95,26 @@ model = Block
 )
 """Its layers are called by a function that holds this very module, and it has a lock."""
 
-TUPLES = """
+TUPLES = (
+    ROWS.replace("long()", "float()")
+    + """
 import torch
 from torch import nn
 
-class Both(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(4, 1)
+class Both(nn.Linear):
     def forward(self, inputs):
-        return self.last(inputs), inputs.sum()
-model = Both
+        return super().forward(inputs), inputs.sum()
+def model(): return Both(4, 1)
 
-def data(split):
-    x = torch.randn(100, 4)
-    return x, (x.sum(dim=1) > 0).float()
 def loss(outputs, targets):
     return nn.functional.binary_cross_entropy_with_logits(outputs[0][:, 0], targets)
 def metric(outputs, targets):
     return {"f1": torch.tensor(0.25), "size": len(outputs[0]) + len(targets)}
 """
+)
 MIXTURE = (
-    """
+    ROWS
+    + """
 import torch
 from torch import nn
 
@@ -148,7 +126,6 @@ class Mixture(nn.Module):
         return self.experts[int(inputs[0, 0] > 0)](inputs)  # one of two; the third is never used
 model = Mixture
 """
-    + ROWS
 )
 
 IN_GROUPS = (
@@ -187,13 +164,10 @@ class Gan:
                            (self.model["make"], self.model["judge"])]
 
     def step(self, batch):
-        real = batch.tree
-        made = self.model["make"](torch.randn(len(real), 2))
-        bce = nn.functional.binary_cross_entropy_with_logits
-        judged = self.model["judge"](torch.cat([real, made.detach()]))
-        truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)])
-        self.update(1, bce(judged, truth))
-        loss = bce(self.model["judge"](made), torch.ones(len(made), 1))
+        judge, made = self.model["judge"], self.model["make"](torch.randn(len(batch.tree), 2))
+        softplus = nn.functional.softplus
+        self.update(1, (softplus(judge(made.detach())) + softplus(-judge(batch.tree))).mean())
+        loss = softplus(-judge(made)).mean()
         self.update(0, loss)
         return loss
 
@@ -230,25 +204,7 @@ class Meets:
 )
 """Its ranks share a folder, and their batches add up to a global one."""
 
-HEAVY = (
-    """
-import torch
-from torch import nn
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 256), nn.Linear(256, 2)
-        self.again = nn.Linear(256, 256)
-
-    def forward(self, x):
-        x = self.first(x)
-        for _ in range(100):
-            x = torch.tanh(self.again(x))
-        return self.last(x)
-
-model = Deep
-"""
-    + ROWS
+HEAVY = CELL.replace("16), nn.ReLU(),", "256), *[nn.Linear(256, 256), nn.Tanh()] * 100,").replace(
+    "Linear(16", "Linear(256"
 )
 """Computing takes far longer than anything else in its steps."""

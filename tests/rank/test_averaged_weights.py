@@ -124,7 +124,7 @@ def some_inputs() -> torch.Tensor:
 
 
 def task_of(inputs: torch.Tensor, step=None) -> Task:
-    samples = TensorSamples(inputs, torch.zeros(len(inputs)).long())
+    samples = TensorSamples((inputs, torch.zeros(len(inputs)).long()))
     return Task(
         model=Net,
         train=samples,

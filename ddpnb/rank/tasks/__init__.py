@@ -3,29 +3,44 @@
 from collections.abc import Callable, Mapping
 
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import parse_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.cell import cell_task
-from ddpnb.rank.tasks.samples import DataCache
+
+_loaded: dict[str, Task] = {}
+"""The task of the comparison in progress, by its id: all its runs train on the same data."""
 
 
-def load_task(
-    spec: RunSpec, namespace: Mapping[str, object], filename: str, cache: DataCache | None = None
-) -> Task:
-    """Return the task that a spec names, with its data loaded.
-
-    Args:
-        spec: names the task, or holds the cell that defines it.
-        namespace: the user's variables on this rank, visible to the cell.
-        filename: what tracebacks call the cell.
-        cache: keeps the data of a comparison's cell.
+def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:
+    """Return the task that a spec names, with its data loaded once for all runs of a comparison.
 
     Raises:
-        UserError: a definition is missing in the cell or returns something wrong.
+        UserError: as ``cell_task``, or the cell has an optimizer and the spec a momentum for it.
     """
+    task = _loaded.get(spec.comparison)
+    if task is None:
+        forget()
+        task = _load(spec, namespace, filename)
+        if spec.comparison:
+            _loaded[spec.comparison] = task
+    if task.optimizer and (spec.momentum or spec.own_momentum is not None):
+        raise UserError(
+            "Momentum is for the default optimizer, and the cell defines optimizer(params): leave "
+            "one of them out."
+        )
+    return task
+
+
+def forget() -> None:
+    """Free the data of the comparison that has ended."""
+    _loaded.clear()
+
+
+def _load(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:
     choice = parse_task(spec.task)
     if choice.name == CELL_TASK:
-        return cell_task(spec, namespace, filename, cache)
+        return cell_task(spec.source, namespace, filename)
     build: Callable[..., Task] = TASKS[choice.name].load()
     return build(**choice.options)

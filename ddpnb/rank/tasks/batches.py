@@ -38,17 +38,6 @@ class Shard:
     num_parts: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """How the samples of an epoch are drawn, in place of each one once."""
-
-    weights: Tensor
-    """Of the samples; they need not add up to 1."""
-    num_samples: int
-    """Of an epoch."""
-    with_replacement: bool
-
-
 def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
     """Yield the same part of every global batch: the shards of a synchronous worker."""
     for step in range(num_steps):
@@ -63,12 +52,11 @@ class BatchSchedule:
     every shard has at least one; that can be only where N does not divide the batch size.
 
     Args:
-        num_samples: of an epoch.
+        num_samples: of the training split.
         batch_size: samples of a global batch.
         num_epochs: passes over the split; a fraction ends inside an epoch.
         num_ranks: ranks of the whole group, even if a strategy uses fewer.
         seed: of the permutations.
-        draw: how an epoch's samples are drawn, if not each one once.
 
     Raises:
         UserError: the batch is smaller than the number of ranks or larger than the split.
@@ -82,7 +70,6 @@ class BatchSchedule:
         num_epochs: float,
         num_ranks: int,
         seed: int,
-        draw: Draw | None = None,
     ) -> None:
         if batch_size < num_ranks:
             raise UserError(
@@ -95,7 +82,6 @@ class BatchSchedule:
                 f"({num_samples} samples); give a smaller --batch-size, or --batch-per-worker."
             )
         self._num_samples = num_samples
-        self._draw = draw
         self._num_used = num_samples - num_samples % num_ranks
         self._batch_size = batch_size
         self._seed = seed
@@ -113,8 +99,8 @@ class BatchSchedule:
     def num_samples_before(self, step: int) -> int:
         """Return how many samples are trained on before a step."""
         num_epochs, num_left = divmod(step, self.steps_per_epoch)
-        whole = num_epochs * sum(self.size(step) for step in range(self.steps_per_epoch))
-        return whole + sum(self.size(step) for step in range(num_left))
+        num_per_epoch = min(self._num_used, self.steps_per_epoch * self._batch_size)
+        return num_epochs * num_per_epoch + num_left * self._batch_size
 
     def size(self, step: int) -> int:
         """Return how many samples the global batch of a step has."""
@@ -141,44 +127,38 @@ class BatchSchedule:
         """Return an epoch's samples in order; the last epoch's are kept."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            num, draw = self._num_samples, self._draw
-            self._permutation = (
-                torch.randperm(num, generator=generator, device="cpu")
-                if draw is None
-                else draw.weights.multinomial(num, draw.with_replacement, generator=generator)
-            )
+            self._permutation = torch.randperm(self._num_samples, generator=generator, device="cpu")
             self._epoch = epoch
         return self._permutation
 
 
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
     """Return a tree of the same structure with ``function`` of each leaf."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if type(tree) is tuple or type(tree) is list:
-        if tree and isinstance(tree[0], str | bytes):
-            return function(tree)
-        return type(tree)([mapped(function, each) for each in tree])
     if isinstance(tree, Mapping):
         made: Any = copy.copy(tree)  # keeps its class, such as transformers' ModelOutput
         for key, each in tree.items():
             made[key] = mapped(function, each)
         return made
-    if isinstance(tree, tuple) and hasattr(tree, "_make") and not hasattr(tree, "to"):
-        return tree._make(mapped(function, each) for each in tree)
+    if _is_sequence(tree):
+        parts = [mapped(function, each) for each in tree]
+        return tree._make(parts) if hasattr(tree, "_make") else type(tree)(parts)
     return function(tree)
 
 
 def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each leaf of a tree after its place, e.g. ``"['image'][0]"``."""
-    if isinstance(tree, Mapping):
-        for key, each in tree.items():
+    if isinstance(tree, Mapping) or _is_sequence(tree):
+        for key, each in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from leaves(each, f"{path}[{key!r}]")
-    elif isinstance(tree, tuple | list) and not (tree and isinstance(tree[0], str | bytes)):
-        for number, each in enumerate(tree):
-            yield from leaves(each, f"{path}[{number}]")
     else:
         yield path, tree
+
+
+def _is_sequence(tree: Tree) -> bool:
+    """Return whether a tree is a tuple or list of trees, and not of texts."""
+    if hasattr(tree, "_make"):  # a PackedSequence is no batch, and moves itself
+        return not hasattr(tree, "to")
+    return type(tree) in (tuple, list) and not (tree and isinstance(tree[0], str | bytes))
 
 
 def tensors_of(tree: Tree) -> Iterator[Tensor]:
@@ -199,14 +179,13 @@ def copied(tree: Tree) -> Tree:
 
 def moved(tree: Tree, device: torch.device) -> Tree:
     """Return a tree with its tensors on a device; to a GPU they are copied without waiting."""
-    # A copy to a GPU makes this thread wait unless it comes from pinned memory.
-    is_pinned = device.type == "cuda"
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            held = leaf.pin_memory() if is_pinned and leaf.device.type == "cpu" else leaf
-            return held.to(device, non_blocking=True)
-        return leaf.to(device) if hasattr(leaf, "to") else leaf  # such as a PackedSequence
+        if not isinstance(leaf, Tensor):
+            return leaf.to(device) if hasattr(leaf, "to") else leaf  # such as a PackedSequence
+        if device.type == "cuda" and leaf.device.type == "cpu":
+            leaf = leaf.pin_memory()  # else the copy makes this thread wait
+        return leaf.to(device, non_blocking=True)
 
     return mapped(move, tree)
 
@@ -221,17 +200,13 @@ def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
     """
 
     def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            if leaf.ndim == 0:
-                return leaf
-            if len(leaf) != num_samples:
-                raise UserError(
-                    f"A batch of {num_samples} samples has a tensor with {len(leaf)} rows, and "
-                    "cannot be split: give each tensor a row for each sample, or define "
-                    "collate_fn(items)."
-                )
-            return leaf[begin:end]
-        return leaf[begin:end] if isinstance(leaf, list | tuple) else leaf
+        has_rows = leaf.ndim > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list | tuple)
+        if isinstance(leaf, Tensor) and has_rows and len(leaf) != num_samples:
+            raise UserError(
+                f"A batch of {num_samples} samples has a tensor with {len(leaf)} rows, and cannot "
+                "be split: give each tensor a row for each sample, or define collate_fn(items)."
+            )
+        return leaf[begin:end] if has_rows else leaf
 
     return mapped(cut, tree)
 
@@ -249,10 +224,8 @@ def twice(tree: Tree) -> Tree:
 
 def shape_of(tree: Tree) -> str:
     """Return a tree's shapes for a sentence: ``"(5, 3)"``, ``"{'image': (5, 3)}"``."""
-    if isinstance(tree, Tensor):
-        return str(tuple(tree.shape))
-    if isinstance(tree, Mapping):
-        return "{" + ", ".join(f"{key!r}: {shape_of(each)}" for key, each in tree.items()) + "}"
-    if type(tree) is tuple or type(tree) is list:
-        return "[" + ", ".join(map(shape_of, tree)) + "]"
-    return kind_of(tree)
+
+    def shape(leaf: Any) -> Any:
+        return tuple(leaf.shape) if isinstance(leaf, Tensor) else kind_of(leaf)
+
+    return str(mapped(shape, tree))

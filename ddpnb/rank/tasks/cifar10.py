@@ -8,155 +8,102 @@ References: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images",
 He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, section 4.2.
 """
 
-from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.tasks.samples import DatasetSamples, Samples
+from ddpnb.rank.tasks.samples import DatasetSamples
 from ddpnb.rank.tasks.synthetic import make_images
 
 FOLDER = Path("data") / "cifar-10-batches-bin"
 RECORD_BYTES = 1 + 3 * 32 * 32
-NUM_CLASSES = 10
 _MEAN = torch.tensor([0.4914, 0.4822, 0.4465], device="cpu").view(3, 1, 1)
 _DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616], device="cpu").view(3, 1, 1)
 """Of each colour over the training images, with pixels from 0 to 1."""
-_BLOCKS_OF_STAGES = (2, 2, 2, 2)
-_CHANNELS_OF_STAGES = (64, 128, 256, 512)
+_CHANNELS = (64, 64, 64, 128, 128, 256, 256, 512, 512)
+"""Before the first block, and after each."""
 
 
 def build() -> Task:
     """Return the task: ResNet-18 on CIFAR-10, or on synthetic images of its shape.
 
-    Raises:
-        UserError: a file does not hold CIFAR-10 records.
+    The data are looked for in the working folder, then in the folders above it.
     """
-    folder = data_folder(Path.cwd())
-    train: Samples
-    held_out: Samples
-    notes: tuple[str, ...] = ()
-    if folder is None:
+    here = Path.cwd()
+    found = [each / FOLDER for each in (here, *here.parents) if (each / FOLDER).is_dir()]
+    if not found:
         train, held_out = make_images(1024, 256)
-        notes = (f"Synthetic data: there is no {FOLDER}.",)
-    else:
-        train = DatasetSamples(Images(sorted(folder.glob("data_batch_*.bin"))))
-        held_out = DatasetSamples(Images([folder / "test_batch.bin"]))
+        note = f"Synthetic data: there is no {FOLDER}."
+        return Task(model=make_model, train=train, held_out=held_out, notes=(note,))
     return Task(
         model=make_model,
-        train=train,
-        held_out=held_out,
-        notes=notes,
+        train=_samples(found[0], "data_batch_*.bin"),
+        held_out=_samples(found[0], "test_batch.bin"),
     )
 
 
-def data_folder(start: Path) -> Path | None:
-    """Return the folder of the data, in ``start`` or in the nearest folder above; None without."""
-    for folder in (start, *start.parents):
-        if (folder / FOLDER / "test_batch.bin").is_file():
-            return folder / FOLDER
-    return None
+def _samples(folder: Path, pattern: str) -> DatasetSamples:
+    return DatasetSamples(ConcatDataset([Images(path) for path in sorted(folder.glob(pattern))]))
 
 
 @final
-class Images(Dataset[tuple[Tensor, Tensor]]):
-    """The images of several binary files, one file after the other, with their labels.
+class Images(Dataset[tuple[Tensor, int]]):
+    """The images of a binary file: normalised, (3, 32, 32), each with its label."""
 
-    Args:
-        paths: the files.
-
-    Raises:
-        UserError: there is none, or one does not hold whole records.
-    """
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        if not paths:
-            raise UserError(f"{FOLDER} holds no data_batch_1.bin: unpack all of CIFAR-10 there.")
-        self._files = [_records(path) for path in paths]
-        self._starts = np.cumsum([0, *map(len, self._files)])
+    def __init__(self, path: Path) -> None:
+        self._records = np.memmap(path, dtype=np.uint8, mode="r").reshape(-1, RECORD_BYTES)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._records)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return normalised images (3, 32, 32) and their labels (), all read at once."""
-        numbers = np.array(indices)
-        records = np.empty((len(numbers), RECORD_BYTES), dtype=np.uint8)
-        owners = np.searchsorted(self._starts, numbers, side="right") - 1
-        for owner in np.unique(owners):
-            is_owned = owners == owner
-            records[is_owned] = self._files[owner][numbers[is_owned] - self._starts[owner]]
-        pixels = torch.from_numpy(records[:, 1:]).view(-1, 3, 32, 32)
-        images = (pixels.float() / 255 - _MEAN) / _DEVIATION
-        labels = torch.from_numpy(records[:, 0].astype(np.int64))
-        return list(zip(images, labels, strict=True))
-
-
-def _records(path: Path) -> np.ndarray:
-    num_bytes = path.stat().st_size if path.is_file() else 0
-    if num_bytes == 0 or num_bytes % RECORD_BYTES:
-        raise UserError(
-            f"{path} has {num_bytes} bytes, which is not a number of CIFAR-10 records of "
-            f"{RECORD_BYTES}: take the binary version."
-        )
-    records = np.memmap(path, dtype=np.uint8, mode="r").reshape(-1, RECORD_BYTES)
-    if (largest := int(records[:, 0].max())) >= NUM_CLASSES:
-        raise UserError(f"{path} has a label {largest}: it is not CIFAR-10's binary version.")
-    return records
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        record = torch.tensor(self._records[index], device="cpu")
+        pixels = record[1:].view(3, 32, 32)
+        return (pixels.float() / 255 - _MEAN) / _DEVIATION, int(record[0])
 
 
 def make_model() -> nn.Module:
     """Return ResNet-18 for (N, 3, 32, 32): a 3x3 convolution first, and no pooling after it."""
-    num_channels = _CHANNELS_OF_STAGES[0]
-    layers: list[nn.Module] = [*_normalised(3, num_channels, stride=1), nn.ReLU()]
-    for stage, num_out in enumerate(_CHANNELS_OF_STAGES):
-        for block in range(_BLOCKS_OF_STAGES[stage]):
-            stride = 2 if stage > 0 and block == 0 else 1
-            layers.append(Residual(num_channels, num_out, stride))
-            num_channels = num_out
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_channels, NUM_CLASSES)]
-    return nn.Sequential(*layers)
+    return nn.Sequential(
+        *_normalised(3, _CHANNELS[0]),
+        nn.ReLU(),
+        *(Residual(num_in, num_out) for num_in, num_out in pairwise(_CHANNELS)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(_CHANNELS[-1], 10),
+    )
 
 
 class Residual(nn.Module):
-    """Two convolutions whose result is added to their input.
+    """Two convolutions, added to their input; where channels grow, there are fewer pixels."""
 
-    Args:
-        num_in: channels of the input.
-        num_out: channels of the output.
-        stride: of the first convolution.
-    """
-
-    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
+    def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
+        stride = 1 if num_in == num_out else 2
         self.change = nn.Sequential(
-            *_normalised(num_in, num_out, stride), nn.ReLU(), *_normalised(num_out, num_out, 1)
+            *_normalised(num_in, num_out, stride), nn.ReLU(), *_normalised(num_out, num_out)
         )
-        keeps_shape = stride == 1 and num_in == num_out
-        self.skip = (
-            nn.Identity()
-            if keeps_shape
-            else nn.Sequential(*_normalised(num_in, num_out, stride, kernel_size=1))
-        )
+        self.skip = nn.Sequential()
+        if stride > 1:
+            self.skip.extend(_normalised(num_in, num_out, stride, kernel_size=1))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return features (N, ``num_out``, H / stride, W / stride)."""
         return torch.relu(self.skip(inputs) + self.change(inputs))
 
 
-def _normalised(num_in: int, num_out: int, stride: int, kernel_size: int = 3) -> list[nn.Module]:
-    padding = kernel_size // 2
+def _normalised(
+    num_in: int, num_out: int, stride: int = 1, kernel_size: int = 3
+) -> tuple[nn.Module, nn.Module]:
+    """Return a convolution and its BatchNorm."""
     convolution = nn.Conv2d(
-        num_in, num_out, kernel_size, stride=stride, padding=padding, bias=False
+        num_in, num_out, kernel_size, stride, padding=kernel_size // 2, bias=False
     )
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
-    return [convolution, nn.BatchNorm2d(num_out)]
+    return convolution, nn.BatchNorm2d(num_out)

@@ -1,7 +1,5 @@
 """The samples of a split, whatever ``data(split)`` returns (ranks)."""
 
-import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
@@ -18,20 +16,14 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
     default_collate,
 )
 
 from ddpnb.protocol.errors import UserError, kind_of, summary_of
-from ddpnb.rank.tasks.batches import Draw, Tree, leaves, mapped
+from ddpnb.rank.tasks.batches import Tree, mapped, shape_of, tensors_of
 
 Collate = Callable[[list[Any]], Tree]
 """Makes one batch of some items of a data set."""
-
-DataCache = dict[object, Any]
-"""Keeps what the runs of one comparison load once: one value, under one key."""
-
-_READ_NOTE = "The IterableDataset of data(split) was read whole into memory, once on each rank."
 
 
 class Items(NamedTuple):
@@ -45,96 +37,59 @@ class Items(NamedTuple):
         return self.collate(self.items)
 
 
-class Samples(ABC):
-    """A split of a data set, fetched by sample numbers."""
-
-    notes: tuple[str, ...] = ()
-    """Shown beside every result."""
-    draw: Draw | None = None
-    """How an epoch's samples are drawn, if not each one once."""
-    has_own_collate = False
-    """Whether parts of a batch must be collated one by one: it need not have rows."""
-
-    @property
-    def num_per_epoch(self) -> int:
-        """Samples of an epoch."""
-        return len(self) if self.draw is None else self.draw.num_samples
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    @abstractmethod
-    def fetch(self, indices: Tensor) -> Tree:
-        """Return the samples with these numbers (int64), as one batch."""
-
-    def fetch_items(self, indices: Tensor) -> Items:
-        """Return the samples with these numbers, to be collated later."""
-        raise NotImplementedError("its rows are stacked already")
-
-
 @final
-class TensorSamples(Samples):
-    """Samples held in tensors, one row for each sample.
+class TensorSamples:
+    """Samples held in a tree of tensors, one row for each sample."""
 
-    Args:
-        *tensors: the parts of each batch, e.g. inputs and targets.
-        tree: a tree of tensors, in place of a tuple.
-    """
+    has_own_collate = False
 
-    def __init__(self, *tensors: Tensor, tree: Tree = None) -> None:
-        self._tree = tensors if tree is None else tree
-        self._num_samples = len(next(leaves(self._tree))[1])
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._num_samples = len(next(tensors_of(tree)))
 
     def __len__(self) -> int:
         return self._num_samples
 
     def fetch(self, indices: Tensor) -> Tree:
-        """Index all tensors at once."""
+        """Return the samples with these numbers (int64), as one batch."""
         return mapped(lambda leaf: leaf[indices], self._tree)
 
 
 @final
-class DatasetSamples(Samples):
+class DatasetSamples:
     """Samples of a map-style data set with items of any kind.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``.
         collate: makes a batch of some items; None: torch's ``default_collate``.
         num_workers: processes that fetch, if no other number is asked for.
-        draw: how an epoch's samples are drawn, if not each one once.
-        notes: shown beside every result.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        collate: Collate | None = None,
-        *,
-        num_workers: int = 0,
-        draw: Draw | None = None,
-        notes: tuple[str, ...] = (),
+        self, dataset: Any, collate: Collate | None = None, *, num_workers: int = 0
     ) -> None:
         self.dataset = dataset
-        self.has_own_collate = collate is not None
+        self.has_own_collate = collate is not None  # then a batch need not have rows
         self.collate = collate or _stack
         self.num_workers = num_workers
-        self.draw = draw
-        self.notes = notes
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def fetch(self, indices: Tensor) -> Tree:
-        """Fetch the items as torch's ``DataLoader`` does, and collate them."""
+        """Return the samples with these numbers (int64), as one batch."""
         return self.fetch_items(indices).batch()
 
     def fetch_items(self, indices: Tensor) -> Items:
-        """Fetch the items, to be collated later."""
+        """Fetch items as torch's ``DataLoader`` does, to be collated later."""
         numbers, dataset = indices.tolist(), self.dataset
         if callable(fetch_all := getattr(dataset, "__getitems__", None)):
             return Items(list(fetch_all(numbers)), self.collate)
         return Items([dataset[number] for number in numbers], self.collate)
+
+
+Samples = TensorSamples | DatasetSamples
+"""A split of a data set, fetched by sample numbers."""
 
 
 def _stack(items: list[Any]) -> Tree:
@@ -148,7 +103,7 @@ def _stack(items: list[Any]) -> Tree:
         ) from error
 
 
-def as_samples(data: object, split: str, collate: Collate | None = None) -> Samples:
+def as_samples(data: Any, split: str, collate: Collate | None = None) -> Samples:
     """Return the result of ``data(split)`` as ``Samples``.
 
     Args:
@@ -160,19 +115,23 @@ def as_samples(data: object, split: str, collate: Collate | None = None) -> Samp
     Raises:
         UserError: it is none of these, or it is empty.
     """
+    num_workers = 0
+    if isinstance(data, DataLoader):
+        if data.collate_fn is not default_collate:
+            collate = collate or data.collate_fn
+        data, num_workers = _chosen(data, split), data.num_workers
     if isinstance(data, TensorDataset) and collate is None:
         data = data.tensors
     if isinstance(data, Tensor | np.ndarray | Mapping | tuple):
         if collate is not None:
             raise UserError(
-                f"data({split!r}) returned {kind_of(data)}, whose rows are stacked already: leave "
-                "collate_fn out, or return a list of items or a Dataset."
+                f"data({split!r}) returned {kind_of(data)} of stacked rows: leave collate_fn out, "
+                "or return a list of items or a Dataset."
             )
-        samples: Samples = TensorSamples(tree=_as_tensors(data, split))
-    elif isinstance(data, DataLoader):
-        samples = _from_loader(data, split, collate)
+        samples: Samples = TensorSamples(_as_tensors(data, split))
     else:
-        samples = _from_dataset(data, split, collate)
+        _check_numbered(data, split)
+        samples = DatasetSamples(data, collate, num_workers=num_workers)
     if len(samples) == 0:
         raise UserError(f"data({split!r}) returned no samples; return at least one.")
     return samples
@@ -184,113 +143,54 @@ def _as_tensors(tree: object, split: str) -> Tree:
             # Torch warns about arrays that cannot be written to, so these are copied.
             leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
         if not isinstance(leaf, Tensor) or leaf.ndim == 0:
-            what = "a single number" if isinstance(leaf, Tensor) else kind_of(leaf)
-            raise _wrong(split, f"{kind_of(tree)} with {what} in it")
+            raise _wrong(split, f"{kind_of(tree)} with {kind_of(leaf)} in it that has no rows")
         return leaf.detach().cpu()
 
     found = mapped(as_tensor, tree)
-    sizes = {path: len(leaf) for path, leaf in leaves(found)}
-    if not sizes:
-        raise _wrong(split, f"an empty {type(tree).__name__}")
-    if len(set(sizes.values())) > 1:
-        rows = ", ".join(f"{num} in {path}" for path, num in sizes.items())
+    if len({len(tensor) for tensor in tensors_of(found)}) != 1:
         raise UserError(
-            f"data({split!r}) returned different numbers of rows ({rows}); "
-            "return one row for each sample in each."
+            f"data({split!r}) returned tensors of shapes {shape_of(found)}; return one row for "
+            "each sample in each."
         )
     return found
 
 
-def _from_loader(loader: DataLoader[Any], split: str, collate: Collate | None) -> Samples:
-    if loader.batch_sampler is None:
-        raise UserError(
-            f"data({split!r}) returned a DataLoader that does not make its batches one by one; "
-            "return its dataset, whose items are single samples."
-        )
-    own = None if loader.collate_fn is default_collate else loader.collate_fn
-    dataset, draw = _sampled(loader.dataset, loader.sampler, loader.batch_sampler, split)
-    return _from_dataset(dataset, split, collate or own, num_workers=loader.num_workers, draw=draw)
-
-
-def _sampled(dataset: Any, sampler: Any, batches: Any, split: str) -> tuple[Any, Draw | None]:
-    """Return what a loader's samplers leave of its data set, and how an epoch is drawn from it.
+def _chosen(loader: DataLoader[Any], split: str) -> Any:
+    """Return what a loader's sampler leaves of its data set.
 
     Raises:
-        UserError: the loader chooses or orders samples in a way that would be lost.
+        UserError: it chooses or orders samples in a way that would be lost.
     """
-    kind = type(sampler)
-    if type(batches) is not BatchSampler or id(batches.sampler) != id(sampler):
-        kind = type(batches)
-    elif isinstance(dataset, IterableDataset):
-        return dataset, None
-    elif kind is SubsetRandomSampler:
-        return Subset(dataset, list(sampler.indices)), None
-    elif kind in (SequentialSampler, DistributedSampler):  # each rank has its part of each batch
-        return dataset, None
-    elif kind in (RandomSampler, WeightedRandomSampler):
-        weights = getattr(sampler, "weights", None)
-        if weights is None and not sampler.replacement and sampler.num_samples == len(dataset):
-            return dataset, None
-        if split == "train":
-            return dataset, Draw(
-                weights=torch.ones(len(dataset), device="cpu")
-                if weights is None
-                else weights.cpu(),
-                num_samples=sampler.num_samples,
-                with_replacement=sampler.replacement,
-            )
+    dataset: Any = loader.dataset
+    sampler: Any = getattr(loader.batch_sampler, "sampler", None)
+    kind: type = type(loader.batch_sampler)
+    if kind is BatchSampler:
+        kind = type(sampler)
+    _check_numbered(dataset, split)
+    if kind is SubsetRandomSampler:
+        return Subset(dataset, list(sampler.indices))
+    is_drawn = getattr(sampler, "replacement", False)
+    if kind is DistributedSampler:  # each rank has its part of each batch anyway
+        return dataset
+    if kind in (SequentialSampler, RandomSampler) and not is_drawn and len(sampler) == len(dataset):
+        return dataset
     raise UserError(
         f"data({split!r}) returned a DataLoader with a {kind.__name__}, and its choice would be "
-        "lost: --batch-size and --seed make batches. Return the data set itself, a "
-        "torch.utils.data.Subset of it, or, to train, a DataLoader with a WeightedRandomSampler."
+        "lost: --batch-size and --seed make batches. Return its data set, or a Subset of it, e.g.  "
+        "Subset(dataset, list(WeightedRandomSampler(weights, n)))."
     )
 
 
-def _from_dataset(
-    dataset: Any,
-    split: str,
-    collate: Collate | None,
-    *,
-    num_workers: int = 0,
-    draw: Draw | None = None,
-) -> Samples:
-    notes: tuple[str, ...] = ()
-    num = _length_of(dataset)
-    if isinstance(dataset, IterableDataset) and num is not None:
-        dataset = list(itertools.islice(dataset, num))
-        notes = (_READ_NOTE,)
-    is_stream = isinstance(dataset, IterableDataset) or (
-        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    )
-    if is_stream or (num is None and hasattr(dataset, "__getitem__")):
-        raise UserError(
-            f"data({split!r}) returned {kind_of(dataset)}, whose samples have no numbers or no "
-            "__len__(), so no order of them can be the same for all strategies; return a map-style "
-            "Dataset, or a list of as many items as you need, e.g.  "
-            "list(itertools.islice(stream, 10_000))."
-        )
-    if isinstance(dataset, str | bytes) or num is None:
+def _check_numbered(dataset: Any, split: str) -> None:
+    """Refuse a stream: no order of its samples can be the same for all strategies."""
+    has_numbers = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not has_numbers or isinstance(dataset, IterableDataset | str):
         raise _wrong(split, kind_of(dataset))
-    samples = DatasetSamples(dataset, collate, num_workers=num_workers, draw=draw, notes=notes)
-    if collate is None and len(samples) > 0:
-        batch = samples.fetch(torch.tensor([0], device="cpu"))
-        if not any(isinstance(leaf, Tensor) for _, leaf in leaves(batch)):
-            raise UserError(
-                f"data({split!r}) gives items without a number or tensor in them: let "
-                "each have some, or define collate_fn(items), which makes tensors of them."
-            )
-    return samples
-
-
-def _length_of(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _wrong(split: str, what: str) -> UserError:
     return UserError(
         f"data({split!r}) returned {what}; return tensors or arrays, a dict or tuple of them, a "
-        "map-style Dataset, a list of items, or a DataLoader."
+        "map-style Dataset with __len__(), a list of items, e.g.  "
+        "list(itertools.islice(stream, 10_000)),  or a DataLoader."
     )

@@ -12,7 +12,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import TensorSamples
 
@@ -32,12 +31,8 @@ def build(*, samples: int = 4096, parameters: int = 0, compute: int = 0) -> Task
         samples: images to train on.
         parameters: of the whole model; 0 for no extra ones.
         compute: extra convolutions for each image.
-
-    Raises:
-        UserError: the model always has more parameters than that.
     """
     train, held_out = make_images(samples, num_held_out=1024)
-    make_model(parameters=parameters, compute=compute)  # raises before anything trains
     return Task(
         model=lambda: make_model(parameters=parameters, compute=compute),
         train=train,
@@ -50,16 +45,21 @@ def make_images(num_train: int, num_held_out: int) -> tuple[TensorSamples, Tenso
     """Return training and held-out images, the same on every rank."""
     generator = torch.Generator().manual_seed(_DATA_SEED)
     prototypes = torch.randn(NUM_CLASSES, *IMAGE_SHAPE, generator=generator, device="cpu")
-    train = _make_samples(prototypes, num_train, generator)
-    return train, _make_samples(prototypes, num_held_out, generator)
+
+    def split(num_samples: int) -> TensorSamples:
+        targets = torch.randint(NUM_CLASSES, (num_samples,), generator=generator, device="cpu")
+        noise = torch.randn(num_samples, *IMAGE_SHAPE, generator=generator, device="cpu")
+        return TensorSamples(
+            ((prototypes[targets] + _NOISE * noise) / math.hypot(1, _NOISE), targets)
+        )
+
+    return split(num_train), split(num_held_out)
 
 
 def make_model(*, parameters: int = 0, compute: int = 0) -> nn.Module:
     """Return a network of two strided convolutions and one linear layer, for (N, 3, 32, 32).
 
-    Args:
-        parameters: how many it has in all; 0 for no extra ones.
-        compute: extra convolutions, which share their weights.
+    It has ``parameters`` of them, or as many as it needs where these are more.
     """
     model = nn.Sequential(
         nn.Conv2d(3, 16, kernel_size=3, stride=2, padding=1),
@@ -71,20 +71,13 @@ def make_model(*, parameters: int = 0, compute: int = 0) -> nn.Module:
         nn.Linear(32 * 8 * 8, NUM_CLASSES),
     )
     num_own = sum(parameter.numel() for parameter in model.parameters())
-    if 0 < parameters < num_own:
-        raise UserError(f"synthetic:parameters must be at least {num_own}, not {parameters}.")
     if parameters > num_own:
         model.append(ExtraParameters(parameters - num_own))
     return model
 
 
 class RepeatedConvolution(nn.Module):
-    """One convolution, applied several times: more computation, hardly more communication.
-
-    Args:
-        num_channels: of the input and the output.
-        num_times: how often it is applied.
-    """
+    """One convolution, applied several times: more computation, hardly more communication."""
 
     def __init__(self, num_channels: int, num_times: int) -> None:
         super().__init__()
@@ -99,28 +92,14 @@ class RepeatedConvolution(nn.Module):
 
 
 class ExtraParameters(nn.Module):
-    """Many parameters whose mean is one bias: more communication, hardly more computation.
-
-    Args:
-        num_parameters: how many.
-    """
+    """Many parameters with a mean that is one bias: more to exchange, hardly more to compute."""
 
     def __init__(self, num_parameters: int) -> None:
         super().__init__()
-        sizes = [_CHUNK] * (num_parameters // _CHUNK)
-        sizes += [num_parameters % _CHUNK] if num_parameters % _CHUNK else []
-        self.weights = nn.ParameterList(torch.zeros(size) for size in sizes)
+        chunks = torch.zeros(num_parameters).split(_CHUNK)
+        self.weights = nn.ParameterList(chunk.clone() for chunk in chunks)
 
     def forward(self, scores: Tensor) -> Tensor:
         """Return the scores (N, classes); the mean of all weights is added to the first class's."""
         bias = torch.stack([weight.mean() for weight in self.weights]).mean()
         return torch.cat([scores[:, :1] + bias, scores[:, 1:]], dim=1)
-
-
-def _make_samples(
-    prototypes: Tensor, num_samples: int, generator: torch.Generator
-) -> TensorSamples:
-    targets = torch.randint(NUM_CLASSES, (num_samples,), generator=generator, device="cpu")
-    noise = torch.randn(num_samples, *IMAGE_SHAPE, generator=generator, device="cpu")
-    images = (prototypes[targets] + _NOISE * noise) / math.hypot(1, _NOISE)
-    return TensorSamples(images, targets)

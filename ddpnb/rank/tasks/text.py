@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import TensorSamples
 
@@ -44,38 +43,25 @@ def build() -> Task:
     """Return the task: 10 files to train on, 4 held out, a transformer of two layers."""
     return Task(
         model=Transformer,
-        train=windows(read(TRAIN_FILES)),
-        held_out=windows(read(HELD_OUT_FILES)),
+        train=windows(TRAIN_FILES),
+        held_out=windows(HELD_OUT_FILES),
         notes=(f"The text is Python {platform.python_version()}'s own library.",),
     )
 
 
-def read(names: Sequence[str]) -> Tensor:
-    """Return the bytes of files of the standard library as symbols: int64, (characters,).
+def windows(names: Sequence[str]) -> TensorSamples:
+    """Cut files of the standard library into pieces of ``CONTEXT`` symbols.
 
-    Raises:
-        UserError: this Python was installed without its sources.
+    The targets of a piece are the symbols that follow each; both are int64, (pieces, CONTEXT).
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
-    try:
-        content = b"".join((folder / name).read_bytes() for name in names)
-    except OSError as error:
-        raise UserError(
-            f"The text task reads Python's own library, but {error.filename} is not there."
-        ) from error
+    content = b"".join((folder / name).read_bytes() for name in names)
     codes = torch.tensor(list(content), device="cpu")
-    found = torch.full_like(codes, _OTHER)
-    is_printable = (codes >= 32) & (codes < 127)
-    found[is_printable] = codes[is_printable] - 32
-    found[codes == ord("\n")] = _NEW_LINE
-    return found
-
-
-def windows(text: Tensor) -> TensorSamples:
-    """Cut a text, (characters,), into pieces of ``CONTEXT`` symbols and those that follow each."""
+    text = torch.where((codes >= 32) & (codes < 127), codes - 32, _OTHER)
+    text[codes == ord("\n")] = _NEW_LINE
     num = (len(text) - 1) // CONTEXT
     inputs, targets = text[: num * CONTEXT], text[1 : num * CONTEXT + 1]
-    return TensorSamples(inputs.view(num, CONTEXT), targets.view(num, CONTEXT))
+    return TensorSamples((inputs.view(num, CONTEXT), targets.view(num, CONTEXT)))
 
 
 class Transformer(nn.Module):

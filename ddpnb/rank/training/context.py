@@ -25,7 +25,7 @@ from ddpnb.rank.strategies.worker import Batch, Worker, no_delay
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
-from ddpnb.rank.tasks.samples import DataCache, DatasetSamples, Items
+from ddpnb.rank.tasks.samples import DatasetSamples, Items
 from ddpnb.rank.training.optimizers import Optimizers
 from ddpnb.rank.training.prefetching import NUM_PREFETCHED, prefetching
 
@@ -214,8 +214,10 @@ class RunContext:
 
     def _fetch(self, indices: Tensor, *, can_be_split: bool = False) -> Content:
         train = self.task.train
-        is_split = (can_be_split and train.has_own_collate) or self.keeps_items
-        return train.fetch_items(indices) if is_split else train.fetch(indices)
+        if self.keeps_items or (can_be_split and train.has_own_collate):
+            assert isinstance(train, DatasetSamples), "the rows of tensors are stacked already"
+            return train.fetch_items(indices)
+        return train.fetch(indices)
 
 
 def build_context(
@@ -227,7 +229,6 @@ def build_context(
     cancellation: CancellationToken | None = None,
     filename: str,
     rejoin_info: RejoinInfo | None = None,
-    cache: DataCache | None = None,
 ) -> RunContext:
     """Load the task and find out which ranks take part.
 
@@ -240,16 +241,15 @@ def build_context(
         emulated_link.check(state.device)
     # so that the data are the same on every rank, and in every repeat
     seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)
-    task = load_task(spec, namespace, filename, cache)
+    task = load_task(spec, namespace, filename)
     known = ChainMap(dict(task.defined), dict(namespace))
     plan = make_strategy(spec.strategy, known).plan(state)
     schedule = BatchSchedule(
-        task.train.num_per_epoch,
+        len(task.train),
         batch_size=spec.global_batch(plan.num_workers),
         num_epochs=spec.num_epochs,
         num_ranks=state.world_size if spec.batch_per_worker is None else plan.num_workers,
         seed=spec.seed,
-        draw=task.train.draw,
     )
     return RunContext(
         spec=spec,

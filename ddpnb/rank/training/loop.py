@@ -33,7 +33,6 @@ from ddpnb.rank.servers.rendezvous import RunOverError, announce_failure
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard
-from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.context import UNNAMED, Content, RunContext, build_context, linked
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.judging import judged
@@ -59,7 +58,6 @@ def run(
     filename: str = UNNAMED,
     rejoin_info: RejoinInfo | None = None,
     cancellation: CancellationToken | None = None,
-    cache: DataCache | None = None,
     keep: Callable[[nn.Module], None] = lambda _: None,
 ) -> RunReport:
     """Train and evaluate one run.  Takes part: every rank of the default process group.
@@ -79,7 +77,6 @@ def run(
         filename: what tracebacks call the comparison's cell.
         rejoin_info: where this rank joins if the others train already; it is in no group then.
         cancellation: ends waits that are not the group's.
-        cache: keeps the data between the runs of a comparison.
         keep: takes the trained model, on rank 0, before it is evaluated.
 
     Raises:
@@ -96,7 +93,6 @@ def run(
             filename=filename,
             cancellation=cancellation,
             rejoin_info=rejoin_info,
-            cache=cache,
         )
         no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if state.rank >= context.plan.num_ranks:

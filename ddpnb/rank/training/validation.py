@@ -19,7 +19,6 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RunSpec
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.worker import Batch, Worker
-from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.context import UNNAMED, RunContext, build_context
 from ddpnb.rank.training.evaluation import Score, score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds
@@ -48,7 +47,6 @@ def validate(
     namespace: Mapping[str, object],
     folder: Path = Path(),
     filename: str = UNNAMED,
-    cache: DataCache | None = None,
     num_calls: Callable[[], int] = int,
 ) -> Checked:
     """Check a training before anything trains.
@@ -65,9 +63,7 @@ def validate(
     with preserve_globals(torch.device(state.device)):
         try:
             checks = folder / CHECKS
-            context = build_context(
-                spec, state, namespace, folder=checks, filename=filename, cache=cache
-            )
+            context = build_context(spec, state, namespace, folder=checks, filename=filename)
             return _checked(context, num_calls)
         except UserError as error:
             raise _with_place(error, spec.cell, filename) from error.__cause__
