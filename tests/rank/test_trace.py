@@ -98,11 +98,6 @@ def many(rank: int) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def in_a_group(rank: int) -> None:
-    group = dist.new_group([0, 1, 2])
-    dist.all_reduce(torch.ones(1), group=group)
-
-
 def test_ranks_wait_for_the_one_that_is_late(ranks):
     trace = joined("late", ranks(3).call(recorded, late), hosts=["here"] * 3)
     begin = {span.rank: span.start for span in trace.spans}
@@ -114,30 +109,6 @@ def test_ranks_wait_for_the_one_that_is_late(ranks):
 def test_a_trace_is_bounded_and_counts_the_rest(ranks):
     found = ranks(3).call(recorded, many, 10)
     assert [(len(each.spans), each.num_dropped) for each in found] == [(10, 15)] * 3
-
-
-def test_the_store_shows_how_a_group_is_formed(ranks):
-    found = [
-        [span for span in each.spans if span.lane == "store"]
-        for each in ranks(3).call(recorded, in_a_group)
-    ]
-    assert all({"set", "get", "wait"} <= {span.name for span in store} for store in found)
-    keys = [{span.key for span in store if span.name == "set"} for store in found]
-    assert not keys[0] & keys[1]  # each rank's own address
-
-
-def untraced(state, folder) -> bool:
-    before = dist.Store.set
-    with recording(state.rank) as recorder:
-        group = dist.new_group([0, 1])
-    dist.all_reduce(torch.ones(1), group=group)  # the group outlives the trace
-    num = len(recorder.spans().spans)
-    dist.destroy_process_group(group)
-    return len(recorder.spans().spans) == num and dist.Store.set is before
-
-
-def test_nothing_is_heard_afterwards(ranks):
-    assert ranks(2).call(untraced) == [True, True]
 
 
 def shown(state, folder, spec: CollectiveSpec):
