@@ -155,11 +155,6 @@ def future_of(work: Any) -> Any:
         return waited
 
 
-def source_of(work: Any) -> int:
-    """Return the rank in its group from which a message has come."""
-    return int(work._source_rank())
-
-
 _GLOO_LOST = re.compile(
     r"\[[^]]*\bgloo/transport/[^]]*\].*?"
     r"(Connection (closed|reset) by peer|Broken pipe|Socket closed)",

@@ -5,12 +5,10 @@ import contextlib
 import pytest
 import torch.distributed as dist
 
-from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.collectives.link import EmulatedLink
 from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.meter import Meter, NullTimer
 from tests.faults.test_collective_checks import RIGHT, SETUP
@@ -19,15 +17,10 @@ ALONE = "the group, destroyed and formed again"
 """A cell's, where the cluster's group takes the place of the user's."""
 
 
-def over_a_link(state, folder):
-    link = EmulatedLink(parse_link("10Gbit,0.01ms"), folder / "a.link", state.world_size)
-    return emulated_link.over(link, CancellationToken())
-
-
 LISTENERS = {
-    "account": lambda *_: listening(Account(Meter(NullTimer()))),
-    "trace": lambda state, _: recording(state.rank),
-    "link": over_a_link,
+    "account": lambda _: listening(Account(Meter(NullTimer()))),
+    "trace": recording,
+    "link": lambda _: emulated_link.opened("10Gbit,0.01ms", CancellationToken()),
 }
 
 
@@ -35,7 +28,7 @@ def in_a_cell(state, folder, source, names):
     namespace = {"rank": state.rank, "world_size": state.world_size}
     with contextlib.ExitStack() as opened:
         for name in names:
-            opened.enter_context(LISTENERS[name](state, folder))
+            opened.enter_context(LISTENERS[name](state.rank))
         exec(SETUP + source, namespace)
         backend = dist.get_backend(), dist.get_backend(dist.new_group())
         dist.barrier()
@@ -46,8 +39,7 @@ def in_a_cell(state, folder, source, names):
 def test_calls_do_what_they_do_without_listeners(ranks, case):
     usual = ranks(3).call(in_a_cell, RIGHT[case], ())
     assert usual[0][0] == ("gloo", "gloo")
-    for names in (("account", "trace"), ("account", "trace", "link")):
-        assert ranks(3).call(in_a_cell, RIGHT[case], names) == usual
+    assert ranks(3).call(in_a_cell, RIGHT[case], tuple(LISTENERS)) == usual
 
 
 def compiled(state, folder):

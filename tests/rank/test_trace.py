@@ -41,7 +41,7 @@ def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int]:
         if rank == 0:
             dist.send(mine, 1)
         elif rank == 1:
-            dist.recv(mine)
+            dist.recv(mine, 0)
         model = DistributedDataParallel(nn.Linear(200, 100))
         for _ in range(2):
             model(torch.ones(4, 200)).sum().backward()
@@ -130,11 +130,8 @@ TENS = [((10 * rank, 10 * rank + 1, 10 * rank + 2, 10 * rank + 3),) for rank in 
     ("given", "after"),
     [
         ({"name": "all_reduce"}, [((60, 63, 66, 69),)] * 3),
-        ({"name": "all_reduce", "op": "avg"}, [TENS[1]] * 3),
-        ({"name": "broadcast", "root": 1}, [TENS[1]] * 3),
         ({"name": "reduce", "op": "max", "root": 2}, [(), (), TENS[2]]),
         ({"name": "scatter", "root": 2}, [((30, 31),), ((32, 33),), ((34, 35),)]),
-        ({"name": "gather"}, [tuple(each[0][:2] for each in TENS), (), ()]),
         ({"name": "all_gather"}, [tuple(each[0][:2] for each in TENS)] * 3),
         ({"name": "reduce_scatter", "op": "min"}, [((10, 11),), ((12, 13),), ((14, 15),)]),
         (

@@ -2,8 +2,8 @@
 
 If ranks meet in one collective with tensors of different sizes, gloo ends the process.  So each
 rank writes each call to its group's ``CollectiveLog`` and compares it with the other ranks' calls
-of the same number.  If two differ, at most one of them reaches the backend.  The other rank raises
-once the backend has accepted that one.  The rank that waits in the backend is freed afterwards.
+of the same number.  Of two that differ at most one reaches the backend: whoever finds another call
+raises.  The rank that waits in the backend is freed afterwards.
 """
 
 import contextlib
@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
-
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
 from ddpnb.rank.collectives import intercept
-from ddpnb.rank.collectives.log import FILES, CollectiveLog, settle_dispute, text_of
+from ddpnb.rank.collectives.log import FILES, CollectiveLog, entry_of
 from ddpnb.rank.collectives.table import METHODS, Call
-from ddpnb.rank.stack import in_script, users_place
+from ddpnb.rank.stack import users_line
 
 
 @final
@@ -82,38 +80,27 @@ class MismatchCheck(intercept.Listener):
         if call.collective.is_message or (call.is_in_cpp and self._trusts_cpp):
             return
         group = call.group
-        log = self._logs[group] if group in self._logs else self._open(group)
+        log = self._logs[group] if group in self._logs else self._open(call)
         if log is None:
             return
-        line, in_backward = users_place()
+        entry, line = entry_of(call, log.ranks), users_line()
         try:
-            number, is_alike = log.write(*text_of(call), line, in_backward)
-            if not is_alike:
-                settle_dispute(log, number, in_script())
+            log.write(entry, line)
         except BaseException as error:
             log.take_back(is_certain=isinstance(error, Exception))
             raise
-        call.notes[self] = log, number
-
-    def accepted(self, call: Call) -> None:
-        """Note for the other ranks that the backend has the call."""
-        if self in call.notes:
-            log, number = call.notes[self]
-            log.accept(number)
+        call.notes[self] = log
 
     def refused(self, call: Call, error: BaseException) -> None:
         """Note that there was no such call."""
         if self in call.notes:
-            log, _ = call.notes[self]
-            log.take_back(is_certain=isinstance(error, Exception))
+            call.notes[self].take_back(is_certain=isinstance(error, Exception))
 
-    def _open(self, group: Any) -> CollectiveLog | None:
+    def _open(self, call: Call) -> CollectiveLog | None:
         """Return the log of a new group; None if it is of no use, or if there is no room for it."""
-        try:
-            ranks = dist.get_process_group_ranks(group)
-        except KeyError:  # not a group of torch.distributed's, or not yet
+        group, ranks, log = call.group, call.ranks, None
+        if not ranks:  # not a group of torch.distributed's, or not yet
             return None
-        log = None
         if len(ranks) > 1:
             # Torch gives the name of a destroyed group to a new one.
             name = hashlib.sha256(f"{group.group_name} {sorted(ranks)}".encode()).hexdigest()[:16]

@@ -16,8 +16,8 @@ from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import RankSpans, Span
 from ddpnb.rank.collectives.intercept import Listener, listening
-from ddpnb.rank.collectives.table import ANY_SOURCE, Call
-from ddpnb.rank.stack import users_place
+from ddpnb.rank.collectives.table import METHODS, Call
+from ddpnb.rank.stack import users_line
 
 MAX_SPANS: Final = 20_000
 """Spans that a rank keeps; later ones are counted."""
@@ -56,9 +56,9 @@ class TraceRecorder(Listener):
             return
         noted: dict[str, Any] = {
             "name": call.name,
-            "num_bytes": call.num_bytes_given,
+            "num_bytes": call.num_bytes or None,
             "group": _ranks_of(call),
-            "line": _users_line(),
+            "line": users_line(),
         }
         call.notes[self] = noted
         self._calls.append(noted)
@@ -68,8 +68,6 @@ class TraceRecorder(Listener):
         """Note that a call is complete."""
         if self in call.notes:
             call.notes[self]["end"] = time.monotonic()
-            if call.collective is ANY_SOURCE:
-                call.notes[self]["group"] = _ranks_of(call)
 
     def refused(self, call: Call, error: BaseException) -> None:
         """Note that a call has failed."""
@@ -94,14 +92,11 @@ class TraceRecorder(Listener):
 
 
 def _ranks_of(call: Call) -> tuple[int, ...]:
-    """Return the ranks of a call's group; of a message, from and to."""
+    """Return the ranks of a call's group; of a message, from and to, as far as they are known."""
     if not call.collective.is_message:
         return call.ranks
-    own, peer = (dist.get_rank(),), () if call.peer is None else (call.peer,)
-    return (*own, *peer) if call.name == "send" else (*peer, *own)
-
-
-def _users_line() -> str:
-    """Return where the user's code is: ``"line 3"``; empty if there is none near."""
-    line, in_backward = users_place()
-    return f"line {line}{' (backward)' if in_backward else ''}" if line else ""
+    own = dist.get_rank()
+    if call.collective is METHODS["recv_anysource"]:
+        return (own,)
+    peer = call.ranks[call.arguments[1]]
+    return (own, peer) if call.name == "send" else (peer, own)
