@@ -81,7 +81,7 @@ MUTANTS = [
     ),
     Mutant(
         "calls with tensors of other types count as the same",
-        "rank/collectives/log.py",
+        "rank/collectives/mismatch.py",
         'f"{name} {kind}".encode()',
         "name.encode()",
         "tests/faults/test_collective_checks.py -k 'nothing_is_lost and type'",

@@ -54,11 +54,6 @@ RIGHT = {
         "out = torch.empty(sum(take))\n"
         "dist.all_to_all_single(out, torch.ones(sum(give)), take, give)"
     ),
-    "gather and scatter": (
-        "parts = [torch.zeros(3) for _ in range(world_size)]\n"
-        "dist.gather(x, parts if rank == 1 else None, dst=1)\n"
-        "dist.scatter(x.clone(), parts if rank == 0 else None, src=0)"
-    ),
     "objects": (
         "found = [None] * world_size\n"
         "dist.all_gather_object(found, 'a' * 100 * rank)\n"
@@ -91,16 +86,6 @@ RIGHT = {
         "net = DDP(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))\n"
         "with Join([net]):\n"
         "    for _ in range(3 + rank): net(torch.ones(1, 3)).sum().backward()"
-    ),
-    "fully_shard": (
-        "from torch.distributed.fsdp import fully_shard\n"
-        "net = fully_shard(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)))\n"
-        "for _ in range(2): net(torch.ones(1, 3)).sum().backward()"
-    ),
-    "functional collectives": (
-        "from torch.distributed._functional_collectives import all_reduce\n"
-        "total = all_reduce(x, 'sum', dist.group.WORLD) + 0\n"
-        "dist.all_reduce(x)"
     ),
     "SyncBatchNorm's kin and hooks": (
         "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook\n"

@@ -178,10 +178,7 @@ def _root_of(collective: Collective, arguments: Sequence[Any], settings: Any) ->
     """Return the root in a method's arguments, ``NO_ROOT`` without one, None if unknown."""
     if collective.tensor is not None and len(arguments) < collective.num_tensors:
         return None
-    if collective.root is None:
-        return NO_ROOT
-    root: int | None = getattr(settings, "rootRank", None)
-    return root
+    return NO_ROOT if collective.root is None else getattr(settings, "rootRank", None)
 
 
 def _followed(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:

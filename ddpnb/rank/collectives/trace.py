@@ -26,32 +26,31 @@ LATE_END_S: Final = 0.1
 
 
 @contextlib.contextmanager
-def recording(rank: int, max_spans: int = MAX_SPANS) -> Iterator["TraceRecorder"]:
-    """Return a context in which this process's exchanges are recorded, the first so many.
+def recording(rank: int) -> Iterator["TraceRecorder"]:
+    """Return a context in which this process's exchanges are recorded.
 
     Raises:
         UserError: this version of torch is not known.
     """
     if not torch_internals.intercepts_collectives.works:
         raise UserError(f"{torch_internals.intercepts_collectives.sentence}; leave --trace out.")
-    recorder = TraceRecorder(rank, max_spans)
+    recorder = TraceRecorder(rank)
     with listening(recorder):
         yield recorder
 
 
 @final
 class TraceRecorder(Listener):
-    """Keeps what this rank does, the first so many calls."""
+    """Keeps what this rank does, the first ``MAX_SPANS`` calls."""
 
-    def __init__(self, rank: int, max_spans: int) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._max_spans = max_spans
         self._calls: list[dict[str, Any]] = []  # not the calls themselves, which hold tensors
         self._num_dropped = 0
 
     def begin(self, call: Call) -> None:
         """Note that a call begins."""
-        if len(self._calls) >= self._max_spans:
+        if len(self._calls) >= MAX_SPANS:
             self._num_dropped += 1
             return
         noted: dict[str, Any] = {

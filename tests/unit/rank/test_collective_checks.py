@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.collectives.log import (
+from ddpnb.rank.collectives.mismatch import (
     CollectiveLog,
     CollectiveMismatchError,
+    MismatchCheck,
     entry_of,
 )
-from ddpnb.rank.collectives.mismatch import MismatchCheck
 from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
 
 RANKS = range(3)
