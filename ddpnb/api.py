@@ -162,11 +162,11 @@ def run_cell(
         check: whether torch compares the exact shapes of collectives across the ranks, which
             is slow.  The first checked cell has a new process group.
         debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
-        trace: whether to record every collective, message and call of the store.
+        trace: whether to record every collective and message.
 
     Returns:
         The running cell if ``wait`` is false; else the trace of a cell that is traced, with
-        ``.plot()``, ``.text()``, ``.store()``, ``.save("trace.json")``.
+        ``.plot()``, ``.text()``, ``.save("trace.json")``.
 
     Raises:
         RankError: it failed on a rank.
@@ -220,7 +220,7 @@ def run_script(
         timeout: seconds after which the ranks are interrupted.
         check: whether torch compares the exact shapes of collectives across the ranks.
         debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
-        trace: whether to record every collective, message and call of the store.
+        trace: whether to record every collective and message.
 
     Returns:
         The running script if ``wait`` is false; else the trace of a script that is traced.

@@ -118,7 +118,7 @@ def last_trace() -> TraceResult:
     """Return the trace of the latest cell of ``%%ddp --trace``.
 
     Returns:
-        With ``.plot()``, ``.text()``, ``.store()``, ``.save("trace.json")`` for Perfetto.
+        With ``.plot()``, ``.text()``, ``.save("trace.json")`` for Perfetto.
 
     Raises:
         UserError: no cell has been traced.

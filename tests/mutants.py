@@ -81,9 +81,9 @@ MUTANTS = [
     ),
     Mutant(
         "calls with tensors of other types count as the same",
-        "rank/collectives/log.py",
-        "_text(call.name, first.dtype, call.root, size, first.shape)",
-        "_text(call.name, None, call.root, size, first.shape)",
+        "rank/collectives/mismatch.py",
+        'f"{name} {kind}".encode()',
+        "name.encode()",
         "tests/faults/test_collective_checks.py -k 'nothing_is_lost and type'",
     ),
     Mutant(

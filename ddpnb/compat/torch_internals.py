@@ -155,11 +155,6 @@ def future_of(work: Any) -> Any:
         return waited
 
 
-def source_of(work: Any) -> int:
-    """Return the rank in its group from which a message has come."""
-    return int(work._source_rank())
-
-
 _GLOO_LOST = re.compile(
     r"\[[^]]*\bgloo/transport/[^]]*\].*?"
     r"(Connection (closed|reset) by peer|Broken pipe|Socket closed)",
@@ -315,27 +310,6 @@ def group_store() -> Any:
     return dist.distributed_c10d._get_default_store()  # torch 2.8 has no other way
 
 
-@probe("torch", "a trace does not show what forming a group asks of the store")
-def replaces_store() -> bool:
-    """Whether the default group's store can be replaced."""
-    return isinstance(dist.distributed_c10d._world.pg_map, dict)
-
-
-def default_store() -> Any:
-    """Return the store by which further groups are formed; None if it is not known."""
-    if not replaces_store.works:
-        return None
-    groups: Any = dist.distributed_c10d._world.pg_map
-    return groups.get(dist.group.WORLD, (None, None))[1]
-
-
-def set_default_store(store: Any) -> None:
-    """Have further groups be formed by another store."""
-    groups: Any = dist.distributed_c10d._world.pg_map
-    backend, _ = groups[dist.group.WORLD]
-    groups[dist.group.WORLD] = (backend, store)
-
-
 # -- training ------------------------------------------------------------------------------
 
 
@@ -377,7 +351,6 @@ PROBES = (
     records_collectives,
     counts_collectives,
     hides_group,
-    replaces_store,
     ends_data_workers,
     lists_step_hooks,
 )

@@ -28,7 +28,7 @@ from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.notation import LINKS
 from ddpnb.protocol.options import Option
-from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, SHOWN
+from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, TRACE
 from ddpnb.protocol.training_options import training_options
 from ddpnb.reports.script import EXPORTED
 from ddpnb.reports.style import ACROSS
@@ -260,7 +260,7 @@ def names(magic: str, namespace: dict[str, object], prefix: str) -> Iterator[Sim
         case "ddp_source":
             yield from of_kind("strategy", STRATEGIES)
         case "ddp_show":
-            yield from of_kind("collective", (*COLLECTIVES, *SHOWN))
+            yield from of_kind("collective", (*COLLECTIVES, TRACE))
         case "ddp_auto":
             yield from of_kind("value", ("on", "off"))
         case "ddp_push":

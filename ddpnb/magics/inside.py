@@ -9,7 +9,7 @@ from IPython.core.magic_arguments import argument
 from ddpnb import inside
 from ddpnb.magics.arguments import arguments, magic_arguments, no_arguments
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, SHOWN
+from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, TRACE
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout
 from ddpnb.session.inspection import Inspection
@@ -60,7 +60,7 @@ class InsideMagics(Magics):
         )
 
     @magic_arguments()
-    @argument("what", metavar="collective", help=" | ".join((*COLLECTIVES, *SHOWN)))
+    @argument("what", metavar="collective", help=" | ".join((*COLLECTIVES, TRACE)))
     @argument("--size", default="", help="of the tensor that a rank gives: 4MB [a few numbers]")
     @argument("--root", metavar="RANK", type=int, help="the rank that gives, or gets, everything")
     @argument("--op", default="", help=" | ".join(REDUCTIONS))
@@ -72,20 +72,18 @@ class InsideMagics(Magics):
 
         Each rank's tensor before and after, time and bytes sent, beside the algorithm's formula.
         ``%ddp_show trace`` draws the latest cell of ``%%ddp --trace`` again, ``--save FILE`` saves
-        it, and ``%ddp_show store`` lists what was asked of the process group's store there.
+        it.
         """
         args = arguments(self.ddp_show, line)
         options = {"size": args.size, "root": args.root, "op": args.op, "ranks": args.ranks}
-        if args.what not in SHOWN:
+        if args.what != TRACE:
             if args.save:
                 raise UserError("--save belongs to %ddp_show trace.")
             return inside.show_collective(args.what, **options)
         if any(each not in ("", None) for each in options.values()):
-            raise UserError(f"%ddp_show {args.what} takes no option of a collective.")
+            raise UserError("%ddp_show trace takes no option of a collective.")
         trace = inside.last_trace()
-        if args.save:
-            return trace.save(args.save)
-        return trace.store() if args.what == "store" else trace
+        return trace.save(args.save) if args.save else trace
 
     @magic_arguments()
     @argument("model", nargs="?", default="", help="a model, or a DDP, of the ranks' cells")

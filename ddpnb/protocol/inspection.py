@@ -16,8 +16,6 @@ DEFAULT_CAP_MB = 25.0
 class InspectSpec:
     """What to inspect: a model of the ranks' cells, or a task's."""
 
-    inspection_id: str
-    """Names the files of this inspection in the run folder."""
     task: RunSpec | None = None
     model: str = ""
     """An expression on the ranks; so are the next two."""

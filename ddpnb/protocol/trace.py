@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Lane = Literal["compute", "communication", "wait", "server", "store"]
+Lane = Literal["compute", "communication", "wait", "server"]
 """Where a span is drawn: what a processor or device did, what was sent, what was waited for,
-what the parameter server did, what the process group's store was asked."""
+what the parameter server did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,6 @@ class Span:
     """The ranks that take part, as the default group numbers them; empty: only this one."""
     line: str = ""
     """Where in the user's code it was called, such as ``"line 3"``; empty: not known."""
-    key: str = ""
-    """Of the process group's store, for a call of it."""
-    value: str = ""
-    """What such a call set or returned, shortened."""
 
     def __post_init__(self) -> None:
         if self.end < self.start:
@@ -82,8 +78,8 @@ COLLECTIVES = (
     "barrier",
 )
 """What can be shown."""
-SHOWN = ("trace", "store")
-"""What else ``%ddp_show`` takes: of the latest cell that was traced."""
+TRACE = "trace"
+"""What else ``%ddp_show`` takes: the latest cell that was traced."""
 CHUNKED = ("reduce_scatter", "all_to_all")
 """Those to which each rank gives one chunk for each rank."""
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")

@@ -267,7 +267,6 @@ def inspect_ddp(engine: RankEngine, spec: InspectSpec, finds_unused: bool) -> Dd
             group.state(),
             engine.shell.user_ns,
             finds_unused=finds_unused,
-            folder=group.folder,
             cancellation=group.cancellation,
             **inspected_task(spec, engine),
         )

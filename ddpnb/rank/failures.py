@@ -15,7 +15,7 @@ import torch
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Failure
-from ddpnb.rank.collectives.log import CollectiveMismatchError
+from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.errors import ConsequenceError, RunCancelledError
 from ddpnb.rank.shell import NoPromptError

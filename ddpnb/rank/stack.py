@@ -27,18 +27,19 @@ def outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def users_place() -> tuple[int, bool]:
-    """Return the user's innermost line, and whether the backward pass lies in between.
+def users_line() -> str:
+    """Return the user's innermost line: ``"line 3 of train.py, backward"``; empty if none is near.
 
-    The line is 0 if there is none near.
+    In a cell it is ``"line 3"``.  The backward pass may lie between that line and the caller.
     """
     in_backward = False
     for frame in islice(outward(sys._getframe(2)), MAX_FRAMES):
         file = frame.f_code.co_filename
         if _users_file in file:
-            return frame.f_lineno, in_backward
+            script = "" if _users_file == CELLS else f" of {os.path.basename(file)}"
+            return f"line {frame.f_lineno}{script}{', backward' if in_backward else ''}"
         in_backward = in_backward or file == BACKWARD
-    return 0, in_backward
+    return ""
 
 
 @contextlib.contextmanager
@@ -50,8 +51,3 @@ def lines_of(path: str) -> Iterator[None]:
         yield
     finally:
         _users_file = CELLS
-
-
-def in_script() -> str:
-    """Return the path of the script with the user's lines; empty: a cell has them."""
-    return "" if _users_file == CELLS else _users_file

@@ -7,7 +7,7 @@ from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import OnRank
 from ddpnb.protocol.notation import parse_ranks, parse_size, spoken_ranks
 from ddpnb.protocol.replicas import SamplerSpec
-from ddpnb.protocol.trace import COLLECTIVES, REDUCING, REDUCTIONS, ROOTED, SHOWN, CollectiveSpec
+from ddpnb.protocol.trace import COLLECTIVES, REDUCING, REDUCTIONS, ROOTED, TRACE, CollectiveSpec
 from ddpnb.reports.inside.causes import with_causes
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, find, measured
@@ -70,7 +70,7 @@ def collective_spec(
         UserError: an option does not suit the collective.
     """
     if name not in COLLECTIVES:
-        raise one_of("collective", name, (*COLLECTIVES, *SHOWN))
+        raise one_of("collective", name, (*COLLECTIVES, TRACE))
     chosen = parse_ranks(ranks, num_ranks)
     if op and op not in REDUCTIONS:
         raise one_of("op", op, REDUCTIONS)

@@ -161,7 +161,6 @@ def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | N
     link = request.training.link
     if request.model:
         spec = InspectSpec(
-            inspection_id=new_id(),
             model=request.model,
             batch=request.batch,
             loss=request.loss,
@@ -174,11 +173,9 @@ def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | N
         raise UserError(ONE_RANK)
     if request.strategy.startswith("async"):
         return Inspection(inspect_async(cluster, request.strategy, training))
-    inspection_id = new_id()
     chosen = asdict(training) | {"data_seed": training.seed}
     spec = InspectSpec(
-        inspection_id=inspection_id,
-        task=RunSpec(run_id=inspection_id, strategy="ddp", **chosen),
+        task=RunSpec(run_id=new_id(), strategy="ddp", **chosen),
         bucket_caps=request.caps(),
         link=training.link,
     )

@@ -83,17 +83,6 @@ def with_fixed_world(module: Any) -> None:
     module._WorldMeta.WORLD = original.setter(set_world)
 
 
-def with_hidden_map(module: Any) -> None:
-    original = module._World.pg_map
-
-    def pg_map(world: Any) -> Any:
-        if COMPAT in sys._getframe(1).f_code.co_filename:
-            raise AttributeError("pg_map")
-        return original.fget(world)
-
-    module._World.pg_map = property(pg_map)
-
-
 def with_another_name(name: str) -> Callable[[Any], None]:
     """Rename a function of a module, and wherever the module's functions use it."""
 
@@ -133,7 +122,6 @@ BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
         "torch.distributed.distributed_c10d",
         lambda module: hide(module._World, "pg_names"),
     ),
-    "replaces_store": ("torch.distributed.distributed_c10d", with_hidden_map),
     "hides_group": ("torch.distributed.distributed_c10d", with_fixed_world),
     "ends_data_workers": (
         "torch.utils.data.dataloader",

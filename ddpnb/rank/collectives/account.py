@@ -30,7 +30,7 @@ class Account(Listener):
         self._meter = meter
         self._thread = threading.get_ident()
 
-    def accepted(self, call: Call) -> None:
+    def begin(self, call: Call) -> None:
         """Count the bytes, and a message that is on its way from now on."""
         if threading.current_thread().name == SERVER_THREAD:
             return

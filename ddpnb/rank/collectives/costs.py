@@ -8,7 +8,6 @@ are from; the ring's is in Patarasuk and Yuan, JPDC 69(2), 2009.
 """
 
 import math
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ddpnb.protocol.notation import LinkSpec
@@ -33,12 +32,17 @@ def all_reduce(size: int, num_ranks: int) -> Messages:
 
 
 def ring(part: float, num_ranks: int) -> Messages:
-    """Around the ring once, ``part`` bytes in each message: all-gather and reduce-scatter."""
+    """Around the ring once, ``part`` bytes in each message: all-gather."""
     return Messages(num_ranks - 1, (num_ranks - 1) * part)
 
 
+def ring_of_whole(size: int, num_ranks: int) -> Messages:
+    """Around the ring once, an N-th of ``size`` in each message: reduce-scatter, all-to-all."""
+    return ring(size / num_ranks, num_ranks)
+
+
 def tree(size: int, num_ranks: int) -> Messages:
-    """Down a binomial tree of all ranks, or up: broadcast and reduce."""
+    """Down a binomial tree of all ranks, or up: broadcast, reduce and barrier."""
     rounds = math.ceil(math.log2(num_ranks))
     return Messages(rounds, rounds * size)
 
@@ -48,27 +52,6 @@ def rooted(part: int, num_ranks: int) -> Messages:
     return Messages(math.ceil(math.log2(num_ranks)), (num_ranks - 1) * part)
 
 
-def _ring_of_whole(size: int, num_ranks: int) -> Messages:
-    return ring(size / num_ranks, num_ranks)
-
-
-COLLECTIVES: Mapping[str, Callable[[int, int], Messages]] = {
-    "allreduce_": all_reduce,
-    "allreduce_coalesced_": all_reduce,
-    "broadcast_": tree,
-    "reduce_": tree,
-    "allgather_": ring,
-    "_allgather_base_": ring,
-    "allgather_coalesced_": ring,
-    "allgather_into_tensor_coalesced_": ring,
-    "gather_": rooted,
-    "scatter_": rooted,
-    "reduce_scatter_": ring,
-    "_reduce_scatter_base_": _ring_of_whole,
-    "reduce_scatter_tensor_coalesced_": _ring_of_whole,
-    "alltoall_": _ring_of_whole,
-    "alltoall_base_": _ring_of_whole,
-    "barrier": tree,
-}
-"""By the operation in torch's dispatcher: the messages, for the bytes of the tensors by which
-``collectives.table.METHODS`` compares it, which are a part or the whole."""
+def message(size: int, _: int) -> Messages:
+    """From one rank to another: send and receive."""
+    return Messages(1, size)

@@ -57,11 +57,6 @@ class FlatBuffer:
         for tensor in tensors:
             tensor /= dist.get_world_size()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return num_bytes(self.buffers)
-
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return the gradients; a parameter that had no part in the loss gets one of zeros."""

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -23,10 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
-from ddpnb.rank.collectives.table import ANY_SOURCE, MESSAGES, METHODS, NO_ROOT, Call, Collective
-
-MAX_KEPT = 64
-"""Exchanges that are kept alive although nobody has waited for them yet."""
+from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call, Collective
 
 
 class Listener:
@@ -35,11 +33,8 @@ class Listener:
     def begin(self, call: Call) -> None:
         """Hear of a call that the backend does not have yet; may wait, or refuse it by raising."""
 
-    def accepted(self, call: Call) -> None:
-        """Hear that the backend has a call."""
-
     def refused(self, call: Call, error: BaseException) -> None:
-        """Hear that a call which ``begin`` has let through does not reach the backend."""
+        """Hear that a call does not reach the backend."""
 
     def waiting(self, call: Call) -> AbstractContextManager[object]:
         """Return a context for the time in which Python code waits for a call.
@@ -70,9 +65,8 @@ class _Audience(NamedTuple):
 
 
 _audience = _Audience()
-_is_installed = False
-_changing = threading.RLock()
-_kept: "dict[Exchange, None]" = {}
+_kept: "deque[Exchange]" = deque(maxlen=64)
+"""Those that nobody has waited for: C++ may hold one alone, and then find no Python any more."""
 
 
 @contextlib.contextmanager
@@ -89,14 +83,12 @@ def listening(listener: Listener) -> Iterator[None]:
 def add(listener: Listener) -> None:
     """Have a listener hear of all calls from now on, after those that were added before it."""
     install()
-    with _changing:
-        _seat((*_audience.every, listener))
+    _seat((*_audience.every, listener))
 
 
 def remove(listener: Listener) -> None:
     """Undo ``add``."""
-    with _changing:
-        _seat([each for each in _audience.every if each is not listener])
+    _seat([each for each in _audience.every if each is not listener])
 
 
 def _seat(every: Sequence[Listener]) -> None:
@@ -109,18 +101,16 @@ def _seat(every: Sequence[Listener]) -> None:
     _audience = _Audience(tuple(every), hear("waiting"), hear("ended"), hear("hold"))
 
 
+@functools.cache
 def install() -> None:
-    """Put the methods and kernels in place; may be called twice."""
-    global _is_installed
-    with _changing:
-        if _is_installed or not torch_internals.intercepts_collectives.works:
-            return
-        _is_installed = True
-        known = {name: each for name, each in METHODS.items() if is_known(each)}
-        for name, each in (known | MESSAGES).items():
-            torch_internals.replace_method(name, partial(_method, each))
-        by_operation = {each.operation: each for each in known.values()}
-        torch_internals.add_kernels({name: _kernel(each) for name, each in by_operation.items()})
+    """Put the methods and kernels in place, once."""
+    if not torch_internals.intercepts_collectives.works:
+        return
+    known = {name: each for name, each in METHODS.items() if is_known(each)}
+    for name, each in known.items():
+        torch_internals.replace_method(name, partial(_method, each))
+    by_operation = {each.operation: each for each in known.values() if not each.is_message}
+    torch_internals.add_kernels({name: _kernel(each) for name, each in by_operation.items()})
 
 
 def is_known(collective: Collective) -> bool:
@@ -141,7 +131,7 @@ def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..
         root = _root_of(collective, arguments, settings) if audience.every else None
         if root is None:  # nobody listens, or not called as torch.distributed does
             return original(group, *arguments, **options)
-        blocks = not getattr(settings, "asyncOp", collective.name != "monitored_barrier")
+        blocks = not getattr(settings, "asyncOp", True)
         call = Call(collective, group, arguments, root, is_blocking=blocks)
         make = partial(original, group, *arguments, **options)
         with torch_internals.below_kernels():
@@ -163,8 +153,7 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
         group = torch_internals.ProcessGroup.unbox(arguments[num])
         rest = arguments[num + 1 :]
         root = NO_ROOT if collective.root is None else rest[collective.root]
-        # C++ waits for its broadcasts at once; nobody can hear of these waits.
-        blocks = collective.name in ("broadcast", "monitored_barrier")
+        blocks = collective.name == "broadcast"  # C++ waits for it at once, unheard
         compared = arguments[:num] + rest
         call = Call(collective, group, compared, root, is_blocking=blocks, is_in_cpp=True)
         made: Any = None
@@ -189,10 +178,7 @@ def _root_of(collective: Collective, arguments: Sequence[Any], settings: Any) ->
     """Return the root in a method's arguments, ``NO_ROOT`` without one, None if unknown."""
     if collective.tensor is not None and len(arguments) < collective.num_tensors:
         return None
-    if collective.root is None:
-        return NO_ROOT
-    root: int | None = getattr(settings, "rootRank", None)
-    return root
+    return NO_ROOT if collective.root is None else getattr(settings, "rootRank", None)
 
 
 def _followed(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
@@ -215,19 +201,14 @@ def _followed(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
 
 def _issued(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
     """Make a call, if all who listen let it through."""
-    begun: list[Listener] = []
     try:
         for each in audience.every:
             each.begin(call)
-            begun.append(each)
-        work = make()
+        return make()
     except BaseException as error:
-        for each in begun:
+        for each in audience.every:
             each.refused(call, error)
         raise
-    for each in audience.every:
-        each.accepted(call)
-    return work
 
 
 @contextlib.contextmanager
@@ -264,10 +245,7 @@ class Exchange(dist.Work):
         if (audience.ended or audience.hold) and not call.collective.is_message:
             self._future = self._followed_future()  # gloo's messages have none
         if not call.is_in_cpp:
-            _kept[self] = None  # C++ may hold it alone, and then find no Python any more
-        while len(_kept) > MAX_KEPT:
-            with contextlib.suppress(KeyError, StopIteration):  # another thread was faster
-                del _kept[next(iter(_kept))]
+            _kept.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; raise what went wrong."""
@@ -277,25 +255,21 @@ class Exchange(dist.Work):
             except RuntimeError:
                 self.is_completed()  # else it took too long, and goes on
                 raise
-            self._end()
-        _kept.pop(self, None)
+            _end(self._call, self._audience)
+        with contextlib.suppress(ValueError):  # it was waited for before, or dropped
+            _kept.remove(self)
         return done
 
     def is_completed(self) -> bool:
         """Return whether a wait would return at once."""
         if not self._work.is_completed():
             return False
-        self._end()
+        _end(self._call, self._audience)
         return self._call.held_until <= time.monotonic()
 
     def get_future(self) -> Any:
         """Return the future of the result."""
         return self._future or torch_internals.future_of(self._work)
-
-    def _end(self) -> None:
-        if self._call.collective is ANY_SOURCE:
-            self._call.source = torch_internals.source_of(self._work)
-        _end(self._call, self._audience)
 
     def _followed_future(self) -> Any:
         """Return a future that is complete once the call may end for its caller."""
@@ -304,28 +278,20 @@ class Exchange(dist.Work):
         if not audience.hold:
             future.add_done_callback(lambda _: _end(call, audience))
             return future
-        held: Any = torch.futures.Future()
-
-        def hold() -> None:
-            for each in audience.hold:
-                each.hold(call)
-
-        def complete() -> None:
-            with contextlib.suppress(RuntimeError):  # which is raised again below
-                hold()
-            held.set_result(None)
+        complete: Any = torch.futures.Future()
 
         def follow(_: object) -> None:
             _end(call, audience)
             # In a thread of its own: torch's PowerSGD waits for an exchange in what the end of the
             # one before calls.
-            threading.Thread(target=complete, name="ddpnb-held", daemon=True).start()
+            threading.Thread(target=complete.set_result, args=[None], daemon=True).start()
 
-        def value(_: object) -> Any:
-            hold()
+        def held(_: object) -> Any:
+            for each in audience.hold:
+                each.hold(call)
             return future.value()  # raises the backend's error
 
-        ended = held.then(value)
+        ended = complete.then(held)
         future.add_done_callback(follow)
         return ended
 

@@ -1,27 +1,56 @@
 """The check that all ranks call the same collective, before the backend has the call (ranks).
 
 If ranks meet in one collective with tensors of different sizes, gloo ends the process.  So each
-rank writes each call to its group's ``CollectiveLog`` and compares it with the other ranks' calls
-of the same number.  If two differ, at most one of them reaches the backend.  The other rank raises
-once the backend has accepted that one.  The rank that waits in the backend is freed afterwards.
+rank has a ring of its last calls of each group, in a file that all ranks of the host map.  It
+writes each call there, then reads the other ranks' calls of the same number.  When two ranks do so
+at once, at least one of them finds the other's call: every write and every read holds a lock, which
+orders memory.  Of two calls that differ at most one reaches the backend: whoever finds another call
+raises.  The rank that waits in the backend is freed afterwards.
 """
 
 import contextlib
 import hashlib
+import mmap
+import os
+import struct
+import threading
+import time
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, NamedTuple, final
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
+import torch
 
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
 from ddpnb.rank.collectives import intercept
-from ddpnb.rank.collectives.log import FILES, CollectiveLog, settle_dispute, text_of
-from ddpnb.rank.collectives.table import METHODS, Call
-from ddpnb.rank.stack import in_script, users_place
+from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
+from ddpnb.rank.stack import users_line
+
+FILES: Final = "calls-{generation}-"
+"""How the name of a group's file begins."""
+NOT_COMPARED = -1
+"""Stands for the size if tensors of different sizes may meet."""
+NUM_KEPT: Final = 64
+"""Calls kept for each rank; a rank further behind finds nothing to compare with."""
+TEXT_BYTES: Final = 140
+_ENTRY: Final = struct.Struct(f"<{TEXT_BYTES}sIqQ")
+"""The text, the checksum, the size and the number of a call."""
+_KEY: Final = struct.Struct("<IqQ")
+"""Its end, which is compared."""
+_RANK_BYTES: Final = NUM_KEPT * _ENTRY.size
+POLL_SECONDS = 0.001
+SETTLE_SECONDS = 0.05
+"""How long a rank that has found another call waits before it raises: that call may be taken back,
+and the error also names ranks that come a little later."""
+
+
+class CollectiveMismatchError(RuntimeError):
+    """The ranks of a group make different calls, or one call with tensors that do not match."""
 
 
 @final
@@ -82,38 +111,23 @@ class MismatchCheck(intercept.Listener):
         if call.collective.is_message or (call.is_in_cpp and self._trusts_cpp):
             return
         group = call.group
-        log = self._logs[group] if group in self._logs else self._open(group)
+        log = self._logs[group] if group in self._logs else self._open(call)
         if log is None:
             return
-        line, in_backward = users_place()
-        try:
-            number, is_alike = log.write(*text_of(call), line, in_backward)
-            if not is_alike:
-                settle_dispute(log, number, in_script())
-        except BaseException as error:
-            log.take_back(is_certain=isinstance(error, Exception))
-            raise
-        call.notes[self] = log, number
-
-    def accepted(self, call: Call) -> None:
-        """Note for the other ranks that the backend has the call."""
-        if self in call.notes:
-            log, number = call.notes[self]
-            log.accept(number)
+        entry = entry_of(call, log.ranks)
+        call.notes[self] = log
+        log.write(entry, users_line())
 
     def refused(self, call: Call, error: BaseException) -> None:
         """Note that there was no such call."""
         if self in call.notes:
-            log, _ = call.notes[self]
-            log.take_back(is_certain=isinstance(error, Exception))
+            call.notes[self].take_back(is_certain=isinstance(error, Exception))
 
-    def _open(self, group: Any) -> CollectiveLog | None:
+    def _open(self, call: Call) -> "CollectiveLog | None":
         """Return the log of a new group; None if it is of no use, or if there is no room for it."""
-        try:
-            ranks = dist.get_process_group_ranks(group)
-        except KeyError:  # not a group of torch.distributed's, or not yet
+        group, ranks, log = call.group, call.ranks, None
+        if not ranks:  # not a group of torch.distributed's, or not yet
             return None
-        log = None
         if len(ranks) > 1:
             # Torch gives the name of a destroyed group to a new one.
             name = hashlib.sha256(f"{group.group_name} {sorted(ranks)}".encode()).hexdigest()[:16]
@@ -133,3 +147,138 @@ def missing_features() -> tuple[str, ...]:
         return ()  # if none can be compared, the probe itself says so
     lost = f"{', '.join(names)} not compared before gloo; `--check` still does it"
     return (sentence("torch", lost),)
+
+
+class Entry(NamedTuple):
+    """What a rank writes about a call."""
+
+    checksum: int
+    """Of its name, root and type."""
+    size: int
+    """Numbers in its tensors, or ``NOT_COMPARED``: ``[4]`` and ``[2, 2]`` match, as flat memory."""
+    text: str
+    """For users: ``"broadcast from rank 0 with Float [3]"``."""
+
+    def matches(self, other: "Entry") -> bool:
+        """Return whether two ranks' calls may meet."""
+        sizes = {self.size, other.size}
+        return self.checksum == other.checksum and (len(sizes) == 1 or NOT_COMPARED in sizes)
+
+
+def entry_of(call: Call, ranks: Sequence[int]) -> Entry:
+    """Return what is written about a call; ``ranks`` are the group's."""
+    name, tensors = call.name, call.tensors
+    if call.root != NO_ROOT:
+        name = f"{name} {call.collective.root_is} rank {ranks[call.root]}"
+    if not tensors:
+        return _entry(name, None, NOT_COMPARED, ())
+    size = sum(each.numel() for each in tensors) if call.are_sizes_equal else NOT_COMPARED
+    return _entry(name, tensors[0].dtype, size, tensors[0].shape)
+
+
+@lru_cache(maxsize=1024)
+def _entry(name: str, dtype: torch.dtype | None, size: int, shape: tuple[int, ...]) -> Entry:
+    if dtype is None:
+        return Entry(zlib.crc32(name.encode()), size, name)
+    kind = torch.empty(0, dtype=dtype).type().split(".")[-1].removesuffix("Tensor")
+    checksum = zlib.crc32(f"{name} {kind}".encode())
+    return Entry(checksum, size, f"{name} with {kind} {list(shape)}")
+
+
+@final
+class CollectiveLog:
+    """The calls of one group.
+
+    Args:
+        path: the group's file; the first rank to come makes it.
+        place: this rank's number in the group.
+        ranks: the group's ranks, as the default group numbers them.
+
+    Raises:
+        OSError: there is no room for the file.
+    """
+
+    def __init__(self, path: Path, *, place: int, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self._own = place * _RANK_BYTES
+        self._others = [n * _RANK_BYTES for n in range(len(ranks)) if n != place]
+        self._num_calls = 0
+        self._is_certain = True
+        self._lock = threading.Lock()
+        size = len(ranks) * _RANK_BYTES
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # else a full disk would end the process
+            self._shared = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def num_made(self) -> int | None:
+        """How many calls this rank has made; None: it is not known of one that was interrupted."""
+        return self._num_calls if self._is_certain else None
+
+    def write(self, entry: Entry, line: str = "") -> None:
+        """Write this rank's next call, and compare it with those of the same number.
+
+        Args:
+            entry: what the call is.
+            line: where in the user's code it is; empty: not known.
+
+        Raises:
+            CollectiveMismatchError: another rank's call differs, even after ``SETTLE_SECONDS``.
+        """
+        shared, checksum, size = self._shared, entry.checksum, entry.size
+        text = f"{entry.text} ({line})" if line else entry.text
+        with self._lock:
+            self._num_calls = number = self._num_calls + 1
+            start = number % NUM_KEPT * _ENTRY.size
+            _ENTRY.pack_into(shared, self._own + start, text.encode(), checksum, size, number)
+        with self._lock:
+            start += TEXT_BYTES
+            seen = [_KEY.unpack_from(shared, other + start) for other in self._others]
+        for other_checksum, other_size, other_number in seen:
+            if other_number == number and (other_checksum != checksum or other_size != size):
+                self._settle(entry, number)
+
+    def take_back(self, *, is_certain: bool = True) -> None:
+        """Undo the last ``write``: the call was refused, or, not certain, it was interrupted."""
+        self._is_certain = self._is_certain and is_certain
+        with self._lock:
+            start = self._own + self._num_calls % NUM_KEPT * _ENTRY.size
+            _KEY.pack_into(self._shared, start + TEXT_BYTES, 0, 0, 0)
+            self._num_calls -= 1
+
+    def _settle(self, entry: Entry, number: int) -> None:
+        """Return if other ranks take their calls back that differ; else raise."""
+        seen: dict[int, Entry] = {}
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < deadline:
+            found = self._entries(number)
+            if all(entry.matches(each) for each in found.values()):
+                return
+            seen |= found
+            time.sleep(POLL_SECONDS)
+        calls: dict[str, list[int]] = {}
+        for rank in sorted(seen):
+            calls.setdefault(seen[rank].text, []).append(rank)
+        parts = [
+            f"rank {callers[0]} calls {call}"
+            if len(callers) == 1
+            else f"ranks {','.join(map(str, callers))} call {call}"
+            for call, callers in calls.items()
+        ]
+        raise CollectiveMismatchError(
+            f"the calls of the ranks do not match: {', but '.join(parts)}"
+        )
+
+    def _entries(self, number: int) -> dict[int, Entry]:
+        """Return by rank the calls of a number that have been written, each with its line."""
+        found = {}
+        for place, rank in enumerate(self.ranks):
+            start = place * _RANK_BYTES + number % NUM_KEPT * _ENTRY.size
+            with self._lock:
+                text, checksum, size, written = _ENTRY.unpack_from(self._shared, start)
+            if written == number:
+                found[rank] = Entry(checksum, size, text.rstrip(b"\0").decode(errors="replace"))
+        return found

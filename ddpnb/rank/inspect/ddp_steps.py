@@ -8,7 +8,6 @@ and ends, on the threads that run the backward pass and that complete the all-re
 import statistics
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -43,7 +42,6 @@ def measure(
     namespace: Mapping[str, Any],
     *,
     finds_unused: bool,
-    folder: Path,
     cancellation: CancellationToken,
     **task: Any,
 ) -> DdpReport:
@@ -52,11 +50,10 @@ def measure(
     All ranks give the same ``spec``, which ``find`` has accepted, and the same ``finds_unused``:
     whether a parameter had no part in the loss of some rank.
     """
-    device, path = torch.device(state.device), folder / f"{spec.inspection_id}.link"
-    link = emulated_link.opened(spec.link, path, state.world_size, cancellation)
+    device = torch.device(state.device)
     if spec.link:
         emulated_link.check(state.device)
-    with preserve_globals(device), link:
+    with preserve_globals(device), emulated_link.opened(spec.link, cancellation):
         subject = subject_of(spec, state, namespace, **task)
         if finds_unused and not subject.options["static_graph"]:
             subject.options["find_unused_parameters"] = True

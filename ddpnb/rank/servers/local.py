@@ -79,7 +79,6 @@ def _serve(
         set_timeout(connected, config.timeout_seconds)
         try:
             (rank,) = _HELLO.unpack(connection.receive(_HELLO.size))
-            connection.peer = rank
             memory.send(connected)
         except OSError:
             return
@@ -128,10 +127,7 @@ class _SocketConnection(PeerConnection):
     gone = OSError
 
     def __init__(self, connected: socket.socket, config: WorkerConfig) -> None:
-        self.peer = SERVER_RANK
-        """The rank at the other end."""
         self._socket = connected
-        self._rank = config.rank
         self._link = config.link
 
     def send(self, data: bytes) -> None:
@@ -145,7 +141,7 @@ class _SocketConnection(PeerConnection):
 
     def receive_tensor(self, tensor: Tensor) -> None:
         """Let it take its time, where the ranks are to be connected by a network."""
-        self._link.message(self.peer, self._rank, tensor.nbytes)
+        self._link.receive(tensor.nbytes)
 
 
 def _shut_down(connected: socket.socket) -> None:

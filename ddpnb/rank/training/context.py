@@ -267,7 +267,5 @@ def build_context(
 @contextlib.contextmanager
 def linked(context: RunContext) -> Iterator[RunContext]:
     """Yield the context of a run in which exchanges last as over its link, if it has one."""
-    path = context.folder / f"{context.name('l')}.link"
-    world_size, token = context.state.world_size, context.cancellation
-    with emulated_link.opened(context.spec.link, path, world_size, token) as link:
+    with emulated_link.opened(context.spec.link, context.cancellation) as link:
         yield replace(context, link=link)

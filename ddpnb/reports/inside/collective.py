@@ -154,7 +154,7 @@ ON_NCCL = (
 
 def algorithm_of(name: str, backend: str = "gloo") -> Algorithm | None:
     """Return how a backend carries a collective out; None for one that is not known."""
-    plain = name.removesuffix("_coalesced").removesuffix("_single").removeprefix("monitored_")
+    plain = name.removesuffix("_coalesced").removesuffix("_single")
     return (NCCL if backend == "nccl" else {}).get(plain) or GLOO.get(plain)
 
 

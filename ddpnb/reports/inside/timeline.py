@@ -63,7 +63,6 @@ ROWS = {
     "wait": "compute",
     "communication": "exchange",
     "server": "server",
-    "store": "store",
 }
 """Lane to row, from top to bottom."""
 NAMED_COLOURS = PART_COLOURS | {

@@ -1,4 +1,4 @@
-"""A cell's trace as users hold it: picture, text, store's table, file for Perfetto (kernel)."""
+"""A cell's trace as users hold it: picture, text, file for Perfetto (kernel)."""
 
 import base64
 import io
@@ -22,7 +22,6 @@ from ddpnb.reports.inside.spans import (
     meetings,
     timeline_text,
 )
-from ddpnb.reports.table import Cell, Column, Table, table_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 CALL_SECONDS = 20e-6
 """What recording costs, about: 5 to 12 microseconds on a rank, 26 until a waiting pair is done."""
 PNG_DPI = 100
-MAX_KEYS = 200
-"""Keys that the store's table lists."""
 CLOCK = (
     "A bar lasts from a rank's call until its exchange is complete, by the clock that all ranks of "
     "this host share; between bars a rank computes."
@@ -45,13 +42,9 @@ NOTHING = (
     "No rank called a collective, sent or received in this cell, so there is nothing to draw: "
     "call dist.all_reduce, or train with DDP, under %%ddp --trace."
 )
-NO_STORE = (
-    "No rank asked the store anything while the cell was traced: it is asked when a group is "
-    "formed (dist.new_group), and by dist.TCPStore and the like in a cell."
-)
 ALONE = "There is one rank: its exchanges are with itself, and send nothing."
 THREADS_A_LANE = 100
-LANES = ("compute", "communication", "wait", "server", "store")
+LANES = ("compute", "communication", "wait", "server")
 
 
 def joined(
@@ -118,12 +111,6 @@ class TraceResult:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
 
-    @property
-    def exchanges(self) -> Trace:
-        """The trace without what was asked of the store."""
-        spans = [span for span in self.trace.spans if span.lane != "store"]
-        return replace(self.trace, spans=spans)
-
     def plot(self, *, dark: bool = False) -> "Figure":
         """Return the time line as a matplotlib figure.
 
@@ -132,17 +119,13 @@ class TraceResult:
         """
         from ddpnb.reports.inside.timeline import draw_timeline  # noqa: PLC0415  matplotlib: 0.3 s
 
-        if not self.exchanges.spans:
+        if not self.trace.spans:
             raise UserError(NOTHING)
-        return draw_timeline(self.exchanges, dark=dark)
+        return draw_timeline(self.trace, dark=dark)
 
     def text(self) -> str:
         """Return the trace in words."""
-        return timeline_text(self.exchanges) if self.exchanges.spans else NOTHING
-
-    def store(self) -> Table:
-        """Return what was asked of stores: who set what, who read it, who waited and how long."""
-        return store_table(self.trace)
+        return timeline_text(self.trace) if self.trace.spans else NOTHING
 
     def save(self, path: Path | str) -> str:
         """Write a file that Perfetto (ui.perfetto.dev) and chrome://tracing open, or a picture.
@@ -178,7 +161,7 @@ class TraceResult:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """Return the picture with the text below it, and each alone as a fallback."""
-        if not self.exchanges.spans:
+        if not self.trace.spans:
             return {"text/plain": self.text()}
         return with_picture(self.plot(), self.trace.title, self.text())
 
@@ -194,61 +177,6 @@ def with_picture(figure: "Figure", title: str, text: str) -> dict[str, Any]:
         f'<pre style="white-space:pre-wrap">{escape(text)}</pre></details>'
     )
     return {"text/plain": text, "text/html": html, "image/png": png}
-
-
-# -- the store -----------------------------------------------------------------------------
-
-
-def store_table(trace: Trace) -> Table:
-    """Return a table with a line for each key of the store."""
-    calls: dict[str, list[Span]] = defaultdict(list)
-    for span in trace.spans:
-        if span.lane == "store":
-            calls[span.key].append(span)
-    notes = [] if calls else [NO_STORE]
-    if len(calls) > MAX_KEYS:
-        notes.append(f"{len(calls) - MAX_KEYS:,} more keys are not listed.")
-    return Table(
-        caption=f"{trace.title}: what was asked of the store",
-        columns=tuple(Column(title=title, is_prose=True) for title in STORE_COLUMNS),
-        rows=tuple(_row_of(key, spans) for key, spans in list(calls.items())[:MAX_KEYS]),
-        notes=tuple(notes),
-    )
-
-
-STORE_COLUMNS = ("key", "set by", "value", "read by", "waited for", "where")
-SETTERS = ("set", "add", "append", "compare_set")
-
-
-def _row_of(key: str, spans: Sequence[Span]) -> tuple[Cell, ...]:
-    setters = [span for span in spans if span.name in SETTERS]
-    readers = [span for span in spans if span.name in ("get", "check")]
-    waits = [span for span in spans if span.name in ("get", "wait")]
-    deleted = [span for span in spans if span.name == "delete_key"]
-    values = dict.fromkeys(span.value for span in setters if span.value)
-    longest: dict[int, float] = {}
-    for span in waits:
-        longest[span.rank] = max(longest.get(span.rank, 0.0), span.seconds)
-    by = _callers(setters) + (f"; deleted by {_callers(deleted)}" if deleted else "")
-    return table_row(
-        key,
-        by,
-        ", ".join(values) if len(values) <= 4 else f"{len(values)} values",
-        _callers(readers),
-        ", ".join(f"{in_units(s)} by rank {rank}" for rank, s in sorted(longest.items())),
-        ", ".join(dict.fromkeys(span.line for span in spans if span.line)),
-    )
-
-
-def _callers(spans: Sequence[Span]) -> str:
-    """Return e.g. ``"rank 0-1 (add)"``; the call is named where it is not the plain one."""
-    by_name: dict[str, set[int]] = defaultdict(set)
-    for span in spans:
-        by_name[span.name].add(span.rank)
-    return ", ".join(
-        f"rank {format_ranks(ranks)}" + ("" if name in ("set", "get") else f" ({name})")
-        for name, ranks in by_name.items()
-    )
 
 
 # -- the file for Perfetto -----------------------------------------------------------------
@@ -326,9 +254,8 @@ def _arguments(span: Span, last: float) -> dict[str, Any]:
         found["waited for the last rank (us)"] = _micro(last - span.start)
     if span.num_bytes is not None:
         found["bytes"] = span.num_bytes
-    for name, text in (("line", span.line), ("key", span.key), ("value", span.value)):
-        if text:
-            found[name] = text
+    if span.line:
+        found["line"] = span.line
     return found
 
 

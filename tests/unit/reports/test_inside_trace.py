@@ -172,19 +172,6 @@ def test_clocks_of_several_hosts_are_brought_together():
     assert "time of day" in trace.notes[0]
 
 
-def test_the_store_says_who_set_read_and_waited():
-    def asked(rank: int, name: str, seconds: float, value: str = "") -> Span:
-        return Span(
-            rank=rank, lane="store", name=name, start=1, end=1 + seconds, key="k", value=value
-        )
-
-    calls = [asked(0, "set", 0.0, "hello"), asked(1, "wait", 0.25), asked(1, "get", 0.0, "hello")]
-    table = TraceResult(trace_of(*calls)).store()
-    (row,) = table.rows
-    assert [cell.text for cell in row][:5] == ["k", "rank 0", "hello", "rank 1", "250 ms by rank 1"]
-    assert "new_group" in TraceResult(TWO).store().notes[0]
-
-
 # -- one collective ------------------------------------------------------------------------
 
 
