@@ -64,7 +64,6 @@ REFUSED = {
 
 WRAPPED = {
     "bucket_cap_mb": "bucket_cap_mb",
-    "bucket_view": "gradient_as_bucket_view",
     "static_graph": "static_graph",
     "find_unused_parameters": "find_unused_parameters",
 }
@@ -242,10 +241,8 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
         accumulate=repr(spec.accumulate),
         clip=repr(spec.clip),
         every=repr(options.get("every", 8)),
-        after=repr(options.get("after", 0)),
         reshard=repr(options.get("reshard", True)),
         powersgd_rank=repr(options.get("powersgd_rank", 1)),
-        powersgd_start=repr(options.get("powersgd_start", 2)),
         scale=f"math.sqrt({ratio})" if spec.lr_scaling == "sqrt" else ratio,
         num_lr_warmup_epochs=repr(spec.num_lr_warmup_epochs),
         num_data_workers=repr(spec.num_data_workers),
@@ -363,7 +360,6 @@ def _tags(spec: RunSpec, bound: Mapping[str, str]) -> set[str]:
         "scaling": spec.lr_scaling != "none",
         "warmup": spec.num_lr_warmup_epochs > 0,
         "sync": spec.sync_batchnorm and name != "local-sgd",
-        "after": bool(options.get("after")),
     }
     tags = {short} | {tag for name, tag in defined.items() if name in bound}
     tags |= {tag for tag, is_used in used.items() if is_used}

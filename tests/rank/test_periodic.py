@@ -47,7 +47,6 @@ def test_local_sgd_is_training_apart_and_averaging(ranks, word):
     [
         ("local-sgd:every=14", 0),  # 14 steps in all
         ("local-sgd:every=20", 1),
-        ("local-sgd:after=7", 1),
         ("diloco:every=14", 0),
         ("diloco:every=20", 1),
     ],
@@ -84,17 +83,6 @@ def test_diloco_makes_nesterov_steps_on_the_averaged_change(ranks, num_epochs):
     fits = ranks(2).call(by_strategy, word, problem)
     expected = trained_apart(problem, 2, outer_step)
     assert all(distance(fit, expected) < 1e-5 for fit in fits)
-
-
-def test_post_local_sgd_begins_synchronously(ranks):
-    num_steps = LONG.order(2).num_steps
-    synchronous = ranks(2).call(by_strategy, "ddp", LONG)[0]
-    post_local = ranks(2).call(by_strategy, f"local-sgd:after={num_steps}", LONG)[0]
-    assert distance(post_local, synchronous) < 1e-5
-    half = ranks(2).call(by_strategy, "local-sgd:every=4,after=17", LONG)[0]
-    assert distance(half, synchronous) > 1e-4
-    sizes = [report.traffic.sent > 0 for report in half.reports]
-    assert sizes == [True] * 17 + [(step - 17 + 1) % 4 == 0 for step in range(17, num_steps)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -35,20 +35,13 @@ class DdpShm(DdpStrategy):
     """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory.
 
     Args:
-        bucket_view: as in ``ddp``.
         timeout_seconds: how long a rank waits for another that is alive, by default as long as
             torch does.  A rank that dies or leaves is noticed at once.
     """
 
     _sum: SharedAllReduce | None = None
 
-    def __init__(
-        self,
-        *,
-        bucket_view: bool = False,
-        timeout_seconds: float = default_pg_timeout.total_seconds(),
-    ) -> None:
-        self._bucket_view = bucket_view
+    def __init__(self, *, timeout_seconds: float = default_pg_timeout.total_seconds()) -> None:
         self._timeout = timeout_seconds
 
     def plan(self, state: RankState) -> Plan:
@@ -64,7 +57,7 @@ class DdpShm(DdpStrategy):
         """Wrap the model, and open the shared memory; takes part: every rank."""
         super().setup(worker)
         self._sum = SharedAllReduce(worker.worker_config(self._timeout))
-        self.wrap(worker, gradient_as_bucket_view=self._bucket_view)
+        self.wrap(worker)
         self.ddp.register_comm_hook(self._sum, _all_reduce_bucket)
         self.divisor = 1  # the hook sums, and nothing divides
 

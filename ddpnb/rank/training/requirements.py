@@ -63,9 +63,8 @@ def check_strategy(strategy: str, worker: Worker) -> None:
 def _check_ddp(choice: Choice, worker: Worker) -> None:
     """Refuse accumulation in a static graph, and gradients that a hook cannot send."""
     hook = choice.options.get("hook", "none")
-    for option in ("powersgd_rank", "powersgd_start"):
-        if option in choice.options and hook != "powersgd":
-            raise UserError(f"ddp:{option} goes with ddp:hook=powersgd; give both, or neither.")
+    if "powersgd_rank" in choice.options and hook != "powersgd":
+        raise UserError("ddp:powersgd_rank goes with ddp:hook=powersgd; give both, or neither.")
     if choice.options.get("static_graph") and worker.accumulate > 1:
         raise UserError(
             "ddp:static_graph=on cannot accumulate gradients (torch's no_sync fails in it); "
