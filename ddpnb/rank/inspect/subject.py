@@ -156,7 +156,7 @@ def _of_task(
             return worker.loss_in(worker.training_step(model, tree))
 
     def make() -> Made:
-        model = worker.another_model()
+        model = worker.make_model().train()
         return model, worker.optimizer(_trained(model))
 
     return Subject(

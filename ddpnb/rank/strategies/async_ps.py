@@ -46,7 +46,7 @@ from ddpnb.rank.servers.memory import Layout, PackedTensors
 from ddpnb.rank.servers.queue import NO_BOUND
 from ddpnb.rank.servers.store import AccessLog, ParameterStore, ignore_access
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
-from ddpnb.rank.strategies.base import Plan, State
+from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 
 _WEIGHT_NOTE = "Gradients are weighted by their share of the global batch."
@@ -118,15 +118,6 @@ class AsyncParameterServer(AsynchronousStrategy):
         gradients = [parameter.grad for parameter in worker.parameters]
         self.exchange(batch.weight, gradients)
         return loss
-
-    def snapshot(self) -> State:
-        """Return the model with the server's parameters at one moment, copied."""
-        assert self._store is not None, "only rank 0 does"
-        assert self._client is not None, "setup begins"
-        assert self._client.queue is not None, "only rank 0 does"
-        with self._client.queue.lock:
-            parameters = [tensor.clone() for tensor in self._store.tensors]
-        return self.worker.state_with(parameters)
 
     def memory(self) -> Memory:
         """The copy that this worker trains on; on rank 0 those of all, and the one optimizer."""

@@ -74,7 +74,8 @@ class Strategy(ABC):
     def snapshot(self) -> State:
         """Return the state of the model as it is now, not copied; takes part: every rank.
 
-        Of asynchronous workers only rank 0 is asked, while the others train on.
+        Of asynchronous workers only rank 0 is asked, while the others train on: it has what it
+        read last, after its own latest update.
         """
         state: State = self.worker.model.state_dict()
         return state

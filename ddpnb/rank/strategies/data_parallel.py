@@ -20,12 +20,11 @@ Bytes sent by the first device per step, in A parts: A (N - 1) (P + U), with P t
 parameters and U those of all buffers; received: A (N - 1) S, with S the bytes of the gradients.
 Samples and outputs are not counted.
 
-Copying the parameters to the replicas, gathering outputs and summing gradients count as
-communication.
+Copying the parameters to the replicas and gathering outputs count as communication, and on threads
+summing the gradients too.  On GPUs that is a part of the backward pass.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, final
 
@@ -49,13 +48,17 @@ class DataParallel(Strategy):
 
     def plan(self, state: RankState) -> Plan:
         """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
-        num_gpus = len(_gpus(torch.device(state.device), state.world_size))
-        num = num_gpus if num_gpus >= 2 else state.world_size
-        real = Plan(num_ranks=1, num_workers=num, synchronous=True)
-        if num_gpus >= 2:
-            return real
+        gpus = _gpus(torch.device(state.device), state.world_size)
+        if len(gpus) >= 2:
+            return Plan(num_ranks=1, num_workers=len(gpus), synchronous=True, sees_exposed=False)
         where = "CPU threads" if state.device == "cpu" else "threads that share one GPU"
-        return replace(real, is_emulated=True, notes=(f"DataParallel is emulated on {where}.",))
+        return Plan(
+            num_ranks=1,
+            num_workers=state.world_size,
+            synchronous=True,
+            is_emulated=True,
+            notes=(f"DataParallel is emulated on {where}.",),
+        )
 
     def setup(self, worker: Worker) -> None:
         """Make the replicas, and one optimizer for the first."""
@@ -69,11 +72,9 @@ class DataParallel(Strategy):
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""
-        assert self.replicas is not None, "setup made them"
-        # forward: each replica on its slice, the loss on all outputs together; backward
-        loss = self.worker.compute_gradients(batch, loss_of=self.loss_of, unsynced=self._summed)
-        # agree: the gradients of all replicas are summed in the first
-        self.replicas.reduce()
+        # forward: each replica on its slice, the loss on all outputs together
+        # backward; agree: at its end the gradients of all replicas are summed in the first
+        loss = self.worker.compute_gradients(batch, loss_of=self.loss_of)
         # update: the first replica only; the others are overwritten in the next step
         self.worker.update(self.optimizer)
         return loss
@@ -90,9 +91,8 @@ class DataParallel(Strategy):
         results: list[Any]
         if isinstance(step, Supervised):
             outputs = self.replicas.run(_call, [inputs for inputs, _ in trees])
-            is_whole = not isinstance(batch.content, Items)
-            if is_whole and all(map(_has_rows, outputs, slices)):
-                return step.loss(self.replicas.gather(outputs), batch.targets)
+            if not isinstance(batch.content, Items) and all(map(_has_rows, outputs, slices)):
+                return step.loss(self.replicas.gather(outputs), batch.content[1])
             pairs = zip(outputs, trees, strict=True)
             results = [step.loss(output, targets) for output, (_, targets) in pairs]
         else:
@@ -114,13 +114,6 @@ class DataParallel(Strategy):
         """End the replicas' threads."""
         if self.replicas is not None:
             self.replicas.close()
-
-    @contextmanager
-    def _summed(self) -> Iterator[None]:
-        """Sum the gradients of each micro-batch but the last."""
-        yield
-        assert self.replicas is not None, "setup made them"
-        self.replicas.reduce()
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

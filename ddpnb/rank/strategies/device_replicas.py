@@ -17,7 +17,6 @@ from torch.nn.parallel import gather, parallel_apply, replicate
 
 from ddpnb.rank.collectives.costs import Messages
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.meter import Timer
 from ddpnb.rank.strategies.worker import Worker, state_of
 from ddpnb.rank.tasks.base import StepFunction
 from ddpnb.rank.tasks.batches import moved
@@ -34,10 +33,10 @@ class Replicas(ABC):
 
     @abstractmethod
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Return the rows of all outputs on the first device."""
+        """Return the rows of all outputs on the first device.
 
-    def reduce(self) -> None:  # noqa: B027  on GPUs the backward pass does it
-        """Sum the gradients in the first replica, after the backward pass."""
+        A backward pass through them leaves the sum of all gradients in the first replica.
+        """
 
     def close(self) -> None:  # noqa: B027  only threads have something to end
         """End what runs; may be called twice."""
@@ -62,9 +61,8 @@ class GpuReplicas(Replicas):
             devices = [torch.device("cuda", gpu) for gpu in gpus]
             placed = [moved(each, device) for each, device in zip(slices, devices, strict=True)]
             copies = replicate(self._first, gpus)
-            self._time_sum(copies)
-            others = len(gpus) - 1
-            self._meter.count(sent=others * self._num_copied, received=others * self._num_summed)
+        others = len(gpus) - 1
+        self._meter.count(sent=others * self._num_copied, received=others * self._num_summed)
         return list(parallel_apply(copies, [(call, each) for each in placed], None, gpus))
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
@@ -72,20 +70,6 @@ class GpuReplicas(Replicas):
         with self._meter.communicating():
             gathered: Tensor = gather(outputs, self._gpus[0])
         return gathered
-
-    def _time_sum(self, copies: list[Any]) -> None:
-        """Count the sum of the gradients, which ends the backward pass, as communication.
-
-        The copies come from one node of autograd's graph, which sums when it goes backward.  They
-        are plain attributes of the copied modules, and no parameters.
-        """
-        modules = (module for copied in copies for module in copied.modules())
-        held = (each for module in modules for each in vars(module).values())
-        nodes = {each.grad_fn for each in held if isinstance(each, Tensor) and each.grad_fn}
-        timer = self._meter.timer
-        for node in nodes:
-            node.register_prehook(lambda _: _summing(timer))
-            node.register_hook(lambda *_: _computing(timer))
 
 
 @final
@@ -103,8 +87,6 @@ class ThreadReplicas(Replicas):
         plain = [worker.model, *(worker.make_model() for _ in range(self.num - 1))]
         self.models = [AutocastModel(each.train(), worker.autocast) for each in plain]
         self._pool = ThreadPoolExecutor(self.num, thread_name_prefix="ddpnb-replica")
-        self._outputs: list[Tensor] = []
-        self._gathered = torch.empty(0)
 
     def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
         """Replicate, and run each replica on its thread."""
@@ -113,21 +95,20 @@ class ThreadReplicas(Replicas):
         return list(self._pool.map(AutocastModel.__call__, self.models, repeat(call), slices))
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Return the rows of all outputs; ``reduce`` takes their gradient back."""
-        self._outputs = outputs
-        with self._meter.communicating(), self._lasting(*([each] for each in outputs[1:])):
-            self._gathered = torch.cat([output.detach() for output in outputs])
-        return self._gathered.requires_grad_()
+        """Return the rows of all outputs; their gradient goes back to each replica's thread."""
+        sizes = [len(output) for output in outputs]
 
-    def reduce(self) -> None:
-        """Run each replica's backward pass on its thread, then sum the gradients in the first."""
-        assert self._gathered.grad is not None, "backward has not reached the outputs"
-        slices = self._gathered.grad.split([len(output) for output in self._outputs])
-        with self._lasting(*([each] for each in self._outputs[1:])):
-            pass  # the outputs' gradients go the other way
-        list(self._pool.map(Tensor.backward, self._outputs, slices))  # the list waits, and raises
-        with self._meter.communicating():
-            self._sum()
+        def go_back(gradient: Tensor) -> None:
+            with self._lasting([each] for each in outputs[1:]):
+                slices = gradient.split(sizes)
+            list(self._pool.map(Tensor.backward, outputs, slices))  # the list waits, and raises
+            with self._meter.communicating():
+                self._sum()
+
+        with self._meter.communicating(), self._lasting([each] for each in outputs[1:]):
+            gathered = torch.cat([output.detach() for output in outputs]).requires_grad_()
+        gathered.register_hook(go_back)
+        return gathered
 
     def close(self) -> None:
         """End the threads."""
@@ -139,18 +120,18 @@ class ThreadReplicas(Replicas):
 
         As in torch, only the first replica's changes to buffers last.
         """
-        first, *others = self.models
-        with self._lasting(*(state_of(other) for other in others)):
+        first, *others = map(state_of, self.models)
+        with self._lasting(others):
             for other in others:
-                for mine, theirs in zip(state_of(first), state_of(other), strict=True):
+                for mine, theirs in zip(first, other, strict=True):
                     theirs.copy_(mine)
-        self._meter.count(sent=len(others) * num_bytes(state_of(first)))
+        self._meter.count(sent=len(others) * num_bytes(first))
 
     @torch.no_grad()
     def _sum(self) -> None:
         first, *others = self.models
         found = [[p.grad for p in other.parameters() if p.grad is not None] for other in others]
-        with self._lasting(*found):
+        with self._lasting(found):
             for other in others:
                 for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
                     if mine.grad is None:  # as of an expert that only the other replica has used
@@ -161,9 +142,10 @@ class ThreadReplicas(Replicas):
         trained = [each for each in first.parameters() if each.requires_grad]
         self._meter.count(received=len(others) * num_bytes(trained))
 
-    def _lasting(self, *messages: Iterable[Tensor]) -> AbstractContextManager[None]:
+    def _lasting(self, messages: Iterable[Iterable[Tensor]]) -> AbstractContextManager[None]:
         """Have the body last as long as so many messages over the link."""
-        return self._link.lasting(Messages(len(messages), sum(map(num_bytes, messages))))
+        sizes = [num_bytes(message) for message in messages]
+        return self._link.lasting(Messages(len(sizes), sum(sizes)))
 
 
 @final
@@ -185,11 +167,3 @@ class AutocastModel(nn.Module):
         """Call something with the model and a slice of the batch, in the context."""
         with self.autocast():
             return call(self.model, part)
-
-
-def _summing(timer: Timer) -> None:
-    timer.begin("communication")  # a hook of autograd must return nothing
-
-
-def _computing(timer: Timer) -> None:
-    timer.begin("backward")

@@ -110,7 +110,6 @@ class RunContext:
             rank=self.state.rank,
             world_size=self.state.world_size,
             num_steps=num_steps,
-            seed=self.spec.seed,
             folder=self.folder,
             name=self.name(phase),
             meter=Meter(timer or NullTimer()),
@@ -178,7 +177,7 @@ class RunContext:
             device=self.device,
             num_samples=least + (shard.part < num_larger),
             num_global=num_global,
-            most_parts=num_global // shard.num_parts if self.syncs_batchnorm else None,
+            most_parts=least,
         )
 
     def usual_batch(self) -> Batch:

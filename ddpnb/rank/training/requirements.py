@@ -12,7 +12,7 @@ from ddpnb.compat.torch_internals import lists_step_hooks
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import Choice, parse_strategy
-from ddpnb.rank.strategies.layers import layers_of, types_of_layers
+from ddpnb.rank.strategies.fsdp import layers_of
 from ddpnb.rank.strategies.worker import Worker
 
 _WRAPPING = ("ddp", "ddp-shm", "zero")
@@ -56,8 +56,7 @@ def check_strategy(strategy: str, worker: Worker) -> None:
         _check_types("zero", [{parameter.dtype for parameter in worker.parameters}])
     if choice.name == "fsdp":
         _check_rows("fsdp", worker.model)
-        _check_called(worker.model)
-        _check_types("fsdp", types_of_layers(worker.model))
+        _check_layers(worker.model)
 
 
 def _check_ddp(choice: Choice, worker: Worker) -> None:
@@ -97,12 +96,15 @@ def _check_types(name: str, types_at_once: Iterable[set[torch.dtype]]) -> None:
         )
 
 
-def _check_called(model: nn.Module) -> None:
-    """Refuse unused layers: a rank that calls another layer would gather another's parameters."""
-    held = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
+def _check_layers(model: nn.Module) -> None:
+    """Refuse layers of two types, and unused ones: ranks might gather different ones at once."""
+    layers = [list(layer.parameters()) for layer in layers_of(model)]
+    in_layers = {parameter for layer in layers for parameter in layer}
+    rest = [parameter for parameter in model.parameters() if parameter not in in_layers]
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.grad is None and id(parameter) in held:
+        if parameter.requires_grad and parameter.grad is None and parameter in in_layers:
             raise UserError(
                 "fsdp gathers a layer when it is called, so all ranks must call the same ones, and "
                 f"{name} had no part in a step: use every layer, or leave fsdp out."
             )
+    _check_types("fsdp", ({p.dtype for p in held if p.requires_grad} for held in (*layers, rest)))
