@@ -33,23 +33,22 @@ A worker that dies costs the shards it holds.  A restarted process may join, on 
 Where rank 0, the server, dies, the run is over.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
+from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.collectives.link import NO_LINK
-from ddpnb.rank.servers.memory import Layout, PackedTensors
+from ddpnb.rank.servers.memory import Layout
 from ddpnb.rank.servers.queue import NO_BOUND
-from ddpnb.rank.servers.store import AccessLog, ParameterStore, ignore_access
+from ddpnb.rank.servers.store import ParameterStore
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 
-_WEIGHT_NOTE = "Gradients are weighted by their share of the global batch."
 _OWN_WORKER_NOTE = (
     "Rank 0 trains beside the server, which it reaches without a link: over a slow one it takes "
     "most of the samples."
@@ -63,24 +62,11 @@ class AsyncParameterServer(AsynchronousStrategy):
     Args:
         bound: steps that a worker may be ahead of the slowest; -1: any number.
         compensate: the lambda of delay compensation; 0: none.
-        momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
-        timeout: seconds that the server waits where no worker makes progress.
-        log: called with every read and write that the server serves.
+        others: as in ``AsynchronousStrategy``.
     """
 
-    _store: ParameterStore | None = None
-    """Rank 0's."""
-
-    def __init__(
-        self,
-        *,
-        bound: int = NO_BOUND,
-        compensate: float = 0.0,
-        momentum: float | None = None,
-        timeout: float = 60.0,
-        log: AccessLog = ignore_access,
-    ) -> None:
-        super().__init__(timeout=timeout, log=log)
+    def __init__(self, *, bound: int = NO_BOUND, compensate: float = 0.0, **others: Any) -> None:
+        super().__init__(**others)
         self._bound = bound
         self._compensation = compensate
 
@@ -90,20 +76,25 @@ class AsyncParameterServer(AsynchronousStrategy):
         Raises:
             UserError: compensation together with a bound of 0.
         """
-        is_round = self._bound == 0
-        if is_round and self._compensation:
+        if self._bound == 0 and self._compensation:
             raise UserError("With bound=0 no gradient is stale: leave compensate out.")
-        num = state.world_size
-        return replace(
-            super().plan(state),
-            updates_per_batch=1.0 if is_round else num,
-            notes=(_WEIGHT_NOTE,) if num > 1 and not is_round else (),
-        )
+        num_updates = 1 if self._bound == 0 else state.world_size
+        return replace(super().plan(state), updates_per_batch=num_updates)
 
     def setup(self, worker: Worker) -> None:
         """Start or find the server, and pull for the first time; takes part: every rank."""
-        layout = Layout(num_copies=worker.world_size, num_gradients=worker.world_size - 1)
-        self.begin(worker, layout, self._make_store, self._bound)
+        self.begin(
+            worker,
+            Layout(num_copies=worker.world_size, num_gradients=worker.world_size - 1),
+            lambda copies: ParameterStore(
+                copies,
+                worker.optimizer,
+                self._log,
+                in_rounds=self._bound == 0,
+                compensation=self._compensation,
+            ),
+            self._bound,
+        )
         if worker.link is not NO_LINK and worker.world_size > 1:
             worker.notes.append(_OWN_WORKER_NOTE)
 
@@ -121,18 +112,8 @@ class AsyncParameterServer(AsynchronousStrategy):
 
     def memory(self) -> Memory:
         """The copy that this worker trains on; on rank 0 those of all, and the one optimizer."""
-        held: list[Tensor] = list(self.worker.model.parameters())
-        if self._store is not None:  # the model's trained parameters lie in one of the copies
-            held = [parameter for parameter in held if not parameter.requires_grad]
-            held += [tensor for copied in self._store.copies for tensor in copied.tensors]
-        return Memory.of(held, *self.worker.optimizers)
-
-    def _make_store(self, copies: Sequence[PackedTensors]) -> ParameterStore:
-        self._store = ParameterStore(
-            copies,
-            self.worker.optimizer,
-            self._log,
-            in_rounds=self._bound == 0,
-            compensation=self._compensation,
-        )
-        return self._store
+        worker = self.worker
+        own = Memory.of(worker.model.parameters(), *worker.optimizers)
+        num_others = worker.world_size - 1 if worker.rank == 0 else 0
+        others = num_others * num_bytes(worker.parameters)
+        return replace(own, parameters=own.parameters + others)

@@ -27,13 +27,20 @@ class AsynchronousStrategy(Strategy):
     In its ``setup`` a subclass calls ``begin``, and in each step ``exchange``.
 
     Args:
+        momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
         timeout: seconds in which some worker must make progress.
         log: called, on rank 0, with every read and write of the parameters.
     """
 
     _client: Client | None = None
 
-    def __init__(self, *, timeout: float = 60.0, log: AccessLog = ignore_access) -> None:
+    def __init__(
+        self,
+        *,
+        momentum: float | None = None,
+        timeout: float = 60.0,
+        log: AccessLog = ignore_access,
+    ) -> None:
         self._timeout = timeout
         self._log = log
 

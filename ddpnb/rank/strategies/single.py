@@ -44,25 +44,20 @@ class Single(Strategy):
             UserError: all threads are asked for, and the ranks are on GPUs.
         """
         alone = Plan(num_ranks=1, num_workers=1, synchronous=True)
-        if state.device != "cpu":
-            if self._takes_all:
-                raise UserError("single:threads=all is for ranks on CPUs: leave it out.")
-            return alone
         num_ranks = state.local_world_size or state.world_size
-        num_all = state.num_threads * num_ranks
         if self._takes_all:
-            which = "of its host" if num_ranks < state.world_size else "together"
-            note = f"{_threads(num_all)}, those of all ranks {which}."
-            return replace(alone, num_devices=num_ranks, num_threads=num_all, notes=(note,))
-        if num_ranks == 1:
+            if state.device != "cpu":
+                raise UserError("single:threads=all is for ranks on CPUs: leave it out.")
+            note = f"It computes on the threads of {num_ranks} ranks together."
+            return replace(alone, num_devices=num_ranks, notes=(note,))
+        if state.device != "cpu" or num_ranks == 1:
             return alone
-        own = _threads(state.num_threads)
-        note = f"{own}, as each rank has; single:threads=all takes all {num_all}."
+        note = "It has the threads of one rank; single:threads=all takes those of all."
         return replace(alone, notes=(note,))
 
     def setup(self, worker: Worker) -> None:
         """Take the threads; they are given back when the run has ended."""
-        if self._takes_all and worker.device.type == "cpu":
+        if self._takes_all:
             num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", worker.world_size))
             torch.set_num_threads(torch.get_num_threads() * num_ranks)
         super().setup(worker)
@@ -79,7 +74,3 @@ class Single(Strategy):
         # update
         self.worker.update(self.optimizer)
         return loss
-
-
-def _threads(num: int) -> str:
-    return "1 thread" if num == 1 else f"{num} threads"

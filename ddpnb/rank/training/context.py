@@ -228,7 +228,7 @@ class RunContext:
         plan, on_gpu = self.plan, self.device.type == "cuda"
         is_shared = plan.num_ranks == self.state.world_size > 1
         # Ranks that do not wait for each other in each step would do so in BatchNorm.
-        is_in_step = plan.synchronous and plan.num_steps_ahead == 0 and not plan.never_waits
+        is_in_step = plan.synchronous and plan.num_steps_ahead == 0
         return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
     def _fetch(self, indices: Tensor, *, can_be_split: bool = False) -> Content:

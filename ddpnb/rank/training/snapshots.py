@@ -89,7 +89,7 @@ class Snapshots:
             return
         with self._metrics.clock.paused():
             yield
-            if plan.num_steps_ahead == 0 and not plan.never_waits:
+            if plan.num_steps_ahead == 0:
                 context.barrier()
 
     @property
