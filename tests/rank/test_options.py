@@ -1,6 +1,5 @@
 """Every option of a training does what it says."""
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.strategies.device_replicas import AutocastModel
 from ddpnb.rank.strategies.worker import Batch
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
 from ddpnb.rank.training.context import build_context
@@ -41,35 +39,6 @@ def test_bfloat16_learns_about_as_well_and_is_not_the_same(ranks, strategy):
     assert losses(mixed)[-1] < 0.8 * losses(mixed)[0]
     assert losses(mixed) != losses(exact)
     assert mixed[0].held_out_loss == pytest.approx(exact[0].held_out_loss, abs=0.05)
-
-
-class TypeOf(nn.Module):
-    """A linear layer that notes what it computes in."""
-
-    def __init__(self, types: list[torch.dtype]) -> None:
-        super().__init__()
-        self.linear, self.types = nn.Linear(4, 2), types
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = self.linear(inputs)
-        self.types.append(outputs.dtype)
-        return outputs
-
-
-@pytest.mark.parametrize("amp", [torch.bfloat16, torch.float16])
-def test_replicas_of_a_model_compute_in_the_type_that_was_asked_for(amp):
-    """Also on torch's threads, which open a context without a type."""
-    types: list[torch.dtype] = []
-    cast = AutocastModel(TypeOf(types), lambda: torch.autocast("cpu", amp))
-
-    def in_a_thread():
-        with torch.autocast("cpu"):
-            cast(lambda model, part: model(part), torch.ones(4, 4))
-
-    thread = threading.Thread(target=in_a_thread)
-    thread.start()
-    thread.join()
-    assert types == [amp]
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp", "ddp"])

@@ -30,6 +30,7 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.data_parallel import DataParallel
 from ddpnb.rank.strategies.device_replicas import ThreadReplicas
 from ddpnb.rank.strategies.worker import state_of
+from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.tasks.batches import Shard, tensors_of
 from ddpnb.rank.training.context import build_context, linked
 from ddpnb.rank.training.timing import StepTimer
@@ -75,6 +76,9 @@ def measure(
             return tuple(_spans(timer, devices))
 
         step(counts_memory=True)
+        if not isinstance(context.task.step, Supervised):
+            for each in devices:
+                each.held["outputs"] = 4  # its loss alone is gathered, a float32
         fastest = min(_seconds(step()) for _ in range(NUM_WARMUP_STEPS - 1))
         steps = sorted((step() for _ in range(num_steps(fastest))), key=_seconds)
         first = {
@@ -138,7 +142,7 @@ class _Device:
         """Bytes by kind."""
         self._saving = contextlib.ExitStack()
         self.begin(counts_memory=False)
-        model.register_forward_pre_hook(self._begin_forward)
+        model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
         model.register_forward_hook(self._end_forward)
         for each in trained:
             each.register_post_accumulate_grad_hook(self._note_backward)
@@ -149,22 +153,26 @@ class _Device:
         self.forward: list[float] = []
         self.backward: list[float] = []
 
-    def _begin_forward(self, _: nn.Module, given: tuple[Any, ...]) -> None:
-        tensors = list(tensors_of(given[-1]))
-        self.num_samples, self.held["batch"] = num_rows(given[-1]) or 0, num_bytes(tensors)
+    def _begin_forward(self, _: nn.Module, *given: Any) -> None:
+        tensors = list(tensors_of(given))
+        self.num_samples, self.held["batch"] = num_rows(given) or 0, num_bytes(tensors)
         if self._counts_memory:
             kept = self._saving.enter_context(kept_for_backward([*state_of(self.model), *tensors]))
-            self._saving.callback(lambda: self.held.update(activations=sum(kept.values())))
+            self._saving.callback(lambda: self._count("activations", sum(kept.values())))
         self.forward.append(time.perf_counter())
 
     def _end_forward(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         self.forward.append(time.perf_counter())
         self._saving.close()
         found = list(tensors_of(output))
-        self.held["outputs"] = num_bytes(found)
+        if self._counts_memory:
+            self._count("outputs", num_bytes(found))
         for each in found:
             if each.requires_grad:
                 each.register_hook(self._note_backward)
+
+    def _count(self, kind: str, size: int) -> None:
+        self.held[kind] += size
 
     def _note_backward(self, _: Tensor) -> None:
         self.backward.append(time.perf_counter())

@@ -49,7 +49,7 @@ class DataParallel(Strategy):
     def plan(self, state: RankState) -> Plan:
         """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
         gpus = _gpus(torch.device(state.device), state.world_size)
-        if len(gpus) >= 2:
+        if len(gpus) > 1:
             return Plan(num_ranks=1, num_workers=len(gpus), synchronous=True, sees_exposed=False)
         where = "CPU threads" if state.device == "cpu" else "threads that share one GPU"
         return Plan(
@@ -64,7 +64,7 @@ class DataParallel(Strategy):
         """Make the replicas, and one optimizer for the first."""
         super().setup(worker)
         gpus = _gpus(worker.device, worker.world_size)
-        self.replicas = GpuReplicas(worker, gpus) if len(gpus) >= 2 else ThreadReplicas(worker)
+        self.replicas = GpuReplicas(worker, gpus) if len(gpus) > 1 else ThreadReplicas(worker)
 
     def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
@@ -124,10 +124,10 @@ def _has_rows(output: object, batch: Batch) -> bool:
     return isinstance(output, Tensor) and output.shape[:1] == (batch.num_samples,)
 
 
-def _gpus(device: torch.device, world_size: int) -> list[int]:
+def _gpus(device: torch.device, world_size: int) -> list[torch.device]:
     """Return the GPUs for replicas, the rank's own first; one for each rank at most."""
     if device.type != "cuda":
         return []
     own = device.index or 0
     others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != own]
-    return [own, *others][:world_size]
+    return [torch.device("cuda", gpu) for gpu in (own, *others)][:world_size]
