@@ -32,17 +32,9 @@ from ddpnb.rank.strategies.worker import Worker
 
 @final
 class DdpShm(DdpStrategy):
-    """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory.
-
-    Args:
-        timeout_seconds: how long a rank waits for another that is alive, by default as long as
-            torch does.  A rank that dies or leaves is noticed at once.
-    """
+    """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory."""
 
     _sum: SharedAllReduce | None = None
-
-    def __init__(self, *, timeout_seconds: float = default_pg_timeout.total_seconds()) -> None:
-        self._timeout = timeout_seconds
 
     def plan(self, state: RankState) -> Plan:
         """Every rank.
@@ -56,7 +48,7 @@ class DdpShm(DdpStrategy):
     def setup(self, worker: Worker) -> None:
         """Wrap the model, and open the shared memory; takes part: every rank."""
         super().setup(worker)
-        self._sum = SharedAllReduce(worker.worker_config(self._timeout))
+        self._sum = SharedAllReduce(worker.worker_config(default_pg_timeout.total_seconds()))
         self.wrap(worker)
         self.ddp.register_comm_hook(self._sum, _all_reduce_bucket)
         self.divisor = 1  # the hook sums, and nothing divides

@@ -44,9 +44,7 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, State, Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 
-_NCCL_NOTE = (
-    "fsdp over NCCL: all communication counts as overlapped, even where the GPU waits for it."
-)
+_NCCL_NOTE = "Over NCCL all communication counts as overlapped, even where the GPU waits for it."
 
 
 @final
@@ -72,13 +70,9 @@ class Fsdp(Strategy):
                 "fsdp needs a GPU for each rank, and these ranks share one: start as many ranks "
                 "as GPUs (%ddp_restart -n), or leave fsdp out of the comparison."
             )
-        is_blocking = state.backend == "gloo" or state.world_size == 1
-        return replace(
-            super().plan(state),
-            finish_is_timed=False,
-            sees_exposed=is_blocking,
-            notes=() if is_blocking else (_NCCL_NOTE,),
-        )
+        sees = state.backend == "gloo" or state.world_size == 1
+        notes = () if sees else (_NCCL_NOTE,)
+        return replace(super().plan(state), finish_is_timed=False, sees_exposed=sees, notes=notes)
 
     def setup(self, worker: Worker) -> None:
         """Shard the parameters, then make this rank's optimizer; takes part: every rank."""
@@ -113,8 +107,8 @@ class Fsdp(Strategy):
 
     def snapshot(self) -> State:
         """Gather the whole model, each parameter once; takes part: every rank."""
-        model = self.worker.model
-        whole = {id(each): _whole(each.detach()) for each in model.parameters()}
+        model: Any = self.worker.model  # its parameters are DTensors since setup
+        whole = {id(each): each.detach().full_tensor() for each in model.parameters()}
         state: State = model.state_dict()
         for name, each in model.named_parameters(remove_duplicate=False):
             state[name] = whole[id(each)]
@@ -156,8 +150,3 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
-
-
-def _whole(value: Any) -> Any:
-    """Return the whole of a tensor that may be sharded; takes part: every rank."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -45,8 +45,7 @@ class LocalSgd(Strategy):
         super().setup(worker)
         self.flat = FlatBuffer(worker.parameters)
         if worker.num_steps < self.every:
-            few = f"{worker.num_steps} steps are fewer than {self.every}"
-            worker.notes.append(f"Weights are averaged at the end alone: {few}.")
+            worker.notes.append(f"Fewer than {self.every} steps: weights are averaged at the end.")
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch; every H-th step ends with an average."""

@@ -35,7 +35,7 @@ from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.notation import Choice
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Batch, Memory, Worker
+from ddpnb.rank.strategies.worker import Batch, Worker
 
 
 def own_strategy(choice: Choice, namespace: Mapping[str, object]) -> Strategy:
@@ -107,10 +107,6 @@ class UserStrategy(Strategy):
             return model
         name = type(self._strategy).__name__
         raise UserError(f"{name}.finish() returned {kind_of(model)}; return the trained model.")
-
-    def memory(self) -> Memory:
-        """What the user's object holds is not known."""
-        return Memory()
 
     def close(self) -> None:
         """Close the user's object, if it has ``close``."""
