@@ -8,58 +8,16 @@ from torch import nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.worker import Batch
-from ddpnb.rank.tasks.batches import BatchSchedule, Shard
+from ddpnb.rank.tasks.batches import BatchSchedule
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.optimizers import Optimizers
+from ddpnb.rank.training.requirements import check_strategy
 from tests.rank.ranks import make_state
 from tests.rank.runs import FEATURED, header_of, losses, spec_of, steps_of, train_job
 from tests.rank.sources import CELL, HALVING, OWN_SGD
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "dp"])
-def test_bfloat16_learns_about_as_well_and_is_not_the_same(ranks, strategy):
-    exact, mixed = (
-        ranks(1).call(train_job, spec_of(strategy, num_epochs=4, batch_size=20, amp=amp))[0]
-        for amp in ("none", "bf16")
-    )
-    assert losses(mixed)[-1] < 0.8 * losses(mixed)[0]
-    assert losses(mixed) != losses(exact)
-    assert mixed[0].held_out_loss == pytest.approx(exact[0].held_out_loss, abs=0.05)
-
-
-def test_clipping_is_torchs_own(ranks):
-    spec = spec_of("ddp", clip=0.1, num_warmup_steps=0)
-    clipped, usual = (
-        ranks(2).call(train_job, each)[0][0].final_loss for each in (spec, replace(spec, clip=None))
-    )
-    assert clipped == pytest.approx(clipped_by_hand(spec), abs=1e-6)
-    assert clipped != pytest.approx(usual, abs=1e-3)
-
-
-def clipped_by_hand(spec: RunSpec) -> float:
-    """Train in plain torch; return the loss over the training split."""
-    defined: dict = {}
-    exec(spec.source, defined)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        inputs, targets = defined["data"]("train")
-        torch.manual_seed(0)
-        model = defined["model"]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    order = BatchSchedule(200, batch_size=32, num_epochs=2, num_ranks=2, seed=0)
-    for step in range(order.num_steps):
-        chosen = order.indices(Shard(step=step, part=0, num_parts=1))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    with torch.no_grad():
-        return nn.functional.cross_entropy(model(inputs), targets).item()
-
 
 PLAN = Plan(num_ranks=4, num_workers=4, synchronous=True)
 ORDER = BatchSchedule(80, batch_size=20, num_epochs=3, num_ranks=4, seed=0)  # 4 steps an epoch
@@ -203,6 +161,17 @@ def test_all_slices_of_a_batch_are_split_into_equally_many(num, most, parts):
     rows = torch.ones(num, 1)
     batch = Batch(content=(rows, rows), num_samples=num, num_global=7, most_parts=most)
     assert len(batch.split(4)) == parts
+
+
+@pytest.mark.parametrize(
+    "word", ["hogwild", "ddp-shm", "single:threads=all", "ddp:powersgd_rank=4"]
+)
+def test_what_a_strategy_cannot_do_is_refused(word):
+    device = torch.device("cpu" if word.startswith("ddp:") else "cuda")
+    context = build_context(spec_of("ddp"), make_state(0, 2), {}, filename="here")
+    worker = replace(context.worker("t", num_steps=1), device=device)
+    with pytest.raises(UserError, match=word.partition(":")[0]):
+        check_strategy(word, worker)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -38,7 +38,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.collectives.link import NO_LINK
@@ -71,13 +70,7 @@ class AsyncParameterServer(AsynchronousStrategy):
         self._compensation = compensate
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank trains; rank 0 also serves.
-
-        Raises:
-            UserError: compensation together with a bound of 0.
-        """
-        if self._bound == 0 and self._compensation:
-            raise UserError("With bound=0 no gradient is stale: leave compensate out.")
+        """Every rank trains; rank 0 also serves."""
         num_updates = 1 if self._bound == 0 else state.world_size
         return replace(super().plan(state), updates_per_batch=num_updates)
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.batches import Shard
@@ -124,16 +123,3 @@ class Plan:
     is_emulated: bool = False
     """Whether the strategy cannot run here and is emulated; a note says how."""
     notes: tuple[str, ...] = ()
-
-
-def need_cpus(state: RankState, name: str, instead: str) -> None:
-    """Refuse ranks on GPUs, for a strategy whose ranks share memory.
-
-    Raises:
-        UserError: the ranks are on GPUs.
-    """
-    if not state.device.startswith("cpu"):
-        raise UserError(
-            f"{name} needs ranks on CPUs, whose memory processes can share: "
-            f"%ddp_start --device cpu, or compare {instead}."
-        )

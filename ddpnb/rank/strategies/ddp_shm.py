@@ -23,9 +23,7 @@ from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.constants import default_pg_timeout
 
-from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.shared_sum import SharedAllReduce
-from ddpnb.rank.strategies.base import Plan, need_cpus
 from ddpnb.rank.strategies.ddp import DdpStrategy
 from ddpnb.rank.strategies.worker import Worker
 
@@ -35,15 +33,6 @@ class DdpShm(DdpStrategy):
     """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory."""
 
     _sum: SharedAllReduce | None = None
-
-    def plan(self, state: RankState) -> Plan:
-        """Every rank.
-
-        Raises:
-            UserError: the ranks are on GPUs.
-        """
-        need_cpus(state, "ddp-shm", instead="ddp")
-        return super().plan(state)
 
     def setup(self, worker: Worker) -> None:
         """Wrap the model, and open the shared memory; takes part: every rank."""

@@ -39,7 +39,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, State, Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
@@ -59,17 +58,7 @@ class Fsdp(Strategy):
         self.reshard = reshard
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank.
-
-        Raises:
-            UserError: ranks share a GPU.  They use gloo, whose gather of a sharded tensor on a
-                GPU ends the process (pytorch/pytorch#152645).
-        """
-        if state.device != "cpu" and state.backend == "gloo":
-            raise UserError(
-                "fsdp needs a GPU for each rank, and these ranks share one: start as many ranks "
-                "as GPUs (%ddp_restart -n), or leave fsdp out of the comparison."
-            )
+        """Every rank."""
         sees = state.backend == "gloo" or state.world_size == 1
         notes = () if sees else (_NCCL_NOTE,)
         return replace(super().plan(state), finish_is_timed=False, sees_exposed=sees, notes=notes)

@@ -19,7 +19,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
@@ -38,16 +37,10 @@ class Single(Strategy):
         self._takes_all = threads == "all"
 
     def plan(self, state: RankState) -> Plan:
-        """Rank 0 alone.
-
-        Raises:
-            UserError: all threads are asked for, and the ranks are on GPUs.
-        """
+        """Rank 0 alone."""
         alone = Plan(num_ranks=1, num_workers=1, synchronous=True)
         num_ranks = state.local_world_size or state.world_size
         if self._takes_all:
-            if state.device != "cpu":
-                raise UserError("single:threads=all is for ranks on CPUs: leave it out.")
             note = f"It computes on the threads of {num_ranks} ranks together."
             return replace(alone, num_devices=num_ranks, notes=(note,))
         if state.device != "cpu" or num_ranks == 1:

@@ -6,6 +6,7 @@ A strategy itself checks nothing: these checks need a model that has made a step
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddpnb.compat.torch_internals import lists_step_hooks
@@ -41,6 +42,8 @@ def check_strategy(strategy: str, worker: Worker) -> None:
         UserError: what cannot be trained, and what to do.
     """
     choice = parse_strategy(strategy)
+    if worker.device.type != "cpu":
+        _check_device(choice)
     for name, parameter in worker.model.named_parameters():
         is_sparse = parameter.grad is not None and parameter.grad.is_sparse
         if is_sparse and STRATEGIES[choice.name].is_dense:
@@ -57,6 +60,24 @@ def check_strategy(strategy: str, worker: Worker) -> None:
     if choice.name == "fsdp":
         _check_rows("fsdp", worker.model)
         _check_layers(worker.model)
+
+
+def _check_device(choice: Choice) -> None:
+    """Refuse what ranks on GPUs cannot do, or not where they share one."""
+    entry = STRATEGIES[choice.name]
+    if entry.needs_shared_memory:
+        raise UserError(
+            f"{choice.name} needs ranks on CPUs, whose memory processes can share: "
+            f"%ddp_start --device cpu, or compare {entry.across_hosts}."
+        )
+    if choice.options.get("threads") == "all":
+        raise UserError("single:threads=all is for ranks on CPUs: leave it out.")
+    # Gloo's gather of a sharded tensor on a GPU ends the process: pytorch/pytorch#152645.
+    if choice.name == "fsdp" and dist.get_backend() == "gloo":
+        raise UserError(
+            "fsdp needs a GPU for each rank, and these ranks share one: start as many ranks "
+            "as GPUs (%ddp_restart -n), or leave fsdp out of the comparison."
+        )
 
 
 def _check_ddp(choice: Choice, worker: Worker) -> None:
