@@ -24,6 +24,7 @@ Copying the parameters to the replicas and gathering outputs count as communicat
 summing the gradients too.  On GPUs that is a part of the backward pass.
 """
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, final
@@ -44,7 +45,10 @@ from ddpnb.rank.tasks.samples import Items
 class DataParallel(Strategy):
     """Torch's ``DataParallel`` on two GPUs or more; else the same steps on threads."""
 
-    replicas: Replicas | None = None
+    replicas: Replicas
+
+    def __init__(self) -> None:
+        self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
         """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
@@ -65,6 +69,7 @@ class DataParallel(Strategy):
         super().setup(worker)
         gpus = _gpus(worker.device, worker.world_size)
         self.replicas = GpuReplicas(worker, gpus) if len(gpus) > 1 else ThreadReplicas(worker)
+        self._opened.callback(self.replicas.close)
 
     def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
@@ -81,20 +86,17 @@ class DataParallel(Strategy):
 
     def loss_of(self, batch: Batch, share: float) -> Tensor:
         """Replicate, run; gather the outputs, or the losses where there are only these."""
-        assert self.replicas is not None, "setup made them"
         step = self.worker.training_step
         # As torch does: a small batch makes fewer slices than replicas, the last may be smaller.
         most = -(-batch.num_samples // self.replicas.num)
         starts = range(0, batch.num_samples, most)
         slices = batch.cut(min(most, batch.num_samples - start) for start in starts)
         trees = [each.tree for each in slices]  # once: a collate_fn may draw random numbers
-        results: list[Any]
         if isinstance(step, Supervised):
             outputs = self.replicas.run(_call, [inputs for inputs, _ in trees])
             if not isinstance(batch.content, Items) and all(map(_has_rows, outputs, slices)):
                 return step.loss(self.replicas.gather(outputs), batch.content[1])
-            pairs = zip(outputs, trees, strict=True)
-            results = [step.loss(output, targets) for output, (_, targets) in pairs]
+            results = [step.loss(out, tree[1]) for out, tree in zip(outputs, trees, strict=True)]
         else:
             results = self.replicas.run(step, trees)
         shares = [each.num_samples / batch.num_samples for each in slices]
@@ -106,14 +108,12 @@ class DataParallel(Strategy):
 
     def memory(self) -> Memory:
         """The parameters of each replica, and one optimizer's state."""
-        assert self.replicas is not None, "setup made them"
         one = super().memory()
         return replace(one, parameters=self.replicas.num * one.parameters)
 
     def close(self) -> None:
         """End the replicas' threads."""
-        if self.replicas is not None:
-            self.replicas.close()
+        self._opened.close()
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

@@ -21,10 +21,6 @@ from ddpnb.rank.tasks.batches import Shard, Tree, every_step, moved, rows
 from ddpnb.rank.tasks.samples import Items
 
 
-def no_delay() -> None:
-    """Take no time."""
-
-
 def state_of(model: nn.Module) -> list[Tensor]:
     """Return all parameters and buffers of a model, in its order."""
     return [*model.parameters(), *model.buffers()]
@@ -70,7 +66,7 @@ class Worker:
     """Sentences for the results; a strategy adds what only its ``setup`` can discover."""
     num_prefetched: int = 0
     """Shards that are taken in advance, so that their samples can be fetched."""
-    delay: Callable[[], None] = no_delay
+    delay: Callable[[], None] = lambda: None
     """Called in each step, between the forward and the backward pass: where a fault is injected
     that makes this worker slow."""
     joins: bool = False
@@ -138,8 +134,7 @@ class Worker:
             batch: on this rank's device.
             weight: e.g. this worker's share of the global batch.
             model: a wrapper to call in place of the plain model.
-            loss_of: computes the loss of a micro-batch, whose share of the batch it gets, in place
-                of the task's step.
+            loss_of: computes the loss of a micro-batch from it and its share of the batch.
             unsynced: makes the context for all micro-batches but the last, e.g. DDP's ``no_sync``.
 
         Returns:

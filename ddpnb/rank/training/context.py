@@ -21,7 +21,7 @@ from ddpnb.rank.meter import Meter, NullTimer, Timer
 from ddpnb.rank.random_state import random_state, seed_everything, set_random_state
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker, no_delay
+from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
@@ -84,7 +84,7 @@ class RunContext:
         num_steps: int,
         timer: Timer | None = None,
         is_grouped: bool = True,
-        delay: Callable[[], None] = no_delay,
+        delay: Callable[[], None] = lambda: None,
     ) -> Worker:
         """Build a model from the seed: the same weights in every phase, on every rank.
 
