@@ -40,12 +40,15 @@ class Single(Strategy):
         """Rank 0 alone."""
         alone = Plan(num_ranks=1, num_workers=1, synchronous=True)
         num_ranks = state.local_world_size or state.world_size
+        num_all = num_ranks * state.num_threads
         if self._takes_all:
-            note = f"It computes on the threads of {num_ranks} ranks together."
+            note = f"It computes on all {num_all} threads."
             return replace(alone, num_devices=num_ranks, notes=(note,))
         if state.device != "cpu" or num_ranks == 1:
             return alone
-        note = "It has the threads of one rank; single:threads=all takes those of all."
+        note = (
+            f"It computes on {state.num_threads} of {num_all} threads; single:threads=all: on all."
+        )
         return replace(alone, notes=(note,))
 
     def setup(self, worker: Worker) -> None:
