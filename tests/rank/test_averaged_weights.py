@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from ddpnb.protocol.messages import RunReport
+from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import TensorSamples
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, estimate_batchnorm, has_batchnorm
 from tests.rank import sources
+from tests.rank.ranks import make_state
 from tests.rank.runs import header_of, spec_of, train_job
 
 CELL = sources.CELL.replace("nn.ReLU()", "nn.BatchNorm1d(16), nn.ReLU()")
@@ -18,27 +20,6 @@ CELL = (
     CELL.replace("    x = torch", "    x = 5 + 3 * torch")
     .replace("> 0", "> 20")
     .replace("50", "100")
-)
-OF_ONES_OWN = (
-    CELL
-    + """
-class Averaging:
-    averages_weights = {flag}
-
-    def setup(self, worker):
-        self.worker = worker
-        self.optimizer = worker.optimizer(worker.parameters)
-
-    def step(self, batch):
-        loss = self.worker.compute_gradients(batch)
-        self.worker.update(self.optimizer)
-        return loss
-
-    def finish(self):
-        for parameter in self.worker.parameters:
-            torch.distributed.all_reduce(parameter.data)
-            parameter.data /= 2
-"""
 )
 
 
@@ -84,12 +65,11 @@ def test_weights_that_a_worker_has_trained_with_keep_their_statistics(ranks, tmp
     assert notes == []
 
 
-@pytest.mark.parametrize("flag", [True, False])
-def test_a_class_of_ones_own_says_whether_it_averages_weights(ranks, tmp_path, flag):
-    report, notes = trained(ranks, tmp_path, "Averaging", OF_ONES_OWN.format(flag=flag))
-    _, exact = with_exact_statistics(tmp_path)
-    assert (report.held_out_loss == pytest.approx(exact, rel=0.05)) == flag
-    assert bool(notes) == flag
+def test_a_class_of_ones_own_says_whether_it_averages_weights():
+    methods = dict.fromkeys(("setup", "step", "finish"), lambda self: None)
+    for flag in (True, False):
+        made = make_strategy("Own", {"Own": type("Own", (), methods | {"averages_weights": flag})})
+        assert made.plan(make_state(0, 2)).averages_weights == flag
 
 
 class Net(nn.Module):

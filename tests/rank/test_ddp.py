@@ -1,21 +1,13 @@
 """Do DDP's options do what torch says, and does its communication show where it was?"""
 
-import itertools
-from contextlib import closing
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 
-from ddpnb.rank.collectives.account import Account
-from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.meter import Meter
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
-from ddpnb.rank.tasks.base import Supervised
-from ddpnb.rank.training.timing import CpuClock, StepReport
-from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance
+from tests.rank.fit import Problem, by_hand, by_strategy, distance, drive
+from tests.rank.runs import spec_of, steps_of, train_job
+from tests.rank.sources import ROWS
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
@@ -42,75 +34,45 @@ def test_powersgd_sends_two_thin_matrices_for_each_wide_one(ranks):
     assert {each.traffic.sent for each in others} == {4 * (6 + 16 + 16 + 16 + 3 + 3)}
 
 
-def worker_of(model, state, folder) -> Worker:
-    return Worker(
-        model=model,
-        make_model=lambda: model,
-        training_step=Supervised(nn.functional.mse_loss),
-        make_optimizer=partial(torch.optim.SGD, lr=0.01),
-        device=torch.device("cpu"),
-        rank=state.rank,
-        world_size=state.world_size,
-        num_steps=20,
-        folder=folder,
-        name="large",
-    )
+class WideProblem(Problem):
+    """Gradients fill more than torch's first bucket, of 1 MB."""
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 600), nn.Linear(600, 600), nn.Linear(600, 3))
 
 
-def large_job(state, folder, word):
-    """Train a model with gradients that fill more than torch's first bucket; return its buckets."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600), nn.Linear(600, 2))
+def buckets_job(state, folder, word):
     strategy = make_strategy(word, {})
-    strategy.setup(worker_of(model, state, folder))
-    batch = Batch(content=(torch.randn(4, 600), torch.randn(4, 2)), num_samples=4, num_global=8)
-    for _ in range(20):
-        strategy.step(batch)
-    buckets = strategy.ddp._get_ddp_logging_data()["num_buckets_reduced"]
-    return buckets, [p.detach().clone() for p in strategy.finish().parameters()]
+    fit = drive(strategy, state, folder, WideProblem(learning_rate=0.01))
+    return fit, strategy.ddp._get_ddp_logging_data()["num_buckets_reduced"]
 
 
-def test_powersgd_sends_one_bucket_whose_messages_cannot_mix(ranks):
-    plain, powersgd = (ranks(2).call(large_job, word) for word in ("ddp", "ddp:hook=powersgd"))
-    assert [buckets for buckets, _ in plain] == [2, 2]
-    assert [buckets for buckets, _ in powersgd] == [1, 1]
-    (_, first), (_, second) = powersgd
-    assert all(map(torch.equal, first, second))
+@pytest.mark.parametrize(("word", "num_buckets"), [("ddp", 2), ("ddp:hook=powersgd", 1)])
+def test_powersgd_sends_one_bucket_whose_messages_cannot_mix(ranks, word, num_buckets):
+    (first, mine), (second, theirs) = ranks(2).call(buckets_job, word)
+    assert mine == theirs == num_buckets
+    assert distance(first, second) == 0
 
 
-def timed_job(state, folder, word, num_steps):
-    """Train a model of several buckets; return the parts of each step."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(a, b) for a, b in itertools.pairwise([256] * 9)]
-    problem, clock = Problem(batch_size=16), CpuClock()
-    inputs, targets = torch.randn(64, 256), torch.randn(64, 256)
-    timings = []
-    worker = worker_of(nn.Sequential(*layers), state, folder)
-    worker.meter, worker.num_steps = Meter(clock), num_steps
-    with closing(make_strategy(word, {})) as strategy:
-        strategy.setup(worker)
-        clock.start()
-        with listening(Account(worker.meter)):
-            for shard in strategy.shards():
-                batch = batch_of(problem.order(state.world_size), shard, inputs, targets)
-                loss = strategy.step(batch)
-                timings += clock.timing(StepReport(loss, batch.num_samples, worker.meter.take()))
-        strategy.finish()
-    return [(timing.seconds, timing.parts) for timing in timings]
+DEEP = f"""
+import torch
+from torch import nn
 
-
+def model():
+    inner = [nn.Linear(256, 256) for _ in range(8)]
+    return nn.Sequential(nn.Linear(4, 256), *inner, nn.Linear(256, 2))
+{ROWS}"""
+"""Eight layers of 0.26 MB: in several buckets, but for DDP's first step, all but one early."""
 HIDES = ["ddp", "ddp:hook=fp16", "ddp-overlap-by-hand:bucket_mb=0.6"]
 
 
 @pytest.mark.parametrize("word", [*HIDES, "ddp-shm"])
 def test_exposed_and_hidden_communication_are_distinguished(ranks, word):
-    for timings in ranks(2).call(timed_job, word, 12):
-        ends = [0.0, *(seconds for seconds, _ in timings)]
-        for begun, (ended, parts) in zip(ends, timings, strict=False):
-            assert sum(parts) - parts.hidden == pytest.approx(ended - begun, abs=1e-6)
-            assert min(parts) >= 0
+    for result in ranks(2).call(train_job, spec_of(word, source=DEEP, num_warmup_steps=0)):
+        for step in steps_of(result)[1:]:
+            parts = step.parts
             assert parts.communication > 0
             assert (parts.waiting > 0) == (word == "ddp-shm")
+            assert (parts.hidden > 0) == (word in HIDES)
             assert parts.hidden < parts.backward + parts.communication
-        # eight layers of 0.26 MB: in several buckets, but for DDP's first step, all but one early
-        assert all((parts.hidden > 0) == (word in HIDES) for _, parts in timings[1:])
