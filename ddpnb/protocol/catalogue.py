@@ -108,11 +108,6 @@ def _compensation(name: str, text: str) -> float:
         raise UserError(f"{name} takes on, off or a number, not {text!r}.") from None
 
 
-_BUCKET_VIEW = Option(
-    default=False,
-    about="gradients are parts of what is sent, not copied into it (gradient_as_bucket_view)",
-)
-
 STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
         about="one device",
@@ -153,10 +148,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
                 choices=("none", "fp16", "bf16", "powersgd"),
             ),
             "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
-            "powersgd_start": Option(
-                default=2, about="steps without compression at first (start_powerSGD_iter)", least=2
-            ),
-            "bucket_view": _BUCKET_VIEW,
         },
     ),
     "ddp-shm": StrategyEntry(
@@ -166,7 +157,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         is_dense=True,
         needs_shared_memory=True,
         across_hosts="ddp",
-        options={"bucket_view": _BUCKET_VIEW},
     ),
     "ddp-by-hand": StrategyEntry(
         about="flatten the gradients, all-reduce, step",
@@ -207,16 +197,10 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         is_asynchronous=True,
         is_dense=True,
         options={
-            "period": Option(
-                default=1, least=1, about="gradients, of any workers, that make one update"
-            ),
             "bound": Option(
                 default=-1,
                 least=-1,
                 about="steps a worker may be ahead of the slowest; 0: synchronous, -1: unlimited",
-            ),
-            "damping": Option(
-                default=False, about="scale each gradient by 1 / (1 + its staleness) (on, off)"
             ),
             "compensate": Option(
                 default=0.0,
@@ -243,7 +227,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#bd1f01", "solid", "v"),
         options={
             "every": Option(default=8, about="steps from one average to the next", least=1),
-            "after": Option(default=0, about="synchronous steps at first", least=0),
         },
     ),
     "diloco": StrategyEntry(

@@ -63,7 +63,6 @@ REFUSED = {
 
 WRAPPED = {
     "bucket_cap_mb": "bucket_cap_mb",
-    "bucket_view": "gradient_as_bucket_view",
     "static_graph": "static_graph",
     "find_unused_parameters": "find_unused_parameters",
 }
@@ -240,10 +239,8 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
         accumulate=repr(spec.accumulate),
         clip=repr(spec.clip),
         every=repr(options.get("every", 8)),
-        after=repr(options.get("after", 0)),
         reshard=repr(options.get("reshard", True)),
         powersgd_rank=repr(options.get("powersgd_rank", 1)),
-        powersgd_start=repr(options.get("powersgd_start", 2)),
         num_data_workers=repr(spec.num_data_workers),
         save_every="1.0",
         checkpoint=json.dumps(f"{Path(file).stem}.pt"),
@@ -356,7 +353,6 @@ def _tags(spec: RunSpec, bound: Mapping[str, str]) -> set[str]:
         "accumulate": spec.accumulate > 1,
         "amp": spec.amp != "none",
         "clip": spec.clip is not None,
-        "after": bool(options.get("after")),
     }
     tags = {short} | {tag for name, tag in defined.items() if name in bound}
     tags |= {tag for tag, is_used in used.items() if is_used}

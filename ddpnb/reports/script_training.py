@@ -93,7 +93,7 @@ def run_training(device):
     net.register_comm_hook(None, fp16_compress_hook)  #? fp16
     net.register_comm_hook(None, bf16_hook)  #? bf16
     #? powersgd {
-    net.register_comm_hook(PowerSGDState(None, $powersgd_rank, $powersgd_start), powerSGD_hook)
+    net.register_comm_hook(PowerSGDState(None, $powersgd_rank, 2), powerSGD_hook)
     #? }
     parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     #? optimizer {
@@ -145,10 +145,6 @@ def run_training(device):
                     part.backward()
                 error += part.detach()
         #? }
-            #? after {
-            if step < $after:
-                average([each.grad for each in parameters if each.grad is not None])
-            #? }
             #? clip {
             trained = [each for group in optim.param_groups for each in group["params"]]
             nn.utils.clip_grad_norm_(trained, args.clip)
@@ -158,7 +154,7 @@ def run_training(device):
             if scheduler is not None:
                 scheduler.step()
             #? local {
-            if step > $after and (step - $after) % args.every == 0:
+            if step % args.every == 0:
                 average(parameters)
             #? }
             if rank == 0 and (step % log_every == 0 or step == num_steps):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,18 +94,19 @@ class Called:
     """Calls a function in a thread once a file is there."""
 
     marker: Path
+    function: Callable[[], object]
     at: float = 0.0
-    thread: threading.Thread = field(default_factory=threading.Thread)
+    thread: threading.Thread = field(init=False)
 
-    def begin(self, function: Callable[[], object]) -> None:
-        def call() -> None:
-            wait_until(self.marker.exists, "a rank is in the midst of its steps", timeout=30)
-            time.sleep(0.1)  # the others come to wait
-            self.at = time.monotonic()
-            function()
-
-        self.thread = threading.Thread(target=call)
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self.call)
         self.thread.start()
+
+    def call(self) -> None:
+        wait_until(self.marker.exists, "a rank is in the midst of its steps", timeout=30)
+        time.sleep(0.1)  # the others come to wait
+        self.at = time.monotonic()
+        self.function()
 
     def seconds_since(self) -> float:
         self.thread.join()
@@ -136,33 +138,28 @@ def test_a_model_that_raises_on_one_rank_ends_the_run_for_all(cluster, tmp_path,
 def test_a_run_is_stopped_in_its_midst(cluster, tmp_path, strategy):
     training, marker = prepared(cluster, tmp_path, strategy, "pass")
     training.grace_seconds = GENEROUS_SECONDS  # the ranks are interrupted after it
-    called = Called(marker=marker)
-    called.begin(training.stop)
+    called = Called(marker=marker, function=training.stop)
     result = training.run()
     assert called.seconds_since() < GENEROUS_SECONDS
     (snapshot,) = result.comparison.runs
     assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "stopped by the user")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp-shm", "async"])
-def test_a_stopped_run_that_comes_to_no_step_is_interrupted(cluster, tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "is_stop"),
+    [("async", True), *((name, False) for name in ("ddp", "no-comm", *WAIT_ELSEWHERE))],
+)
+def test_an_interrupt_ends_a_run_in_which_a_rank_waits_also_some_time_after_a_stop(
+    cluster, tmp_path, strategy, is_stop
+):
     training, marker = prepared(cluster, tmp_path, strategy, SLEEPS)
-    called = Called(marker=marker)
-    called.begin(training.stop)
-    with pytest.raises(KeyboardInterrupt):
-        training.run()
-    (snapshot,) = training.recorder.comparison.runs
-    assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "interrupted")
-
-
-@pytest.mark.parametrize("strategy", ALL)
-def test_an_interrupt_ends_a_run_in_which_one_rank_waits(cluster, tmp_path, strategy):
-    training, marker = prepared(cluster, tmp_path, strategy, SLEEPS)
-    called = Called(marker=marker)
-    called.begin(lambda: os.kill(os.getpid(), signal.SIGINT))
+    interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
+    called = Called(marker=marker, function=training.stop if is_stop else interrupt)
     with pytest.raises(KeyboardInterrupt):
         training.run()
     assert called.seconds_since() < GENEROUS_SECONDS
+    (snapshot,) = training.recorder.comparison.runs
+    assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "interrupted")
 
 
 @pytest.mark.parametrize("strategy", ALL)
@@ -198,8 +195,7 @@ def freed_by_an_abort(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
         tick=lambda: None,
         timeout=30,
     )
-    called = Called(marker=marker)
-    called.begin(lambda: cluster.abort([0]))
+    called = Called(marker=marker, function=lambda: cluster.abort([0]))
     watch.run()
     called.thread.join()
     assert not watch.timed_out
@@ -209,10 +205,9 @@ def freed_by_an_abort(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
     assert freed[0] - called.at < GENEROUS_SECONDS
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "async"])
-def test_a_slow_link_is_no_hang(cluster, tmp_path, monkeypatch, strategy):
+def test_a_slow_link_is_no_hang(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "timeouts", EIGHTH)
-    spec = a_spec(strategy, tmp_path / "marker", "pass", num_epochs=0.05)
+    spec = a_spec("ddp", tmp_path / "marker", "pass", num_epochs=0.05)
     training = replace(spec.training, link="1Mbit,0.4s", num_warmup_steps=0)
     result = prepare(cluster, Store(tmp_path), replace(spec, training=training)).run()
     (run,) = result.comparison.runs

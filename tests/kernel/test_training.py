@@ -66,7 +66,7 @@ def test_it_may_stand_in_an_earlier_cell_and_have_options(kernel: Kernel):
             "return None",
             "Averaging.step(batch) returned None; return the mean",
         ),
-        ("return loss", "return batch.inputs", "returned a Tensor of shape (16, 4); return the"),
+        ("return loss", "return batch.tree[0]", "returned a Tensor of shape (16, 4); return the"),
         ("return self.replica.model", "return 3", "Averaging.finish() returned an int; return the"),
         ("def step", "def stepp", "Averaging has no step(); a strategy needs it."),
     ],

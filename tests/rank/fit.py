@@ -175,7 +175,6 @@ def drive(
         rank=state.rank,
         world_size=state.world_size,
         num_steps=order.num_steps,
-        seed=problem.seed,
         folder=folder,
         accumulate=problem.accumulate,
         **({"name": "fit", "make_optimizer": problem.factory()} | fields),
@@ -211,10 +210,12 @@ def taken_in_advance(shards: Iterator[Shard], num_prefetched: int) -> Iterator[S
 
 def batch_of(order: BatchSchedule, shard: Shard, inputs: Tensor, targets: Tensor) -> Batch:
     indices = order.indices(shard)
+    num_global = order.size(shard.step)
     return Batch(
         content=(inputs[indices], targets[indices]),
         num_samples=len(indices),
-        num_global=order.size(shard.step),
+        num_global=num_global,
+        most_parts=num_global // shard.num_parts,
     )
 
 

@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from ddpnb.protocol.messages import RunReport
-from ddpnb.rank.tasks.base import Supervised, Task
+from ddpnb.rank.strategies import make_strategy
+from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import TensorSamples
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, estimate_batchnorm, has_batchnorm
 from tests.rank import sources
+from tests.rank.ranks import make_state
 from tests.rank.runs import header_of, spec_of, train_job
 
 CELL = sources.CELL.replace("nn.ReLU()", "nn.BatchNorm1d(16), nn.ReLU()")
@@ -19,29 +21,6 @@ CELL = (
     .replace("> 0", "> 20")
     .replace("50", "100")
 )
-A_STEP = CELL + sources.STEP
-OF_ONES_OWN = (
-    CELL
-    + """
-class Averaging:
-    averages_weights = {flag}
-
-    def setup(self, worker):
-        self.worker = worker
-        self.optimizer = worker.optimizer(worker.parameters)
-
-    def step(self, batch):
-        loss = self.worker.compute_gradients(batch)
-        self.worker.update(self.optimizer)
-        return loss
-
-    def finish(self):
-        for parameter in self.worker.parameters:
-            torch.distributed.all_reduce(parameter.data)
-            parameter.data /= 2
-"""
-)
-AVERAGING = ["local-sgd", "diloco", "gossip"]
 
 
 def trained(ranks, folder: Path, word: str, source: str = CELL) -> tuple[RunReport, list[str]]:
@@ -66,8 +45,9 @@ def with_exact_statistics(folder: Path) -> tuple[nn.Module, float]:
     return model, nn.functional.cross_entropy(outputs, targets).item()
 
 
-@pytest.mark.parametrize("source", [CELL, A_STEP], ids=["loss", "step"])
-@pytest.mark.parametrize("word", AVERAGING)
+@pytest.mark.parametrize(
+    ("word", "source"), [("local-sgd", CELL), ("diloco", CELL + sources.STEP), ("gossip", CELL)]
+)
 def test_averaged_weights_are_judged_with_their_own_statistics(ranks, tmp_path, word, source):
     """After 14 steps rank 0's own are still half those of its first weights."""
     report, notes = trained(ranks, tmp_path, word, source)
@@ -77,7 +57,7 @@ def test_averaged_weights_are_judged_with_their_own_statistics(ranks, tmp_path, 
     assert model[1].momentum == 0.1
 
 
-@pytest.mark.parametrize("word", ["ddp", "no-comm", "async"])
+@pytest.mark.parametrize("word", ["ddp", "async"])
 def test_weights_that_a_worker_has_trained_with_keep_their_statistics(ranks, tmp_path, word):
     report, notes = trained(ranks, tmp_path, word)
     _, exact = with_exact_statistics(tmp_path)
@@ -85,67 +65,29 @@ def test_weights_that_a_worker_has_trained_with_keep_their_statistics(ranks, tmp
     assert notes == []
 
 
-@pytest.mark.parametrize("flag", [True, False])
-def test_a_class_of_ones_own_says_whether_it_averages_weights(ranks, tmp_path, flag):
-    report, notes = trained(ranks, tmp_path, "Averaging", OF_ONES_OWN.format(flag=flag))
-    _, exact = with_exact_statistics(tmp_path)
-    assert (report.held_out_loss == pytest.approx(exact, rel=0.05)) == flag
-    assert bool(notes) == flag
-
-
-def test_without_batchnorm_or_on_one_rank_nothing_is_estimated(ranks, tmp_path):
-    plain = CELL.replace("nn.BatchNorm1d(16), ", "")
-    assert trained(ranks, tmp_path, "local-sgd", plain)[1] == []
-    spec = spec_of("local-sgd", source=CELL)
-    assert BATCHNORM_NOTE not in header_of(ranks(1).call(train_job, spec)[0]).notes
-
-
-class Kept(nn.BatchNorm1d):
-    """A layer that is never trained."""
-
-    def train(self, mode: bool = True) -> nn.Module:
-        return super().train(False)
+def test_a_class_of_ones_own_says_whether_it_averages_weights():
+    methods = dict.fromkeys(("setup", "step", "finish"), lambda self: None)
+    for flag in (True, False):
+        made = make_strategy("Own", {"Own": type("Own", (), methods | {"averages_weights": flag})})
+        assert made.plan(make_state(0, 2)).averages_weights == flag
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.kept, self.unused = nn.BatchNorm1d(3), Kept(3).eval(), nn.BatchNorm1d(3)
-        self.dropout = nn.Dropout(0.5)
-        for layer in (self.used, self.kept, self.unused):
-            nn.init.constant_(layer.running_mean, 7.0)
+        self.used, self.unused = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.kept(self.used(inputs)))
+        return self.used(inputs)
 
 
-def some_inputs() -> torch.Tensor:
-    return torch.randn(33, 3, generator=torch.Generator().manual_seed(1))
-
-
-def task_of(inputs: torch.Tensor, step=None) -> Task:
+def estimate(model: nn.Module, inputs: torch.Tensor, step) -> None:
     samples = TensorSamples((inputs, torch.zeros(len(inputs)).long()))
-    return Task(
-        model=Net,
-        train=samples,
-        held_out=samples,
-        step=step or Supervised(),
-    )
+    task = Task(model=Net, train=samples, held_out=samples, step=step)
+    estimate_batchnorm(model.eval(), task, torch.device("cpu"), batch_size=16, seed=0)
 
 
-def test_layers_that_are_not_trained_keep_what_they_have():
-    model, inputs = Net(), 2 * some_inputs() + 1
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    estimate_batchnorm(model.eval(), task_of(inputs), torch.device("cpu"), batch_size=16, seed=0)
-    torch.testing.assert_close(model.used.running_mean, inputs.mean(dim=0), atol=0.1, rtol=0)
-    torch.testing.assert_close(model.used.running_var, inputs.var(dim=0), rtol=0.3, atol=0)
-    changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
-    assert changed == {"used.running_mean", "used.running_var", "used.num_batches_tracked"}
-    assert not model.training
-    assert [layer.momentum for layer in (model.used, model.kept, model.unused)] == [0.1] * 3
-
-
-def test_a_step_that_takes_gradients_or_fails_is_survived():
+def test_a_step_that_takes_gradients_or_fails_leaves_the_layers_that_it_does_not_use():
     def penalty(model, batch):
         inputs = batch[0].clone().requires_grad_()
         (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
@@ -155,19 +97,18 @@ def test_a_step_that_takes_gradients_or_fails_is_survived():
         model(batch[0])
         raise ZeroDivisionError
 
-    model, inputs = Net(), some_inputs() + 1
-    device = torch.device("cpu")
-    estimate_batchnorm(model, task_of(inputs, penalty), device, batch_size=16, seed=0)
+    model, inputs = Net(), torch.randn(33, 3, generator=torch.Generator().manual_seed(1)) + 1
+    estimate(model, inputs, penalty)
     mean = model.used.running_mean.clone()
     torch.testing.assert_close(mean, inputs.mean(dim=0), atol=0.1, rtol=0)
+    assert not model.unused.running_mean.any()
     with pytest.raises(ZeroDivisionError):
-        estimate_batchnorm(model, task_of(inputs + 5, fails), device, batch_size=16, seed=0)
+        estimate(model, inputs + 5, fails)
     assert torch.equal(model.used.running_mean, mean)
-    assert model.used.momentum == 0.1
+    assert (model.training, model.used.momentum) == (False, 0.1)
 
 
 def test_only_what_one_rank_can_estimate_counts():
     assert has_batchnorm(Net())
-    assert not has_batchnorm(nn.Linear(2, 2))
     assert not has_batchnorm(nn.BatchNorm1d(2, track_running_stats=False))
     assert not has_batchnorm(nn.SyncBatchNorm.convert_sync_batchnorm(Net()))

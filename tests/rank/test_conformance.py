@@ -1,7 +1,5 @@
 """Does every strategy equal plain SGD wherever that is what it should compute?"""
 
-import inspect
-
 import pytest
 import torch
 
@@ -21,29 +19,26 @@ SYNCHRONOUS = [
     "zero",
     "fsdp",
 ]
-VARIANTS = [*STRATEGIES, "async:compensate=on", "async:damping=on"]
 PLAIN_OUTER_STEP = "diloco:outer_lr=1,outer_momentum=0"
 """DiLoCo's outer optimizer moves the weights even on one rank; so set, it does not."""
-PLAIN_ALONE = [PLAIN_OUTER_STEP if name == "diloco" else name for name in VARIANTS]
+PLAIN_ALONE = [PLAIN_OUTER_STEP if name == "diloco" else name for name in STRATEGIES]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_options_are_the_constructors(name):
-    parameters = inspect.signature(STRATEGIES[name].load()).parameters
-    for key, option in STRATEGIES[name].options.items():
-        assert parameters[key].default == option.default
-        assert type(parameters[key].default) is type(option.default)
+def test_options_have_the_defaults_of_the_constructor_and_close_needs_no_setup(name):
+    make, options = STRATEGIES[name].load(), STRATEGIES[name].options
+    plain, given = make(), make(**{key: option.default for key, option in options.items()})
+    differ = [key for key in vars(plain) if vars(plain)[key] != vars(given)[key]]
+    assert set(differ) <= {"_opened"}
+    plain.close()
 
 
-@pytest.mark.parametrize(("optimizer", "accumulate"), [("momentum", 1), ("adam", 2)])
 @pytest.mark.parametrize("word", PLAIN_ALONE)
-def test_on_one_rank_it_is_plain_sgd(ranks, word, optimizer, accumulate):
-    problem = Problem(optimizer=optimizer, accumulate=accumulate)
-    (fit,) = ranks(1).call(by_strategy, word, problem)
-    reference = by_hand(problem)
-    if accumulate == 1 and word != PLAIN_OUTER_STEP:  # the same sums in the same order
+def test_on_one_rank_it_is_plain_sgd(ranks, word):
+    (fit,) = ranks(1).call(by_strategy, word, Problem())
+    reference = by_hand(Problem())
+    if word != PLAIN_OUTER_STEP:  # the same sums in the same order
         assert distance(fit, reference) == 0
-        assert losses(fit) == losses(reference)
     assert distance(fit, reference) < 1e-5
     assert losses(fit) == pytest.approx(losses(reference), abs=1e-5)
     assert fit.num_files_left == 0
@@ -65,9 +60,8 @@ def test_on_one_rank_any_model_trains_as_in_plain_torch(ranks, word, model):
 @pytest.mark.parametrize(
     ("num_ranks", "problem"),
     [
-        (2, Problem(optimizer="adam", accumulate=2, model="frozen", clip=0.3)),
         (3, Problem(optimizer="sgd", model="mixed")),
-        (4, Problem(optimizer="momentum", accumulate=2)),
+        (4, Problem(optimizer="adam", accumulate=2, model="frozen", clip=0.3)),
     ],
 )
 @pytest.mark.parametrize("name", [*SYNCHRONOUS, "async:bound=0"])
@@ -80,7 +74,7 @@ def test_on_several_ranks_it_is_one_process_with_the_whole_batch(ranks, name, nu
     assert num_samples(fits) == num_samples([reference])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*STRATEGIES, "async:compensate=on"])
 def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name):
     fits = took_part(ranks(3).call(by_strategy, name, Problem()))
     assert all(distance(fit, fits[0]) == 0 for fit in fits)
@@ -94,11 +88,6 @@ def test_of_batchnorm_in_replicas_only_the_first_ones_statistics_last(ranks):
     model = problem.build()
     hidden = model[0](inputs[order.indices(order.smallest_shard(1))][:8])
     torch.testing.assert_close(fit.buffers[0], 0.1 * hidden.mean(dim=0))
-
-
-def test_close_needs_no_setup():
-    for entry in STRATEGIES.values():
-        entry.load()().close()
 
 
 def took_part(fits: list[Fit]) -> list[Fit]:

@@ -1,39 +1,13 @@
 """Do DDP's options do what torch says, and does its communication show where it was?"""
 
-import itertools
-from contextlib import closing
-from functools import partial
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-from ddpnb.protocol.errors import UserError
-from ddpnb.rank.collectives.account import Account
-from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.meter import Meter
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
-from ddpnb.rank.tasks.base import Supervised
-from ddpnb.rank.training.model_checks import check_strategy
-from ddpnb.rank.training.timing import Clock, StepReport
-from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance, drive
-from tests.rank.ranks import make_state
-
-
-@pytest.mark.parametrize(
-    ("options", "accumulate"),
-    [
-        ("bucket_cap_mb=0.0001", 2),
-        ("static_graph=on", 1),
-        ("bucket_view=on", 2),
-    ],
-)
-def test_buckets_and_a_static_graph_change_no_result(ranks, options, accumulate):
-    problem = Problem(optimizer="adam", accumulate=accumulate)
-    fits = ranks(3).call(by_strategy, f"ddp:{options}", problem)
-    assert all(distance(fit, by_hand(problem, 3)) < 1e-5 for fit in fits)
+from tests.rank.fit import Problem, by_hand, by_strategy, distance, drive
+from tests.rank.runs import spec_of, steps_of, train_job
+from tests.rank.sources import ROWS
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
@@ -50,116 +24,55 @@ def test_compressed_gradients_are_weighted_as_plain_ones(ranks, hook):
     assert 0 < distance(fits[0], reference) < off * moved
 
 
-@pytest.mark.parametrize(("option", "num_plain"), [("", 2), (",powersgd_start=5", 5)])
-def test_powersgd_sends_two_thin_matrices_for_each_wide_one(ranks, option, num_plain):
-    """After its first plain steps."""
-    reports = ranks(2).call(by_strategy, f"ddp:hook=powersgd{option}", Problem())[0].reports
-    sent = [report.traffic.sent for report in reports]
+def test_powersgd_sends_two_thin_matrices_for_each_wide_one(ranks):
+    """After its first two steps."""
+    first, second, *others = ranks(2).call(by_strategy, "ddp:hook=powersgd", Problem())[0].reports
     plain = 4 * (6 * 16 + 16 + 16 * 3 + 3)
     order = 4 * 6  # DDP also broadcasts the order of its buckets in the second step
-    assert sent[:num_plain] == [plain, plain + order, *[plain] * (num_plain - 2)]
+    assert (first.traffic.sent, second.traffic.sent) == (plain, plain + order)
     # rank 1: (6 + 16) for 6 x 16, (16 + 3) for 16 x 3; the biases as they are
-    assert set(sent[num_plain:]) == {4 * (6 + 16 + 16 + 16 + 3 + 3)}
+    assert {each.traffic.sent for each in others} == {4 * (6 + 16 + 16 + 16 + 3 + 3)}
 
 
-def worker_of(model, state, folder) -> Worker:
-    return Worker(
-        model=model,
-        make_model=lambda: model,
-        training_step=Supervised(nn.functional.mse_loss),
-        make_optimizer=partial(torch.optim.SGD, lr=0.01),
-        device=torch.device("cpu"),
-        rank=state.rank,
-        world_size=state.world_size,
-        num_steps=20,
-        folder=folder,
-        name="large",
-    )
+class WideProblem(Problem):
+    """Gradients fill more than torch's first bucket, of 1 MB."""
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 600), nn.Linear(600, 600), nn.Linear(600, 3))
 
 
-def large_job(state, folder, word):
-    """Train a model with gradients that fill more than torch's first bucket; return its buckets."""
+def buckets_job(state, folder, word):
     strategy = make_strategy(word, {})
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600), nn.Linear(600, 2))
-    strategy.setup(worker_of(model, state, folder))
-    batch = Batch(content=(torch.randn(4, 600), torch.randn(4, 2)), num_samples=4, num_global=8)
-    for _ in range(20):
-        strategy.step(batch)
-    buckets = strategy.ddp._get_ddp_logging_data()["num_buckets_reduced"]
-    return (
-        buckets,
-        strategy.plan(state).notes,
-        [p.detach().clone() for p in strategy.finish().parameters()],
-    )
+    fit = drive(strategy, state, folder, WideProblem(learning_rate=0.01))
+    return fit, strategy.ddp._get_ddp_logging_data()["num_buckets_reduced"]
 
 
-def test_powersgd_sends_one_bucket_whose_messages_cannot_mix(ranks):
-    plain, powersgd = (ranks(2).call(large_job, word) for word in ("ddp", "ddp:hook=powersgd"))
-    assert [buckets for buckets, *_ in plain] == [2, 2]
-    assert [buckets for buckets, *_ in powersgd] == [1, 1]
-    assert all("one bucket" in notes[0] for _, notes, _ in powersgd)
-    (*_, first), (*_, second) = powersgd
-    assert all(map(torch.equal, first, second))
+@pytest.mark.parametrize(("word", "num_buckets"), [("ddp", 2), ("ddp:hook=powersgd", 1)])
+def test_powersgd_sends_one_bucket_whose_messages_cannot_mix(ranks, word, num_buckets):
+    (first, mine), (second, theirs) = ranks(2).call(buckets_job, word)
+    assert mine == theirs == num_buckets
+    assert distance(first, second) == 0
 
 
-def test_options_of_powersgd_that_cannot_be_meant_are_refused():
-    worker = worker_of(nn.Linear(1, 1), make_state(0, 1), Path())
-    for option in ("powersgd_rank=4", "powersgd_start=10"):
-        with pytest.raises(UserError, match=r"ddp:hook=powersgd"):
-            check_strategy(f"ddp:{option}", worker)
-    with pytest.raises(UserError, match=r"ddp:powersgd_start"):
-        make_strategy("ddp:hook=powersgd,powersgd_start=1", {})
+DEEP = f"""
+import torch
+from torch import nn
 
-
-def views_job(state, folder, word):
-    """Train a step; return whether all gradients lie in one piece of memory."""
-    with closing(make_strategy(word, {})) as strategy:
-        drive(strategy, state, folder, Problem(num_epochs=0.3))
-        grads = [parameter.grad for parameter in strategy.worker.parameters]
-        return len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
-
-
-@pytest.mark.parametrize("name", ["ddp", "ddp-shm"])
-def test_gradients_are_views_of_buckets_only_where_that_is_asked_for(ranks, name):
-    found = [ranks(2).call(views_job, f"{name}{option}") for option in ("", ":bucket_view=on")]
-    assert found == [[False, False], [True, True]]
-
-
-def timed_job(state, folder, word, num_steps):
-    """Train a model of several buckets; return the parts of each step."""
-    torch.manual_seed(0)
-    widths = [256] * 9
-    layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-    problem, clock = Problem(batch_size=16), Clock(torch.device("cpu"))
-    inputs, targets = torch.randn(64, 256), torch.randn(64, 256)
-    timings = []
-    worker = worker_of(torch.nn.Sequential(*layers), state, folder)
-    worker.meter, worker.num_steps = Meter(clock), num_steps
-    with closing(make_strategy(word, {})) as strategy:
-        strategy.setup(worker)
-        clock.start()
-        with listening(Account(worker.meter)):
-            for shard in strategy.shards():
-                batch = batch_of(problem.order(state.world_size), shard, inputs, targets)
-                loss = strategy.step(batch)
-                timings += clock.timing(StepReport(loss, batch.num_samples, worker.meter.take()))
-        strategy.finish()
-    return [(timing.seconds, timing.parts) for timing in timings]
-
-
-HIDES = ["ddp", "ddp:hook=fp16", "ddp-overlap-by-hand", "ddp-overlap-by-hand:bucket_mb=0.6"]
+def model():
+    inner = [nn.Linear(256, 256) for _ in range(8)]
+    return nn.Sequential(nn.Linear(4, 256), *inner, nn.Linear(256, 2))
+{ROWS}"""
+"""Eight layers of 0.26 MB: in several buckets, but for DDP's first step, all but one early."""
+HIDES = ["ddp", "ddp:hook=fp16", "ddp-overlap-by-hand:bucket_mb=0.6"]
 
 
 @pytest.mark.parametrize("word", [*HIDES, "ddp-shm"])
 def test_exposed_and_hidden_communication_are_distinguished(ranks, word):
-    for timings in ranks(2).call(timed_job, word, 12):
-        ends = [0.0, *(seconds for seconds, _ in timings)]
-        for begun, (ended, parts) in zip(ends, timings, strict=False):
-            assert sum(parts) - parts.hidden == pytest.approx(ended - begun, abs=1e-6)
-            assert min(parts) >= 0
+    for result in ranks(2).call(train_job, spec_of(word, source=DEEP, num_warmup_steps=0)):
+        for step in steps_of(result)[1:]:
+            parts = step.parts
             assert parts.communication > 0
             assert (parts.waiting > 0) == (word == "ddp-shm")
+            assert (parts.hidden > 0) == (word in HIDES)
             assert parts.hidden < parts.backward + parts.communication
-        # eight layers of 0.26 MB: in several buckets, but for DDP's first step, all but one early
-        assert all((parts.hidden > 0) == (word in HIDES) for _, parts in timings[1:])

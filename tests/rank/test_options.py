@@ -1,103 +1,18 @@
 """Every option of a training does what it says."""
 
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.strategies.device_replicas import AutocastModel
 from ddpnb.rank.strategies.worker import Batch
-from ddpnb.rank.tasks.batches import BatchSchedule, Shard
 from ddpnb.rank.training.context import build_context
+from ddpnb.rank.training.model_checks import check_strategy
 from tests.rank.ranks import make_state
 from tests.rank.runs import FEATURED, header_of, losses, spec_of, steps_of, train_job
 from tests.rank.sources import CELL, HALVING, OWN_SGD
-
-
-@pytest.mark.parametrize("strategy", FEATURED)
-def test_accumulated_gradients_are_those_of_the_whole_shard(ranks, strategy):
-    num_ranks = 1 if strategy == "async" else 2
-    whole, in_parts = (
-        ranks(num_ranks).call(train_job, spec_of(strategy, accumulate=num))[0] for num in (1, 4)
-    )
-    assert losses(in_parts) == pytest.approx(losses(whole), abs=1e-6)
-    assert in_parts[0].held_out_loss == pytest.approx(whole[0].held_out_loss, abs=1e-6)
-
-
-@pytest.mark.parametrize("strategy", FEATURED)
-def test_bfloat16_learns_about_as_well_and_is_not_the_same(ranks, strategy):
-    exact, mixed = (
-        ranks(1).call(train_job, spec_of(strategy, num_epochs=4, batch_size=20, amp=amp))[0]
-        for amp in ("none", "bf16")
-    )
-    assert losses(mixed)[-1] < 0.8 * losses(mixed)[0]
-    assert losses(mixed) != losses(exact)
-    assert mixed[0].held_out_loss == pytest.approx(exact[0].held_out_loss, abs=0.05)
-
-
-class TypeOf(nn.Module):
-    """A linear layer that notes what it computes in."""
-
-    def __init__(self, types: list[torch.dtype]) -> None:
-        super().__init__()
-        self.linear, self.types = nn.Linear(4, 2), types
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = self.linear(inputs)
-        self.types.append(outputs.dtype)
-        return outputs
-
-
-@pytest.mark.parametrize("amp", [torch.bfloat16, torch.float16])
-def test_replicas_of_a_model_compute_in_the_type_that_was_asked_for(amp):
-    """Also on torch's threads, which open a context without a type."""
-    types: list[torch.dtype] = []
-    cast = AutocastModel(TypeOf(types), lambda: torch.autocast("cpu", amp))
-
-    def in_a_thread():
-        with torch.autocast("cpu"):
-            cast(lambda model, part: model(part), torch.ones(4, 4))
-
-    thread = threading.Thread(target=in_a_thread)
-    thread.start()
-    thread.join()
-    assert types == [amp]
-
-
-@pytest.mark.parametrize("strategy", ["single", "dp", "ddp"])
-def test_clipping_is_torchs_own(ranks, strategy):
-    spec = spec_of(strategy, clip=0.1, num_warmup_steps=0)
-    clipped, usual = (
-        ranks(2).call(train_job, each)[0][0].final_loss for each in (spec, replace(spec, clip=None))
-    )
-    assert clipped == pytest.approx(clipped_by_hand(spec), abs=1e-6)
-    assert clipped != pytest.approx(usual, abs=1e-3)
-
-
-def clipped_by_hand(spec: RunSpec) -> float:
-    """Train in plain torch; return the loss over the training split."""
-    defined: dict = {}
-    exec(spec.source, defined)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        inputs, targets = defined["data"]("train")
-        torch.manual_seed(0)
-        model = defined["model"]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    order = BatchSchedule(200, batch_size=32, num_epochs=2, num_ranks=2, seed=0)
-    for step in range(order.num_steps):
-        chosen = order.indices(Shard(step=step, part=0, num_parts=1))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    with torch.no_grad():
-        return nn.functional.cross_entropy(model(inputs), targets).item()
 
 
 def rates_of(made: torch.optim.Optimizer, num_updates: int) -> list[float]:
@@ -179,15 +94,26 @@ def test_momentum_is_what_was_chosen(ranks, strategy, momentum, used):
     own = spec_of("single", source=CELL + OWN_SGD.format(momentum=used), num_warmup_steps=0)
     assert losses(result) == pytest.approx(losses(ranks(1).call(train_job, own)[0]), abs=1e-6)
     if momentum > 0:  # of a cell's own optimizer it is not known which of both is meant
-        with pytest.raises(UserError, match="Momentum is for the default optimizer"):
+        with pytest.raises(UserError, match="Momentum"):
             build_context(replace(spec, source=own.source), make_state(0, 2), {}, filename="here")
 
 
-@pytest.mark.parametrize(("num", "most", "parts"), [(4, None, 4), (3, None, 3), (4, 3, 3)])
-def test_shards_that_synchronise_in_each_part_have_equally_many(num, most, parts):
+@pytest.mark.parametrize(("num", "most", "parts"), [(3, None, 3), (4, 3, 3)])
+def test_all_slices_of_a_batch_are_split_into_equally_many(num, most, parts):
     rows = torch.ones(num, 1)
     batch = Batch(content=(rows, rows), num_samples=num, num_global=7, most_parts=most)
     assert len(batch.split(4)) == parts
+
+
+@pytest.mark.parametrize(
+    "word", ["hogwild", "ddp-shm", "single:threads=all", "ddp:powersgd_rank=4"]
+)
+def test_what_a_strategy_cannot_do_is_refused(word):
+    device = torch.device("cpu" if word.startswith("ddp:") else "cuda")
+    context = build_context(spec_of("ddp"), make_state(0, 2), {}, filename="here")
+    worker = replace(context.worker("t", num_steps=1), device=device)
+    with pytest.raises(UserError, match=word.partition(":")[0]):
+        check_strategy(word, worker)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

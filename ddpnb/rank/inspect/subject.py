@@ -114,7 +114,7 @@ def _of_task(
 
     return Subject(
         title=spec.task.task if not spec.task.source else "the cell's model",
-        make_model=worker.another_model,
+        make_model=lambda: worker.make_model().train(),
         make_optimizer=worker.optimizer,
         loss_of=loss_of,
         batch=context.batch(shard, context.fetch(shard)).tree,

@@ -11,22 +11,15 @@ is that of all workers together.
 
 Options:
 
-    period=k    the server makes one update of k gradients, from whichever workers: with their
-                mean, at the sum of their weights.  k = N makes a global batch's worth, and no
-                worker waits for it
     bound=s     stale synchronous parallel: a worker that is s steps ahead of the slowest waits.
                 s = 0 is synchronous: all wait for one update, made of a round's gradients
-    damping=on  g_i * (1 + s') / (1 + s)  in place of g_i, with s its staleness and
-                s' = (N - 1) / k that of equally fast workers.  By plain SGD with k = 1 a gradient
-                so moves w by lr * g_i / (1 + s)
     compensate=l
                 g_i + l * g_i * g_i * (w - w_old)  in place of g_i, with w as it is now
     momentum=m  of the default optimizer, in place of --momentum
 
 References: Dean et al., "Large Scale Distributed Deep Networks" (Downpour SGD),
 NeurIPS 2012; Li et al., "Scaling Distributed Machine Learning with the Parameter
-Server", OSDI 2014.  Period (n-softsync) and damping: Zhang et al., "Staleness-aware
-Async-SGD for Distributed Deep Learning", IJCAI 2016.  Bound: Ho et al., "More Effective
+Server", OSDI 2014.  Bound: Ho et al., "More Effective
 Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.  Compensation:
 Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017.
 
@@ -40,23 +33,21 @@ A worker that dies costs the shards it holds.  A restarted process may join, on 
 Where rank 0, the server, dies, the run is over.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
+from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.collectives.link import NO_LINK
-from ddpnb.rank.servers.memory import Layout, PackedTensors
+from ddpnb.rank.servers.memory import Layout
 from ddpnb.rank.servers.queue import NO_BOUND
-from ddpnb.rank.servers.store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
+from ddpnb.rank.servers.store import ParameterStore
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
-from ddpnb.rank.strategies.base import Plan, State
+from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 
-_WEIGHT_NOTE = "Gradients are weighted by their share of the global batch."
 _OWN_WORKER_NOTE = (
     "Rank 0 trains beside the server, which it reaches without a link: over a slow one it takes "
     "most of the samples."
@@ -68,59 +59,35 @@ class AsyncParameterServer(AsynchronousStrategy):
     """Asynchronous SGD with one parameter server.
 
     Args:
-        period: gradients that make one update.
         bound: steps that a worker may be ahead of the slowest; -1: any number.
-        damping: whether gradients are scaled by their staleness.
         compensate: the lambda of delay compensation; 0: none.
-        momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
-        timeout: seconds that the server waits where no worker makes progress.
-        log: called with every read and write that the server serves.
+        others: as in ``AsynchronousStrategy``.
     """
 
-    _store: ParameterStore | None = None
-    """Rank 0's."""
-
-    def __init__(
-        self,
-        *,
-        period: int = 1,
-        bound: int = NO_BOUND,
-        damping: bool = False,
-        compensate: float = 0.0,
-        momentum: float | None = None,
-        timeout: float = 60.0,
-        log: AccessLog = ignore_access,
-    ) -> None:
-        super().__init__(timeout=timeout, log=log)
-        self._period = period
+    def __init__(self, *, bound: int = NO_BOUND, compensate: float = 0.0, **others: Any) -> None:
+        super().__init__(**others)
         self._bound = bound
-        self._is_damped = damping
         self._compensation = compensate
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank trains; rank 0 also serves.
-
-        Raises:
-            UserError: an option together with a bound of 0, which implies a period and no
-                staleness.
-        """
-        is_round = self._bound == 0
-        if is_round and self._period != 1:
-            raise UserError("With bound=0 an update is made of a whole round: leave period out.")
-        if is_round and (self._is_damped or self._compensation):
-            option = "damping" if self._is_damped else "compensate"
-            raise UserError(f"With bound=0 no gradient is stale: leave {option} out.")
-        num = state.world_size
-        return replace(
-            super().plan(state),
-            updates_per_batch=1.0 if is_round else num / self._period,
-            notes=(_WEIGHT_NOTE,) if num > 1 and not is_round else (),
-        )
+        """Every rank trains; rank 0 also serves."""
+        num_updates = 1 if self._bound == 0 else state.world_size
+        return replace(super().plan(state), updates_per_batch=num_updates)
 
     def setup(self, worker: Worker) -> None:
         """Start or find the server, and pull for the first time; takes part: every rank."""
-        layout = Layout(num_copies=worker.world_size, num_gradients=worker.world_size - 1)
-        self.begin(worker, layout, self._make_store, self._bound)
+        self.begin(
+            worker,
+            Layout(num_copies=worker.world_size, num_gradients=worker.world_size - 1),
+            lambda copies: ParameterStore(
+                copies,
+                worker.optimizer,
+                self._log,
+                in_rounds=self._bound == 0,
+                compensation=self._compensation,
+            ),
+            self._bound,
+        )
         if worker.link is not NO_LINK and worker.world_size > 1:
             worker.notes.append(_OWN_WORKER_NOTE)
 
@@ -136,30 +103,10 @@ class AsyncParameterServer(AsynchronousStrategy):
         self.exchange(batch.weight, gradients)
         return loss
 
-    def snapshot(self) -> State:
-        """Return the model with the server's parameters at one moment, copied."""
-        assert self._store is not None, "only rank 0 does"
-        assert self._client is not None, "setup begins"
-        assert self._client.queue is not None, "only rank 0 does"
-        with self._client.queue.lock:
-            parameters = [tensor.clone() for tensor in self._store.tensors]
-        return self.worker.state_with(parameters)
-
     def memory(self) -> Memory:
         """The copy that this worker trains on; on rank 0 those of all, and the one optimizer."""
-        held: list[Tensor] = list(self.worker.model.parameters())
-        if self._store is not None:  # the model's trained parameters lie in one of the copies
-            held = [parameter for parameter in held if not parameter.requires_grad]
-            held += [tensor for copied in self._store.copies for tensor in copied.tensors]
-        return Memory.of(held, *self.worker.optimizers)
-
-    def _make_store(self, copies: Sequence[PackedTensors]) -> ParameterStore:
-        self._store = ParameterStore(
-            copies,
-            self.worker.optimizer,
-            self._log,
-            period=WHOLE_ROUND if self._bound == 0 else self._period,
-            is_damped=self._is_damped,
-            compensation=self._compensation,
-        )
-        return self._store
+        worker = self.worker
+        own = Memory.of(worker.model.parameters(), *worker.optimizers)
+        num_others = worker.world_size - 1 if worker.rank == 0 else 0
+        others = num_others * num_bytes(worker.parameters)
+        return replace(own, parameters=own.parameters + others)

@@ -1,5 +1,6 @@
 """What asynchronous strategies have in common: shards from one queue, and a life-cycle (ranks)."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,9 +15,6 @@ from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard
 
-_RANK_0_PATIENCE, _PATIENCE = 1.0, 1.5
-"""How often a connection waits for ``timeout``: the queue's own report comes first."""
-
 
 class AsynchronousStrategy(Strategy):
     """Workers that wait for each other only to begin and to end.
@@ -27,15 +25,24 @@ class AsynchronousStrategy(Strategy):
     In its ``setup`` a subclass calls ``begin``, and in each step ``exchange``.
 
     Args:
+        momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
         timeout: seconds in which some worker must make progress.
         log: called, on rank 0, with every read and write of the parameters.
     """
 
-    _client: Client | None = None
+    client: Client
+    """Made by ``begin``."""
 
-    def __init__(self, *, timeout: float = 60.0, log: AccessLog = ignore_access) -> None:
+    def __init__(
+        self,
+        *,
+        momentum: float | None = None,
+        timeout: float = 60.0,
+        log: AccessLog = ignore_access,
+    ) -> None:
         self._timeout = timeout
         self._log = log
+        self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains."""
@@ -75,10 +82,11 @@ class AsynchronousStrategy(Strategy):
             )
 
         self.worker = worker
-        patience = _RANK_0_PATIENCE if worker.rank == 0 else _PATIENCE
+        patience = 1.0 if worker.rank == 0 else 1.5  # the queue's own report comes first
         config = worker.worker_config(patience * self._timeout)
-        self._client = Client(config, layout, make_queue, joins=worker.joins)
-        self._shard_numbers = deque(self._client.begin())
+        self.client = Client(config, layout, make_queue, joins=worker.joins)
+        self._opened.callback(self.client.close)
+        self._shard_numbers = deque(self.client.begin())
 
     def shards(self) -> Iterator[Shard]:
         """The shards that the queue names, until all are handed out."""
@@ -92,28 +100,24 @@ class AsynchronousStrategy(Strategy):
             weight: this worker's share of the global batch.
             gradients: of the mean loss; none where this worker has made the update itself.
         """
-        assert self._client is not None, "setup begins"
-        reply = self._client.step(weight, gradients)
+        reply = self.client.step(weight, gradients)
         self._shard_numbers.extend(reply.shards)
         self.worker.staleness = reply.staleness
 
     def finish(self) -> nn.Module:
         """Take the parameters when all workers are done; takes part: every living rank."""
-        assert self._client is not None, "setup begins"
-        self._client.finish()
+        self.client.finish()
         return self.worker.model
 
     def num_shards_done(self) -> int | None:
         """Return how many shards all workers have trained on."""
-        queue = self._client.queue if self._client else None
-        return None if queue is None else queue.num_shards_done
+        return self.client.queue.num_shards_done if self.client.queue else None
 
     def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, the shards of workers that died."""
-        queue = self._client.queue if self._client else None
-        return [self.worker.shard(number) for number in (queue.lost_shards if queue else ())]
+        lost = self.client.queue.lost_shards if self.client.queue else ()
+        return [self.worker.shard(number) for number in lost]
 
     def close(self) -> None:
         """Disconnect; report a failure unless this worker has finished."""
-        if self._client is not None:
-            self._client.close()
+        self._opened.close()

@@ -1,16 +1,8 @@
 """What a strategy is: ``setup(worker)``, ``step(batch)``, ``finish()`` (ranks).
 
-    class Averaging(Strategy):
-        def step(self, batch):
-            loss = self.worker.compute_gradients(batch, weight=batch.weight)
-            for parameter in self.worker.parameters:
-                torch.distributed.all_reduce(parameter.grad)
-            self.worker.update(self.optimizer)
-            return loss
-
 Everything but ``step`` has a default: every rank trains a copy of the model on its slice of every
 global batch.  A strategy returns numbers; it never prints, measures or publishes.  A user's class
-needs no base class: see ``own.py``.
+needs no base class: ``own.py`` has an example.
 """
 
 from __future__ import annotations
@@ -23,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.batches import Shard
@@ -74,7 +65,8 @@ class Strategy(ABC):
     def snapshot(self) -> State:
         """Return the state of the model as it is now, not copied; takes part: every rank.
 
-        Of asynchronous workers only rank 0 is asked, while the others train on.
+        Of asynchronous workers only rank 0 is asked, while the others train on: it has what it
+        read last, after its own latest update.
         """
         state: State = self.worker.model.state_dict()
         return state
@@ -112,11 +104,10 @@ class Plan:
     """Ranks or replicas that train."""
     synchronous: bool
     """Whether all workers make step k together."""
-    num_steps_ahead: int = 0
-    """Steps that one synchronous worker may be ahead of another: 0 where each waits for all."""
-    never_waits: bool = False
-    """Whether synchronous workers never wait for each other: then each stops for itself."""
-    updates_per_batch: float = 1.0
+    num_steps_ahead: int | None = 0
+    """Steps that one synchronous worker may be ahead of another: 0 where each waits for all; None
+    where none ever waits, so that each stops for itself."""
+    updates_per_batch: int = 1
     """Updates by one optimizer for each global batch."""
     averages_weights: bool = False
     """Whether the trained model is the mean of all ranks' models.  No forward pass of any worker
@@ -129,21 +120,6 @@ class Plan:
     """Whether the others train on where a rank other than 0 dies, and it may join anew."""
     num_devices: int | None = None
     """Shares of the CPU that they compute on; None: one for each worker."""
-    num_threads: int | None = None
-    """Threads of each worker; None: those of a rank."""
     is_emulated: bool = False
     """Whether the strategy cannot run here and is emulated; a note says how."""
     notes: tuple[str, ...] = ()
-
-
-def need_cpus(state: RankState, name: str, instead: str) -> None:
-    """Refuse ranks on GPUs, for a strategy whose ranks share memory.
-
-    Raises:
-        UserError: the ranks are on GPUs.
-    """
-    if not state.device.startswith("cpu"):
-        raise UserError(
-            f"{name} needs ranks on CPUs, whose memory processes can share: "
-            f"%ddp_start --device cpu, or compare {instead}."
-        )

@@ -20,12 +20,12 @@ Bytes sent by the first device per step, in A parts: A (N - 1) (P + U), with P t
 parameters and U those of all buffers; received: A (N - 1) S, with S the bytes of the gradients.
 Samples and outputs are not counted.
 
-Copying the parameters to the replicas, gathering outputs and summing gradients count as
-communication.
+Copying the parameters to the replicas and gathering outputs count as communication, and on threads
+summing the gradients too.  On GPUs that is a part of the backward pass.
 """
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, final
 
@@ -45,23 +45,31 @@ from ddpnb.rank.tasks.samples import Items
 class DataParallel(Strategy):
     """Torch's ``DataParallel`` on two GPUs or more; else the same steps on threads."""
 
-    replicas: Replicas | None = None
+    replicas: Replicas
+
+    def __init__(self) -> None:
+        self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
         """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
-        num_gpus = len(_gpus(torch.device(state.device), state.world_size))
-        num = num_gpus if num_gpus >= 2 else state.world_size
-        real = Plan(num_ranks=1, num_workers=num, synchronous=True)
-        if num_gpus >= 2:
-            return real
+        gpus = _gpus(torch.device(state.device), state.world_size)
+        if len(gpus) > 1:
+            return Plan(num_ranks=1, num_workers=len(gpus), synchronous=True, sees_exposed=False)
         where = "CPU threads" if state.device == "cpu" else "threads that share one GPU"
-        return replace(real, is_emulated=True, notes=(f"DataParallel is emulated on {where}.",))
+        return Plan(
+            num_ranks=1,
+            num_workers=state.world_size,
+            synchronous=True,
+            is_emulated=True,
+            notes=(f"DataParallel is emulated on {where}.",),
+        )
 
     def setup(self, worker: Worker) -> None:
         """Make the replicas, and one optimizer for the first."""
         super().setup(worker)
         gpus = _gpus(worker.device, worker.world_size)
-        self.replicas = GpuReplicas(worker, gpus) if len(gpus) >= 2 else ThreadReplicas(worker)
+        self.replicas = GpuReplicas(worker, gpus) if len(gpus) > 1 else ThreadReplicas(worker)
+        self._opened.callback(self.replicas.close)
 
     def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
@@ -69,32 +77,26 @@ class DataParallel(Strategy):
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""
-        assert self.replicas is not None, "setup made them"
-        # forward: each replica on its slice, the loss on all outputs together; backward
-        loss = self.worker.compute_gradients(batch, loss_of=self.loss_of, unsynced=self._summed)
-        # agree: the gradients of all replicas are summed in the first
-        self.replicas.reduce()
+        # forward: each replica on its slice, the loss on all outputs together
+        # backward; agree: at its end the gradients of all replicas are summed in the first
+        loss = self.worker.compute_gradients(batch, loss_of=self.loss_of)
         # update: the first replica only; the others are overwritten in the next step
         self.worker.update(self.optimizer)
         return loss
 
     def loss_of(self, batch: Batch, share: float) -> Tensor:
         """Replicate, run; gather the outputs, or the losses where there are only these."""
-        assert self.replicas is not None, "setup made them"
         step = self.worker.training_step
         # As torch does: a small batch makes fewer slices than replicas, the last may be smaller.
         most = -(-batch.num_samples // self.replicas.num)
         starts = range(0, batch.num_samples, most)
         slices = batch.cut(min(most, batch.num_samples - start) for start in starts)
         trees = [each.tree for each in slices]  # once: a collate_fn may draw random numbers
-        results: list[Any]
         if isinstance(step, Supervised):
             outputs = self.replicas.run(_call, [inputs for inputs, _ in trees])
-            is_whole = not isinstance(batch.content, Items)
-            if is_whole and all(map(_has_rows, outputs, slices)):
-                return step.loss(self.replicas.gather(outputs), batch.targets)
-            pairs = zip(outputs, trees, strict=True)
-            results = [step.loss(output, targets) for output, (_, targets) in pairs]
+            if not isinstance(batch.content, Items) and all(map(_has_rows, outputs, slices)):
+                return step.loss(self.replicas.gather(outputs), batch.content[1])
+            results = [step.loss(out, tree[1]) for out, tree in zip(outputs, trees, strict=True)]
         else:
             results = self.replicas.run(step, trees)
         shares = [each.num_samples / batch.num_samples for each in slices]
@@ -106,21 +108,12 @@ class DataParallel(Strategy):
 
     def memory(self) -> Memory:
         """The parameters of each replica, and one optimizer's state."""
-        assert self.replicas is not None, "setup made them"
         one = super().memory()
         return replace(one, parameters=self.replicas.num * one.parameters)
 
     def close(self) -> None:
         """End the replicas' threads."""
-        if self.replicas is not None:
-            self.replicas.close()
-
-    @contextmanager
-    def _summed(self) -> Iterator[None]:
-        """Sum the gradients of each micro-batch but the last."""
-        yield
-        assert self.replicas is not None, "setup made them"
-        self.replicas.reduce()
+        self._opened.close()
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
@@ -131,10 +124,10 @@ def _has_rows(output: object, batch: Batch) -> bool:
     return isinstance(output, Tensor) and output.shape[:1] == (batch.num_samples,)
 
 
-def _gpus(device: torch.device, world_size: int) -> list[int]:
+def _gpus(device: torch.device, world_size: int) -> list[torch.device]:
     """Return the GPUs for replicas, the rank's own first; one for each rank at most."""
     if device.type != "cuda":
         return []
     own = device.index or 0
     others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != own]
-    return [own, *others][:world_size]
+    return [torch.device("cuda", gpu) for gpu in (own, *others)][:world_size]

@@ -23,9 +23,7 @@ Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradien
 sent; buffers are not counted.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, final
 
 from torch import Tensor
@@ -48,9 +46,6 @@ _ONE_BUCKET_NOTE: Final = (
     "ddp:hook=powersgd sends one bucket: on CPUs torch's hook makes its later calls from other "
     "threads, and ranks would make those of several buckets in different orders."
 )
-
-CommHook = Callable[[Any, GradBucket], Future[Tensor]]
-"""Sends one bucket of gradients, and returns the future of the averaged one."""
 
 
 class DdpStrategy(Strategy):
@@ -87,12 +82,7 @@ class Ddp(DdpStrategy):
         static_graph: whether torch may assume that every step uses the same parameters.
         hook: how gradients are compressed.
         powersgd_rank: of the matrices that ``powersgd`` sends.
-        powersgd_start: steps without compression before ``powersgd`` compresses, torch's
-            ``start_powerSGD_iter``: early gradients, which change fast, are approximated worst.
-            At least 2, because DDP forms its final buckets after the first step.
         find_unused_parameters: whether a step need not use all parameters.
-        bucket_view: torch's ``gradient_as_bucket_view``: each ``grad`` is a part of the bucket
-            that is sent, and is not copied into it and back.
     """
 
     def __init__(
@@ -102,22 +92,14 @@ class Ddp(DdpStrategy):
         static_graph: bool = False,
         hook: str = "none",
         powersgd_rank: int = 1,
-        powersgd_start: int = 2,
         find_unused_parameters: bool = False,
-        bucket_view: bool = False,
     ) -> None:
-        self.cap_mb: float | None = None if bucket_cap_mb == _DEFAULT_CAP_MB else bucket_cap_mb
+        self.cap_mb = None if bucket_cap_mb == _DEFAULT_CAP_MB else bucket_cap_mb
         self.hook = hook
-        self.power = partial(
-            PowerSGDState,
-            None,
-            matrix_approximation_rank=powersgd_rank,
-            start_powerSGD_iter=powersgd_start,
-        )
-        self.options = {
+        self.powersgd_rank = powersgd_rank
+        self.graph = {
             "static_graph": static_graph,
             "find_unused_parameters": find_unused_parameters,
-            "gradient_as_bucket_view": bucket_view,
         }
 
     def plan(self, state: RankState) -> Plan:
@@ -130,12 +112,16 @@ class Ddp(DdpStrategy):
         super().setup(worker)
         if self.hook == "powersgd" and worker.device.type == "cpu":
             self.cap_mb = num_bytes(worker.parameters) / 2**20 + 1
-        self.wrap(worker, bucket_cap_mb=self.cap_mb, **self.options)
-        if self.hook == "powersgd":
-            self.ddp.register_comm_hook(self.power(), powerSGD_hook)
-        elif self.hook != "none":
-            hook: CommHook = fp16_compress_hook if self.hook == "fp16" else _bf16
-            self.ddp.register_comm_hook(None, hook)
+        self.wrap(worker, bucket_cap_mb=self.cap_mb, **self.graph)
+        match self.hook:
+            case "fp16":
+                self.ddp.register_comm_hook(None, fp16_compress_hook)
+            case "bf16":
+                self.ddp.register_comm_hook(None, _bf16)
+            case "powersgd":
+                # Two steps without compression: DDP forms its final buckets after the first.
+                state = PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=2)
+                self.ddp.register_comm_hook(state, powerSGD_hook)
 
 
 def _bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:

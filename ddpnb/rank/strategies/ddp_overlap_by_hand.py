@@ -20,8 +20,8 @@ Messages per step: one all-reduce for each parameter, or for each bucket (and dt
 Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients.
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import final
 
@@ -33,12 +33,6 @@ from ddpnb.rank.collectives.flat import FlatBuffer, gradients, num_bytes
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 
-_TWICE = (
-    "A parameter had its gradient twice in one backward pass, as one that is shared by two "
-    "checkpointed layers has: call torch's checkpoint with use_reentrant=False, or leave "
-    "ddp-overlap-by-hand out."
-)
-
 
 @final
 class DdpOverlapByHand(Strategy):
@@ -48,112 +42,81 @@ class DdpOverlapByHand(Strategy):
         bucket_mb: MB of gradients in one message; 0: one message for each parameter.
     """
 
-    _num_started: int
-    """Buckets of this step that are on their way: the first ones."""
-
     def __init__(self, *, bucket_mb: float = 0.0) -> None:
-        self._bucket_mb = bucket_mb
-        self._opened = contextlib.ExitStack()
+        self.bucket_mb = bucket_mb
 
     def setup(self, worker: Worker) -> None:
         """Make the optimizer and the buckets, and hook all parameters."""
         super().setup(worker)
-        self._is_last_part = True
-        self._buckets = [_Bucket(each) for each in buckets_of(worker.parameters, self._bucket_mb)]
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                hook = partial(self._on_gradient, bucket)
-                handle = parameter.register_post_accumulate_grad_hook(hook)
-                self._opened.callback(handle.remove)
+        self.is_last_part = True
+        self.buckets = buckets_of(worker.parameters, self.bucket_mb)
+        self.flat = [FlatBuffer(bucket) for bucket in self.buckets]
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self.on_gradient, number))
+            for number, bucket in enumerate(self.buckets)
+            for parameter in bucket
+        ]
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch; takes part: every rank."""
-        for bucket in self._buckets:
-            bucket.begin_step()
-        self._num_started = 0
-        # forward; backward and, at the same time, agree: ``_on_gradient`` is called meanwhile
-        loss = self.worker.compute_gradients(batch, weight=batch.weight, unsynced=self._unsynced)
-        while self._num_started < len(self._buckets):  # a parameter had no part in the loss
-            self._send_next()
+        self.num_missing = [len(bucket) for bucket in self.buckets]
+        self.sent: list[list[dist.Work | None]] = []
+        # forward; backward and, at the same time, agree: ``on_gradient`` is called meanwhile
+        loss = self.worker.compute_gradients(batch, weight=batch.weight, unsynced=self.unsynced)
+        while len(self.sent) < len(self.buckets):  # a parameter had no part in the loss
+            self.send_next()
         # wait: takes part: every rank
-        for bucket in self._buckets:
-            bucket.wait()
+        for works, flat, bucket in zip(self.sent, self.flat, self.buckets, strict=True):
+            for work in works:
+                assert work is not None, "this rank is in the group"
+                work.wait()
+            flat.scatter(gradients(bucket))
         # update: every rank the same
         self.worker.update(self.optimizer)
         return loss
 
     def finish(self) -> nn.Module:
         """Remove the hooks."""
-        self.close()
+        for hook in self.hooks:
+            hook.remove()
         return super().finish()
 
-    def close(self) -> None:
-        """Remove the hooks; may be called twice."""
-        self._opened.close()
-
-    @contextlib.contextmanager
-    def _unsynced(self) -> Iterator[None]:
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
         """Send nothing yet: gradients of the parts of a batch add up first."""
-        self._is_last_part = False
-        try:
-            yield
-        finally:
-            self._is_last_part = True
+        self.is_last_part = False
+        yield
+        self.is_last_part = True
 
-    def _on_gradient(self, bucket: "_Bucket", _: nn.Parameter) -> None:
+    def on_gradient(self, number: int, _: nn.Parameter) -> None:
         """Send the buckets that are next in order and full.
 
-        Autograd calls it in the backward pass, when a parameter's gradient is there.
+        Autograd calls it in the backward pass, when a gradient of a bucket is there.
 
         Raises:
             UserError: it came a second time, after it may have been sent.
         """
-        if not self._is_last_part:
+        if not self.is_last_part:
             return
-        bucket.num_missing -= 1
-        if bucket.num_missing < 0:
-            raise UserError(_TWICE)
-        while self._num_started < len(self._buckets) and self._next.num_missing == 0:
-            self._send_next()
+        self.num_missing[number] -= 1
+        if self.num_missing[number] < 0:
+            raise UserError(
+                "A parameter of two checkpointed layers had its gradient twice in one backward "
+                "pass: call torch's checkpoint with use_reentrant=False."
+            )
+        while len(self.sent) < len(self.buckets) and self.num_missing[len(self.sent)] == 0:
+            self.send_next()
 
-    @property
-    def _next(self) -> "_Bucket":
-        return self._buckets[self._num_started]
+    def send_next(self) -> None:
+        """Start to sum the next bucket over all ranks, and return at once; takes part: every rank.
 
-    def _send_next(self) -> None:
-        """Send the next bucket; takes part: every rank."""
-        self._next.send()
-        self._num_started += 1
-
-
-class _Bucket:
-    """Gradients that are sent in one message (for each dtype)."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.num_missing = 0
-        """Gradients that have yet to come in this step."""
-        self._flat = FlatBuffer(parameters)
-        self._sent: list[dist.Work] = []
-
-    def begin_step(self) -> None:
-        """Expect all gradients."""
-        self.num_missing = len(self.parameters)
-        self._sent = []
-
-    def send(self) -> None:
-        """Start to sum the gradients over all ranks, and return at once; zeros where none came."""
-        self._flat.gather(gradients(self.parameters))
-        for buffer in self._flat.buffers:
-            work = dist.all_reduce(buffer, async_op=True)
-            assert work is not None, "this rank is in the group"
-            self._sent.append(work)
-
-    def wait(self) -> None:
-        """Wait for the sums, and take them as the gradients."""
-        for work in self._sent:
-            work.wait()
-        self._flat.scatter(gradients(self.parameters))
+        Zeros are sent where no gradient has come.
+        """
+        number = len(self.sent)
+        self.flat[number].gather(gradients(self.buckets[number]))
+        self.sent.append(
+            [dist.all_reduce(each, async_op=True) for each in self.flat[number].buffers]
+        )
 
 
 def buckets_of(parameters: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:

@@ -23,48 +23,22 @@ from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.constants import default_pg_timeout
 
-from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.shared_sum import SharedAllReduce
-from ddpnb.rank.strategies.base import Plan, need_cpus
 from ddpnb.rank.strategies.ddp import DdpStrategy
 from ddpnb.rank.strategies.worker import Worker
 
 
 @final
 class DdpShm(DdpStrategy):
-    """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory.
-
-    Args:
-        bucket_view: as in ``ddp``.
-        timeout_seconds: how long a rank waits for another that is alive, by default as long as
-            torch does.  A rank that dies or leaves is noticed at once.
-    """
+    """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory."""
 
     _sum: SharedAllReduce | None = None
-
-    def __init__(
-        self,
-        *,
-        bucket_view: bool = False,
-        timeout_seconds: float = default_pg_timeout.total_seconds(),
-    ) -> None:
-        self._bucket_view = bucket_view
-        self._timeout = timeout_seconds
-
-    def plan(self, state: RankState) -> Plan:
-        """Every rank.
-
-        Raises:
-            UserError: the ranks are on GPUs.
-        """
-        need_cpus(state, "ddp-shm", instead="ddp")
-        return super().plan(state)
 
     def setup(self, worker: Worker) -> None:
         """Wrap the model, and open the shared memory; takes part: every rank."""
         super().setup(worker)
-        self._sum = SharedAllReduce(worker.worker_config(self._timeout))
-        self.wrap(worker, gradient_as_bucket_view=self._bucket_view)
+        self._sum = SharedAllReduce(worker.worker_config(default_pg_timeout.total_seconds()))
+        self.wrap(worker)
         self.ddp.register_comm_hook(self._sum, _all_reduce_bucket)
         self.divisor = 1  # the hook sums, and nothing divides
 

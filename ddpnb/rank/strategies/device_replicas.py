@@ -1,23 +1,21 @@
-"""The replicas of ``dp``, on the GPUs or on threads of one process (rank 0).
+"""The replicas of ``dp``, on the GPUs or on one device (rank 0), each on a thread of its own.
 
 Both do what torch's ``DataParallel`` does in each step: copy the parameters to all replicas, run
 them on their slices of the batch, gather the outputs on the first, and sum the gradients there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from itertools import repeat
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import gather, parallel_apply, replicate
+from torch.nn.parallel import gather, replicate
 
 from ddpnb.rank.collectives.costs import Messages
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.meter import Timer
 from ddpnb.rank.strategies.worker import Worker, state_of
 from ddpnb.rank.tasks.base import StepFunction
 from ddpnb.rank.tasks.batches import moved
@@ -26,131 +24,108 @@ from ddpnb.rank.tasks.batches import moved
 class Replicas(ABC):
     """Copies of a model, the first of which is trained."""
 
-    num: int
+    def __init__(self, worker: Worker, devices: list[torch.device]) -> None:
+        self.num = len(devices)
+        self._worker = worker
+        self._meter = worker.meter
+        self._devices = devices
+        self._pool = ThreadPoolExecutor(self.num, thread_name_prefix="ddpnb-replica")
 
-    @abstractmethod
     def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
         """Copy the first replica to the others; call something with each and its slice."""
+        devices = self._devices[: len(slices)]
+        with self._meter.communicating():
+            models = self._copies(devices)
+            placed = list(map(moved, slices, devices))
+
+        def run_one(model: nn.Module, part: Any, device: torch.device) -> Any:
+            index = device.index if device.type == "cuda" else -1
+            with torch.cuda.device(index), self._worker.autocast():  # which hold for one thread
+                return call(model, part)
+
+        return list(self._pool.map(run_one, models, placed, devices))
+
+    @abstractmethod
+    def _copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
+        """Return replicas on the first devices with the first one's parameters and buffers."""
 
     @abstractmethod
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Return the rows of all outputs on the first device."""
+        """Return the rows of all outputs on the first device.
 
-    def reduce(self) -> None:  # noqa: B027  on GPUs the backward pass does it
-        """Sum the gradients in the first replica, after the backward pass."""
+        A backward pass through them leaves the sum of all gradients in the first replica.
+        """
 
-    def close(self) -> None:  # noqa: B027  only threads have something to end
-        """End what runs; may be called twice."""
+    def close(self) -> None:
+        """End the threads; may be called twice."""
+        self._pool.shutdown(cancel_futures=True)
 
 
 @final
 class GpuReplicas(Replicas):
     """Torch's own functions; autograd sums the gradients when it goes back through them."""
 
-    def __init__(self, worker: Worker, gpus: list[int]) -> None:
-        self.num = len(gpus)
-        self._gpus = gpus
-        self._meter = worker.meter
-        self._first = AutocastModel(worker.model, worker.autocast)
-        self._num_copied = num_bytes(state_of(worker.model))
-        self._num_summed = num_bytes(worker.parameters)  # gradients are as large
-
-    def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
-        """Replicate, and run each replica on its GPU."""
-        gpus = self._gpus[: len(slices)]
-        with self._meter.communicating():
-            devices = [torch.device("cuda", gpu) for gpu in gpus]
-            placed = [moved(each, device) for each, device in zip(slices, devices, strict=True)]
-            copies = replicate(self._first, gpus)
-            self._time_sum(copies)
-            others = len(gpus) - 1
-            self._meter.count(sent=others * self._num_copied, received=others * self._num_summed)
-        return list(parallel_apply(copies, [(call, each) for each in placed], None, gpus))
+    def _copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
+        others = len(devices) - 1
+        self._meter.count(
+            sent=others * num_bytes(state_of(self._worker.model)),
+            received=others * num_bytes(self._worker.parameters),  # gradients are as large
+        )
+        copies: Sequence[nn.Module] = replicate(self._worker.model, devices)
+        return copies
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
         """Gather with torch's function, through which the gradients go back."""
         with self._meter.communicating():
-            gathered: Tensor = gather(outputs, self._gpus[0])
+            gathered: Tensor = gather(outputs, self._devices[0])
         return gathered
-
-    def _time_sum(self, copies: list[Any]) -> None:
-        """Count the sum of the gradients, which ends the backward pass, as communication.
-
-        The copies come from one node of autograd's graph, which sums when it goes backward.  They
-        are plain attributes of the copied modules, and no parameters.
-        """
-        modules = (module for copied in copies for module in copied.modules())
-        held = (each for module in modules for each in vars(module).values())
-        nodes = {each.grad_fn for each in held if isinstance(each, Tensor) and each.grad_fn}
-        timer = self._meter.timer
-        for node in nodes:
-            node.register_prehook(lambda _: _summing(timer))
-            node.register_hook(lambda *_: _computing(timer))
 
 
 @final
 class ThreadReplicas(Replicas):
-    """The same steps, each replica on a thread of its own.
+    """The same steps on one device.
 
     Over an emulated link what passes between the first replica and the others takes its time: one
     message for each other replica, one after the other, through the first one's link.
     """
 
     def __init__(self, worker: Worker) -> None:
-        self.num = worker.world_size
-        self._meter = worker.meter
-        self._link = worker.link
-        plain = [worker.model, *(worker.make_model() for _ in range(self.num - 1))]
-        self.models = [AutocastModel(each.train(), worker.autocast) for each in plain]
-        self._pool = ThreadPoolExecutor(self.num, thread_name_prefix="ddpnb-replica")
-        self._outputs: list[Tensor] = []
-        self._gathered = torch.empty(0)
-
-    def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
-        """Replicate, and run each replica on its thread."""
-        with self._meter.communicating():
-            self._replicate()
-        return list(self._pool.map(AutocastModel.__call__, self.models, repeat(call), slices))
-
-    def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Return the rows of all outputs; ``reduce`` takes their gradient back."""
-        self._outputs = outputs
-        with self._meter.communicating(), self._lasting(*([each] for each in outputs[1:])):
-            self._gathered = torch.cat([output.detach() for output in outputs])
-        return self._gathered.requires_grad_()
-
-    def reduce(self) -> None:
-        """Run each replica's backward pass on its thread, then sum the gradients in the first."""
-        assert self._gathered.grad is not None, "backward has not reached the outputs"
-        slices = self._gathered.grad.split([len(output) for output in self._outputs])
-        with self._lasting(*([each] for each in self._outputs[1:])):
-            pass  # the outputs' gradients go the other way
-        list(self._pool.map(Tensor.backward, self._outputs, slices))  # the list waits, and raises
-        with self._meter.communicating():
-            self._sum()
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown(cancel_futures=True)
+        super().__init__(worker, [worker.device] * worker.world_size)
+        others = [worker.make_model().train() for _ in range(self.num - 1)]
+        self.models = [worker.model, *others]
 
     @torch.no_grad()
-    def _replicate(self) -> None:
-        """Copy parameters and buffers of the first replica to all others.
-
-        As in torch, only the first replica's changes to buffers last.
-        """
-        first, *others = self.models
-        with self._lasting(*(state_of(other) for other in others)):
+    def _copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
+        # As in torch, only the first replica's changes to buffers last.
+        first, *others = map(state_of, self.models)
+        with self._lasting(others):
             for other in others:
-                for mine, theirs in zip(state_of(first), state_of(other), strict=True):
+                for mine, theirs in zip(first, other, strict=True):
                     theirs.copy_(mine)
-        self._meter.count(sent=len(others) * num_bytes(state_of(first)))
+        self._meter.count(sent=len(others) * num_bytes(first))
+        return self.models
+
+    def gather(self, outputs: list[Tensor]) -> Tensor:
+        """Return the rows of all outputs; their gradient goes back to each replica's thread."""
+        sizes = [len(output) for output in outputs]
+
+        def go_back(gradient: Tensor) -> None:
+            with self._lasting([each] for each in outputs[1:]):
+                slices = gradient.split(sizes)
+            list(self._pool.map(Tensor.backward, outputs, slices))  # the list waits, and raises
+            with self._meter.communicating():
+                self._sum()
+
+        with self._meter.communicating(), self._lasting([each] for each in outputs[1:]):
+            gathered = torch.cat([output.detach() for output in outputs]).requires_grad_()
+        gathered.register_hook(go_back)
+        return gathered
 
     @torch.no_grad()
     def _sum(self) -> None:
         first, *others = self.models
         found = [[p.grad for p in other.parameters() if p.grad is not None] for other in others]
-        with self._lasting(*found):
+        with self._lasting(found):
             for other in others:
                 for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
                     if mine.grad is None:  # as of an expert that only the other replica has used
@@ -158,38 +133,9 @@ class ThreadReplicas(Replicas):
                     elif theirs.grad is not None:
                         mine.grad.add_(theirs.grad)
                 other.zero_grad()
-        trained = [each for each in first.parameters() if each.requires_grad]
-        self._meter.count(received=len(others) * num_bytes(trained))
+        self._meter.count(received=len(others) * num_bytes(self._worker.parameters))
 
-    def _lasting(self, *messages: Iterable[Tensor]) -> AbstractContextManager[None]:
+    def _lasting(self, messages: Iterable[Iterable[Tensor]]) -> AbstractContextManager[None]:
         """Have the body last as long as so many messages over the link."""
-        return self._link.lasting(Messages(len(messages), sum(map(num_bytes, messages))))
-
-
-@final
-class AutocastModel(nn.Module):
-    """A model that enters its context itself, on whatever thread it is called.
-
-    The context that torch's ``DataParallel`` opens in its threads is float16 on every GPU,
-    whichever type was asked for.
-    """
-
-    def __init__(
-        self, model: nn.Module, autocast: Callable[[], AbstractContextManager[object]]
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.autocast = autocast
-
-    def forward(self, call: StepFunction, part: Any) -> Any:
-        """Call something with the model and a slice of the batch, in the context."""
-        with self.autocast():
-            return call(self.model, part)
-
-
-def _summing(timer: Timer) -> None:
-    timer.begin("communication")  # a hook of autograd must return nothing
-
-
-def _computing(timer: Timer) -> None:
-    timer.begin("backward")
+        sizes = [num_bytes(message) for message in messages]
+        return self._worker.link.lasting(Messages(len(sizes), sum(sizes)))

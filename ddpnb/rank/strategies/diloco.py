@@ -74,9 +74,8 @@ class DiLoCo(Strategy):
         )
         worker.optimizers.append(self.outer)
         if worker.num_steps < self.every:
-            few = f"{worker.num_steps} steps are fewer than {self.every}"
             worker.notes.append(
-                f"There is no outer step, weights are averaged at the end alone: {few}."
+                f"Fewer than {self.every} steps make no outer step, but an average."
             )
 
     def step(self, batch: Batch) -> Tensor:

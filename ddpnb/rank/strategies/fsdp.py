@@ -11,8 +11,8 @@ Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
 PVLDB 16(12), 2023; code: ``torch.distributed.fsdp.fully_shard`` (FSDP2).
 
 A layer is each module in a ``Sequential`` or ``ModuleList``, at any depth of the model.
-Parameters in no layer are gathered at once, with the model.  So are those of a layer that is
-registered twice, or that shares a parameter with another part of the model.
+Parameters in no layer are gathered at once, with the model.  So are those of a layer that has a
+parameter, or all of itself, in a second place of the model.
 
 Messages per step: one all-gather of each layer's parameters before its forward pass and, with
 ``reshard``, one more before its backward pass, for each part that the batch is split into; one
@@ -29,6 +29,7 @@ waits for them, because torch does not report when it does.
 """
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,15 +39,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, State, Strategy
-from ddpnb.rank.strategies.layers import layers_of
 from ddpnb.rank.strategies.worker import Batch, Worker
 
-_NCCL_NOTE = (
-    "fsdp over NCCL: all communication counts as overlapped, even where the GPU waits for it."
-)
+_NCCL_NOTE = "Over NCCL all communication counts as overlapped, even where the GPU waits for it."
 
 
 @final
@@ -61,24 +58,10 @@ class Fsdp(Strategy):
         self.reshard = reshard
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank.
-
-        Raises:
-            UserError: ranks share a GPU.  They use gloo, whose gather of a sharded tensor on a
-                GPU ends the process (pytorch/pytorch#152645).
-        """
-        if state.device != "cpu" and state.backend == "gloo":
-            raise UserError(
-                "fsdp needs a GPU for each rank, and these ranks share one: start as many ranks "
-                "as GPUs (%ddp_restart -n), or leave fsdp out of the comparison."
-            )
-        is_blocking = state.backend == "gloo" or state.world_size == 1
-        return replace(
-            super().plan(state),
-            finish_is_timed=False,
-            sees_exposed=is_blocking,
-            notes=() if is_blocking else (_NCCL_NOTE,),
-        )
+        """Every rank."""
+        sees = state.backend == "gloo" or state.world_size == 1
+        notes = () if sees else (_NCCL_NOTE,)
+        return replace(super().plan(state), finish_is_timed=False, sees_exposed=sees, notes=notes)
 
     def setup(self, worker: Worker) -> None:
         """Shard the parameters, then make this rank's optimizer; takes part: every rank."""
@@ -97,12 +80,8 @@ class Fsdp(Strategy):
         worker = self.worker
         # forward, backward; agree: each layer's parameters are gathered, its gradients averaged.
         # Torch divides by the number of ranks; the weight makes that a mean over samples.
-        most_parts = batch.num_global // worker.world_size  # the same on every rank
-        loss = worker.compute_gradients(
-            replace(batch, most_parts=most_parts),
-            weight=worker.world_size * batch.weight,
-            unsynced=self._unsynced,
-        )
+        weight = worker.world_size * batch.weight
+        loss = worker.compute_gradients(batch, weight=weight, unsynced=self._unsynced)
         # update: each rank its part
         worker.update(self.optimizer)
         return loss
@@ -117,8 +96,8 @@ class Fsdp(Strategy):
 
     def snapshot(self) -> State:
         """Gather the whole model, each parameter once; takes part: every rank."""
-        model = self.worker.model
-        whole = {id(each): _whole(each.detach()) for each in model.parameters()}
+        model: Any = self.worker.model  # its parameters are DTensors since setup
+        whole = {id(each): each.detach().full_tensor() for each in model.parameters()}
         state: State = model.state_dict()
         for name, each in model.named_parameters(remove_duplicate=False):
             state[name] = whole[id(each)]
@@ -135,6 +114,28 @@ class Fsdp(Strategy):
             model.set_requires_gradient_sync(True)
 
 
-def _whole(value: Any) -> Any:
-    """Return the whole of a tensor that may be sharded; takes part: every rank."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+def layers_of(model: nn.Module) -> list[Any]:
+    """Return the modules to gather one by one.
+
+    Torch gathers a module's parameters when the module is called, so these are modules that are
+    certainly called by themselves, such as the blocks of a transformer.
+    """
+    places = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
+    return [layer for layer in _listed(model) if all(places[p] == 1 for p in layer.parameters())]
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with parameters in any list, at any depth.
+
+    A list is a ``Sequential``, or a module that cannot be called, such as a ``ModuleList`` or
+    ``ModuleDict``.
+    """
+    for child in module.children():
+        if not _is_list(module) or _is_list(child):
+            yield from _listed(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward

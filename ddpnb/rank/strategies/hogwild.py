@@ -25,41 +25,15 @@ from typing import final
 
 from torch import Tensor
 
-from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.memory import Layout
-from ddpnb.rank.servers.store import AccessLog, UpdateCounter, ignore_access, scaled_rate
+from ddpnb.rank.servers.store import UpdateCounter, scaled_rate
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
-from ddpnb.rank.strategies.base import Plan, need_cpus
 from ddpnb.rank.strategies.worker import Batch, Worker
 
 
 @final
 class Hogwild(AsynchronousStrategy):
-    """Asynchronous SGD on shared memory.
-
-    Args:
-        momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
-        timeout: seconds in which some worker must make progress.
-        log: called with every read and update, on rank 0.
-    """
-
-    def __init__(
-        self,
-        *,
-        momentum: float | None = None,
-        timeout: float = 60.0,
-        log: AccessLog = ignore_access,
-    ) -> None:
-        super().__init__(timeout=timeout, log=log)
-
-    def plan(self, state: RankState) -> Plan:
-        """Every rank trains.
-
-        Raises:
-            UserError: the ranks are on GPUs.
-        """
-        need_cpus(state, "hogwild", instead="async")
-        return super().plan(state)
+    """Asynchronous SGD on shared memory."""
 
     def setup(self, worker: Worker) -> None:
         """Move the parameters to the one copy in shared memory; takes part: every rank."""

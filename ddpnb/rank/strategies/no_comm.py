@@ -35,7 +35,9 @@ class NoComm(Strategy):
     def plan(self, state: RankState) -> Plan:
         """Every rank; none waits for another, so each stops where it is."""
         notes = (_NOTE,) if state.world_size > 1 else ()
-        return replace(super().plan(state), never_waits=True, finish_is_timed=False, notes=notes)
+        return replace(
+            super().plan(state), num_steps_ahead=None, finish_is_timed=False, notes=notes
+        )
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch, alone."""

@@ -35,9 +35,7 @@ from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.notation import Choice
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Batch, Memory, Worker
-
-_METHODS = ("setup", "step", "finish")
+from ddpnb.rank.strategies.worker import Batch, Worker
 
 
 def own_strategy(choice: Choice, namespace: Mapping[str, object]) -> Strategy:
@@ -55,27 +53,21 @@ def own_strategy(choice: Choice, namespace: Mapping[str, object]) -> Strategy:
             f"There is no strategy {choice.name!r}: define a class of that name with setup, step "
             "and finish, in the comparison's cell or in a %%ddp cell before it."
         )
-    missing = [name for name in _METHODS if not callable(getattr(made, name, None))]
-    if missing:
-        raise UserError(f"{choice.name} has no {missing[0]}(); a strategy needs it.")
+    for method in ("setup", "step", "finish"):
+        if not callable(getattr(made, method, None)):
+            raise UserError(f"{choice.name} has no {method}(); a strategy needs it.")
     try:
         strategy = made(**choice.options)
     except TypeError as error:
         raise UserError(f"{choice.name} cannot be made: {error}.") from error
-    return strategy if isinstance(strategy, Strategy) else UserStrategy(choice.name, strategy)
+    return strategy if isinstance(strategy, Strategy) else UserStrategy(strategy)
 
 
 @final
 class UserStrategy(Strategy):
-    """A user's object, with defaults for what it does not define.
+    """A user's object, with defaults for what it does not define."""
 
-    Args:
-        name: of the user's class.
-        strategy: the user's object.
-    """
-
-    def __init__(self, name: str, strategy: Any) -> None:
-        self._name = name
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
 
     def plan(self, state: RankState) -> Plan:
@@ -95,14 +87,14 @@ class UserStrategy(Strategy):
 
     def step(self, batch: Batch) -> Tensor:
         """Have the user's object train on a batch; it returns the loss."""
-        result = self._strategy.step(batch)
-        if isinstance(result, Tensor) and result.ndim == 0:
-            return result.detach()
-        if isinstance(result, float):
-            return torch.tensor(result, device=self.worker.device)
-        shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
+        loss = self._strategy.step(batch)
+        if isinstance(loss, float):
+            return torch.tensor(loss, device=self.worker.device)
+        if isinstance(loss, Tensor) and loss.ndim == 0:
+            return loss.detach()
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
         raise UserError(
-            f"{self._name}.step(batch) returned {kind_of(result)}{shape}; "
+            f"{type(self._strategy).__name__}.step(batch) returned {kind_of(loss)}{shape}; "
             "return the mean loss over the batch, a tensor of shape ()."
         )
 
@@ -111,15 +103,10 @@ class UserStrategy(Strategy):
         model = self._strategy.finish()
         if model is None:
             return self.worker.model
-        if not isinstance(model, nn.Module):
-            raise UserError(
-                f"{self._name}.finish() returned {kind_of(model)}; return the trained model."
-            )
-        return model
-
-    def memory(self) -> Memory:
-        """What the user's object holds is not known."""
-        return Memory()
+        if isinstance(model, nn.Module):
+            return model
+        name = type(self._strategy).__name__
+        raise UserError(f"{name}.finish() returned {kind_of(model)}; return the trained model.")
 
     def close(self) -> None:
         """Close the user's object, if it has ``close``."""

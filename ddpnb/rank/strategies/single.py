@@ -19,7 +19,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
@@ -38,31 +37,23 @@ class Single(Strategy):
         self._takes_all = threads == "all"
 
     def plan(self, state: RankState) -> Plan:
-        """Rank 0 alone.
-
-        Raises:
-            UserError: all threads are asked for, and the ranks are on GPUs.
-        """
+        """Rank 0 alone."""
         alone = Plan(num_ranks=1, num_workers=1, synchronous=True)
-        if state.device != "cpu":
-            if self._takes_all:
-                raise UserError("single:threads=all is for ranks on CPUs: leave it out.")
-            return alone
         num_ranks = state.local_world_size or state.world_size
-        num_all = state.num_threads * num_ranks
+        num_all = num_ranks * state.num_threads
         if self._takes_all:
-            which = "of its host" if num_ranks < state.world_size else "together"
-            note = f"{_threads(num_all)}, those of all ranks {which}."
-            return replace(alone, num_devices=num_ranks, num_threads=num_all, notes=(note,))
-        if num_ranks == 1:
+            note = f"It computes on all {num_all} threads."
+            return replace(alone, num_devices=num_ranks, notes=(note,))
+        if state.device != "cpu" or num_ranks == 1:
             return alone
-        own = _threads(state.num_threads)
-        note = f"{own}, as each rank has; single:threads=all takes all {num_all}."
+        note = (
+            f"It computes on {state.num_threads} of {num_all} threads; single:threads=all: on all."
+        )
         return replace(alone, notes=(note,))
 
     def setup(self, worker: Worker) -> None:
         """Take the threads; they are given back when the run has ended."""
-        if self._takes_all and worker.device.type == "cpu":
+        if self._takes_all:
             num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", worker.world_size))
             torch.set_num_threads(torch.get_num_threads() * num_ranks)
         super().setup(worker)
@@ -79,7 +70,3 @@ class Single(Strategy):
         # update
         self.worker.update(self.optimizer)
         return loss
-
-
-def _threads(num: int) -> str:
-    return "1 thread" if num == 1 else f"{num} threads"

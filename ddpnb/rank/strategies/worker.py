@@ -21,10 +21,6 @@ from ddpnb.rank.tasks.batches import Shard, Tree, every_step, moved, rows
 from ddpnb.rank.tasks.samples import Items
 
 
-def no_delay() -> None:
-    """Take no time."""
-
-
 def state_of(model: nn.Module) -> list[Tensor]:
     """Return all parameters and buffers of a model, in its order."""
     return [*model.parameters(), *model.buffers()]
@@ -47,8 +43,6 @@ class Worker:
     world_size: int
     num_steps: int
     """Global batches to train on."""
-    seed: int = 0
-    """Of the run, for what a strategy chooses at random; the same on every rank."""
     folder: Path
     """A directory that only the ranks of this host can reach."""
     name: str
@@ -72,7 +66,7 @@ class Worker:
     """Sentences for the results; a strategy adds what only its ``setup`` can discover."""
     num_prefetched: int = 0
     """Shards that are taken in advance, so that their samples can be fetched."""
-    delay: Callable[[], None] = no_delay
+    delay: Callable[[], None] = lambda: None
     """Called in each step, between the forward and the backward pass: where a fault is injected
     that makes this worker slow."""
     joins: bool = False
@@ -89,26 +83,6 @@ class Worker:
         """Make the task's optimizer for some parameters."""
         self.optimizers.append(self.make_optimizer(parameters))
         return self.optimizers[-1]
-
-    def another_model(self) -> nn.Module:
-        """Return a new model with the values that this one has now.
-
-        It is made as this one was.  A copy of a module may hold on to layers of the original, in a
-        lambda or a closure, and would train these.
-        """
-        made = self.make_model()
-        with torch.no_grad():
-            for mine, theirs in zip(state_of(self.model), state_of(made), strict=True):
-                theirs.copy_(mine)
-        return made
-
-    def state_with(self, parameters: Iterable[Tensor]) -> dict[str, Any]:
-        """Return the model's state with other values of the parameters that are trained."""
-        state = self.model.state_dict()
-        held = {id(mine): value for mine, value in zip(self.parameters, parameters, strict=True)}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            state[name] = held.get(id(parameter), state[name])
-        return state
 
     def worker_config(self, timeout_seconds: float) -> WorkerConfig:
         """Return what reaches the other ranks outside the group; wait so long for a live one."""
@@ -160,8 +134,7 @@ class Worker:
             batch: on this rank's device.
             weight: e.g. this worker's share of the global batch.
             model: a wrapper to call in place of the plain model.
-            loss_of: computes the loss of a micro-batch, whose share of the batch it gets, in place
-                of the task's step.
+            loss_of: computes the loss of a micro-batch from it and its share of the batch.
             unsynced: makes the context for all micro-batches but the last, e.g. DDP's ``no_sync``.
 
         Returns:
@@ -226,8 +199,8 @@ class Batch:
     num_global: int
     """Samples in the whole global batch, over all workers."""
     most_parts: int | None = None
-    """Cap on the micro-batches where each contains a collective; None: one for each sample."""
-
+    """Samples of the smallest slice, and so the most micro-batches that every worker can make;
+    None: those of this slice."""
     device: torch.device | None = None
     """Where items go once they are collated."""
 
@@ -238,16 +211,6 @@ class Batch:
             return self.content
         batch = self.content.batch()
         return batch if self.device is None else moved(batch, self.device)
-
-    @property
-    def inputs(self) -> Any:
-        """The first part of a batch of (inputs, targets)."""
-        return self.tree[0]
-
-    @property
-    def targets(self) -> Any:
-        """The second part of a batch of (inputs, targets)."""
-        return self.tree[1]
 
     @property
     def weight(self) -> float:
@@ -268,16 +231,16 @@ class Batch:
         Raises:
             UserError: a tensor does not have a row for each sample.
         """
-        parts, begin = [], 0
+        parts, begin, content = [], 0, self.content
         for size in sizes:
-            parts.append(replace(self, content=self._rows(begin, begin + size), num_samples=size))
-            begin += size
+            end = begin + size
+            if isinstance(content, Items):
+                part = content._replace(items=content.items[begin:end])
+            else:
+                part = rows(content, begin, end, self.num_samples)
+            parts.append(replace(self, content=part, num_samples=size))
+            begin = end
         return parts
-
-    def _rows(self, begin: int, end: int) -> Tree | Items:
-        if isinstance(self.content, Items):
-            return self.content._replace(items=self.content.items[begin:end])
-        return rows(self.content, begin, end, self.num_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

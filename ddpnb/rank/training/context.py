@@ -21,7 +21,7 @@ from ddpnb.rank.meter import Meter, NullTimer, Timer
 from ddpnb.rank.random_state import random_state, seed_everything, set_random_state
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker, no_delay
+from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
@@ -80,7 +80,7 @@ class RunContext:
         *,
         num_steps: int,
         timer: Timer | None = None,
-        delay: Callable[[], None] = no_delay,
+        delay: Callable[[], None] = lambda: None,
     ) -> Worker:
         """Build a model from the seed: the same weights in every phase, on every rank.
 
@@ -100,7 +100,6 @@ class RunContext:
             rank=self.state.rank,
             world_size=self.state.world_size,
             num_steps=num_steps,
-            seed=self.spec.seed,
             folder=self.folder,
             name=self.name(phase),
             meter=Meter(timer or NullTimer()),
@@ -163,7 +162,7 @@ class RunContext:
         """Copy the samples of a shard to the device."""
         num_global = self.schedule.size(shard.step)
         least, num_larger = divmod(num_global, shard.num_parts)
-        return self._batch(content, least + (shard.part < num_larger), num_global)
+        return self._batch(content, least + (shard.part < num_larger), num_global, least)
 
     def usual_batch(self) -> Batch:
         """Fetch as many samples as one worker's shard of a whole global batch has."""
@@ -173,7 +172,7 @@ class RunContext:
         """Fetch the first samples of the run, as a global batch of their own."""
         indices = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
         content = self._fetch(indices, can_be_split=can_be_split)
-        return self._batch(content, len(indices), len(indices))
+        return self._batch(content, len(indices), len(indices), len(indices))
 
     @property
     def num_data_workers(self) -> int:
@@ -206,10 +205,13 @@ class RunContext:
             return False
         return self.task.has_loss or not (self.is_own and self.task.has_measures)
 
-    def _batch(self, content: Content, num_samples: int, num_global: int) -> Batch:
-        placed = content if isinstance(content, Items) else moved(content, self.device)
+    def _batch(self, content: Content, num_samples: int, num_global: int, most_parts: int) -> Batch:
         return Batch(
-            content=placed, device=self.device, num_samples=num_samples, num_global=num_global
+            content=content if isinstance(content, Items) else moved(content, self.device),
+            device=self.device,
+            num_samples=num_samples,
+            num_global=num_global,
+            most_parts=most_parts,
         )
 
     def _fetch(self, indices: Tensor, *, can_be_split: bool = False) -> Content:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
@@ -11,8 +12,8 @@ from torch.nn.parameter import UninitializedParameter
 from ddpnb.compat.torch_internals import lists_step_hooks
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, summary_of
-from ddpnb.protocol.notation import parse_strategy
-from ddpnb.rank.strategies.layers import layers_of, types_of_layers
+from ddpnb.protocol.notation import Choice, parse_strategy
+from ddpnb.rank.strategies.fsdp import layers_of
 from ddpnb.rank.strategies.worker import Batch, Worker, state_of
 from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, split_step
 from ddpnb.rank.tasks.batches import shape_of
@@ -130,11 +131,13 @@ def _wraps_model(strategy: str) -> bool:
 def check_strategy(strategy: str, worker: Worker) -> None:
     """Refuse what a built-in strategy cannot train; the worker's model has made a step."""
     choice, on_cpu = parse_strategy(strategy), worker.device.type == "cpu"
+    if not on_cpu:
+        _check_device(choice)
     name, options = choice.name, choice.options
     has_powersgd = options.get("hook") == "powersgd"
     may_miss = options.get("find_unused_parameters") or options.get("static_graph")
-    if not has_powersgd and options.keys() & {"powersgd_rank", "powersgd_start"}:
-        raise UserError("powersgd_rank and powersgd_start go with ddp:hook=powersgd.")
+    if "powersgd_rank" in options and not has_powersgd:
+        raise UserError("ddp:powersgd_rank goes with ddp:hook=powersgd; give both, or neither.")
     if options.get("static_graph") and worker.accumulate > 1:
         raise UserError(
             "ddp:static_graph=on cannot accumulate gradients (torch's no_sync fails in it); "
@@ -142,7 +145,8 @@ def check_strategy(strategy: str, worker: Worker) -> None:
         )
     if name == "zero" and not lists_step_hooks.works:
         raise UserError(f"{lists_step_hooks.sentence}.")
-    in_layers = {id(each) for layer in layers_of(worker.model) for each in layer.parameters()}
+    layers = [list(layer.parameters()) for layer in layers_of(worker.model)]
+    in_layers = {parameter for layer in layers for parameter in layer}
     for parameter_name, parameter in worker.model.named_parameters():
         gradient, named = parameter.grad, f"The parameter {parameter_name}"
         is_missed = parameter.requires_grad and gradient is None
@@ -152,7 +156,7 @@ def check_strategy(strategy: str, worker: Worker) -> None:
                 "gradient; use it, set its requires_grad=False, or compare "
                 "ddp:find_unused_parameters=on."
             )
-        if is_missed and name == "fsdp" and id(parameter) in in_layers:
+        if is_missed and name == "fsdp" and parameter in in_layers:
             raise UserError(
                 f"{named} had no part in a step. fsdp gathers a layer when it is called, so all "
                 "ranks must call the same ones: use every layer, or leave fsdp out."
@@ -167,12 +171,30 @@ def check_strategy(strategy: str, worker: Worker) -> None:
                 f"{strategy} cuts parameters between their rows, and {parameter_name} is a single "
                 f"number: give it the shape (1,), or leave {strategy} out of the comparison."
             )
-    types_at_once = types_of_layers(worker.model) if name == "fsdp" else []
-    if name == "zero" or (has_powersgd and on_cpu):
-        types_at_once = [{parameter.dtype for parameter in worker.parameters}]
-    if any(len(types) > 1 for types in types_at_once):
+    at_once = [worker.parameters] if name == "zero" or (has_powersgd and on_cpu) else []
+    if name == "fsdp":
+        at_once = [*layers, [each for each in worker.model.parameters() if each not in in_layers]]
+    if any(len({each.dtype for each in held if each.requires_grad}) > 1 for held in at_once):
         raise UserError(
             f"{strategy} wants one floating-point type in what it exchanges at once: give the "
             "model one (or, for fsdp, each type a layer of its own in a Sequential), or leave it "
             "out of the comparison."
+        )
+
+
+def _check_device(choice: Choice) -> None:
+    """Refuse what ranks on GPUs cannot do, or not where they share one."""
+    entry = STRATEGIES[choice.name]
+    if entry.needs_shared_memory:
+        raise UserError(
+            f"{choice.name} needs ranks on CPUs, whose memory processes can share: "
+            f"%ddp_start --device cpu, or compare {entry.across_hosts}."
+        )
+    if choice.options.get("threads") == "all":
+        raise UserError("single:threads=all is for ranks on CPUs: leave it out.")
+    # Gloo's gather of a sharded tensor on a GPU ends the process: pytorch/pytorch#152645.
+    if choice.name == "fsdp" and dist.get_backend() == "gloo":
+        raise UserError(
+            "fsdp needs a GPU for each rank, and these ranks share one: start as many ranks "
+            "as GPUs (%ddp_restart -n), or leave fsdp out of the comparison."
         )

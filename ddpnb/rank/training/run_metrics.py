@@ -116,7 +116,7 @@ def header_of(
         strategy=context.spec.strategy,
         synchronous=plan.synchronous,
         num_workers=plan.num_workers,
-        num_threads=plan.num_threads or context.state.num_threads,
+        num_threads=torch.get_num_threads(),
         device=context.state.device,
         backend=context.state.backend,
         num_parameters=sum(each.numel() for each in worker.model.parameters()),

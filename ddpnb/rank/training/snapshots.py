@@ -81,7 +81,7 @@ class Snapshots:
             return
         with clock.paused():
             self._copy(shard)
-            if context.plan.num_steps_ahead == 0 and not context.plan.never_waits:
+            if context.plan.num_steps_ahead == 0:
                 context.barrier()  # until the slowest has made its copy
 
     def average(self) -> None:

@@ -43,8 +43,8 @@ class Stop:
     ) -> None:
         plan = context.plan
         self._path = context.folder / f"{context.name('t')}.stop"
-        self._is_in_step = plan.synchronous and not plan.never_waits
-        self._margin = 2 * (clock.num_steps_ahead + plan.num_steps_ahead + 1)
+        self._is_in_step = plan.synchronous and plan.num_steps_ahead is not None
+        self._margin = 2 * (clock.num_steps_ahead + (plan.num_steps_ahead or 0) + 1)
         self._wanted = wanted
         self._expected = expected
         self._last: int | None = None

@@ -164,7 +164,7 @@ def _compare(
 
 def _difference(key: str, tensors: Mapping[int, TensorDigest | None]) -> Difference:
     groups: dict[TensorDigest | None, list[int]] = {}
-    for rank, each in tensors.items():
+    for rank, each in sorted(tensors.items()):
         groups.setdefault(each, []).append(rank)
     lacking = tuple(groups.pop(None, ()))
     made = Difference(
