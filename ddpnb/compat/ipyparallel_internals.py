@@ -55,15 +55,7 @@ def send(
         ident=client._engines[engine].encode(),
         message_future_hook=lambda future: _follow(future, receive),
     )
-    future.add_done_callback(lambda future: _finish(future, receive))
-
-
-def _finish(future: Any, receive: Receive) -> None:
-    """Hand over a call's result; where it says that there was no output, also its end."""
-    outcome = _outcome(future)
-    receive("result", outcome)
-    if getattr(outcome, "is_silent", False) and not future.output.done():
-        future.output.set_result(None)  # as ipyparallel does on "idle"
+    future.add_done_callback(lambda future: receive("result", _outcome(future)))
 
 
 def _follow(future: Any, receive: Receive) -> None:

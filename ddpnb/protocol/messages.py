@@ -437,8 +437,6 @@ class CellReport:
     """The variables here, for Tab while the rank is busy; the latest where there are many."""
     trace: RankSpans | None = None
     """What was recorded; None: nothing was to be."""
-    is_silent: bool = False
-    """Whether there was no output, so that no message follows that would say where it ends."""
 
 
 class StaleVariable(NamedTuple):

@@ -45,7 +45,6 @@ from ddpnb.rank.stale_variables import stale_variables
 from ddpnb.rank.training import loop, validation
 from ddpnb.rank.training.context import UNNAMED
 
-received = variables.Received()
 trained = variables.TrainedModels()
 
 
@@ -183,7 +182,7 @@ def free_data() -> None:
 @answered
 def push(engine: RankEngine, parcel: Parcel) -> None:
     """Put the notebook's variables into this rank's namespace."""
-    received.take(parcel, engine.shell.user_ns)
+    variables.take(parcel, engine.shell.user_ns)
 
 
 @answered
@@ -193,31 +192,28 @@ def keep_functions(_: RankEngine, key: str, parcel: Parcel) -> None:
 
 
 @running_users_code
-def pull(
-    engine: RankEngine, expression: str, path: str, classes: Collection[str], num_copies: int
-) -> Parcel:
+def pull(engine: RankEngine, expression: str, path: str, *more: Any) -> Parcel:
     """Return the value of an expression in this rank's namespace; see ``variables.give``."""
-    return variables.give(
-        expression,
-        engine.shell.user_ns,
-        path=f"{path}-{engine.group.rank}" if path else "",
-        classes=classes,
-        num_copies=num_copies,
-    )
+    return give(engine, expression, engine.shell.user_ns, path, *more)
 
 
 @answered
-def pull_model(
-    engine: RankEngine, run_id: str, path: str, classes: Collection[str], num_copies: int
-) -> Parcel:
+def pull_model(engine: RankEngine, run_id: str, path: str, *more: Any) -> Parcel:
     """Return the trained model of a run of the latest comparison."""
-    return variables.give(
-        "model",
-        {"model": trained.of(run_id)},
-        path=f"{path}-{engine.group.rank}" if path else "",
-        classes=classes,
-        num_copies=num_copies,
-    )
+    return give(engine, "model", {"model": trained.of(run_id)}, path, *more)
+
+
+def give(
+    engine: RankEngine,
+    expression: str,
+    namespace: dict[str, Any],
+    path: str,
+    classes: Collection[str],
+    num_copies: int,
+) -> Parcel:
+    """Return the value of an expression; a large one in this rank's own file."""
+    own = f"{path}-{engine.group.rank}" if path else ""
+    return variables.give(expression, namespace, path=own, classes=classes, num_copies=num_copies)
 
 
 @running_users_code
@@ -251,40 +247,38 @@ def samples(engine: RankEngine, spec: SamplerSpec) -> RankSamples:
 @running_users_code
 def find_inspected(engine: RankEngine, spec: InspectSpec) -> Found:
     """Look at the model that is to be inspected, on this rank alone."""
-    options = inspected_task(spec, engine)
-    return subject.find(spec, engine.group.state(), engine.shell.user_ns, **options)
+    return subject.find(spec, *inspected(engine), **task_options(spec, engine))
 
 
 @running_users_code
 def inspect_ddp(engine: RankEngine, spec: InspectSpec, finds_unused: bool) -> DdpReport:
     """Make the steps of an inspection.  Takes part: every rank."""
-    group = engine.group
-    with group.collective_checks.trusting_torch():
-        return ddp_steps.measure(
-            spec,
-            group.state(),
-            engine.shell.user_ns,
-            finds_unused=finds_unused,
-            folder=group.folder,
-            cancellation=group.cancellation,
-            **inspected_task(spec, engine),
-        )
+    options = task_options(spec, engine)
+    with engine.group.collective_checks.trusting_torch():
+        return ddp_steps.measure(spec, *inspected(engine), finds_unused=finds_unused, **options)
 
 
 @running_users_code
 def inspect_dp(engine: RankEngine, spec: InspectSpec) -> DataParallelReport | None:
     """Make steps of DataParallel on rank 0; the other ranks rest."""
-    group = engine.group
-    if group.rank != 0:
+    if engine.group.rank != 0:
         return None
-    return dp_steps.measure(
-        spec,
-        group.state(),
-        engine.shell.user_ns,
-        folder=group.folder,
-        cancellation=group.cancellation,
-        **inspected_task(spec, engine),
-    )
+    return dp_steps.measure(spec, *inspected(engine), **task_options(spec, engine))
+
+
+def inspected(engine: RankEngine) -> tuple[RankState, dict[str, Any]]:
+    """Return where this rank lives, and the user's variables."""
+    return engine.group.state(), engine.shell.user_ns
+
+
+def task_options(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:
+    """Return what the context of an inspected task needs besides."""
+    return {
+        "folder": engine.group.folder,
+        "cancellation": engine.group.cancellation,
+        "filename": UNNAMED if spec.task is None else filename_of(spec.task, engine),
+        "cache": engine.data_cache,
+    }
 
 
 @running_users_code
@@ -308,13 +302,6 @@ def measure_machine(engine: RankEngine, query: MachineQuery) -> RankMeasured:
     return machine.measure(
         query, group.state(), group.folder, group.cancellation, engine.shell.user_ns
     )
-
-
-def inspected_task(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:
-    """Return what the context of an inspected task needs besides."""
-    if spec.task is None:
-        return {}
-    return {"filename": filename_of(spec.task, engine), "cache": engine.data_cache}
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:

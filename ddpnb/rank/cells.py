@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 from IPython.core.interactiveshell import ExecutionInfo
 
+from ddpnb.compat import torch_internals
+from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.messages import CellReport, CellSpec
 from ddpnb.rank.collectives.trace import TraceRecorder, recording
-from ddpnb.rank.engine import RankEngine, id_of
+from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.failures import (
     RENDERS_ITSELF,
     failure_of,
@@ -24,7 +26,6 @@ from ddpnb.rank.failures import (
 )
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions, variable_names
-from ddpnb.rank.status import num_collectives
 from ddpnb.rank.torchrun import process_of, run_script
 
 DRAIN_SECONDS = 0.2
@@ -39,9 +40,8 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     Output, figures and the value of the last expression go through the engine's own output channel
     while the cell runs.
     """
-    cell, before = id_of(engine.kernel.get_parent("shell")), engine.sending.num_outputs
     publishing = closing(Publisher(rank=engine.group.rank, run_id=spec.run_id))
-    adopted = engine.adopted_group.during(is_script=spec.script is not None)
+    adopted = engine.adopted_group.during()
     with publishing as publisher, traced(spec, engine) as recorder, adopted:
         engine.publisher = publisher
         errors = run_source(spec, engine)
@@ -52,11 +52,10 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     return CellReport(
         rank=engine.group.rank,
         failure=failure,
-        num_collectives=num_collectives(),
+        num_collectives=torch_internals.num_collectives(),
         num_batches_sent=publisher.num_batches,
         names=variable_names(engine.shell),
         trace=None if recorder is None else recorder.spans(),
-        is_silent=engine.sending.end_cell(cell, before),
     )
 
 
@@ -109,7 +108,9 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     try:
         with errors_shown_by(engine) as shown, questions(spec, engine.group.rank, engine.answers):
             error = execute(spec, engine)
-        engine.sending.settle(DRAIN_SECONDS)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, DescriptorStream):  # else the user has redirected it
+                stream.settle(DRAIN_SECONDS)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         error = interrupt
     ended_with = [] if error is None or is_success(error) else [error]

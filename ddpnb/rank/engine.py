@@ -20,15 +20,16 @@ import torch
 from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
+from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
 from ddpnb.protocol.connections import Address
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import seed_everything
-from ddpnb.rank.shell import RankStream, prepare
+from ddpnb.rank.shell import prepare
 from ddpnb.rank.status import rank_status, users_stack
-from ddpnb.rank.torchrun import AdoptedGroup, end_cells_with_exit, refuse_launchers
+from ddpnb.rank.torchrun import AdoptedGroup, refuse_launchers
 
 Handler = Callable[..., object]
 
@@ -68,7 +69,6 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     """The notebook's working folder when it last called this rank."""
     publisher: Any = None
     """The publisher of the cell or run in progress."""
-    sending: "Sending"
     answers = Instance(SimpleQueue, ())
     """The user's lines, for the rank that is debugged; None: there will be none.
 
@@ -84,13 +84,11 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the shell as soon as the engine has one."""
         await super().complete_registration(*args)
-        self.session.send = self.sending = Sending(self.session.send)
         self.log.setLevel(self.log_level)  # ipyparallel had set it to DEBUG: five records a cell
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = keep_signals
         shell = self.kernel.shell
         shell.loop_runner = CellLoop()
         prepare(shell)
-        end_cells_with_exit(shell)
         for name in ("ps1", "ps2", "ps3"):  # IPython's; by them libraries know a prompt
             vars(sys).pop(name, None)
         shell.user_ns.update(
@@ -104,56 +102,6 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     def shell(self) -> Any:
         """This rank's IPython; None while the engine starts."""
         return None if self.kernel is None else self.kernel.shell
-
-
-class Sending:
-    """Sends a rank's messages but those that nobody needs: with many ranks they add up.
-
-    Nobody reads that a call has begun.  That a cell's output has ended needs no message where there
-    was none: its result says so.  Nor does anyone read when a cell began, which takes an eighth of
-    the kernel's time to parse.
-    """
-
-    def __init__(self, send: Callable[..., Any]) -> None:
-        self._send = send
-        self._streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, RankStream)]
-        self._silent_cell = ""
-        self.num_outputs = 0
-        """How many messages were sent that are neither a call's result nor its begin or end."""
-
-    def __call__(
-        self, stream: Any, msg_or_type: Any, content: Any = None, *args: Any, **options: Any
-    ) -> Any:
-        """Send a message, as ``Session.send`` does."""
-        if msg_or_type == "status":
-            is_idle = content == {"execution_state": "idle"}
-            if content == {"execution_state": "busy"} or (is_idle and self._is_silent(options)):
-                return None
-        elif msg_or_type != "apply_reply":
-            self.num_outputs += 1
-        elif self._is_silent(options):
-            options["metadata"].pop("started", None)
-        return self._send(stream, msg_or_type, content, *args, **options)
-
-    def settle(self, seconds: float) -> None:
-        """Wait until what was written to this process's descriptors is in its streams."""
-        for stream in self._streams:
-            stream.settle(seconds)
-
-    def end_cell(self, cell: str, num_outputs_before: int) -> bool:
-        """Return whether a cell, by its request's id, has no output; its end is then not sent."""
-        is_sent = not any(stream.has_written for stream in self._streams)
-        is_silent = is_sent and self.num_outputs == num_outputs_before
-        self._silent_cell = cell if is_silent else ""
-        return is_silent
-
-    def _is_silent(self, options: Mapping[str, Any]) -> bool:
-        return bool(self._silent_cell) and id_of(options.get("parent")) == self._silent_cell
-
-
-def id_of(request: Any) -> str:
-    """Return the id of a request to the rank; empty if there is none."""
-    return str(request["header"].get("msg_id", "")) if request else ""
 
 
 def keep_signals() -> None:
@@ -221,15 +169,15 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     )
     adopted_group = AdoptedGroup(group)
     adopted_group.install()
-    refuse_launchers(group)
+    refuse_launchers(group.world_size)
     engine = RankEngine.instance(
-        group=group, adopted_group=adopted_group, out_stream_factory=RankStream
+        group=group, adopted_group=adopted_group, out_stream_factory=DescriptorStream
     )
     handlers = {
         RankCommand.ABORT: group.abort,
         RankCommand.ANSWER: engine.answers.put,
         RankCommand.STATUS: lambda: asdict(rank_status(group, engine.shell)),
-        RankCommand.STACK: lambda: users_stack(engine.shell),
+        RankCommand.STACK: users_stack,
         RankCommand.EXPECT_STOP: engine.stop_expected.set,
         RankCommand.STOP: engine.stop_wanted.set,
     }

@@ -1,13 +1,10 @@
 """How did the user's code fail, and is the cause on another rank?  (ranks)"""
 
-import re
 import time
 import traceback
 from bdb import BdbQuit
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
 import IPython
 import torch
@@ -15,25 +12,15 @@ import torch
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Failure
+from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError
 from ddpnb.rank.collectives.log import CollectiveMismatchError
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.errors import ConsequenceError, RunCancelledError
-from ddpnb.rank.shell import NoPromptError
-from ddpnb.rank.status import is_users
-
-FINGERPRINT = re.compile(
-    r"[Rr]ank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+, "
-    r"OpType=(\w+)(?:, TensorShape=(\[[\d, ]*\]), TensorDtypes=(\w+))?"
-)
-"""Torch's description of each rank's call if the calls of a checked group do not match."""
-
-CALLS = {"ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "ALLTOALL": "all_to_all"}
-"""Calls that torch spells differently in that description."""
+from ddpnb.rank.stack import OWN_FOLDER, is_users
 
 RENDERS_ITSELF = "_render_traceback_"
 """The attribute of an exception by which IPython shows it."""
 
-NOT_THE_USERS = (str(Path(__file__).parents[1]), IPython.__path__[0])
+NOT_THE_USERS = (OWN_FOLDER, IPython.__path__[0])
 """Folders of the code between the engine and the user's code."""
 
 TORCH = torch.__path__[0]
@@ -50,16 +37,11 @@ def release_frames(error: BaseException) -> None:
             len(frame.f_locals)  # reading it renews Python 3.11's copy, which is then empty
 
 
-def chain_of(error: BaseException) -> Collection[BaseException]:
-    """Return an error, what it was raised from and while handling, and so on, each once."""
-    found: dict[int, BaseException] = {}
-    to_follow: list[BaseException | None] = [error]
-    while to_follow:
-        each = to_follow.pop()
-        if each is not None and id(each) not in found:
-            found[id(each)] = each
-            to_follow += [each.__cause__, each.__context__]
-    return found.values()
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the one that was being handled when it was raised, and so on."""
+    while error is not None:
+        yield error
+        error = error.__context__
 
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
@@ -71,14 +53,14 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
         text=text_of(error),
         traceback=tuple(formatted() if formatted else traceback_of(error, engine)),
         failed_at=time.time(),
-        line=line_of(error, engine),
+        line=line_of(error),
         is_consequence=is_consequence(error),
         was_waiting=not isinstance(error, RunCancelledError),
         breaks_group=isinstance(error, CollectiveMismatchError),
     )
 
 
-def line_of(error: BaseException, engine: RankEngine) -> int:
+def line_of(error: BaseException) -> int:
     """Return the line that the cell or the script was in; 0 if neither was.
 
     A function of another cell is not looked into.
@@ -86,21 +68,16 @@ def line_of(error: BaseException, engine: RankEngine) -> int:
     found = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if is_users(frame, engine.shell) and line is not None
+        if is_users(frame) and line is not None
     ]
     return [line for file, line in found if file == found[0][0]][-1] if found else 0
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's message; one short sentence if calls of ranks do not match."""
+    """Return an exception's message."""
     if isinstance(error, BdbQuit):
         return "the debugger was left with quit, which ends the cell; continue goes on with it"
-    text = said_by(error.msg if isinstance(error, SyntaxError) else error)
-    ranks = FINGERPRINT.findall(text)
-    if len(ranks) < 2:
-        return text
-    calls = [f"rank {rank} calls {_call(*call)}" for rank, *call in ranks]
-    return f"the calls of the ranks do not match: {', but '.join(calls)}"
+    return said_by(error.msg if isinstance(error, SyntaxError) else error)
 
 
 def said_by(error: object) -> str:
@@ -111,22 +88,17 @@ def said_by(error: object) -> str:
         return "<exception str() failed>"
 
 
-def _call(name: str, shape: str, dtype: str) -> str:
-    call = CALLS.get(name, name.lower())
-    return f"{call} with {dtype} {shape}" if shape else call
-
-
 def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     """Return the formatted traceback, from the user's first line on."""
     shell, frames = engine.shell, users_part(error.__traceback__)
     if isinstance(error, CollectiveMismatchError | UserError):
-        end_at_users(frames, shell)
-    in_code = any(is_users(frame, shell) for frame, _ in traceback.walk_tb(frames))
-    is_enough = isinstance(error, BdbQuit) or (isinstance(error, NoPromptError) and not in_code)
-    if is_enough or (isinstance(error, UserError | SystemExit) and frames is None):
+        end_at_users(frames)
+    in_code = any(is_users(frame) for frame, _ in traceback.walk_tb(frames))
+    if isinstance(error, BdbQuit) or (isinstance(error, UserError | SystemExit) and not in_code):
         return []  # its message is enough
     if is_plain(error):
-        return plain_traceback(error)
+        frames = frames or error.__traceback__
+        return "".join(traceback.format_exception(type(error), error, frames)).splitlines()
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
     else:
@@ -148,12 +120,6 @@ def is_plain(error: BaseException) -> bool:
     return any(line is None for _, line in frames)
 
 
-def plain_traceback(error: BaseException) -> list[str]:
-    """Return Python's own traceback from the user's first line on, as one string a line."""
-    frames = users_part(error.__traceback__) or error.__traceback__
-    return "".join(traceback.format_exception(type(error), error, frames)).splitlines()
-
-
 def users_part(frames: TracebackType | None) -> TracebackType | None:
     """Return a traceback from the user's first frame on; None if it has no frame of theirs."""
     frames = _past(frames, NOT_THE_USERS)
@@ -167,11 +133,11 @@ def _past(frames: TracebackType | None, folders: tuple[str, ...]) -> TracebackTy
     return frames
 
 
-def end_at_users(frames: TracebackType | None, shell: Any) -> None:
+def end_at_users(frames: TracebackType | None) -> None:
     """Cut the traceback off after the user's innermost line, if one is in a cell."""
     last = None
     while frames is not None:
-        last = frames if is_users(frames.tb_frame, shell) else last
+        last = frames if is_users(frames.tb_frame) else last
         frames = frames.tb_next
     if last is not None:
         last.tb_next = None

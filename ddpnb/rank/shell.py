@@ -6,11 +6,9 @@ or to the screen of a forked child is output here too, and what would ask says w
 
 import builtins
 import contextlib
-import linecache
+import importlib
 import os
 import sys
-import types
-import warnings
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -22,7 +20,6 @@ from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.core.debugger import Pdb
 from IPython.utils.tokenutil import token_at_cursor
 
-from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Question
 
@@ -39,9 +36,6 @@ AROUND = ("IPython.*", "ipykernel.*", "ddpnb.*")
 MAX_NAMES = 1000
 """How many names of variables are sent to the notebook after a cell."""
 
-TQDM_IN_NOTEBOOKS = ("tqdm.autonotebook", "tqdm.notebook")
-"""Modules whose bars are widgets: on a rank they would stand still."""
-
 
 class NoPromptError(UserError):
     """A rank has asked where nobody would answer."""
@@ -54,18 +48,29 @@ def prepare(shell: Any) -> None:
     shell.compile.get_code_name = lambda *code: name_of_code(*code).replace(own, common)
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     os.register_at_fork(after_in_child=write_to_descriptors)
-    warnings.formatwarning = WarningFormat(shell)
-    use_text_bars()
     shell.Completer.use_jedi = False  # its first answer takes a second
     builtins.input = sys.breakpointhook = refuse
+    end_cells_with_exit(shell)
+    use_text_bars()
+
+
+def end_cells_with_exit(shell: Any) -> None:
+    """Have ``exit()`` and ``quit()`` end the cell: IPython's would end the rank.
+
+    Python's own would also close stdin, and the next file that is opened would get its number.
+    """
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    shell.user_ns.update(exit=sys.exit, quit=sys.exit)
+    shell.ask_exit = sys.exit  # after %reset
 
 
 def use_text_bars() -> None:
-    """Have tqdm draw its bars for notebooks as text; call it before tqdm is imported."""
-    for name in TQDM_IN_NOTEBOOKS:
-        sys.modules[name] = bars = TextBars(name)
-        if (package := sys.modules.get("tqdm")) is not None:  # as the import itself would
-            setattr(package, name.rpartition(".")[2], bars)
+    """Have tqdm draw bars as text where it would draw widgets, which stand still on a rank."""
+    with contextlib.suppress(ImportError):  # it may be missing
+        std = importlib.import_module("tqdm.std")
+        for name in ("autonotebook", "notebook"):
+            sys.modules[f"tqdm.{name}"] = std
+            setattr(sys.modules["tqdm"], name, std)
 
 
 def refuse(*args: object, **options: object) -> NoReturn:
@@ -164,64 +169,3 @@ def _to_descriptor(number: int, stream: Any) -> Any:
     if not isinstance(stream, OutStream):  # the user has redirected it
         return stream
     return open(number, "w", buffering=1, errors="backslashreplace", closefd=False)
-
-
-class RankStream(DescriptorStream):
-    """A rank's ``sys.stdout`` or ``sys.stderr``; a flush of what is empty costs nothing.
-
-    ipykernel and ipyparallel flush both twice a cell, and each flush waits for another thread: with
-    many ranks that was a third of an empty cell.
-    """
-
-    has_written = False
-    """Whether there may be text that is not sent yet."""
-
-    def write(self, string: str) -> Any:
-        """Write to the notebook; return how many characters."""
-        num = super().write(string)
-        self.has_written = True
-        return num
-
-    def flush(self) -> None:
-        """Send what was written, and return once it is sent."""
-        if self.has_written:
-            self.has_written = False
-            super().flush()  # type: ignore[no-untyped-call]
-
-
-class WarningFormat:
-    """Names the cell that warns: ``Cell In[3], line 2: UserWarning: ...``, alike on all ranks."""
-
-    def __init__(self, shell: Any) -> None:
-        self._shell = shell
-        self._usual = warnings.formatwarning
-
-    def __call__(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        line: str | None = None,
-    ) -> str:
-        """Return the text of a warning, as ``warnings.formatwarning`` does."""
-        label = self._shell.compile.format_code_name(filename)
-        if label is None:
-            return self._usual(message, category, filename, lineno, line)
-        source = (linecache.getline(filename, lineno) if line is None else line).strip()
-        shown = f"  {source}\n" if source else ""
-        return f"{label[0]} {label[1]}, line {lineno}: {category.__name__}: {message}\n{shown}"
-
-
-class TextBars(types.ModuleType):
-    """A module of tqdm for notebooks, whose bars are text; imports tqdm when one is used."""
-
-    NAMES = ("tqdm", "trange", "tqdm_notebook", "tnrange")
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the text bar in place of the widget."""
-        if name not in self.NAMES:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        from tqdm import std  # noqa: PLC0415  the user's choice
-
-        return std.trange if name in ("trange", "tnrange") else std.tqdm

@@ -23,48 +23,26 @@ from ddpnb.protocol.variables import (
 
 NOBODY_WAITS = "the notebook does not wait for this value any longer"
 
-IMMUTABLE = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
-"""What can only be replaced: no training on this rank has changed it in place."""
-
-MISSING = object()
+REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
+"""Functions, classes and constants: no training on this rank has changed one in place."""
 
 
-class Received:
-    """Takes variables from the notebook, and knows which of them it may replace."""
+def take(parcel: Parcel, namespace: dict[str, Any]) -> None:
+    """Put a parcel's variables into the namespace; all of them, or none where it raises.
 
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-        """Functions, classes and constants that came, with their names on this rank.
-
-        Of large texts only the size and hash: what the user deletes is to be freed.
-        """
-
-    def take(self, parcel: Parcel, namespace: dict[str, Any]) -> None:
-        """Put a parcel's variables into the namespace; all of them, or none where it raises.
-
-        What its functions use comes along.  Where this rank has a variable of that name, its own
-        is kept, unless it too came from the notebook and is a function, a class or a constant.
-        """
-        own = dict(namespace)
-        try:
-            named = receive(parcel)
-        except BaseException:
-            for name in namespace.keys() - own.keys():
-                del namespace[name]
-            namespace.update(own)
-            raise
-        for name, value in own.items():
-            if namespace[name] is not value and not self._may_replace(name, value):
-                namespace[name] = value
-        namespace.update(named)
-        for name, value in namespace.items():
-            is_new = name in named or own.get(name, MISSING) is not value
-            if is_new and isinstance(value, IMMUTABLE):
-                self._values[name] = token_of(value)
-
-    def _may_replace(self, name: str, value: object) -> bool:
-        held = self._values.get(name, MISSING)
-        return held is value or (isinstance(held, tuple) and held == token_of(value))
+    What its functions use comes along.  Where this rank has a variable of that name, its own is
+    kept, unless it is a function, a class or a constant.
+    """
+    own = dict(namespace)
+    try:
+        named = receive(parcel)
+    except BaseException:
+        for name in namespace.keys() - own.keys():
+            del namespace[name]
+        namespace.update(own)
+        raise
+    kept = {name: value for name, value in own.items() if not isinstance(value, REPLACED)}
+    namespace.update(kept | named)
 
 
 _functions: dict[str, list[Any]] = {}
@@ -141,13 +119,6 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
         name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         for name, value in state.items()
     }
-
-
-def token_of(value: object) -> object:
-    """Return what a value is recognized by: the value itself, or the size and hash of a text."""
-    if isinstance(value, str | bytes) and len(value) >= LARGE_BYTES:
-        return type(value), len(value), hash(value)
-    return value
 
 
 def give(

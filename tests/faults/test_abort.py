@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 from ddpnb.protocol.connections import Address
 from ddpnb.rank import group as group_module
+from ddpnb.rank.cancellation import ConsequenceError
 from ddpnb.rank.cells import aborted
-from ddpnb.rank.errors import ConsequenceError
 from ddpnb.rank.failures import is_consequence
 from ddpnb.rank.group import Group, abort_groups, ends_in_time
 

@@ -50,9 +50,9 @@ def test_a_group_of_a_cell_is_destroyed_alone(kernel: Kernel):
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        ("'nccl'", "asks for the backend nccl, but the cluster's group uses gloo: write that,"),
-        ("world_size=4", 'asks for world_size 4, but here it is 2: write int(os.environ["WORLD_'),
-        ("rank=1 - rank", "asks for rank 1, but here it is 0: write int(os.environ["),
+        ("'nccl'", "asks for backend nccl, but in the cluster's group it is gloo: write that"),
+        ("world_size=4", "asks for world_size 4, but in the cluster's group it is 2: write that"),
+        ("rank=1 - rank", "asks for rank 1, but in the cluster's group it is 0: write that"),
     ],
 )
 def test_another_group_is_refused_in_one_sentence(kernel: Kernel, call: str, expected: str):
@@ -88,13 +88,13 @@ elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2), print)(
     [
         (
             "import lightning\nlightning.launch()",
-            "Lightning cannot start 2 processes inside a rank, which is one of 2 already: "
+            "Lightning cannot start processes inside a rank, which is one of 2 already: "
             'use strategy="ddp", devices=2.',
         ),
         (
             LAUNCHER,
-            "A launcher cannot start processes inside a rank, which is one of 2 already: "
-            "call the training function itself, on all ranks.",
+            "A launcher cannot start processes inside a rank: call the training function itself, "
+            "on all ranks.",
         ),
     ],
 )

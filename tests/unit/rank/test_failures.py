@@ -3,7 +3,7 @@ import weakref
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError
 
-from ddpnb.rank.errors import ConsequenceError, RankLostError
+from ddpnb.rank.cancellation import ConsequenceError, RankLostError
 from ddpnb.rank.failures import is_consequence, release_frames
 
 
