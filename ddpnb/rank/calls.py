@@ -27,7 +27,7 @@ from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
-from ddpnb.rank import cells, failures, variables
+from ddpnb.rank import cells, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import (
     collective,
@@ -41,7 +41,6 @@ from ddpnb.rank.inspect import (
 from ddpnb.rank.inspect import samples as sampled
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
-from ddpnb.rank.stale_variables import stale_variables
 from ddpnb.rank.training import loop, validation
 from ddpnb.rank.training.context import UNNAMED
 
@@ -57,7 +56,7 @@ def answered(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(engine, *args)
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the edge of a call: the notebook shows it
-            return failures.failure_of(error, engine)
+            return cells.failure_of(error, engine)
 
     return guarded
 
@@ -98,7 +97,7 @@ def form_group(generation: int, is_checked: bool) -> list[StaleVariable]:
     """
     engine = this_engine()
     engine.group.join(generation, is_checked=is_checked)
-    return stale_variables(engine.shell.user_ns)
+    return variables.stale_variables(engine.shell.user_ns)
 
 
 def num_calls() -> dict[str, int | None]:

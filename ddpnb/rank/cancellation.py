@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import final
 
+from ddpnb.compat import torch_internals
+
 
 class ConsequenceError(RuntimeError):
     """Another rank has failed or gone, or this one was freed from its wait; the cause is there."""
@@ -75,3 +77,20 @@ class CancellationToken:
             raise RunCancelledError("This rank was ended with the others.")
         if self.is_aborted:
             raise ConsequenceError("This rank was freed from its wait.")
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an exception only reports that another rank has gone or failed."""
+    if isinstance(error, ConsequenceError):
+        return True
+    text = text_of(error)
+    is_lost = isinstance(error, RuntimeError) and torch_internals.reports_lost_peer(error, text)
+    return is_lost or f"running the callback: {ConsequenceError.__name__}: " in text  # of a future
+
+
+def text_of(error: object) -> str:
+    """Return an exception as text, in Python's words where its own code for that fails."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  the user's code
+        return "<exception str() failed>"

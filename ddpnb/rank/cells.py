@@ -1,35 +1,47 @@
-"""Runs the user's code as an IPython cell, interrupts it, and says how it failed (ranks)."""
+"""Runs the user's code as an IPython cell, interrupts it, and describes how it failed (ranks)."""
 
 import contextlib
 import gc
 import signal
 import sys
 import threading
+import time
+import traceback
 import warnings
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from types import TracebackType
 from typing import Any, TypeVar
 
+import IPython
+import torch
 from IPython.core.interactiveshell import ExecutionInfo
 
 from ddpnb.compat import torch_internals
 from ddpnb.compat.ipykernel_internals import DescriptorStream
-from ddpnb.protocol.messages import CellReport, CellSpec
-from ddpnb.rank.collectives.trace import TraceRecorder, recording
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import CellReport, CellSpec, Failure
+from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_consequence, text_of
+from ddpnb.rank.collectives.log import CollectiveMismatchError
+from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.failures import (
-    RENDERS_ITSELF,
-    failure_of,
-    is_consequence,
-    release_frames,
-    traceback_of,
-)
+from ddpnb.rank.group import Group
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions, variable_names
+from ddpnb.rank.stack import OWN_FOLDER, is_users
 from ddpnb.rank.torchrun import process_of, run_script
 
 DRAIN_SECONDS = 0.2
 """How long a cell may wait at its end for the output of C code and child processes."""
+
+RENDERS_ITSELF = "_render_traceback_"
+"""The attribute of an exception by which IPython shows it."""
+
+NOT_THE_USERS = (OWN_FOLDER, IPython.__path__[0])
+"""Folders of the code between the engine and the user's code."""
+
+TORCH = torch.__path__[0]
 
 Result = TypeVar("Result")
 
@@ -40,30 +52,25 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     Output, figures and the value of the last expression go through the engine's own output channel
     while the cell runs.
     """
-    publishing = closing(Publisher(rank=engine.group.rank, run_id=spec.run_id))
-    adopted = engine.adopted_group.during()
-    with publishing as publisher, traced(spec, engine) as recorder, adopted:
+    rank = engine.group.rank
+    with contextlib.ExitStack() as opened:
+        publisher = opened.enter_context(closing(Publisher(rank=rank, run_id=spec.run_id)))
         engine.publisher = publisher
+        recorder = opened.enter_context(recording(rank)) if spec.is_traced else None
+        opened.enter_context(engine.adopted_group.during())
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None
     if errors and (isinstance(errors[0], KeyboardInterrupt) or is_consequence(errors[0])):
         for error in errors:
             release_frames(error)
     return CellReport(
-        rank=engine.group.rank,
+        rank=rank,
         failure=failure,
         num_collectives=torch_internals.num_collectives(),
         num_batches_sent=publisher.num_batches,
         names=variable_names(engine.shell),
         trace=None if recorder is None else recorder.spans(),
     )
-
-
-def traced(
-    spec: CellSpec, engine: RankEngine
-) -> contextlib.AbstractContextManager[TraceRecorder | None]:
-    """Return a context in which a cell's exchanges are recorded, if they are to be."""
-    return recording(engine.group.rank) if spec.is_traced else contextlib.nullcontext()
 
 
 def interruptible(call: Callable[[], Result]) -> Result:
@@ -114,7 +121,7 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         error = interrupt
     ended_with = [] if error is None or is_success(error) else [error]
-    errors = [*shown, *ended_with] or aborted(engine, was_aborted=was_aborted)
+    errors = [*shown, *ended_with] or aborted(engine.group, was_aborted=was_aborted)
     if isinstance(error, KeyboardInterrupt):
         # An interrupt ends the cell; another may come while IPython remembers the first, and at an
         # ``await`` IPython shows before it what it cancels.
@@ -126,19 +133,14 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     """Run a cell or a script; return the error that ended it, if one did."""
     shell = engine.shell
     if spec.script is None:
-        return interruptible(lambda: execute_cell(spec, shell))
+        result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
+        error: BaseException | None = result.error_before_exec or result.error_in_exec
+        return error
     try:
         with process_of(spec.script, engine.group.device):
             return interruptible(lambda: execute_script(spec, shell))
     finally:
         gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
-
-
-def execute_cell(spec: CellSpec, shell: Any) -> BaseException | None:
-    """Run a cell; return the error that ended it, if one did."""
-    result = shell.run_cell(spec.source, store_history=True)
-    error: BaseException | None = result.error_before_exec or result.error_in_exec
-    return error
 
 
 def execute_script(spec: CellSpec, shell: Any) -> BaseException | None:
@@ -203,15 +205,123 @@ def is_success(error: BaseException | None) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def aborted(engine: RankEngine, *, was_aborted: bool) -> list[BaseException]:
+def aborted(group: Group, *, was_aborted: bool) -> list[BaseException]:
     """Return an error if the cell saw meaningless tensors: a collective of it was aborted.
 
     ``was_aborted``: whether the group was before the cell, whose own calls then all raise.
     """
-    token, can_abort = engine.group.cancellation, engine.group.can_abort
-    if can_abort and not was_aborted:
-        try:
-            token.check()
-        except RuntimeError as error:
-            return [error]
+    if group.can_abort and group.cancellation.is_aborted and not was_aborted:
+        return [ConsequenceError("This rank was freed from its wait.")]
     return []
+
+
+# -- how code failed -----------------------------------------------------------------------
+
+
+def failure_of(error: BaseException, engine: RankEngine) -> Failure:
+    """Describe an exception that has just been caught, for the notebook."""
+    formatted = vars(error).pop(RENDERS_ITSELF, None)
+    return Failure(
+        rank=engine.group.rank,
+        name=type(error).__name__,
+        text=said_by(error),
+        traceback=tuple(formatted() if formatted else traceback_of(error, engine)),
+        failed_at=time.time(),
+        line=line_of(error),
+        is_consequence=is_consequence(error),
+        was_waiting=not isinstance(error, RunCancelledError),
+        breaks_group=isinstance(error, CollectiveMismatchError),
+    )
+
+
+def line_of(error: BaseException) -> int:
+    """Return the line that the cell or the script was in; 0 if neither was.
+
+    A function of another cell is not looked into.
+    """
+    found = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_users(frame) and line is not None
+    ]
+    return [line for file, line in found if file == found[0][0]][-1] if found else 0
+
+
+def said_by(error: BaseException) -> str:
+    """Return an exception's message."""
+    if isinstance(error, BdbQuit):
+        return "the debugger was left with quit, which ends the cell; continue goes on with it"
+    return text_of(error.msg if isinstance(error, SyntaxError) else error)
+
+
+def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
+    """Return the formatted traceback, from the user's first line on."""
+    shell, frames = engine.shell, users_part(error.__traceback__)
+    if isinstance(error, CollectiveMismatchError | UserError):
+        end_at_users(frames)
+    in_code = any(is_users(frame) for frame, _ in traceback.walk_tb(frames))
+    if isinstance(error, BdbQuit) or (isinstance(error, UserError | SystemExit) and not in_code):
+        return []  # its message is enough
+    if is_plain(error):
+        frames = frames or error.__traceback__
+        return "".join(traceback.format_exception(type(error), error, frames)).splitlines()
+    if isinstance(error, SyntaxError) and frames is None:
+        lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
+    else:
+        lines = shell.InteractiveTB.structured_traceback(
+            type(error), error, frames or error.__traceback__, tb_offset=0
+        )
+    return lines
+
+
+def is_plain(error: BaseException) -> bool:
+    """Return whether Python's own traceback is shown in place of IPython's.
+
+    IPython's takes long, and many ranks fail at once by an interrupt or as a consequence of one
+    rank.  It fails where a frame has no line, as between two instructions.
+    """
+    if isinstance(error, KeyboardInterrupt) or is_consequence(error):
+        return True
+    frames = (each for link in chain_of(error) for each in traceback.walk_tb(link.__traceback__))
+    return any(line is None for _, line in frames)
+
+
+def users_part(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the user's first frame on; None if it has no frame of theirs."""
+    frames = _past(frames, NOT_THE_USERS)
+    # Torch may call the user's forward; otherwise the traceback shows torch's own frames.
+    return _past(frames, (*NOT_THE_USERS, TORCH)) or frames
+
+
+def _past(frames: TracebackType | None, folders: tuple[str, ...]) -> TracebackType | None:
+    while frames and frames.tb_frame.f_code.co_filename.startswith(folders):
+        frames = frames.tb_next
+    return frames
+
+
+def end_at_users(frames: TracebackType | None) -> None:
+    """Cut the traceback off after the user's innermost line, if one is in a cell."""
+    last = None
+    while frames is not None:
+        last = frames if is_users(frames.tb_frame) else last
+        frames = frames.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
+def release_frames(error: BaseException) -> None:
+    """Drop the variables of an interrupted cell's frames, so that a DataLoader's workers end.
+
+    IPython keeps the last traceback, and with it the variables and loops of each frame.
+    """
+    for each in chain_of(error):
+        traceback.clear_frames(each.__traceback__)
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            len(frame.f_locals)  # reading it renews Python 3.11's copy, which is then empty
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the one that was being handled when it was raised, and so on."""
+    while error is not None:
+        yield error
+        error = error.__context__

@@ -1,7 +1,5 @@
 """A rank's process: an ipyparallel engine that serves calls, and its control thread (ranks)."""
 
-import asyncio
-import contextlib
 import faulthandler
 import json
 import os
@@ -9,7 +7,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,9 +19,7 @@ from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
 from ddpnb.compat.ipykernel_internals import DescriptorStream
-from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
 from ddpnb.protocol.connections import Address
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import seed_everything
@@ -87,7 +83,6 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         self.log.setLevel(self.log_level)  # ipyparallel had set it to DEBUG: five records a cell
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = keep_signals
         shell = self.kernel.shell
-        shell.loop_runner = CellLoop()
         prepare(shell)
         for name in ("ps1", "ps2", "ps3"):  # IPython's; by them libraries know a prompt
             vars(sys).pop(name, None)
@@ -106,33 +101,6 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
 def keep_signals() -> None:
     """Leave SIGINT alone around a message, unlike ipykernel; see ``cells.interruptible``."""
-
-
-class CellLoop:
-    """Runs a cell's top-level ``await`` while the engine's own loop is running.
-
-    The engine's loop cannot be entered a second time.  Ipykernel's solution needs a thread that
-    ipyparallel's engines do not have, and hangs.  So the cells of a rank share a loop of their own,
-    as they do in a terminal's IPython.
-    """
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-
-    def __call__(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run ``coroutine`` to its end on the cells' loop."""
-        if not leaves_loops.works:
-            coroutine.close()
-            raise UserError(f"{leaves_loops.sentence}.")
-        with outside_of_loop():
-            task = self.loop.create_task(coroutine)
-            try:
-                return self.loop.run_until_complete(task)
-            except KeyboardInterrupt:
-                task.cancel()  # else it would continue in the next cell that awaits
-                with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-                    self.loop.run_until_complete(task)
-                raise
 
 
 def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:

@@ -48,6 +48,7 @@ def prepare(shell: Any) -> None:
     shell.compile.get_code_name = lambda *code: name_of_code(*code).replace(own, common)
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     os.register_at_fork(after_in_child=write_to_descriptors)
+    shell.autoawait = False  # the engine's own loop runs already
     shell.Completer.use_jedi = False  # its first answer takes a second
     builtins.input = sys.breakpointhook = refuse
     end_cells_with_exit(shell)
@@ -120,7 +121,7 @@ def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> 
     else:
         while not answers.empty():
             answers.get()
-        builtins.input = Asking(answers)
+        builtins.input = lambda prompt="": ask(prompt, answers)
         sys.breakpointhook = lambda *args, **options: Pdb(skip=AROUND).set_trace(sys._getframe(1))
     try:
         yield
@@ -130,30 +131,18 @@ def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> 
         builtins.input = sys.breakpointhook = refuse
 
 
-class Asking:
-    """Stands for ``input``: publishes the question, and waits for the answer.
+def ask(prompt: object, answers: "SimpleQueue[str | None]") -> str:
+    """Publish a question of ``input``, and return the user's line.
 
     An interrupt of the kernel is the end of the input, and so is the coming of another kernel.
     """
-
-    def __init__(self, answers: "SimpleQueue[str | None]") -> None:
-        self._answers = answers
-        self._num_asked = 0
-        self._is_over = False
-
-    def __call__(self, prompt: object = "") -> str:
-        """Return the user's line, as ``input`` does."""
-        if self._is_over:
-            raise EOFError(NO_ANSWER)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        publish_data({f"question {self._num_asked}": Question(str(prompt))})
-        self._num_asked += 1
-        answer = self._answers.get()
-        if answer is None:
-            self._is_over = True
-            raise EOFError(NO_ANSWER)
-        return answer
+    sys.stdout.flush()
+    sys.stderr.flush()
+    publish_data({"question": Question(str(prompt))})
+    answer = answers.get()
+    if answer is None:
+        raise EOFError(NO_ANSWER)
+    return answer
 
 
 def write_to_descriptors() -> None:
@@ -161,11 +150,7 @@ def write_to_descriptors() -> None:
 
     A thread that only the parent has would send what the child prints.
     """
-    sys.stdout = _to_descriptor(1, sys.stdout)
-    sys.stderr = _to_descriptor(2, sys.stderr)
-
-
-def _to_descriptor(number: int, stream: Any) -> Any:
-    if not isinstance(stream, OutStream):  # the user has redirected it
-        return stream
-    return open(number, "w", buffering=1, errors="backslashreplace", closefd=False)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if isinstance(getattr(sys, name), OutStream):  # else the user has redirected it
+            stream = os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)
+            setattr(sys, name, stream)

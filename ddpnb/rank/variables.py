@@ -1,13 +1,18 @@
-"""Takes variables and functions from the notebook, and gives values and models to it (ranks)."""
+"""This rank's variables (ranks).
+
+Takes variables and functions from the notebook, gives values and models to it, and finds what still
+holds a process group that has ended.
+"""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError, closest
+from ddpnb.protocol.messages import StaleVariable
 from ddpnb.protocol.variables import (
     LARGE_BYTES,
     Parcel,
@@ -25,6 +30,23 @@ NOBODY_WAITS = "the notebook does not wait for this value any longer"
 
 REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
 """Functions, classes and constants: no training on this rank has changed one in place."""
+
+
+KINDS = (
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "ZeroRedundancyOptimizer",
+    "DeviceMesh",
+    "ProcessGroup",
+)
+"""Classes of torch that keep the group they were made with.
+
+They are compared by name, because importing them all takes a second.
+"""
+
+MAX_ITEMS = 1000
+"""A larger container holds data, not models."""
 
 
 def take(parcel: Parcel, namespace: dict[str, Any]) -> None:
@@ -168,3 +190,39 @@ def with_advice(error: NameError, namespace: dict[str, Any]) -> NameError:
     names = [name for name in namespace if not name.startswith("_")]
     near = closest(error.name or "", names)
     return NameError(f"{error}; did you mean {near}?" if near else str(error), name=error.name)
+
+
+# -- what holds a process group that has ended -----------------------------------------------
+
+
+def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
+    """Return the variables that hold a group, directly or one level down; in a module at any."""
+    found: list[StaleVariable] = []
+    for name, value in namespace.items():
+        if name.startswith("_") or name in ("In", "Out"):  # IPython's history
+            continue
+        for path, item in held_by(name, value):
+            is_part = any(path.startswith(f"{stale.name}.") for stale in found)
+            if not is_part and (kind := kind_with_group(item)):
+                found.append(StaleVariable(path, kind))
+    return found
+
+
+def kind_with_group(value: object) -> str:
+    """Return which of ``KINDS`` a value is; empty if it is none of them."""
+    names = {c.__name__ for c in type(value).__mro__ if c.__module__.startswith("torch")}
+    return next((kind for kind in KINDS if kind in names), "")
+
+
+def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield a value and what it holds, each with the expression that leads to it."""
+    if isinstance(value, nn.Module):
+        yield from value.named_modules(prefix=name)
+        return
+    yield name, value
+    if isinstance(value, dict | list | tuple):
+        if len(value) <= MAX_ITEMS:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
+    elif type(value).__module__ == "__main__":
+        yield from ((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())

@@ -56,7 +56,6 @@ def test_a_failure_of_some_ranks_alone_leaves_the_group(cluster: Cluster):
 
 LOOP = "print('begun')\nwhile True: time.sleep(0.01)"
 COLLECTIVE = "print('begun')\nif rank == 0: dist.all_reduce(torch.ones(1))\n" + LOOP
-AWAIT = "import asyncio\nprint('begun')\nawait asyncio.sleep(1000)"
 STUBBORN = "print('begun')\ntry: time.sleep(1000)\nexcept KeyboardInterrupt: time.sleep(1000)"
 
 
@@ -72,8 +71,8 @@ def stop_soon(cell: Ended) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [LOOP, COLLECTIVE, AWAIT, STUBBORN],
-    ids=["loop", "collective", "await", "caught once"],
+    [LOOP, COLLECTIVE, STUBBORN],
+    ids=["loop", "collective", "caught once"],
 )
 def test_an_interrupt_reaches_every_rank(cluster: Cluster, source: str):
     run(cluster, f"{IMPORTS}\nkept = rank")
@@ -84,19 +83,6 @@ def test_an_interrupt_reaches_every_rank(cluster: Cluster, source: str):
     assert "KeyboardInterrupt" in {failure.name for failure in cell.failures.values()}
     assert cell.seconds < 20
     check_it_goes_on(cluster, [0, 1])
-
-
-def test_what_was_awaited_does_not_go_on_in_the_next_cell(cluster: Cluster, tmp_path: Path):
-    sign = tmp_path / "sign"
-    run(cluster, "import asyncio\nfrom pathlib import Path\nseen = []")
-    awaits = f"while not Path({str(sign)!r}).exists():\n    await asyncio.sleep(0.01)\n"
-    cell = begin(cluster, f"print('begun')\n{awaits}seen.append('late')")
-    stop_soon(cell)
-    finish(cell)
-    assert set(cell.failures) == {0, 1}
-    sign.touch()  # what is awaited comes to an end now
-    assert not run(cluster, "await asyncio.sleep(1)").failures
-    assert pull(cluster, "seen") == [[], []]
 
 
 def test_a_timeout_stops_every_rank(cluster: Cluster):

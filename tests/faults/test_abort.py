@@ -10,7 +10,6 @@ import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +18,8 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 from ddpnb.protocol.connections import Address
 from ddpnb.rank import group as group_module
-from ddpnb.rank.cancellation import ConsequenceError
+from ddpnb.rank.cancellation import ConsequenceError, is_consequence
 from ddpnb.rank.cells import aborted
-from ddpnb.rank.failures import is_consequence
 from ddpnb.rank.group import Group, abort_groups, ends_in_time
 
 ABORTED = "NCCL communicator was aborted on rank"
@@ -179,14 +177,14 @@ def test_an_abort_that_hangs_holds_up_nothing(groups, tmp_path, monkeypatch, cap
 
 
 def test_a_cell_that_went_on_after_an_abort_has_failed(tmp_path: Path):
-    engine = SimpleNamespace(group=member(0, tmp_path))
-    assert not aborted(engine, was_aborted=False)
-    engine.group.cancellation.abort()
-    (error,) = aborted(engine, was_aborted=False)
+    group = member(0, tmp_path)
+    assert not aborted(group, was_aborted=False)
+    group.cancellation.abort()
+    (error,) = aborted(group, was_aborted=False)
     assert is_consequence(error)
-    assert not aborted(engine, was_aborted=True)  # by a cell before
-    engine.group.backend = "gloo"  # whose waits end with an error of their own
-    assert not aborted(engine, was_aborted=False)
+    assert not aborted(group, was_aborted=True)  # by a cell before
+    group.backend = "gloo"  # whose waits end with an error of their own
+    assert not aborted(group, was_aborted=False)
 
 
 def test_an_abort_while_a_group_is_formed_is_not_lost(tmp_path: Path, monkeypatch):

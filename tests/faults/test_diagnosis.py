@@ -111,7 +111,6 @@ HONEST = {
         "    go_on.fill_(float(time.monotonic() < end))\n"
         "    dist.broadcast(go_on, 0)"
     ),
-    "awaits": "import asyncio\nif rank == 0: await asyncio.sleep(1)\ndist.all_reduce(x)",
 }
 
 

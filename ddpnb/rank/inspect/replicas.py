@@ -24,10 +24,9 @@ from ddpnb.protocol.replicas import (
     RankReplica,
     TensorDigest,
 )
-from ddpnb.rank.stale_variables import held_by
-from ddpnb.rank.stale_variables import kind_of as kind_with_group
 from ddpnb.rank.strategies.worker import state_of
 from ddpnb.rank.tasks.batches import leaves
+from ddpnb.rank.variables import held_by, kind_with_group
 
 
 class Content(NamedTuple):

@@ -3,8 +3,8 @@ import weakref
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError
 
-from ddpnb.rank.cancellation import ConsequenceError, RankLostError
-from ddpnb.rank.failures import is_consequence, release_frames
+from ddpnb.rank.cancellation import ConsequenceError, RankLostError, is_consequence
+from ddpnb.rank.cells import release_frames
 
 
 class Loader:
