@@ -34,9 +34,7 @@ class OnRank:
     def __call__(self, *args: object) -> object:
         """Look the function up and call it; runs on the rank."""
         calls = importlib.import_module("ddpnb.rank.calls")
-        if self.folder:
-            calls.work_in(self.folder)
-        return getattr(calls, self.function)(*args)
+        return calls.call(self.function, self.folder, *args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,26 +8,12 @@ from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from numpy.typing import NDArray
-
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.inspection import DataParallelReport, DdpReport, Found, InspectSpec
-from ddpnb.protocol.machine import MachineQuery, RankMeasured
-from ddpnb.protocol.messages import (
-    CellReport,
-    CellSpec,
-    Checked,
-    RankState,
-    RejoinInfo,
-    RunReport,
-    RunSpec,
-    StaleVariable,
-)
+from ddpnb.protocol.inspection import DataParallelReport, DdpReport, InspectSpec
+from ddpnb.protocol.messages import Checked, RejoinInfo, RunReport, RunSpec, StaleVariable
 from ddpnb.protocol.notation import parse_strategy
-from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
-from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
-from ddpnb.rank import cells, variables
+from ddpnb.rank import cells, shell, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import (
     collective,
@@ -36,95 +22,62 @@ from ddpnb.rank.inspect import (
     links,
     machine,
     replicas,
+    samples,
     subject,
 )
-from ddpnb.rank.inspect import samples as sampled
 from ddpnb.rank.publisher import Publisher
-from ddpnb.rank.shell import completions, description
 from ddpnb.rank.training import loop, validation
 from ddpnb.rank.training.context import UNNAMED
 
 trained = variables.TrainedModels()
 
 
-def answered(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a call this rank's engine; where it raises, return a ``Failure`` to show."""
+def call(name: str, folder: str, *arguments: Any) -> Any:
+    """Call a function by its name.
 
-    @functools.wraps(call)
-    def guarded(*args: Any) -> Any:
-        engine = this_engine()
-        try:
-            return call(engine, *args)
-        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the edge of a call: the notebook shows it
-            return cells.failure_of(error, engine)
-
-    return guarded
-
-
-def running_users_code(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Like ``answered``, for what runs the user's code: an interrupt ends it."""
-
-    @functools.wraps(call)
-    def interruptible(engine: RankEngine, *args: Any) -> Any:
+    Where one of ``ANSWERED`` or ``USERS_CODE`` raises, a ``Failure`` is returned, to be shown.  An
+    interrupt ends the user's code alone.
+    """
+    engine: RankEngine = RankEngine.instance()
+    work_in(folder, engine)
+    if name in PLAIN:
+        return PLAIN[name](engine, *arguments)
+    try:
+        if name in ANSWERED:
+            return ANSWERED[name](engine, *arguments)
         with engine.adopted_group.during():
-            return cells.interruptible(lambda: call(engine, *args))
+            return cells.interruptible(lambda: USERS_CODE[name](engine, *arguments))
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the edge of a call: the notebook shows it
+        return cells.failure_of(error, engine)
 
-    return answered(interruptible)
 
-
-def work_in(folder: str) -> None:
+def work_in(folder: str, engine: RankEngine) -> None:
     """Follow the notebook to another working folder, where this host has it.
 
     A cell may work elsewhere: only a change of the notebook's own folder is followed.
     """
-    engine = this_engine()
-    if folder != engine.notebook_folder:
+    if folder and folder != engine.notebook_folder:
         engine.notebook_folder = folder
         with suppress(OSError):
             os.chdir(folder)
 
 
-def state() -> RankState:
-    """Return this rank's process, host and device."""
-    return this_engine().group.state()
-
-
-def form_group(generation: int, is_checked: bool) -> list[StaleVariable]:
+def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[StaleVariable]:
     """Form a new process group.  Takes part: every rank.
 
     Returns:
         This rank's variables that still hold the old group.
     """
-    engine = this_engine()
     engine.group.join(generation, is_checked=is_checked)
     return variables.stale_variables(engine.shell.user_ns)
 
 
-def num_calls() -> dict[str, int | None]:
-    """Return how many collectives each group has had from here; None: one was interrupted."""
-    return this_engine().group.collective_checks.num_calls()
+# -- training ------------------------------------------------------------------------------
 
 
-def run_cell(spec: CellSpec) -> CellReport:
-    """Run a notebook cell."""
-    return cells.run_cell(spec, this_engine())
-
-
-@answered
-def complete(engine: RankEngine, source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
-    """Complete a cell's source; see ``shell.completions``."""
-    return completions(engine.shell, source, offset)
-
-
-@answered
-def describe(engine: RankEngine, source: str, offset: int, detail_level: int) -> dict[str, str]:
-    """Describe the name at an offset of a cell's source; see ``shell.description``."""
-    return description(engine.shell, source, offset, detail_level)
-
-
-@running_users_code
 def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
+    checks = engine.group.collective_checks
     trained.begin(spec.comparison)
     cells.warn_again()
     cells.announce(spec.source, engine.shell)
@@ -135,11 +88,10 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
         namespace=engine.shell.user_ns,
         filename=filename_of(spec, engine),
         cache=engine.data_cache,
-        num_calls=lambda: sum(each or 0 for each in num_calls().values()),
+        num_calls=lambda: sum(each or 0 for each in checks.num_calls().values()),
     )
 
 
-@answered
 def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     """Train one run, or join it if the others train it already; report how it went."""
     group = engine.group
@@ -170,36 +122,24 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = No
     return replace(report, num_batches_sent=publisher.num_batches)
 
 
-def free_data() -> None:
+def free_data(engine: RankEngine) -> None:
     """Free the data of the comparison that has ended, and remove the files of its checks."""
-    engine = this_engine()
     engine.data_cache.clear()
     engine.stop_expected.clear()
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
 
 
-@answered
-def push(engine: RankEngine, parcel: Parcel) -> None:
-    """Put the notebook's variables into this rank's namespace."""
-    variables.take(parcel, engine.shell.user_ns)
+# -- variables -----------------------------------------------------------------------------
 
 
-@answered
-def keep_functions(_: RankEngine, key: str, parcel: Parcel) -> None:
-    """Keep the functions that a comparison trains."""
-    variables.keep_functions(key, parcel)
-
-
-@running_users_code
-def pull(engine: RankEngine, expression: str, path: str, *more: Any) -> Parcel:
+def pull(engine: RankEngine, expression: str, *more: Any) -> Parcel:
     """Return the value of an expression in this rank's namespace; see ``variables.give``."""
-    return give(engine, expression, engine.shell.user_ns, path, *more)
+    return give(engine, expression, engine.shell.user_ns, *more)
 
 
-@answered
-def pull_model(engine: RankEngine, run_id: str, path: str, *more: Any) -> Parcel:
+def pull_model(engine: RankEngine, run_id: str, *more: Any) -> Parcel:
     """Return the trained model of a run of the latest comparison."""
-    return give(engine, "model", {"model": trained.of(run_id)}, path, *more)
+    return give(engine, "model", {"model": trained.of(run_id)}, *more)
 
 
 def give(
@@ -215,62 +155,29 @@ def give(
     return variables.give(expression, namespace, path=own, classes=classes, num_copies=num_copies)
 
 
-@running_users_code
-def digests(engine: RankEngine, names: tuple[str, ...]) -> RankReplica:
-    """Return digests of what this rank holds under some names; see ``replicas.replica``."""
-    group = engine.group
-    return replicas.replica(names, engine.shell.user_ns, rank=group.rank, device=group.device)
+# -- inspection ----------------------------------------------------------------------------
 
 
-@running_users_code
-def elements(
-    engine: RankEngine, name: str, part: Part, tensor: str, chunks: tuple[int, ...]
-) -> NDArray[Any]:
-    """Return the values in some chunks of a tensor; see ``replicas.elements``."""
-    return replicas.elements(name, part, tensor, chunks, engine.shell.user_ns)
-
-
-@running_users_code
-def samples(engine: RankEngine, spec: SamplerSpec) -> RankSamples:
-    """Return which samples this rank gets; see ``samples.samples``."""
-    group = engine.group
-    return sampled.samples(
-        spec,
-        engine.shell.user_ns,
-        rank=group.rank,
-        num_ranks=group.world_size,
-        device=group.device,
-    )
-
-
-@running_users_code
-def find_inspected(engine: RankEngine, spec: InspectSpec) -> Found:
-    """Look at the model that is to be inspected, on this rank alone."""
-    return subject.find(spec, *inspected(engine), **task_options(spec, engine))
-
-
-@running_users_code
 def inspect_ddp(engine: RankEngine, spec: InspectSpec, finds_unused: bool) -> DdpReport:
     """Make the steps of an inspection.  Takes part: every rank."""
-    options = task_options(spec, engine)
+    options = task_options(engine, spec)
     with engine.group.collective_checks.trusting_torch():
-        return ddp_steps.measure(spec, *inspected(engine), finds_unused=finds_unused, **options)
+        return ddp_steps.measure(spec, *place(engine), finds_unused=finds_unused, **options)
 
 
-@running_users_code
 def inspect_dp(engine: RankEngine, spec: InspectSpec) -> DataParallelReport | None:
     """Make steps of DataParallel on rank 0; the other ranks rest."""
     if engine.group.rank != 0:
         return None
-    return dp_steps.measure(spec, *inspected(engine), **task_options(spec, engine))
+    return dp_steps.measure(spec, *place(engine), **task_options(engine, spec))
 
 
-def inspected(engine: RankEngine) -> tuple[RankState, dict[str, Any]]:
+def place(engine: RankEngine) -> tuple[Any, Any]:
     """Return where this rank lives, and the user's variables."""
     return engine.group.state(), engine.shell.user_ns
 
 
-def task_options(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:
+def task_options(engine: RankEngine, spec: InspectSpec) -> dict[str, Any]:
     """Return what the context of an inspected task needs besides."""
     return {
         "folder": engine.group.folder,
@@ -278,29 +185,6 @@ def task_options(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:
         "filename": UNNAMED if spec.task is None else filename_of(spec.task, engine),
         "cache": engine.data_cache,
     }
-
-
-@running_users_code
-def show_collective(engine: RankEngine, spec: CollectiveSpec) -> CollectiveShown | None:
-    """Run one collective for show.  Takes part: every rank."""
-    return collective.show(spec, device=engine.group.device)
-
-
-@running_users_code
-def measure_links(
-    engine: RankEngine, ranks: tuple[int, ...]
-) -> list[tuple[int, int, float, float]]:
-    """Measure the connections between ranks; see ``links.measure``."""
-    return links.measure(ranks, engine.group.device)
-
-
-@running_users_code
-def measure_machine(engine: RankEngine, query: MachineQuery) -> RankMeasured:
-    """Measure this rank's device, and what lies between the ranks.  Takes part: every rank."""
-    group = engine.group
-    return machine.measure(
-        query, group.state(), group.folder, group.cancellation, engine.shell.user_ns
-    )
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:
@@ -311,8 +195,54 @@ def filename_of(spec: RunSpec, engine: RankEngine) -> str:
     return name
 
 
-def this_engine() -> RankEngine:
-    """Return this process's engine."""
-    engine = RankEngine.instance()
-    assert isinstance(engine, RankEngine)
-    return engine
+# ------------------------------------------------------------------------------------------
+
+PLAIN: dict[str, Callable[..., Any]] = {
+    "state": lambda engine: engine.group.state(),
+    "form_group": form_group,
+    "num_calls": lambda engine: engine.group.collective_checks.num_calls(),
+    "run_cell": lambda engine, spec: cells.run_cell(spec, engine),
+    "free_data": free_data,
+}
+"""What raises only where ddpnb or a rank has failed."""
+
+ANSWERED: dict[str, Callable[..., Any]] = {
+    "complete": lambda engine, *asked: shell.completions(engine.shell, *asked),
+    "describe": lambda engine, *asked: shell.description(engine.shell, *asked),
+    "train": train,  # which can be interrupted, but for its end
+    "push": lambda engine, parcel: variables.take(parcel, engine.shell.user_ns),
+    "keep_functions": lambda _, key, parcel: variables.keep_functions(key, parcel),
+    "pull_model": pull_model,
+}
+
+USERS_CODE: dict[str, Callable[..., Any]] = {
+    "validate": validate,
+    "pull": pull,
+    "digests": lambda engine, names: replicas.replica(
+        names, engine.shell.user_ns, rank=engine.group.rank, device=engine.group.device
+    ),
+    "elements": lambda engine, name, part, tensor, chunks: replicas.elements(
+        name, part, tensor, chunks, engine.shell.user_ns
+    ),
+    "samples": lambda engine, spec: samples.samples(
+        spec,
+        engine.shell.user_ns,
+        rank=engine.group.rank,
+        num_ranks=engine.group.world_size,
+        device=engine.group.device,
+    ),
+    "find_inspected": lambda engine, spec: subject.find(
+        spec, *place(engine), **task_options(engine, spec)
+    ),
+    "inspect_ddp": inspect_ddp,
+    "inspect_dp": inspect_dp,
+    "show_collective": lambda engine, spec: collective.show(spec, device=engine.group.device),
+    "measure_links": lambda engine, ranks: links.measure(ranks, engine.group.device),
+    "measure_machine": lambda engine, query: machine.measure(
+        query,
+        engine.group.state(),
+        engine.group.folder,
+        engine.group.cancellation,
+        engine.shell.user_ns,
+    ),
+}

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -34,9 +33,6 @@ from ddpnb.rank.torchrun import process_of, run_script
 
 DRAIN_SECONDS = 0.2
 """How long a cell may wait at its end for the output of C code and child processes."""
-
-RENDERS_ITSELF = "_render_traceback_"
-"""The attribute of an exception by which IPython shows it."""
 
 NOT_THE_USERS = (OWN_FOLDER, IPython.__path__[0])
 """Folders of the code between the engine and the user's code."""
@@ -94,26 +90,16 @@ def ignore(number: int, frame: object) -> None:
     """Do nothing.  Unlike ``SIG_IGN``, child processes do not inherit this handler."""
 
 
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Let no interrupt into a short piece of code: the kernel repeats it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, ignore)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     """Run a cell's source; return the errors of it, first the one that it failed with."""
     engine.shell.execution_count = spec.execution_count
     was_aborted = engine.group.cancellation.is_aborted
     warn_again()
     try:
-        with errors_shown_by(engine) as shown, questions(spec, engine.group.rank, engine.answers):
+        with (
+            errors_shown_by(engine.shell) as shown,
+            questions(spec, engine.group.rank, engine.answers),
+        ):
             error = execute(spec, engine)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, DescriptorStream):  # else the user has redirected it
@@ -123,8 +109,7 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     ended_with = [] if error is None or is_success(error) else [error]
     errors = [*shown, *ended_with] or aborted(engine.group, was_aborted=was_aborted)
     if isinstance(error, KeyboardInterrupt):
-        # An interrupt ends the cell; another may come while IPython remembers the first, and at an
-        # ``await`` IPython shows before it what it cancels.
+        # It ends the cell, whatever else went wrong or was interrupted while IPython noted it.
         errors.sort(key=lambda each: not isinstance(each, KeyboardInterrupt))
     return errors
 
@@ -171,30 +156,22 @@ def warn_again() -> None:
 
 
 @contextlib.contextmanager
-def errors_shown_by(engine: RankEngine) -> Iterator[list[BaseException]]:
-    """Collect the errors that IPython shows, even if it does not raise them, as in ``%run``.
+def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
+    """Collect the errors that IPython would show, even if it does not raise them, as in ``%run``.
 
-    Each traceback is formatted once, for what IPython shows and keeps and for the notebook: a file
-    of torch takes it a quarter of a second, and all ranks may fail at once.
+    The notebook shows them: here IPython only keeps the last one, for ``%debug``.
     """
-    shown: list[BaseException] = []
-    shell = engine.shell
-    show = shell.showtraceback
+    found: list[BaseException] = []
 
-    def record(exc_tuple: Any = None, *args: Any, **options: Any) -> None:
-        error = (exc_tuple or sys.exc_info())[1]
-        if is_success(error):
-            return
-        with undisturbed():
-            if error is not None:  # else %tb shows an earlier error again
-                shown.append(error)
-                lines = traceback_of(error, engine)
-                BaseException.__setattr__(error, RENDERS_ITSELF, lambda: lines)
-            show(exc_tuple, *args, **options)
+    def record(exc_tuple: Any = None, *_: Any, **options: Any) -> None:
+        kind, error, frames = exc_tuple or sys.exc_info()
+        if error is not None and not is_success(error):
+            found.append(error)
+            sys.last_type, sys.last_value, sys.last_traceback = kind, error, frames
 
-    shell.showtraceback = record
+    show, shell.showtraceback = shell.showtraceback, record
     try:
-        yield shown
+        yield found
     finally:
         if shell.showtraceback is record:  # else the cell has replaced it
             shell.showtraceback = show
@@ -220,12 +197,11 @@ def aborted(group: Group, *, was_aborted: bool) -> list[BaseException]:
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
     """Describe an exception that has just been caught, for the notebook."""
-    formatted = vars(error).pop(RENDERS_ITSELF, None)
     return Failure(
         rank=engine.group.rank,
         name=type(error).__name__,
         text=said_by(error),
-        traceback=tuple(formatted() if formatted else traceback_of(error, engine)),
+        traceback=tuple(traceback_of(error, engine.shell)),
         failed_at=time.time(),
         line=line_of(error),
         is_consequence=is_consequence(error),
@@ -254,9 +230,9 @@ def said_by(error: BaseException) -> str:
     return text_of(error.msg if isinstance(error, SyntaxError) else error)
 
 
-def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
+def traceback_of(error: BaseException, shell: Any) -> list[str]:
     """Return the formatted traceback, from the user's first line on."""
-    shell, frames = engine.shell, users_part(error.__traceback__)
+    frames = users_part(error.__traceback__)
     if isinstance(error, CollectiveMismatchError | UserError):
         end_at_users(frames)
     in_code = any(is_users(frame) for frame, _ in traceback.walk_tb(frames))

@@ -55,11 +55,11 @@ HANGS = {
         r"<but 0 wait> in all_reduce of the backward pass \(line 3.*rank 0 .* fewer batches",
     ),
     "one batch fewer, summed in shared memory": (
-        "from ddpnb.rank.calls import this_engine\n"
+        "from ddpnb.rank.engine import RankEngine\n"
         "from ddpnb.rank.strategies import ddp_shm\n"
         "from ddpnb.rank.servers.rendezvous import WorkerConfig; "
         "from ddpnb.rank.servers.shared_sum import SharedAllReduce\n"
-        "group = this_engine().group\n"
+        "group = RankEngine.instance().group\n"
         "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='hang', rank=rank,\n"
         "  world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))\n"
         "net = DDP(torch.nn.Linear(3, 2))\n"
