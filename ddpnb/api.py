@@ -317,9 +317,8 @@ def compare(
         **choices: as listed.
 
     Returns:
-        The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``, and the
-        trained ``.model("ddp")``.  If ``wait``
-        is false, the running comparison, with ``.wait()``, ``.interrupt()``, ``.result``.
+        The result, with ``.table()``, ``.plot()``, ``.to_frame()`` and ``.save(folder)``.  If
+        ``wait`` is false, the running comparison, with ``.wait()``, ``.interrupt()``, ``.result``.
 
     Raises:
         UserError: something cannot be trained; nothing has been trained then.

@@ -1,10 +1,9 @@
 """The functions that the kernel calls on a rank by their names, through ``OnRank`` (ranks)."""
 
-import functools
 import os
 import shutil
 from collections.abc import Callable, Collection
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +27,6 @@ from ddpnb.rank.inspect import (
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.training import loop, validation
 from ddpnb.rank.training.context import UNNAMED
-
-trained = variables.TrainedModels()
 
 
 def call(name: str, folder: str, *arguments: Any) -> Any:
@@ -78,7 +75,6 @@ def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[St
 def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     checks = engine.group.collective_checks
-    trained.begin(spec.comparison)
     cells.warn_again()
     cells.announce(spec.source, engine.shell)
     return validation.validate(
@@ -101,8 +97,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = No
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
     is_built_in = parse_strategy(spec.strategy).name in STRATEGIES  # then torch calls as it should
     trusting = group.collective_checks.trusting_torch() if is_built_in else nullcontext()
-    with closing(publisher), trusting, engine.adopted_group.during(), ExitStack() as opened:
-        opened.callback(trained.settle)  # however the evaluation ends
+    with closing(publisher), trusting, engine.adopted_group.during():
         report = cells.interruptible(
             lambda: loop.run(
                 spec,
@@ -116,7 +111,6 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = No
                 rejoin_info=rejoin_info,
                 cancellation=group.cancellation,
                 cache=engine.data_cache,
-                keep=functools.partial(trained.keep, spec.strategy, spec.run_id),
             )
         )
     return replace(report, num_batches_sent=publisher.num_batches)
@@ -132,27 +126,17 @@ def free_data(engine: RankEngine) -> None:
 # -- variables -----------------------------------------------------------------------------
 
 
-def pull(engine: RankEngine, expression: str, *more: Any) -> Parcel:
-    """Return the value of an expression in this rank's namespace; see ``variables.give``."""
-    return give(engine, expression, engine.shell.user_ns, *more)
-
-
-def pull_model(engine: RankEngine, run_id: str, *more: Any) -> Parcel:
-    """Return the trained model of a run of the latest comparison."""
-    return give(engine, "model", {"model": trained.of(run_id)}, *more)
-
-
-def give(
-    engine: RankEngine,
-    expression: str,
-    namespace: dict[str, Any],
-    path: str,
-    classes: Collection[str],
-    num_copies: int,
+def pull(
+    engine: RankEngine, expression: str, path: str, classes: Collection[str], num_copies: int
 ) -> Parcel:
-    """Return the value of an expression; a large one in this rank's own file."""
-    own = f"{path}-{engine.group.rank}" if path else ""
-    return variables.give(expression, namespace, path=own, classes=classes, num_copies=num_copies)
+    """Return the value of an expression in this rank's namespace; see ``variables.give``."""
+    return variables.give(
+        expression,
+        engine.shell.user_ns,
+        path=f"{path}-{engine.group.rank}" if path else "",
+        classes=classes,
+        num_copies=num_copies,
+    )
 
 
 # -- inspection ----------------------------------------------------------------------------
@@ -212,7 +196,6 @@ ANSWERED: dict[str, Callable[..., Any]] = {
     "train": train,  # which can be interrupted, but for its end
     "push": lambda engine, parcel: variables.take(parcel, engine.shell.user_ns),
     "keep_functions": lambda _, key, parcel: variables.keep_functions(key, parcel),
-    "pull_model": pull_model,
 }
 
 USERS_CODE: dict[str, Callable[..., Any]] = {

@@ -1,6 +1,6 @@
 """This rank's variables (ranks).
 
-Takes variables and functions from the notebook, gives values and models to it, and finds what still
+Takes variables and functions from the notebook, gives values to it, and finds what still
 holds a process group that has ended.
 """
 
@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from ddpnb.protocol.errors import UserError, closest
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import StaleVariable
 from ddpnb.protocol.variables import (
     LARGE_BYTES,
@@ -90,59 +90,6 @@ def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
     return load(_functions[key], namespace)
 
 
-class TrainedModels:
-    """The trained models of the latest comparison, one a strategy, in memory (rank 0)."""
-
-    def __init__(self) -> None:
-        self._comparison = ""
-        self._by_strategy: dict[str, tuple[str, nn.Module]] = {}
-        """Of the latest run of each strategy: its id and its model."""
-        self._state: dict[str, Any] | None = None
-        """The weights of the model that is being evaluated."""
-
-    def begin(self, comparison: str) -> None:
-        """Forget the models of another comparison."""
-        if comparison != self._comparison:
-            self._comparison = comparison
-            self._by_strategy.clear()
-
-    def keep(self, strategy: str, run_id: str, model: object) -> None:
-        """Keep a run's model in place of that of the repeat before; ``settle`` must follow."""
-        if isinstance(model, nn.Module):
-            self._by_strategy.pop(strategy, None)
-            self._by_strategy[strategy] = run_id, model
-            self._state = copied(model.state_dict())
-
-    def settle(self) -> None:
-        """Give the model its weights back, once it has lent itself to the copies' evaluation.
-
-        What only the training needed is freed: gradients, and a GPU's memory.
-        """
-        if (state := self._state) is not None:
-            self._state = None
-            _, model = list(self._by_strategy.values())[-1]
-            model.zero_grad(set_to_none=True)
-            model.cpu().load_state_dict(state)
-
-    def of(self, run_id: str) -> nn.Module:
-        """Return the model of a run."""
-        for kept_id, model in self._by_strategy.values():
-            if kept_id == run_id:
-                return model
-        raise UserError(
-            "Rank 0 does not have this model: it keeps those of the latest comparison, of each "
-            "strategy that has trained to its end, until the rank ends."
-        )
-
-
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a model's state, on the CPU."""
-    return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
-
-
 def give(
     expression: str,
     namespace: dict[str, Any],
@@ -164,10 +111,7 @@ def give(
     """
     if path and not os.path.exists(path):
         raise TimeoutError(NOBODY_WAITS)
-    try:
-        value = eval(expression, namespace)
-    except NameError as error:
-        raise with_advice(error, namespace) from None
+    value = eval(expression, namespace)
     try:
         parts = dump(value, for_ranks=False, classes=classes)
     except Exception as error:
@@ -183,13 +127,6 @@ def give(
         return in_file(parts, file, path, num_copies=num_copies)
     finally:
         os.close(file)
-
-
-def with_advice(error: NameError, namespace: dict[str, Any]) -> NameError:
-    """Return the error with the names of this rank's variables that were probably meant."""
-    names = [name for name in namespace if not name.startswith("_")]
-    near = closest(error.name or "", names)
-    return NameError(f"{error}; did you mean {near}?" if near else str(error), name=error.name)
 
 
 # -- what holds a process group that has ended -----------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from IPython.core.getipython import get_ipython
 
 from ddpnb.history.comparison import Comparison, magic_of
-from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.reports.data import document, evaluations_frame, runs_frame, steps_frame, write_events
 from ddpnb.reports.findings import results_table, sentence
@@ -70,16 +70,9 @@ class Picture:
 class ComparisonResult:
     """The result of a comparison, of this kernel or from the store."""
 
-    def __init__(
-        self,
-        comparison: Comparison,
-        options: PlotOptions = EVERYTHING,
-        model_of: Callable[[str], Any] | None = None,
-    ) -> None:
+    def __init__(self, comparison: Comparison, options: PlotOptions = EVERYTHING) -> None:
         self.comparison = comparison
         self.options = options
-        self._model_of = model_of
-        """Returns the trained model of a run; None: the ranks have none of these."""
         self.shown_in_cell: int | None = None
         """Number of the cell that already shows the result, so that it is not shown twice."""
 
@@ -122,26 +115,6 @@ class ComparisonResult:
     def to_frame(self) -> "pd.DataFrame":
         """Return one row per run, as a tidy DataFrame."""
         return runs_frame(self.comparison)
-
-    def model(self, strategy: str) -> Any:
-        """Return the ``torch.nn.Module`` that a strategy has trained, of several repeats the last.
-
-        Rank 0 keeps one model of each strategy in its memory, until the next comparison.  Each
-        call copies it to the notebook, on the CPU; this imports torch.
-
-        Raises:
-            UserError: it was not trained here, or rank 0 does not have it any more.
-        """
-        trained = (run for run in self.comparison.runs if run.spec and not run.spec.is_ceiling)
-        runs = {run.name: run for run in trained}
-        if strategy not in runs:
-            raise one_of("trained model", strategy, runs)
-        if self._model_of is None:
-            raise UserError(
-                f"The model of {strategy} is not kept with stored runs: only the result of the "
-                "latest comparison has it, in the kernel that has trained it."
-            )
-        return self._model_of(runs[strategy].run_id)
 
     def evaluations(self) -> "pd.DataFrame":
         """Return one row per evaluation on held-out samples, as a tidy DataFrame."""

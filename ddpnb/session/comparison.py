@@ -30,7 +30,6 @@ from ddpnb.session.comparison_spec import ComparisonSpec, long_enough, with_mode
 from ddpnb.session.errors import CellInterrupt, HangError, RankError
 from ddpnb.session.evaluation_budget import budgeted
 from ddpnb.session.functions import NotebookFunctions
-from ddpnb.session.variables import pull
 
 STOP_INTERVAL_SECONDS = 0.3
 """Between two requests to stop; the ranks get them until they have stopped."""
@@ -94,7 +93,7 @@ class Training:
                         break
         finally:
             free_data(self.cluster)
-            result = ComparisonResult(self.recorder.comparison, self.options, self._model_of)
+            result = ComparisonResult(self.recorder.comparison, self.options)
             self.live.finish(result)
             self.printed.show()
         if errors:
@@ -103,13 +102,6 @@ class Training:
                 print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
             raise first
         return result
-
-    def _model_of(self, run_id: str) -> Any:
-        """Return a trained model, which rank 0 keeps until the next comparison."""
-        if self.cluster.is_over:
-            raise UserError("The ranks that kept the model have ended: train it again.")
-        (model,) = pull(self.cluster, run_id, [0], OnRank("pull_model"))
-        return model
 
     def _send_functions(self, rank: int) -> None:
         if self.functions is not None:

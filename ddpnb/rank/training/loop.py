@@ -63,7 +63,6 @@ def run(
     rejoin_info: RejoinInfo | None = None,
     cancellation: CancellationToken | None = None,
     cache: DataCache | None = None,
-    keep: Callable[[nn.Module], None] = lambda _: None,
 ) -> RunReport:
     """Train and evaluate one run.  Takes part: every rank of the default process group.
 
@@ -83,7 +82,6 @@ def run(
         rejoin_info: where this rank joins if the others train already; it is in no group then.
         cancellation: ends waits that are not the group's.
         cache: keeps the data between the runs of a comparison.
-        keep: takes the trained model, on rank 0, before it is evaluated.
 
     Raises:
         UserError: what ``validate`` would have refused.
@@ -119,7 +117,7 @@ def run(
         # -- evaluate ---------------------------------------------------------------------
         if state.rank != 0 or spec.is_ceiling:
             return metrics.report()
-        return _evaluated(model, metrics, snapshots, keep, should_stop)
+        return _evaluated(model, metrics, snapshots, should_stop)
 
 
 def _announced_failure(context: RunContext) -> contextlib.AbstractContextManager[None]:
@@ -220,13 +218,11 @@ def _evaluated(
     model: nn.Module,
     metrics: RunMetrics,
     snapshots: Snapshots,
-    keep: Callable[[nn.Module], None],
     should_stop: Callable[[], bool],
 ) -> RunReport:
     """Return the report of the run with the scores of its model."""
     if metrics.is_estimated:
         metrics.estimate_batchnorm(model)
-    keep(model)
     report = metrics.report()
     _save(model, metrics)
     metrics.num_to_judge = 2 + snapshots.num_kept
