@@ -20,10 +20,8 @@ from torch.distributed import destroy_process_group, init_process_group  # not t
 from ddpnb.compat import ipykernel_internals, torch_internals
 from ddpnb.protocol.connections import (
     Address,
-    admit_no_more,
     as_socket,
     own_connections,
-    own_listeners,
     traffic_of,
 )
 from ddpnb.protocol.messages import RankState
@@ -81,9 +79,8 @@ class Group:
     """The addresses of the other hosts."""
     server: dist.TCPStore | None = None
     """Where the ranks of several hosts meet; in rank 0's process only."""
-    generation: int = field(default=-1)
     joined_ns: int = 0
-    """``time.time_ns()`` when this generation's group was formed."""
+    """``time.time_ns()`` when the group was formed."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
     """Ends waits that are not the group's own; each group has a new one."""
     collective_checks: MismatchCheck = field(default_factory=MismatchCheck)
@@ -112,7 +109,6 @@ class Group:
         self.collective_checks.start(self.folder, generation)
         if generation:  # a rank that dies while the first group is formed ends the start
             self._meet(store)
-        listened = own_listeners()
         init_process_group(
             self.backend,
             store=store,
@@ -123,17 +119,11 @@ class Group:
             device_id=self.device if self.backend == "nccl" else None,
         )
         self.cancellation.check()  # an abort until here has found no connection to close
-        self.generation = generation
         self.joined_ns = time.time_ns()
         self.announce()
         total = torch.ones(1, device=self.device, dtype=torch.float32)  # not each rank's default
         dist.all_reduce(total)
         assert total.item() == self.world_size
-        is_complete = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0"
-        if self.peers and self.backend == "gloo" and is_complete:
-            for listener in own_listeners() - listened:  # gloo would keep whoever else connects
-                with contextlib.suppress(OSError):  # a system without filters for sockets
-                    admit_no_more(listener)
 
     def _meet(self, store: dist.Store) -> None:
         """Wait until all ranks are about to form the group: that can be aborted, unlike the rest.

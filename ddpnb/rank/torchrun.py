@@ -80,7 +80,6 @@ class AdoptedGroup:
         self._pid = os.getpid()
         self._hidden: Any = None
         """The default group, while the user's code has destroyed it."""
-        self._is_announced = False
 
     def install(self) -> None:
         """Replace torch's functions, wherever torch itself has imported them."""
@@ -90,7 +89,6 @@ class AdoptedGroup:
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
         """Return a context for a cell or a script, at the end of which there is a group again."""
-        self._is_announced = False
         try:
             yield
         finally:
@@ -110,10 +108,6 @@ class AdoptedGroup:
                 return original(*args, **options)
             self._check(signature.bind(*args, **options).arguments)
             self._show()
-            if not self._is_announced:
-                self._is_announced = True
-                about = f"{self._group.backend}, world size {self._group.world_size}"
-                print(f"init_process_group: the cluster's group is used ({about}).")
             return None
 
         return init_process_group

@@ -192,7 +192,7 @@ def test_an_abort_while_a_group_is_formed_is_not_lost(tmp_path: Path, monkeypatc
     monkeypatch.setattr(group_module, "init_process_group", lambda *_, **__: group.abort())
     with pytest.raises(ConsequenceError):
         group.join(0)
-    assert group.generation == -1
+    assert not group.joined_ns
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
