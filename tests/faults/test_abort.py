@@ -20,7 +20,7 @@ from ddpnb.protocol.connections import Address
 from ddpnb.rank import group as group_module
 from ddpnb.rank.cancellation import ConsequenceError, is_consequence
 from ddpnb.rank.cells import aborted
-from ddpnb.rank.group import Group, abort_groups, ends_in_time
+from ddpnb.rank.group import Group, abort_groups
 
 ABORTED = "NCCL communicator was aborted on rank"
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -193,11 +193,3 @@ def test_an_abort_while_a_group_is_formed_is_not_lost(tmp_path: Path, monkeypatc
     with pytest.raises(ConsequenceError):
         group.join(0)
     assert not group.joined_ns
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_calls_that_end_well_in_time_are_distinguished_from_those_that_do_not():
-    assert ends_in_time([], 0.1)
-    assert ends_in_time([lambda: None, lambda: time.sleep(0.01)], 10)
-    assert not ends_in_time([lambda: None, lambda: time.sleep(1)], 0.05)
-    assert not ends_in_time([lambda: None, lambda: [][0]], 10)
