@@ -432,7 +432,7 @@ class CellReport:
     num_collectives: int = 0
     """Collectives of the default group that had begun here when the cell ended."""
     names: tuple[str, ...] = ()
-    """The variables here, for Tab while the rank is busy; the latest where there are many."""
+    """The variables here, for Tab while the rank is busy."""
     trace: RankSpans | None = None
     """What was recorded; None: nothing was to be."""
 

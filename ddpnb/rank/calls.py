@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,6 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.inspection import DataParallelReport, DdpReport, InspectSpec
 from ddpnb.protocol.messages import Checked, RejoinInfo, RunReport, RunSpec, StaleVariable
 from ddpnb.protocol.notation import parse_strategy
-from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import (
@@ -30,13 +29,16 @@ from ddpnb.rank.training.context import UNNAMED
 
 
 def call(name: str, folder: str, *arguments: Any) -> Any:
-    """Call a function by its name.
+    """Call a function by its name, in the notebook's working folder once that has changed.
 
     Where one of ``ANSWERED`` or ``USERS_CODE`` raises, a ``Failure`` is returned, to be shown.  An
     interrupt ends the user's code alone.
     """
     engine: RankEngine = RankEngine.instance()
-    work_in(folder, engine)
+    if folder and folder != engine.notebook_folder:  # a cell may have gone elsewhere
+        engine.notebook_folder = folder
+        with suppress(OSError):  # this host does not have it
+            os.chdir(folder)
     if name in PLAIN:
         return PLAIN[name](engine, *arguments)
     try:
@@ -46,17 +48,6 @@ def call(name: str, folder: str, *arguments: Any) -> Any:
             return cells.interruptible(lambda: USERS_CODE[name](engine, *arguments))
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the edge of a call: the notebook shows it
         return cells.failure_of(error, engine)
-
-
-def work_in(folder: str, engine: RankEngine) -> None:
-    """Follow the notebook to another working folder, where this host has it.
-
-    A cell may work elsewhere: only a change of the notebook's own folder is followed.
-    """
-    if folder and folder != engine.notebook_folder:
-        engine.notebook_folder = folder
-        with suppress(OSError):
-            os.chdir(folder)
 
 
 def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[StaleVariable]:
@@ -79,11 +70,7 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     cells.announce(spec.source, engine.shell)
     return validation.validate(
         spec,
-        state=engine.group.state(),
-        folder=engine.group.folder,
-        namespace=engine.shell.user_ns,
-        filename=filename_of(spec, engine),
-        cache=engine.data_cache,
+        **run_options(engine, spec),
         num_calls=lambda: sum(each or 0 for each in checks.num_calls().values()),
     )
 
@@ -101,19 +88,26 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = No
         report = cells.interruptible(
             lambda: loop.run(
                 spec,
-                state=group.state(),
-                folder=group.folder,
+                **run_options(engine, spec),
                 publish=publisher.publish,
-                namespace=engine.shell.user_ns,
                 should_stop=engine.stop_wanted.is_set,
                 expects_stop=engine.stop_expected.is_set if group.peers else None,
-                filename=filename_of(spec, engine),
                 rejoin_info=rejoin_info,
                 cancellation=group.cancellation,
-                cache=engine.data_cache,
             )
         )
     return replace(report, num_batches_sent=publisher.num_batches)
+
+
+def run_options(engine: RankEngine, spec: RunSpec) -> dict[str, Any]:
+    """Return what a run, or its check, needs of this rank."""
+    return {
+        "state": engine.group.state(),
+        "folder": engine.group.folder,
+        "namespace": engine.shell.user_ns,
+        "filename": filename_of(spec, engine),
+        "cache": engine.data_cache,
+    }
 
 
 def free_data(engine: RankEngine) -> None:
@@ -121,22 +115,6 @@ def free_data(engine: RankEngine) -> None:
     engine.data_cache.clear()
     engine.stop_expected.clear()
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
-
-
-# -- variables -----------------------------------------------------------------------------
-
-
-def pull(
-    engine: RankEngine, expression: str, path: str, classes: Collection[str], num_copies: int
-) -> Parcel:
-    """Return the value of an expression in this rank's namespace; see ``variables.give``."""
-    return variables.give(
-        expression,
-        engine.shell.user_ns,
-        path=f"{path}-{engine.group.rank}" if path else "",
-        classes=classes,
-        num_copies=num_copies,
-    )
 
 
 # -- inspection ----------------------------------------------------------------------------
@@ -200,7 +178,9 @@ ANSWERED: dict[str, Callable[..., Any]] = {
 
 USERS_CODE: dict[str, Callable[..., Any]] = {
     "validate": validate,
-    "pull": pull,
+    "pull": lambda engine, expression, path, *more: variables.give(
+        expression, engine.shell.user_ns, path and f"{path}-{engine.group.rank}", *more
+    ),
     "digests": lambda engine, names: replicas.replica(
         names, engine.shell.user_ns, rank=engine.group.rank, device=engine.group.device
     ),

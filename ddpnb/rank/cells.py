@@ -131,7 +131,6 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
 def execute_script(spec: CellSpec, shell: Any) -> BaseException | None:
     """Run a script in the process that is prepared for it; return the error that ended it."""
     assert spec.script is not None
-    shell.events.trigger("pre_execute")
     try:
         run_script(spec.script, spec.source, namespace=shell.user_ns)
     except (Exception, SystemExit) as failure:  # noqa: BLE001  the edge of the user's code

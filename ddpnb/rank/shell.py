@@ -28,17 +28,8 @@ CANNOT_ASK = (
     "%ddp_debug 1 after an error."
 )
 
-NO_ANSWER = "the notebook was interrupted, or has no prompt"
-
 AROUND = ("IPython.*", "ipykernel.*", "ddpnb.*")
 """Modules in which the debugger does not stop: a cell's last line returns to them."""
-
-MAX_NAMES = 1000
-"""How many names of variables are sent to the notebook after a cell."""
-
-
-class NoPromptError(UserError):
-    """A rank has asked where nobody would answer."""
 
 
 def prepare(shell: Any) -> None:
@@ -76,7 +67,7 @@ def use_text_bars() -> None:
 
 def refuse(*args: object, **options: object) -> NoReturn:
     """Say that nobody would answer, in place of ``input`` and ``breakpoint``."""
-    raise NoPromptError(CANNOT_ASK)
+    raise UserError(CANNOT_ASK)
 
 
 def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
@@ -88,9 +79,8 @@ def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[s
 
 
 def variable_names(shell: Any) -> tuple[str, ...]:
-    """Return the names of this rank's variables, the latest ``MAX_NAMES`` of them."""
-    names = [name for name in shell.user_ns if isinstance(name, str) and name[:1] != "_"]
-    return tuple(names[-MAX_NAMES:])
+    """Return the names of this rank's variables."""
+    return tuple(name for name in shell.user_ns if isinstance(name, str) and name[:1] != "_")
 
 
 def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, str]:
@@ -141,7 +131,7 @@ def ask(prompt: object, answers: "SimpleQueue[str | None]") -> str:
     publish_data({"question": Question(str(prompt))})
     answer = answers.get()
     if answer is None:
-        raise EOFError(NO_ANSWER)
+        raise EOFError("the notebook was interrupted, or has no prompt")
     return answer
 
 

@@ -47,24 +47,20 @@ def refuse_launchers(num_ranks: int) -> None:
     processes: Any = torch.multiprocessing
     start = processes.start_processes
 
+    def refuse(*_: Any) -> Any:
+        raise UserError(
+            "A launcher cannot start processes inside a rank: with Lightning, use "
+            f'strategy="ddp", devices={num_ranks}; else call the training function itself, on all '
+            "ranks."
+        )
+
     @functools.wraps(start)
     def start_processes(*args: Any, **options: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        if caller in LIGHTNING:
-            raise UserError(
-                f"Lightning cannot start processes inside a rank, which is one of {num_ranks} "
-                f'already: use strategy="ddp", devices={num_ranks}.'
-            )
-        return start(*args, **options)
-
-    def launch(*_: Any) -> Any:
-        raise UserError(
-            "A launcher cannot start processes inside a rank: call the training function itself, "
-            "on all ranks."
-        )
+        return refuse() if caller in LIGHTNING else start(*args, **options)
 
     processes.start_processes = start_processes
-    elastic_launch.__call__ = launch  # type: ignore[method-assign]
+    elastic_launch.__call__ = refuse  # type: ignore[method-assign]
 
 
 @final

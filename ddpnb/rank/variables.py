@@ -16,7 +16,6 @@ from ddpnb.protocol.messages import StaleVariable
 from ddpnb.protocol.variables import (
     LARGE_BYTES,
     Parcel,
-    culprit,
     dump,
     in_file,
     in_message,
@@ -25,8 +24,6 @@ from ddpnb.protocol.variables import (
     receive,
     size_of,
 )
-
-NOBODY_WAITS = "the notebook does not wait for this value any longer"
 
 REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
 """Functions, classes and constants: no training on this rank has changed one in place."""
@@ -91,12 +88,7 @@ def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
 
 
 def give(
-    expression: str,
-    namespace: dict[str, Any],
-    *,
-    path: str,
-    classes: Collection[str],
-    num_copies: int,
+    expression: str, namespace: dict[str, Any], path: str, classes: Collection[str], num_copies: int
 ) -> Parcel:
     """Evaluate an expression and return its value; raises what evaluating and pickling raise.
 
@@ -110,16 +102,8 @@ def give(
         num_copies: on how many ranks the kernel asks for the value at the same time.
     """
     if path and not os.path.exists(path):
-        raise TimeoutError(NOBODY_WAITS)
-    value = eval(expression, namespace)
-    try:
-        parts = dump(value, for_ranks=False, classes=classes)
-    except Exception as error:
-        whole = expression if expression.isidentifier() else f"({expression})"
-        name, cause = culprit(whole, value, error, for_ranks=False, classes=classes)
-        if name == whole:
-            raise
-        raise TypeError(f"{name}: {cause}") from cause
+        raise TimeoutError("the notebook does not wait for this value any longer")
+    parts = dump(eval(expression, namespace), for_ranks=False, classes=classes)
     if size_of(parts) < LARGE_BYTES or not path:
         return in_message(parts)
     file = os.open(path, os.O_WRONLY)  # not created: where it is gone, nobody waits

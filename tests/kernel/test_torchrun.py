@@ -81,25 +81,12 @@ elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2), print)(
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (
-            "import lightning\nlightning.launch()",
-            "Lightning cannot start processes inside a rank, which is one of 2 already: "
-            'use strategy="ddp", devices=2.',
-        ),
-        (
-            LAUNCHER,
-            "A launcher cannot start processes inside a rank: call the training function itself, "
-            "on all ranks.",
-        ),
-    ],
-)
-def test_launchers_of_ranks_are_refused_in_one_sentence(kernel: Kernel, source: str, expected: str):
+@pytest.mark.parametrize("source", ["import lightning\nlightning.launch()", LAUNCHER])
+def test_launchers_of_ranks_are_refused_in_one_sentence(kernel: Kernel, source: str):
     (kernel.folder / "lightning.py").write_text(LIGHTNING)
     cell = kernel.run(f"%%ddp\n{source}")
-    assert cell.error_text.splitlines()[0] == f"RankError: ranks 0-1 failed: UserError: {expected}"
+    first = cell.error_text.splitlines()[0]
+    assert "A launcher cannot start processes inside a rank: with Lightning, use" in first
     assert "start_processes" not in cell.error_text
 
 

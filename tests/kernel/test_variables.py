@@ -123,7 +123,7 @@ fine = 2
     ("expression", "expected"),
     [
         ("(i for i in range(3))", "give (i for i in range(3)): TypeError: cannot pickle 'gen"),
-        ("zigzag", "Rank 0 cannot give zigzag: TypeError: zigzag['lock']: cannot pickle '_thread"),
+        ("zigzag", "Rank 0 cannot give zigzag: TypeError: cannot pickle '_thread"),
         ("zigza", "NameError: name 'zigza' is not defined"),
         ("1 / 0", "Rank 0 cannot give 1 / 0: ZeroDivisionError: division by zero."),
     ],
