@@ -10,11 +10,10 @@ import warnings
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import IPython
-import torch
 from IPython.core.interactiveshell import ExecutionInfo
 
 from ddpnb.compat import torch_internals
@@ -33,11 +32,6 @@ from ddpnb.rank.torchrun import process_of, run_script
 
 DRAIN_SECONDS = 0.2
 """How long a cell may wait at its end for the output of C code and child processes."""
-
-NOT_THE_USERS = (OWN_FOLDER, IPython.__path__[0])
-"""Folders of the code between the engine and the user's code."""
-
-TORCH = torch.__path__[0]
 
 Result = TypeVar("Result")
 
@@ -231,12 +225,13 @@ def said_by(error: BaseException) -> str:
 
 def traceback_of(error: BaseException, shell: Any) -> list[str]:
     """Return the formatted traceback, from the user's first line on."""
-    frames = users_part(error.__traceback__)
+    frames = from_first(error.__traceback__, is_users)
+    is_for_users = isinstance(error, UserError | SystemExit)
+    if isinstance(error, BdbQuit) or (is_for_users and frames is None):
+        return []  # its message is enough
     if isinstance(error, CollectiveMismatchError | UserError):
         end_at_users(frames)
-    in_code = any(is_users(frame) for frame, _ in traceback.walk_tb(frames))
-    if isinstance(error, BdbQuit) or (isinstance(error, UserError | SystemExit) and not in_code):
-        return []  # its message is enough
+    frames = frames or from_first(error.__traceback__, is_others)
     if is_plain(error):
         frames = frames or error.__traceback__
         return "".join(traceback.format_exception(type(error), error, frames)).splitlines()
@@ -261,17 +256,18 @@ def is_plain(error: BaseException) -> bool:
     return any(line is None for _, line in frames)
 
 
-def users_part(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the user's first frame on; None if it has no frame of theirs."""
-    frames = _past(frames, NOT_THE_USERS)
-    # Torch may call the user's forward; otherwise the traceback shows torch's own frames.
-    return _past(frames, (*NOT_THE_USERS, TORCH)) or frames
-
-
-def _past(frames: TracebackType | None, folders: tuple[str, ...]) -> TracebackType | None:
-    while frames and frames.tb_frame.f_code.co_filename.startswith(folders):
+def from_first(
+    frames: TracebackType | None, is_wanted: Callable[[FrameType], bool]
+) -> TracebackType | None:
+    """Return a traceback from the first frame of a kind on; None if it has no such frame."""
+    while frames is not None and not is_wanted(frames.tb_frame):
         frames = frames.tb_next
     return frames
+
+
+def is_others(frame: FrameType) -> bool:
+    """Return whether a frame runs code that is neither ddpnb's nor IPython's."""
+    return not frame.f_code.co_filename.startswith((OWN_FOLDER, IPython.__path__[0]))
 
 
 def end_at_users(frames: TracebackType | None) -> None:
