@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import cycle, islice
 
 import psutil
@@ -17,13 +18,77 @@ import psutil
 from benchmarks.kernel import Kernel, kernel
 from benchmarks.measure import Figure
 from benchmarks.memory import pss
-from tests.cluster.rig import run, started
-from tests.faults.cases import SETUP, WAITS, Round, one_raises
+from ddpnb.cluster.call import CallEvent, Returned
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.supervision import failure_in
+from tests.cluster.rig import Ended, begin, finish, pull, run, started
+from tests.faults.test_freed import PREPARE, SETUP, WAITS
 
 NUM_ROUNDS = 100
 NUM_KILLS = 20
 NAMED_SECONDS = 1.0
 FREED_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What one round showed."""
+
+    wait: str
+    named_after: float
+    """Seconds from the exception on the rank until the notebook knew of it."""
+    freed_after: float
+    """Seconds from the exception until every rank had ended the cell."""
+    next_is_right: bool
+    """Whether the next cell's all-reduce gave the right sum everywhere."""
+    is_kept: bool
+    """Whether all variables are as before."""
+    ended: Ended
+
+
+def one_raises(cluster: Cluster, wait: str, culprit: int, num_before: int = 0) -> Round:
+    """Have one rank raise while the others wait for it in a call.
+
+    Args:
+        cluster: on which ``SETUP`` has run.
+        wait: one of ``WAITS``.
+        culprit: the rank that raises.
+        num_before: rounds before this one; counted in a variable on the ranks.
+    """
+    named: list[float] = []
+
+    def note(event: CallEvent) -> None:
+        if isinstance(event, Returned) and event.rank == culprit:
+            failure = failure_in(event.value)
+            assert failure is not None
+            named.append(time.time() - failure.failed_at)
+            began.append(failure.failed_at)
+
+    began: list[float] = []
+    cell = begin(
+        cluster,
+        f"culprit = {culprit}\n{PREPARE.get(wait, '')}\n"
+        f"if rank == culprit:\n    time.sleep(0.2)\n    raise ValueError('on purpose')\n"
+        f"{WAITS[wait]}",
+        on_event=note,
+    )
+    finish(cell)
+    freed_after = time.time() - began[0]
+    again = run(
+        cluster,
+        "total = torch.full((1000,), rank + 1.0)\ndist.all_reduce(total)\nkept[1] += 1",
+    )
+    num_ranks = len(cluster.ranks)
+    expected = num_ranks * (num_ranks + 1) / 2
+    totals = [] if again.failures else pull(cluster, "total.min().item(), total.max().item()")
+    return Round(
+        wait=wait,
+        named_after=named[0],
+        freed_after=freed_after,
+        next_is_right=totals == [(expected, expected)] * num_ranks,
+        is_kept=pull(cluster, "kept") == [[rank, num_before + 1] for rank in cluster.ranks],
+        ended=cell,
+    )
 
 
 def measure() -> list[Figure]:

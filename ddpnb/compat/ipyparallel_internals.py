@@ -90,7 +90,8 @@ def _follow(future: Any, receive: Receive) -> None:
 def _hand_over(result: ipp.AsyncResult, receive: Receive) -> None:
     """Wait for a call to end, then hand over all its messages."""
     result.wait()
-    result.wait_for_output()
+    if not getattr(_outcome(result), "is_silent", False):  # else nothing says that it has ended
+        result.wait_for_output()
     metadata = result.metadata
     for name in ("stdout", "stderr"):
         if text := metadata[name]:

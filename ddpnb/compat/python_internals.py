@@ -1,34 +1,11 @@
-"""Private parts of Python's standard library.  (Every process.)
+"""Private parts of Python's standard library.  (Kernel.)
 
 ``sys._getframe``, ``sys._current_frames`` and ``os._exit`` are documented, so not among them.
 """
 
 import argparse
-import asyncio
-import contextlib
-from collections.abc import Iterator
 
 from ddpnb.compat.probe import missing, probe
-
-
-@probe("Python", "a cell on the ranks cannot use await outside a function")
-def leaves_loops() -> bool:
-    """Whether another event loop can run inside a running one."""
-    running = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
-    asyncio._set_running_loop(running)
-    return True
-
-
-@contextlib.contextmanager
-def outside_of_loop() -> Iterator[None]:
-    """Return a context in which this thread has no running event loop, so that another can run."""
-    outer = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(outer)
 
 
 @probe("Python", "options of magics are not completed, and a misspelt one gets no suggestion")
@@ -50,4 +27,4 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 def missing_features() -> tuple[str, ...]:
     """Return a sentence for each feature that is off with this version of Python."""
-    return missing((leaves_loops, lists_options))
+    return missing((lists_options,))

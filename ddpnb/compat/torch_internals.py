@@ -4,6 +4,7 @@ Names without an underscore that torch's documentation does not list, such as th
 ``ProcessGroup`` and the operations in the dispatcher, count as private too.
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -258,15 +259,13 @@ def counts_collectives() -> bool:
 
 
 def num_collectives() -> int:
-    """Return how many collectives of the default group have begun on this rank.
-
-    Raises:
-        RuntimeError: the backend does not count them.
-    """
+    """Return how many collectives of the default group have begun here; 0: not known."""
     if not dist.is_initialized() or not counts_collectives.works:
         return 0
     group: Any = dist.group.WORLD
-    return int(group._get_sequence_number_for_group())
+    with contextlib.suppress(RuntimeError):  # the backend does not count them
+        return int(group._get_sequence_number_for_group())
+    return 0
 
 
 @probe("torch", "on GPUs, waits in sub-groups cannot be ended, only those in the default group")

@@ -381,7 +381,6 @@ def preload() -> None:
 
     ``DDPNB_PRELOAD`` names further modules, with spaces between them.
     """
-    importlib.import_module("ddpnb.rank.shell").use_text_bars()  # before tqdm is imported
     for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
         importlib.import_module(name)
     gc.enable()

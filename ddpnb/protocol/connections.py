@@ -6,7 +6,6 @@ read once for all ranks.
 """
 
 import contextlib
-import ctypes
 import os
 import socket
 import stat
@@ -120,15 +119,6 @@ def own_connections() -> Iterator[TcpConnection]:
             yield TcpConnection(fd, own, other, os.fstat(end.fileno()).st_ino)
 
 
-def own_listeners() -> set[int]:
-    """Return the descriptors of this process's TCP sockets that listen."""
-    return {
-        fd
-        for fd, end in _own_tcp_sockets()
-        if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
-
-
 def _own_tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
     """Yield each open TCP socket's descriptor, and a copy that is closed at the next."""
     for fd in sorted(map(int, os.listdir(_OWN_DESCRIPTORS))):
@@ -138,15 +128,6 @@ def _own_tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
                     is_ip = end.family in (socket.AF_INET, socket.AF_INET6)
                     if is_ip and end.type == socket.SOCK_STREAM:
                         yield fd, end
-
-
-def admit_no_more(fd: int) -> None:
-    """Have the system drop what comes to a socket that listens; it keeps its connections."""
-    if psutil.LINUX:
-        drop = ctypes.create_string_buffer(_DROP)
-        program = struct.pack("HP", 1, ctypes.addressof(drop))
-        with as_socket(fd) as end:
-            end.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
 def traffic_of(fd: int) -> Traffic | None:
@@ -197,10 +178,6 @@ def as_socket(fd: int) -> socket.socket:
 
 
 _OWN_DESCRIPTORS: Final = "/proc/self/fd" if psutil.LINUX else "/dev/fd"
-_ATTACH_FILTER: Final = 26
-"""Linux's ``SO_ATTACH_FILTER``, on all processors that torch is built for."""
-_DROP: Final = struct.pack("HBBI", 6, 0, 0, 0)
-"""A program of the socket filter: return 0 bytes."""
 _TCP_INFO: Final = struct.Struct("=24xI92xQQ")
 """Of Linux's ``tcp_info``: ``tcpi_unacked``, ``tcpi_bytes_acked`` and ``tcpi_bytes_received``."""
 

@@ -34,9 +34,7 @@ class OnRank:
     def __call__(self, *args: object) -> object:
         """Look the function up and call it; runs on the rank."""
         calls = importlib.import_module("ddpnb.rank.calls")
-        if self.folder:
-            calls.work_in(self.folder)
-        return getattr(calls, self.function)(*args)
+        return calls.call(self.function, self.folder, *args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,7 +432,7 @@ class CellReport:
     num_collectives: int = 0
     """Collectives of the default group that had begun here when the cell ended."""
     names: tuple[str, ...] = ()
-    """The variables here, for Tab while the rank is busy; the latest where there are many."""
+    """The variables here, for Tab while the rank is busy."""
     trace: RankSpans | None = None
     """What was recorded; None: nothing was to be."""
     is_silent: bool = False

@@ -1,4 +1,4 @@
-"""How a rank is freed from waits that are not the process group's own (ranks).
+"""How a rank is freed from waits that are not the process group's own, and what it raises (ranks).
 
 Whatever waits for other ranks outside the group holds a ``CancellationToken``.  Code that waits at
 a socket or a condition registers a way to end that wait.  Code that polls checks the token each
@@ -10,7 +10,26 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import final
 
-from ddpnb.rank.errors import ConsequenceError, RunCancelledError
+from ddpnb.compat import torch_internals
+
+
+class ConsequenceError(RuntimeError):
+    """Another rank has failed or gone, or this one was freed from its wait; the cause is there."""
+
+
+class RankLostError(ConsequenceError):
+    """A rank left in the middle of a run, or makes no progress: the run is over."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"Rank {rank} left in the middle of the run, or no longer answers "
+            "(slow steps need a longer timeout, as in async:timeout=120)."
+        )
+        self.rank = rank
+
+
+class RunCancelledError(ConsequenceError):
+    """This rank was not waiting; it was ended because another rank had failed."""
 
 
 @final
@@ -58,3 +77,20 @@ class CancellationToken:
             raise RunCancelledError("This rank was ended with the others.")
         if self.is_aborted:
             raise ConsequenceError("This rank was freed from its wait.")
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an exception only reports that another rank has gone or failed."""
+    if isinstance(error, ConsequenceError):
+        return True
+    text = text_of(error)
+    is_lost = isinstance(error, RuntimeError) and torch_internals.reports_lost_peer(error, text)
+    return is_lost or f"running the callback: {ConsequenceError.__name__}: " in text  # of a future
+
+
+def text_of(error: object) -> str:
+    """Return an exception as text, in Python's words where its own code for that fails."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  the user's code
+        return "<exception str() failed>"

@@ -1,30 +1,33 @@
-"""Runs the user's code as an IPython cell, interrupts it, and says how it failed (ranks)."""
+"""Runs the user's code as an IPython cell, interrupts it, and describes how it failed (ranks)."""
 
 import contextlib
 import gc
 import signal
 import sys
-import threading
+import time
+import traceback
 import warnings
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+import IPython
 from IPython.core.interactiveshell import ExecutionInfo
 
-from ddpnb.protocol.messages import CellReport, CellSpec
-from ddpnb.rank.collectives.trace import TraceRecorder, recording
+from ddpnb.compat import torch_internals
+from ddpnb.compat.ipykernel_internals import DescriptorStream
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import CellReport, CellSpec, Failure
+from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_consequence, text_of
+from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
+from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.engine import RankEngine, id_of
-from ddpnb.rank.failures import (
-    RENDERS_ITSELF,
-    failure_of,
-    is_consequence,
-    release_frames,
-    traceback_of,
-)
+from ddpnb.rank.group import Group
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions, variable_names
-from ddpnb.rank.status import num_collectives
+from ddpnb.rank.stack import OWN_FOLDER, is_users
 from ddpnb.rank.torchrun import process_of, run_script
 
 DRAIN_SECONDS = 0.2
@@ -39,32 +42,27 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     Output, figures and the value of the last expression go through the engine's own output channel
     while the cell runs.
     """
-    cell, before = id_of(engine.kernel.get_parent("shell")), engine.sending.num_outputs
-    publishing = closing(Publisher(rank=engine.group.rank, run_id=spec.run_id))
-    adopted = engine.adopted_group.during(is_script=spec.script is not None)
-    with publishing as publisher, traced(spec, engine) as recorder, adopted:
+    rank = engine.group.rank
+    cell, num_outputs = id_of(engine.kernel.get_parent("shell")), engine.sending.num_outputs
+    with contextlib.ExitStack() as opened:
+        publisher = opened.enter_context(closing(Publisher(rank=rank, run_id=spec.run_id)))
         engine.publisher = publisher
+        recorder = opened.enter_context(recording(rank)) if spec.is_traced else None
+        opened.enter_context(engine.adopted_group.during())
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None
     if errors and (isinstance(errors[0], KeyboardInterrupt) or is_consequence(errors[0])):
         for error in errors:
             release_frames(error)
     return CellReport(
-        rank=engine.group.rank,
+        rank=rank,
         failure=failure,
-        num_collectives=num_collectives(),
+        num_collectives=torch_internals.num_collectives(),
         num_batches_sent=publisher.num_batches,
         names=variable_names(engine.shell),
         trace=None if recorder is None else recorder.spans(),
-        is_silent=engine.sending.end_cell(cell, before),
+        is_silent=engine.sending.end_cell(cell, num_outputs),
     )
-
-
-def traced(
-    spec: CellSpec, engine: RankEngine
-) -> contextlib.AbstractContextManager[TraceRecorder | None]:
-    """Return a context in which a cell's exchanges are recorded, if they are to be."""
-    return recording(engine.group.rank) if spec.is_traced else contextlib.nullcontext()
 
 
 def interruptible(call: Callable[[], Result]) -> Result:
@@ -88,35 +86,26 @@ def ignore(number: int, frame: object) -> None:
     """Do nothing.  Unlike ``SIG_IGN``, child processes do not inherit this handler."""
 
 
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Let no interrupt into a short piece of code: the kernel repeats it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, ignore)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     """Run a cell's source; return the errors of it, first the one that it failed with."""
     engine.shell.execution_count = spec.execution_count
     was_aborted = engine.group.cancellation.is_aborted
     warn_again()
     try:
-        with errors_shown_by(engine) as shown, questions(spec, engine.group.rank, engine.answers):
+        with (
+            errors_shown_by(engine.shell) as shown,
+            questions(spec, engine.group.rank, engine.answers),
+        ):
             error = execute(spec, engine)
-        engine.sending.settle(DRAIN_SECONDS)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, DescriptorStream):  # else the user has redirected it
+                stream.settle(DRAIN_SECONDS)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         error = interrupt
     ended_with = [] if error is None or is_success(error) else [error]
-    errors = [*shown, *ended_with] or aborted(engine, was_aborted=was_aborted)
+    errors = [*shown, *ended_with] or aborted(engine.group, was_aborted=was_aborted)
     if isinstance(error, KeyboardInterrupt):
-        # An interrupt ends the cell; another may come while IPython remembers the first, and at an
-        # ``await`` IPython shows before it what it cancels.
+        # It ends the cell, whatever else went wrong or was interrupted while IPython noted it.
         errors.sort(key=lambda each: not isinstance(each, KeyboardInterrupt))
     return errors
 
@@ -125,7 +114,9 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     """Run a cell or a script; return the error that ended it, if one did."""
     shell = engine.shell
     if spec.script is None:
-        return interruptible(lambda: execute_cell(spec, shell))
+        result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
+        error: BaseException | None = result.error_before_exec or result.error_in_exec
+        return error
     try:
         with process_of(spec.script, engine.group.device):
             return interruptible(lambda: execute_script(spec, shell))
@@ -133,17 +124,9 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
 
 
-def execute_cell(spec: CellSpec, shell: Any) -> BaseException | None:
-    """Run a cell; return the error that ended it, if one did."""
-    result = shell.run_cell(spec.source, store_history=True)
-    error: BaseException | None = result.error_before_exec or result.error_in_exec
-    return error
-
-
 def execute_script(spec: CellSpec, shell: Any) -> BaseException | None:
     """Run a script in the process that is prepared for it; return the error that ended it."""
     assert spec.script is not None
-    shell.events.trigger("pre_execute")
     try:
         run_script(spec.script, spec.source, namespace=shell.user_ns)
     except (Exception, SystemExit) as failure:  # noqa: BLE001  the edge of the user's code
@@ -168,30 +151,22 @@ def warn_again() -> None:
 
 
 @contextlib.contextmanager
-def errors_shown_by(engine: RankEngine) -> Iterator[list[BaseException]]:
-    """Collect the errors that IPython shows, even if it does not raise them, as in ``%run``.
+def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
+    """Collect the errors that IPython would show, even if it does not raise them, as in ``%run``.
 
-    Each traceback is formatted once, for what IPython shows and keeps and for the notebook: a file
-    of torch takes it a quarter of a second, and all ranks may fail at once.
+    The notebook shows them: here IPython only keeps the last one, for ``%debug``.
     """
-    shown: list[BaseException] = []
-    shell = engine.shell
-    show = shell.showtraceback
+    found: list[BaseException] = []
 
-    def record(exc_tuple: Any = None, *args: Any, **options: Any) -> None:
-        error = (exc_tuple or sys.exc_info())[1]
-        if is_success(error):
-            return
-        with undisturbed():
-            if error is not None:  # else %tb shows an earlier error again
-                shown.append(error)
-                lines = traceback_of(error, engine)
-                BaseException.__setattr__(error, RENDERS_ITSELF, lambda: lines)
-            show(exc_tuple, *args, **options)
+    def record(exc_tuple: Any = None, *_: Any, **options: Any) -> None:
+        kind, error, frames = exc_tuple or sys.exc_info()
+        if error is not None and not is_success(error):
+            found.append(error)
+            sys.last_type, sys.last_value, sys.last_traceback = kind, error, frames
 
-    shell.showtraceback = record
+    show, shell.showtraceback = shell.showtraceback, record
     try:
-        yield shown
+        yield found
     finally:
         if shell.showtraceback is record:  # else the cell has replaced it
             shell.showtraceback = show
@@ -202,15 +177,124 @@ def is_success(error: BaseException | None) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def aborted(engine: RankEngine, *, was_aborted: bool) -> list[BaseException]:
+def aborted(group: Group, *, was_aborted: bool) -> list[BaseException]:
     """Return an error if the cell saw meaningless tensors: a collective of it was aborted.
 
     ``was_aborted``: whether the group was before the cell, whose own calls then all raise.
     """
-    token, can_abort = engine.group.cancellation, engine.group.can_abort
-    if can_abort and not was_aborted:
-        try:
-            token.check()
-        except RuntimeError as error:
-            return [error]
+    if group.can_abort and group.cancellation.is_aborted and not was_aborted:
+        return [ConsequenceError("This rank was freed from its wait.")]
     return []
+
+
+# -- how code failed -----------------------------------------------------------------------
+
+
+def failure_of(error: BaseException, engine: RankEngine) -> Failure:
+    """Describe an exception that has just been caught, for the notebook."""
+    return Failure(
+        rank=engine.group.rank,
+        name=type(error).__name__,
+        text=said_by(error),
+        traceback=tuple(traceback_of(error, engine.shell)),
+        failed_at=time.time(),
+        line=line_of(error),
+        is_consequence=is_consequence(error),
+        was_waiting=not isinstance(error, RunCancelledError),
+        breaks_group=isinstance(error, CollectiveMismatchError),
+    )
+
+
+def line_of(error: BaseException) -> int:
+    """Return the line that the cell or the script was in; 0 if neither was.
+
+    A function of another cell is not looked into.
+    """
+    found = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_users(frame) and line is not None
+    ]
+    return [line for file, line in found if file == found[0][0]][-1] if found else 0
+
+
+def said_by(error: BaseException) -> str:
+    """Return an exception's message."""
+    if isinstance(error, BdbQuit):
+        return "the debugger was left with quit, which ends the cell; continue goes on with it"
+    return text_of(error.msg if isinstance(error, SyntaxError) else error)
+
+
+def traceback_of(error: BaseException, shell: Any) -> list[str]:
+    """Return the formatted traceback, from the user's first line on."""
+    frames = from_first(error.__traceback__, is_users)
+    is_for_users = isinstance(error, UserError | SystemExit)
+    if isinstance(error, BdbQuit) or (is_for_users and frames is None):
+        return []  # its message is enough
+    if isinstance(error, CollectiveMismatchError | UserError):
+        end_at_users(frames)
+    frames = frames or from_first(error.__traceback__, is_others)
+    if is_plain(error):
+        frames = frames or error.__traceback__
+        return "".join(traceback.format_exception(type(error), error, frames)).splitlines()
+    if isinstance(error, SyntaxError) and frames is None:
+        lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
+    else:
+        lines = shell.InteractiveTB.structured_traceback(
+            type(error), error, frames or error.__traceback__, tb_offset=0
+        )
+    return lines
+
+
+def is_plain(error: BaseException) -> bool:
+    """Return whether Python's own traceback is shown in place of IPython's.
+
+    IPython's takes long, and many ranks fail at once by an interrupt or as a consequence of one
+    rank.  It fails where a frame has no line, as between two instructions.
+    """
+    if isinstance(error, KeyboardInterrupt) or is_consequence(error):
+        return True
+    frames = (each for link in chain_of(error) for each in traceback.walk_tb(link.__traceback__))
+    return any(line is None for _, line in frames)
+
+
+def from_first(
+    frames: TracebackType | None, is_wanted: Callable[[FrameType], bool]
+) -> TracebackType | None:
+    """Return a traceback from the first frame of a kind on; None if it has no such frame."""
+    while frames is not None and not is_wanted(frames.tb_frame):
+        frames = frames.tb_next
+    return frames
+
+
+def is_others(frame: FrameType) -> bool:
+    """Return whether a frame runs code that is neither ddpnb's nor IPython's."""
+    return not frame.f_code.co_filename.startswith((OWN_FOLDER, IPython.__path__[0]))
+
+
+def end_at_users(frames: TracebackType | None) -> None:
+    """Cut the traceback off after the user's innermost line, if one is in a cell."""
+    last = None
+    while frames is not None:
+        last = frames if is_users(frames.tb_frame) else last
+        frames = frames.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
+def release_frames(error: BaseException) -> None:
+    """Drop the variables of an interrupted cell's frames, so that a DataLoader's workers end.
+
+    IPython keeps the last traceback, and with it the variables and loops of each frame.
+    """
+    for each in chain_of(error):
+        traceback.clear_frames(each.__traceback__)
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            len(frame.f_locals)  # reading it renews Python 3.11's copy, which is then empty
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the one that was being handled when it was raised, and so on."""
+    while error is not None:
+        yield error
+        error = error.__context__

@@ -1,7 +1,5 @@
 """A rank's process: an ipyparallel engine that serves calls, and its control thread (ranks)."""
 
-import asyncio
-import contextlib
 import faulthandler
 import json
 import os
@@ -9,7 +7,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,15 +18,14 @@ import torch
 from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
-from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
+from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.connections import Address
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import seed_everything
-from ddpnb.rank.shell import RankStream, prepare
+from ddpnb.rank.shell import prepare
 from ddpnb.rank.status import rank_status, users_stack
-from ddpnb.rank.torchrun import AdoptedGroup, end_cells_with_exit, refuse_launchers
+from ddpnb.rank.torchrun import AdoptedGroup, refuse_launchers
 
 Handler = Callable[..., object]
 
@@ -66,9 +63,9 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     adopted_group = Instance(AdoptedGroup)
     notebook_folder = ""
     """The notebook's working folder when it last called this rank."""
+    sending: "Sending"
     publisher: Any = None
     """The publisher of the cell or run in progress."""
-    sending: "Sending"
     answers = Instance(SimpleQueue, ())
     """The user's lines, for the rank that is debugged; None: there will be none.
 
@@ -86,9 +83,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         self.log.setLevel(self.log_level)  # ipyparallel had set it to DEBUG: five records a cell
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = keep_signals
         shell = self.kernel.shell
-        shell.loop_runner = CellLoop()
         prepare(shell)
-        end_cells_with_exit(shell)
         for name in ("ps1", "ps2", "ps3"):  # IPython's; by them libraries know a prompt
             vars(sys).pop(name, None)
         shell.user_ns.update(
@@ -108,13 +103,11 @@ class Sending:
     """Sends a rank's messages but those that nobody needs: with many ranks they add up.
 
     Nobody reads that a call has begun.  That a cell's output has ended needs no message where there
-    was none: its result says so.  Nor does anyone read when a cell began, which takes an eighth of
-    the kernel's time to parse.
+    was none: its result says so.
     """
 
     def __init__(self, send: Callable[..., Any]) -> None:
         self._send = send
-        self._streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, RankStream)]
         self._silent_cell = ""
         self.num_outputs = 0
         """How many messages were sent that are neither a call's result nor its begin or end."""
@@ -125,28 +118,22 @@ class Sending:
         """Send a message, as ``Session.send`` does."""
         if msg_or_type == "status":
             is_idle = content == {"execution_state": "idle"}
-            if content == {"execution_state": "busy"} or (is_idle and self._is_silent(options)):
+            is_silent = (
+                bool(self._silent_cell) and id_of(options.get("parent")) == self._silent_cell
+            )
+            if content == {"execution_state": "busy"} or (is_idle and is_silent):
                 return None
         elif msg_or_type != "apply_reply":
             self.num_outputs += 1
-        elif self._is_silent(options):
-            options["metadata"].pop("started", None)
         return self._send(stream, msg_or_type, content, *args, **options)
-
-    def settle(self, seconds: float) -> None:
-        """Wait until what was written to this process's descriptors is in its streams."""
-        for stream in self._streams:
-            stream.settle(seconds)
 
     def end_cell(self, cell: str, num_outputs_before: int) -> bool:
         """Return whether a cell, by its request's id, has no output; its end is then not sent."""
-        is_sent = not any(stream.has_written for stream in self._streams)
+        streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, DescriptorStream)]
+        is_sent = not any(each.has_written for each in streams)
         is_silent = is_sent and self.num_outputs == num_outputs_before
         self._silent_cell = cell if is_silent else ""
         return is_silent
-
-    def _is_silent(self, options: Mapping[str, Any]) -> bool:
-        return bool(self._silent_cell) and id_of(options.get("parent")) == self._silent_cell
 
 
 def id_of(request: Any) -> str:
@@ -156,33 +143,6 @@ def id_of(request: Any) -> str:
 
 def keep_signals() -> None:
     """Leave SIGINT alone around a message, unlike ipykernel; see ``cells.interruptible``."""
-
-
-class CellLoop:
-    """Runs a cell's top-level ``await`` while the engine's own loop is running.
-
-    The engine's loop cannot be entered a second time.  Ipykernel's solution needs a thread that
-    ipyparallel's engines do not have, and hangs.  So the cells of a rank share a loop of their own,
-    as they do in a terminal's IPython.
-    """
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-
-    def __call__(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run ``coroutine`` to its end on the cells' loop."""
-        if not leaves_loops.works:
-            coroutine.close()
-            raise UserError(f"{leaves_loops.sentence}.")
-        with outside_of_loop():
-            task = self.loop.create_task(coroutine)
-            try:
-                return self.loop.run_until_complete(task)
-            except KeyboardInterrupt:
-                task.cancel()  # else it would continue in the next cell that awaits
-                with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-                    self.loop.run_until_complete(task)
-                raise
 
 
 def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
@@ -219,15 +179,15 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     )
     adopted_group = AdoptedGroup(group)
     adopted_group.install()
-    refuse_launchers(group)
+    refuse_launchers(group.world_size)
     engine = RankEngine.instance(
-        group=group, adopted_group=adopted_group, out_stream_factory=RankStream
+        group=group, adopted_group=adopted_group, out_stream_factory=DescriptorStream
     )
     handlers = {
         RankCommand.ABORT: group.abort,
         RankCommand.ANSWER: engine.answers.put,
         RankCommand.STATUS: lambda: asdict(rank_status(group, engine.shell)),
-        RankCommand.STACK: lambda: users_stack(engine.shell),
+        RankCommand.STACK: users_stack,
         RankCommand.EXPECT_STOP: engine.stop_expected.set,
         RankCommand.STOP: engine.stop_wanted.set,
     }

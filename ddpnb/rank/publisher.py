@@ -57,8 +57,10 @@ class Publisher:
         self._events.append(event)
         if isinstance(event, Mark) and event.kind is MarkKind.KILLED:
             self._flush()  # this process is about to end
-        if self._thread is None:
-            self._start()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ddpnb-publish", daemon=True)
+                self._thread.start()
 
     def log(self, loss: float, samples: int, metrics: Mapping[str, float]) -> None:
         """Publish one call of ``ddpnb.log``."""
@@ -79,13 +81,6 @@ class Publisher:
             self._thread.join()
             self._thread = None
             self._flush()
-
-    def _start(self) -> None:
-        with self._starting:
-            if self._thread is None:  # else another thread published the first event meanwhile
-                thread = threading.Thread(target=self._run, name="ddpnb-publish", daemon=True)
-                thread.start()
-                self._thread = thread
 
     def _run(self) -> None:
         self._flush()  # at once, so that the notebook has something to show

@@ -4,7 +4,6 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,36 +30,26 @@ def preserve_globals(device: torch.device) -> Iterator[None]:
 
     Inside the block, ``device`` is the current device if it is a GPU.
     """
-    with contextlib.ExitStack() as stack:
-        stack.callback(_set_num_threads, torch.get_num_threads())
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        stack.callback(set_random_state, random_state(device))
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-        yield
+    num_threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    on_gpu = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    try:
+        with preserve_random(device), on_gpu:
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of all global random numbers."""
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-    if device.type == "cuda":  # all of them: the replicas of dp are on several
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restore what ``random_state`` returned."""
-    torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def _set_num_threads(num_threads: int) -> None:
-    if torch.get_num_threads() != num_threads:
-        torch.set_num_threads(num_threads)
+@contextlib.contextmanager
+def preserve_random(device: torch.device) -> Iterator[None]:
+    """Restore all global random numbers when the block ends."""
+    # all GPUs: the replicas of dp are on several
+    gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
+    in_numpy, in_python = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(gpus):
+        try:
+            yield
+        finally:
+            np.random.set_state(in_numpy)
+            random.setstate(in_python)

@@ -6,11 +6,9 @@ or to the screen of a forked child is output here too, and what would ask says w
 
 import builtins
 import contextlib
-import linecache
+import importlib
 import os
 import sys
-import types
-import warnings
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -22,7 +20,6 @@ from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.core.debugger import Pdb
 from IPython.utils.tokenutil import token_at_cursor
 
-from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Question
 
@@ -31,20 +28,8 @@ CANNOT_ASK = (
     "%ddp_debug 1 after an error."
 )
 
-NO_ANSWER = "the notebook was interrupted, or has no prompt"
-
 AROUND = ("IPython.*", "ipykernel.*", "ddpnb.*")
 """Modules in which the debugger does not stop: a cell's last line returns to them."""
-
-MAX_NAMES = 1000
-"""How many names of variables are sent to the notebook after a cell."""
-
-TQDM_IN_NOTEBOOKS = ("tqdm.autonotebook", "tqdm.notebook")
-"""Modules whose bars are widgets: on a rank they would stand still."""
-
-
-class NoPromptError(UserError):
-    """A rank has asked where nobody would answer."""
 
 
 def prepare(shell: Any) -> None:
@@ -54,23 +39,35 @@ def prepare(shell: Any) -> None:
     shell.compile.get_code_name = lambda *code: name_of_code(*code).replace(own, common)
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     os.register_at_fork(after_in_child=write_to_descriptors)
-    warnings.formatwarning = WarningFormat(shell)
-    use_text_bars()
+    shell.autoawait = False  # the engine's own loop runs already
     shell.Completer.use_jedi = False  # its first answer takes a second
     builtins.input = sys.breakpointhook = refuse
+    end_cells_with_exit(shell)
+    use_text_bars()
+
+
+def end_cells_with_exit(shell: Any) -> None:
+    """Have ``exit()`` and ``quit()`` end the cell: IPython's would end the rank.
+
+    Python's own would also close stdin, and the next file that is opened would get its number.
+    """
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    shell.user_ns.update(exit=sys.exit, quit=sys.exit)
+    shell.ask_exit = sys.exit  # after %reset
 
 
 def use_text_bars() -> None:
-    """Have tqdm draw its bars for notebooks as text; call it before tqdm is imported."""
-    for name in TQDM_IN_NOTEBOOKS:
-        sys.modules[name] = bars = TextBars(name)
-        if (package := sys.modules.get("tqdm")) is not None:  # as the import itself would
-            setattr(package, name.rpartition(".")[2], bars)
+    """Have tqdm draw bars as text where it would draw widgets, which stand still on a rank."""
+    with contextlib.suppress(ImportError):  # it may be missing
+        std = importlib.import_module("tqdm.std")
+        for name in ("autonotebook", "notebook"):
+            sys.modules[f"tqdm.{name}"] = std
+            setattr(sys.modules["tqdm"], name, std)
 
 
 def refuse(*args: object, **options: object) -> NoReturn:
     """Say that nobody would answer, in place of ``input`` and ``breakpoint``."""
-    raise NoPromptError(CANNOT_ASK)
+    raise UserError(CANNOT_ASK)
 
 
 def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
@@ -82,9 +79,8 @@ def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[s
 
 
 def variable_names(shell: Any) -> tuple[str, ...]:
-    """Return the names of this rank's variables, the latest ``MAX_NAMES`` of them."""
-    names = [name for name in shell.user_ns if isinstance(name, str) and name[:1] != "_"]
-    return tuple(names[-MAX_NAMES:])
+    """Return the names of this rank's variables."""
+    return tuple(name for name in shell.user_ns if isinstance(name, str) and name[:1] != "_")
 
 
 def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, str]:
@@ -115,7 +111,7 @@ def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> 
     else:
         while not answers.empty():
             answers.get()
-        builtins.input = Asking(answers)
+        builtins.input = lambda prompt="": ask(prompt, answers)
         sys.breakpointhook = lambda *args, **options: Pdb(skip=AROUND).set_trace(sys._getframe(1))
     try:
         yield
@@ -125,30 +121,18 @@ def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> 
         builtins.input = sys.breakpointhook = refuse
 
 
-class Asking:
-    """Stands for ``input``: publishes the question, and waits for the answer.
+def ask(prompt: object, answers: "SimpleQueue[str | None]") -> str:
+    """Publish a question of ``input``, and return the user's line.
 
     An interrupt of the kernel is the end of the input, and so is the coming of another kernel.
     """
-
-    def __init__(self, answers: "SimpleQueue[str | None]") -> None:
-        self._answers = answers
-        self._num_asked = 0
-        self._is_over = False
-
-    def __call__(self, prompt: object = "") -> str:
-        """Return the user's line, as ``input`` does."""
-        if self._is_over:
-            raise EOFError(NO_ANSWER)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        publish_data({f"question {self._num_asked}": Question(str(prompt))})
-        self._num_asked += 1
-        answer = self._answers.get()
-        if answer is None:
-            self._is_over = True
-            raise EOFError(NO_ANSWER)
-        return answer
+    sys.stdout.flush()
+    sys.stderr.flush()
+    publish_data({"question": Question(str(prompt))})
+    answer = answers.get()
+    if answer is None:
+        raise EOFError("the notebook was interrupted, or has no prompt")
+    return answer
 
 
 def write_to_descriptors() -> None:
@@ -156,72 +140,7 @@ def write_to_descriptors() -> None:
 
     A thread that only the parent has would send what the child prints.
     """
-    sys.stdout = _to_descriptor(1, sys.stdout)
-    sys.stderr = _to_descriptor(2, sys.stderr)
-
-
-def _to_descriptor(number: int, stream: Any) -> Any:
-    if not isinstance(stream, OutStream):  # the user has redirected it
-        return stream
-    return open(number, "w", buffering=1, errors="backslashreplace", closefd=False)
-
-
-class RankStream(DescriptorStream):
-    """A rank's ``sys.stdout`` or ``sys.stderr``; a flush of what is empty costs nothing.
-
-    ipykernel and ipyparallel flush both twice a cell, and each flush waits for another thread: with
-    many ranks that was a third of an empty cell.
-    """
-
-    has_written = False
-    """Whether there may be text that is not sent yet."""
-
-    def write(self, string: str) -> Any:
-        """Write to the notebook; return how many characters."""
-        num = super().write(string)
-        self.has_written = True
-        return num
-
-    def flush(self) -> None:
-        """Send what was written, and return once it is sent."""
-        if self.has_written:
-            self.has_written = False
-            super().flush()  # type: ignore[no-untyped-call]
-
-
-class WarningFormat:
-    """Names the cell that warns: ``Cell In[3], line 2: UserWarning: ...``, alike on all ranks."""
-
-    def __init__(self, shell: Any) -> None:
-        self._shell = shell
-        self._usual = warnings.formatwarning
-
-    def __call__(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        line: str | None = None,
-    ) -> str:
-        """Return the text of a warning, as ``warnings.formatwarning`` does."""
-        label = self._shell.compile.format_code_name(filename)
-        if label is None:
-            return self._usual(message, category, filename, lineno, line)
-        source = (linecache.getline(filename, lineno) if line is None else line).strip()
-        shown = f"  {source}\n" if source else ""
-        return f"{label[0]} {label[1]}, line {lineno}: {category.__name__}: {message}\n{shown}"
-
-
-class TextBars(types.ModuleType):
-    """A module of tqdm for notebooks, whose bars are text; imports tqdm when one is used."""
-
-    NAMES = ("tqdm", "trange", "tqdm_notebook", "tnrange")
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the text bar in place of the widget."""
-        if name not in self.NAMES:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        from tqdm import std  # noqa: PLC0415  the user's choice
-
-        return std.trange if name in ("trange", "tnrange") else std.tqdm
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if isinstance(getattr(sys, name), OutStream):  # else the user has redirected it
+            stream = os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)
+            setattr(sys, name, stream)

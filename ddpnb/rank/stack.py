@@ -1,10 +1,10 @@
 """Where on the stack is the user's code?  (ranks)"""
 
-import contextlib
 import os
 import sys
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
@@ -14,10 +14,9 @@ CELLS = f"{os.sep}ipykernel_"
 """A part of the file name of every cell's code."""
 BACKWARD = torch.autograd.backward.__code__.co_filename
 """The file of torch that computes gradients."""
+OWN_FOLDER = str(Path(__file__).parents[1])
 MAX_FRAMES: Final = 60
 """How far up the stack to look for the user's line."""
-
-_users_file = CELLS
 
 
 def outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -25,6 +24,18 @@ def outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def is_users(frame: FrameType) -> bool:
+    """Return whether a frame runs a cell or a script, whose module is ``__main__``.
+
+    ipyparallel's own call runs in the cells' namespace too, and the fork server's first module is
+    its process's ``__main__``.
+    """
+    if frame.f_globals.get("__name__") != "__main__":
+        return False
+    path = frame.f_code.co_filename
+    return path != "<string>" and not path.startswith(OWN_FOLDER)
 
 
 def users_line() -> str:
@@ -35,19 +46,8 @@ def users_line() -> str:
     in_backward = False
     for frame in islice(outward(sys._getframe(2)), MAX_FRAMES):
         file = frame.f_code.co_filename
-        if _users_file in file:
-            script = "" if _users_file == CELLS else f" of {os.path.basename(file)}"
+        if is_users(frame):
+            script = "" if CELLS in file else f" of {os.path.basename(file)}"
             return f"line {frame.f_lineno}{script}{', backward' if in_backward else ''}"
         in_backward = in_backward or file == BACKWARD
     return ""
-
-
-@contextlib.contextmanager
-def lines_of(path: str) -> Iterator[None]:
-    """Return a context in which the user's lines are those of a script."""
-    global _users_file
-    _users_file = path
-    try:
-        yield
-    finally:
-        _users_file = CELLS

@@ -7,21 +7,16 @@ the default group remains the one that the cluster can abort and form anew.  A s
 ``__main__`` of its own.
 """
 
-import builtins
 import contextlib
 import functools
 import importlib.util
 import inspect
 import os
 import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -33,56 +28,39 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Script
 from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import preserve_globals, seed_everything
-from ddpnb.rank.stack import CELLS, lines_of
 
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
-UNNAMED = (None, "", "undefined")
-"""Backends of a call that leaves the choice to torch."""
+UNNAMED = (None, "", "undefined", -1)
+"""Arguments of ``init_process_group`` that leave the choice to torch."""
 
 INSTALLED = f"{os.sep}site-packages{os.sep}"
 
-_kept_modules: set[str] = set()
-"""What the last script has imported from its folder, if its variables were kept."""
+_scripts_modules: set[str] = set()
+"""What the last script has imported from its folder."""
 
 
-def end_cells_with_exit(shell: Any) -> None:
-    """Have ``exit()`` and ``quit()`` end the cell: IPython's would end the rank.
-
-    Python's own would also close stdin, whose number the next file that is opened would get.
-    """
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)
-    shell.user_ns.update(exit=sys.exit, quit=sys.exit)
-    shell.ask_exit = sys.exit  # after %reset
-    warnings.filterwarnings("ignore", "To exit: use 'exit'")  # IPython's, at each SystemExit
-
-
-def refuse_launchers(group: Group) -> None:
+def refuse_launchers(num_ranks: int) -> None:
     """Refuse the launchers of Lightning and accelerate, which would start ranks within a rank.
 
     Their processes would wait for each other without end.  Other child processes are not concerned.
     """
     processes: Any = torch.multiprocessing
     start = processes.start_processes
-    place = f"inside a rank, which is one of {group.world_size} already"
 
-    @functools.wraps(start)
-    def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **more: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        if caller in LIGHTNING and nprocs > 1:
-            raise UserError(
-                f"Lightning cannot start {nprocs} processes {place}: "
-                f'use strategy="ddp", devices={group.world_size}.'
-            )
-        return start(fn, args, nprocs, *rest, **more)
-
-    def launch(*_: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise UserError(
-            f"A launcher cannot start processes {place}: call the training function itself, "
-            "on all ranks."
+            "A launcher cannot start processes inside a rank: with Lightning, use "
+            f'strategy="ddp", devices={num_ranks}; else call the training function itself, on all '
+            "ranks."
         )
 
+    @functools.wraps(start)
+    def start_processes(*args: Any, **options: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return refuse() if caller in LIGHTNING else start(*args, **options)
+
     processes.start_processes = start_processes
-    elastic_launch.__call__ = launch  # type: ignore[method-assign]
+    elastic_launch.__call__ = refuse  # type: ignore[method-assign]
 
 
 @final
@@ -98,8 +76,6 @@ class AdoptedGroup:
         self._pid = os.getpid()
         self._hidden: Any = None
         """The default group, while the user's code has destroyed it."""
-        self._others_groups: tuple[Any, ...] = ()
-        self._is_announced = False
 
     def install(self) -> None:
         """Replace torch's functions, wherever torch itself has imported them."""
@@ -107,13 +83,8 @@ class AdoptedGroup:
         torch_internals.replace_function("destroy_process_group", self._destroy)
 
     @contextlib.contextmanager
-    def during(self, *, is_script: bool = False) -> Iterator[None]:
-        """Return a context for a cell, or a script, at the end of which there is a group again.
-
-        A script destroys only what it has formed itself, and no group that a cell holds.
-        """
-        self._is_announced = False
-        self._others_groups = tuple(torch_internals.process_groups()) if is_script else ()
+    def during(self) -> Iterator[None]:
+        """Return a context for a cell or a script, at the end of which there is a group again."""
         try:
             yield
         finally:
@@ -133,28 +104,21 @@ class AdoptedGroup:
                 return original(*args, **options)
             self._check(signature.bind(*args, **options).arguments)
             self._show()
-            if not self._is_announced:
-                self._is_announced = True
-                about = f"{self._group.backend}, world size {self._group.world_size}"
-                print(f"init_process_group: the cluster's group is used ({about}).")
             return None
 
         return init_process_group
 
     def _check(self, asked: dict[str, Any]) -> None:
         """Refuse what the cluster's group is not."""
-        group, advice = self._group, "or leave it out"
-        backend = asked.get("backend")
-        if backend not in UNNAMED and backend_on(group.device.type, str(backend)) != group.backend:
-            raise UserError(
-                f"init_process_group asks for the backend {backend}, but the cluster's group uses "
-                f"{group.backend}: write that, {advice}."
-            )
-        for name, own in (("world_size", group.world_size), ("rank", group.rank)):
-            if (given := asked.get(name, -1)) not in (-1, None, own):
+        group = self._group
+        if (backend := asked.get("backend")) not in UNNAMED:
+            asked["backend"] = backend_on(group.device.type, str(backend))
+        for name in ("backend", "world_size", "rank"):
+            given, own = asked.get(name), getattr(group, name)
+            if given not in (*UNNAMED, own):
                 raise UserError(
-                    f"init_process_group asks for {name} {given}, but here it is {own}: write "
-                    f'int(os.environ["{name.upper()}"]), {advice}.'
+                    f"init_process_group asks for {name} {given}, but in the cluster's group it "
+                    f"is {own}: write that, or leave it out."
                 )
 
     def _destroy(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +129,7 @@ class AdoptedGroup:
                 original(group)
                 return
             for each in torch_internals.process_groups():
-                if each is not default and each not in self._others_groups:
+                if each is not default:
                     original(each)
             self._hidden = default  # first: an interrupt may come in between
             torch_internals.set_default_group(None)
@@ -183,47 +147,25 @@ def backend_on(device: str, backend: str) -> str:
 def process_of(script: Script, device: torch.device) -> Iterator[None]:
     """Return a context for a script: a ``__main__`` of its own, and what it changes is restored.
 
-    Unless its variables are kept, its random numbers and torch's settings are its own, too.  It is
-    entered and left where SIGINT raises nothing: an interrupt would leave some of it as it is.
-    """
-    restored = nullcontext() if script.keeps_variables else preserve_globals(device)
-    with restored, _as_main(script), lines_of(CELLS):
-        yield
-
-
-@contextlib.contextmanager
-def _as_main(script: Script) -> Iterator[None]:
-    """Return a context in which a new module is ``__main__``, and finds others as Python does.
-
     What it imports from its folder is imported anew by the next script, which may follow an edit.
-    ``os._exit`` ends it as ``sys.exit`` does: this process has the notebook's variables too.
+    The context is entered and left where SIGINT raises nothing: an interrupt would leave some of
+    it as it is.
     """
     main, argv, path, cwd = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
-    pid, end_process = os.getpid(), os._exit
-
-    def end_script(status: int) -> NoReturn:
-        if os.getpid() != pid or threading.current_thread() is not threading.main_thread():
-            end_process(status)
-        raise SystemExit(status)
-
     folder = cwd if script.is_module else Path(script.path).resolve().parent
-    while _kept_modules:
-        sys.modules.pop(_kept_modules.pop(), None)
+    _forget_modules()
     before = set(sys.modules)
     sys.modules["__main__"] = ModuleType("__main__")
     sys.argv[:] = [script.name, *script.arguments]
     sys.path[:] = [str(folder), *filter(None, sys.path)]
-    vars(os).update(_exit=end_script)
     try:
-        yield
+        with preserve_globals(device):
+            yield
     finally:
-        vars(os).update(_exit=end_process)
-        _kept_modules.update(
-            name for name in set(sys.modules) - before if _is_in(folder, sys.modules[name])
-        )
+        new = set(sys.modules) - before
+        _scripts_modules.update(name for name in new if _is_in(folder, sys.modules[name]))
         if not script.keeps_variables:  # which may be objects of its classes
-            while _kept_modules:
-                sys.modules.pop(_kept_modules.pop(), None)
+            _forget_modules()
         sys.modules["__main__"] = main
         sys.argv[:], sys.path[:] = argv, path
         with contextlib.suppress(OSError):  # it has removed the folder
@@ -245,10 +187,8 @@ def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> Non
     seed_everything(None)
     main = sys.modules["__main__"]
     code = _code_of(script, source, main)
-    sys.argv[0] = code.co_filename if script.is_module else script.name
     try:
-        with lines_of(code.co_filename):
-            exec(code, vars(main))
+        exec(code, vars(main))
     except SystemExit as end:
         if end.code not in (None, 0):
             status = end.code if isinstance(end.code, int) else f"1: {end.code}"
@@ -264,27 +204,21 @@ def _code_of(script: Script, source: str, main: ModuleType) -> CodeType:
     if not script.is_module:
         main.__file__ = script.path
         return compile(source, script.path, "exec", dont_inherit=True)
-    found = _found(script.name)
+    found = importlib.util.find_spec(script.name)
+    if found is not None and found.submodule_search_locations is not None:
+        found = importlib.util.find_spec(f"{script.name}.__main__")
     code = getattr(found.loader, "get_code", lambda _: None)(found.name) if found else None
     if found is None or code is None:
         raise UserError(f"There is no module {script.name} to run on this rank.")
     main.__spec__, main.__loader__, main.__package__ = found, found.loader, found.parent
-    main.__file__ = found.origin
+    main.__file__ = sys.argv[0] = found.origin or ""
     assert isinstance(code, CodeType)
     return code
 
 
-def _found(name: str) -> ModuleSpec | None:
-    """Return a module, or a package's ``__main__``."""
-    try:
-        found = importlib.util.find_spec(name)
-        if found is not None and found.submodule_search_locations is not None:
-            return importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        if not name.startswith(error.name or name):
-            raise  # a package above it imports what is not there
-        return None
-    return found
+def _forget_modules() -> None:
+    while _scripts_modules:
+        sys.modules.pop(_scripts_modules.pop(), None)
 
 
 def _is_in(folder: Path, module: ModuleType) -> bool:

@@ -1,17 +1,22 @@
-"""Takes variables and functions from the notebook, and gives values and models to it (ranks)."""
+"""This rank's variables (ranks).
 
+Takes variables and functions from the notebook, gives values and models to it, and finds what still
+holds a process group that has ended.
+"""
+
+import copy
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from ddpnb.protocol.errors import UserError, closest
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunSpec, StaleVariable
 from ddpnb.protocol.variables import (
     LARGE_BYTES,
     Parcel,
-    culprit,
     dump,
     in_file,
     in_message,
@@ -21,50 +26,43 @@ from ddpnb.protocol.variables import (
     size_of,
 )
 
-NOBODY_WAITS = "the notebook does not wait for this value any longer"
-
-IMMUTABLE = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
-"""What can only be replaced: no training on this rank has changed it in place."""
-
-MISSING = object()
+REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
+"""Functions, classes and constants: no training on this rank has changed one in place."""
 
 
-class Received:
-    """Takes variables from the notebook, and knows which of them it may replace."""
+KINDS = (
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "ZeroRedundancyOptimizer",
+    "DeviceMesh",
+    "ProcessGroup",
+)
+"""Classes of torch that keep the group they were made with.
 
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-        """Functions, classes and constants that came, with their names on this rank.
+They are compared by name, because importing them all takes a second.
+"""
 
-        Of large texts only the size and hash: what the user deletes is to be freed.
-        """
+MAX_ITEMS = 1000
+"""A larger container holds data, not models."""
 
-    def take(self, parcel: Parcel, namespace: dict[str, Any]) -> None:
-        """Put a parcel's variables into the namespace; all of them, or none where it raises.
 
-        What its functions use comes along.  Where this rank has a variable of that name, its own
-        is kept, unless it too came from the notebook and is a function, a class or a constant.
-        """
-        own = dict(namespace)
-        try:
-            named = receive(parcel)
-        except BaseException:
-            for name in namespace.keys() - own.keys():
-                del namespace[name]
-            namespace.update(own)
-            raise
-        for name, value in own.items():
-            if namespace[name] is not value and not self._may_replace(name, value):
-                namespace[name] = value
-        namespace.update(named)
-        for name, value in namespace.items():
-            is_new = name in named or own.get(name, MISSING) is not value
-            if is_new and isinstance(value, IMMUTABLE):
-                self._values[name] = token_of(value)
+def take(parcel: Parcel, namespace: dict[str, Any]) -> None:
+    """Put a parcel's variables into the namespace; all of them, or none where it raises.
 
-    def _may_replace(self, name: str, value: object) -> bool:
-        held = self._values.get(name, MISSING)
-        return held is value or (isinstance(held, tuple) and held == token_of(value))
+    What its functions use comes along.  Where this rank has a variable of that name, its own is
+    kept, unless it is a function, a class or a constant.
+    """
+    own = dict(namespace)
+    try:
+        named = receive(parcel)
+    except BaseException:
+        for name in namespace.keys() - own.keys():
+            del namespace[name]
+        namespace.update(own)
+        raise
+    kept = {name: value for name, value in own.items() if not isinstance(value, REPLACED)}
+    namespace.update(kept | named)
 
 
 _functions: dict[str, list[Any]] = {}
@@ -91,72 +89,37 @@ def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
 
 
 class TrainedModels:
-    """The trained models of the latest comparison, one a strategy, in memory (rank 0)."""
+    """The trained models of the latest comparison, the last one of each strategy (rank 0)."""
 
     def __init__(self) -> None:
         self._comparison = ""
-        self._by_strategy: dict[str, tuple[str, nn.Module]] = {}
-        """Of the latest run of each strategy: its id and its model."""
-        self._state: dict[str, Any] | None = None
-        """The weights of the model that is being evaluated."""
+        self._kept: dict[str, tuple[str, nn.Module, dict[str, Any]]] = {}
+        """By strategy: the run's id, its model, and the weights that it was trained to."""
 
-    def begin(self, comparison: str) -> None:
-        """Forget the models of another comparison."""
-        if comparison != self._comparison:
-            self._comparison = comparison
-            self._by_strategy.clear()
-
-    def keep(self, strategy: str, run_id: str, model: object) -> None:
-        """Keep a run's model in place of that of the repeat before; ``settle`` must follow."""
+    def keep(self, spec: RunSpec, model: object) -> None:
+        """Keep a run's model in place of that of the repeat before."""
+        if spec.comparison != self._comparison:
+            self._comparison = spec.comparison
+            self._kept.clear()
         if isinstance(model, nn.Module):
-            self._by_strategy.pop(strategy, None)
-            self._by_strategy[strategy] = run_id, model
-            self._state = copied(model.state_dict())
-
-    def settle(self) -> None:
-        """Give the model its weights back, once it has lent itself to the copies' evaluation.
-
-        What only the training needed is freed: gradients, and a GPU's memory.
-        """
-        if (state := self._state) is not None:
-            self._state = None
-            _, model = list(self._by_strategy.values())[-1]
-            model.zero_grad(set_to_none=True)
-            model.cpu().load_state_dict(state)
+            weights = copy.deepcopy(model.state_dict())  # the model is lent to the snapshots
+            self._kept[spec.strategy] = spec.run_id, model, weights
 
     def of(self, run_id: str) -> nn.Module:
-        """Return the model of a run."""
-        for kept_id, model in self._by_strategy.values():
+        """Return the model of a run, on the CPU and without gradients."""
+        for kept_id, model, weights in self._kept.values():
             if kept_id == run_id:
-                return model
+                model.load_state_dict(weights)
+                model.zero_grad(set_to_none=True)
+                return model.cpu()
         raise UserError(
             "Rank 0 does not have this model: it keeps those of the latest comparison, of each "
             "strategy that has trained to its end, until the rank ends."
         )
 
 
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a model's state, on the CPU."""
-    return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
-
-
-def token_of(value: object) -> object:
-    """Return what a value is recognized by: the value itself, or the size and hash of a text."""
-    if isinstance(value, str | bytes) and len(value) >= LARGE_BYTES:
-        return type(value), len(value), hash(value)
-    return value
-
-
 def give(
-    expression: str,
-    namespace: dict[str, Any],
-    *,
-    path: str,
-    classes: Collection[str],
-    num_copies: int,
+    expression: str, namespace: dict[str, Any], path: str, classes: Collection[str], num_copies: int
 ) -> Parcel:
     """Evaluate an expression and return its value; raises what evaluating and pickling raise.
 
@@ -170,19 +133,8 @@ def give(
         num_copies: on how many ranks the kernel asks for the value at the same time.
     """
     if path and not os.path.exists(path):
-        raise TimeoutError(NOBODY_WAITS)
-    try:
-        value = eval(expression, namespace)
-    except NameError as error:
-        raise with_advice(error, namespace) from None
-    try:
-        parts = dump(value, for_ranks=False, classes=classes)
-    except Exception as error:
-        whole = expression if expression.isidentifier() else f"({expression})"
-        name, cause = culprit(whole, value, error, for_ranks=False, classes=classes)
-        if name == whole:
-            raise
-        raise TypeError(f"{name}: {cause}") from cause
+        raise TimeoutError("the notebook does not wait for this value any longer")
+    parts = dump(eval(expression, namespace), for_ranks=False, classes=classes)
     if size_of(parts) < LARGE_BYTES or not path:
         return in_message(parts)
     file = os.open(path, os.O_WRONLY)  # not created: where it is gone, nobody waits
@@ -192,8 +144,37 @@ def give(
         os.close(file)
 
 
-def with_advice(error: NameError, namespace: dict[str, Any]) -> NameError:
-    """Return the error with the names of this rank's variables that were probably meant."""
-    names = [name for name in namespace if not name.startswith("_")]
-    near = closest(error.name or "", names)
-    return NameError(f"{error}; did you mean {near}?" if near else str(error), name=error.name)
+# -- what holds a process group that has ended -----------------------------------------------
+
+
+def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
+    """Return the variables that hold a group, directly or one level down; in a module at any."""
+    found: list[StaleVariable] = []
+    for name, value in namespace.items():
+        if name.startswith("_") or name in ("In", "Out"):  # IPython's history
+            continue
+        for path, item in held_by(name, value):
+            is_part = any(path.startswith(f"{stale.name}.") for stale in found)
+            if not is_part and (kind := kind_with_group(item)):
+                found.append(StaleVariable(path, kind))
+    return found
+
+
+def kind_with_group(value: object) -> str:
+    """Return which of ``KINDS`` a value is; empty if it is none of them."""
+    names = {c.__name__ for c in type(value).__mro__ if c.__module__.startswith("torch")}
+    return next((kind for kind in KINDS if kind in names), "")
+
+
+def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield a value and what it holds, each with the expression that leads to it."""
+    if isinstance(value, nn.Module):
+        yield from value.named_modules(prefix=name)
+        return
+    yield name, value
+    if isinstance(value, dict | list | tuple):
+        if len(value) <= MAX_ITEMS:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
+    elif type(value).__module__ == "__main__":
+        yield from ((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())

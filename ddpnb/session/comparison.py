@@ -108,7 +108,7 @@ class Training:
         """Return a trained model, which rank 0 keeps until the next comparison."""
         if self.cluster.is_over:
             raise UserError("The ranks that kept the model have ended: train it again.")
-        (model,) = pull(self.cluster, run_id, [0], OnRank("pull_model"))
+        (model,) = pull(self.cluster, run_id, [0], "pull_model")
         return model
 
     def _send_functions(self, rank: int) -> None:

@@ -26,7 +26,6 @@ from ddpnb.protocol.variables import (
 
 SLOWEST_BYTES_PER_SECOND = 1e8
 """Of a push: what is large may take so much longer than other calls."""
-PULL = OnRank("pull")
 PREFIX = "variables-"
 """Of the files in the run folder; each is removed as soon as its call has ended."""
 
@@ -84,7 +83,7 @@ def send(
 
 
 def pull(
-    cluster: Cluster, expression: str, ranks: Sequence[int], function: OnRank = PULL
+    cluster: Cluster, expression: str, ranks: Sequence[int], function: str = "pull"
 ) -> list[Any]:
     """Return the value of an expression on each rank; raises a UserError where one has none.
 
@@ -92,7 +91,7 @@ def pull(
     """
     with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as (path, files):
         call = cluster.submit(
-            function,
+            OnRank(function),
             expression,
             path if cluster.is_local else "",
             own_classes(),

@@ -4,35 +4,56 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpnb.cluster.call import Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.messages import StaleVariable
-from tests.cluster.rig import DYNAMO, EIGHTH, pull, run, started
-from tests.faults.cases import SETUP, WAITS, one_raises
+from tests.cluster.rig import DYNAMO, pull, run, started
+
+SETUP = """
+import time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+kept = [rank, 0]
+"""
+
+WAITS = {
+    "all_reduce": "dist.all_reduce(torch.ones(1000))",
+    "broadcast": "dist.broadcast(torch.ones(1000), src=culprit)",
+    "barrier": "dist.barrier()",
+    "recv": "dist.recv(torch.ones(1000), src=culprit)",
+    "sub-group all_reduce": "dist.all_reduce(torch.ones(1000), group=pair)",
+    "DDP backward": "net(torch.ones(1, 9)).sum().backward()",
+}
+"""Calls that wait for ``culprit``; each rank that is not it makes the call."""
+
+PREPARE = {
+    "sub-group all_reduce": "pair = dist.new_group(list(range(world_size)))",
+    "DDP backward": "net = DDP(nn.Linear(9, 9))",
+}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Two ranks, supervised as a user's are, and three."""
-    timeouts = Timeouts() if request.param == 2 else EIGHTH
-    with started(request.param, timeouts=timeouts, environment=DYNAMO) as cluster:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three ranks, supervised as a user's are."""
+    with started(3, environment=DYNAMO) as cluster:
         yield cluster
 
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_ranks_that_wait_for_one_that_raised_are_freed(cluster: Cluster, wait: str):
     run(cluster, SETUP)
-    for num_before, culprit in enumerate((1, 0)):
-        done = one_raises(cluster, wait, culprit, num_before)
-        failures = dict(done.ended.failures)
+    for culprit in (1, 0):
+        raising = "if rank == culprit:\n    time.sleep(0.2)\n    raise ValueError('on purpose')"
+        source = f"culprit = {culprit}\n{PREPARE.get(wait, '')}\n{raising}\n{WAITS[wait]}"
+        ended = run(cluster, source)
+        failures = dict(ended.failures)
         assert failures.pop(culprit).name == "ValueError"
         assert set(failures) == set(cluster.ranks) - {culprit}
         assert all(failure.is_consequence for failure in failures.values()), failures
-        assert not done.ended.lost
-        assert done.next_is_right
-        assert done.is_kept
-        assert done.named_after < 3
-        assert done.freed_after < 6
+        assert not ended.lost
+        assert ended.seconds < 8
+        assert not run(cluster, "total = torch.ones(1)\ndist.all_reduce(total)").failures
+        assert pull(cluster, "total.item(), kept[0]") == [(3.0, rank) for rank in cluster.ranks]
 
 
 def test_the_next_cell_does_not_receive_what_was_sent_to_one_that_raised(cluster: Cluster):
@@ -69,7 +90,6 @@ def test_a_default_timeout_of_the_users_sockets_costs_no_rank(cluster: Cluster):
 TIED = """
 import torch, torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -82,10 +102,9 @@ plain = nn.Linear(2, 2)
 trainer, nets = Trainer(), [DDP(nn.Linear(2, 2)), plain]
 sharded = nn.Sequential(nn.Linear(2, 2), fully_shard(nn.Sequential(nn.Linear(2, 2))))
 zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, lr=0.1)
-mesh = init_device_mesh("cpu", (world_size,))
 everyone = dist.new_group(list(range(world_size)))
-if rank == 0: lonely = DDP(plain)
-else: DDP(nn.Linear(2, 2))
+alone = DDP(plain)
+if rank: del alone
 """
 
 
@@ -97,15 +116,12 @@ def test_what_is_tied_to_a_group_that_was_cut_is_named(cluster: Cluster):
         ("nets[0]", "DistributedDataParallel"),
         ("sharded.1", "FSDPModule"),
         ("zero", "ZeroRedundancyOptimizer"),
-        ("mesh", "DeviceMesh"),
         ("everyone", "ProcessGroup"),
     }
     found = cluster.ensure_group()
     assert {stale for stale, ranks in found.items() if ranks == list(cluster.ranks)} >= everywhere
-    assert found[StaleVariable("lonely", "DistributedDataParallel")] == [0]
+    assert found[StaleVariable("alone", "DistributedDataParallel")] == [0]
     assert not {"plain", "nets[1]", "sharded.1.0"} & {stale.name for stale in found}
-    run(cluster, "del trainer, nets, sharded, zero, mesh, everyone, plain")
-    assert not run(cluster, "if rank == 0: del lonely").failures
 
 
 SLOW_CUT = """
@@ -118,17 +134,11 @@ groups.own_connections = look
 """
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with started(3) as cluster:
-        run(cluster, SETUP + "slow = None" + SLOW_CUT)
-        yield cluster
-
-
 @pytest.mark.parametrize("slow", [0, 2])
-def test_a_rank_that_is_slow_to_cut_does_not_cut_the_next_group(three: Cluster, slow: int):
+def test_a_rank_that_is_slow_to_cut_does_not_cut_the_next_group(cluster: Cluster, slow: int):
     """As on a busy machine: another rank's abort may have freed it before its own is done."""
-    run(three, f"slow = {slow}")
-    ended = run(three, "if rank == 1: 1/0\ndist.recv(torch.ones(1), 2 - rank)")
+    run(cluster, f"{SETUP}slow = {slow}{SLOW_CUT}")
+    ended = run(cluster, "if rank == 1: 1/0\ndist.recv(torch.ones(1), 2 - rank)")
     assert sorted(ended.failures) == [0, 1, 2]
-    assert not run(three, "time.sleep(3)\ndist.all_reduce(torch.ones(1))").failures
+    assert not run(cluster, "time.sleep(3)\ndist.all_reduce(torch.ones(1))").failures
+    run(cluster, "groups.own_connections = see")

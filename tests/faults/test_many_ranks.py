@@ -7,7 +7,6 @@ import pytest
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import NUM_ASKED
 from ddpnb.protocol.processes import RankCommand
-from ddpnb.session.status import sharing_note
 from tests.cluster.rig import run, started
 
 NUM_RANKS = 16
@@ -50,8 +49,3 @@ def test_of_many_ranks_that_wait_for_one_few_are_asked(many: Cluster, asked: lis
     assert 9 in asked
     num_polls = 1 + ended.seconds / many.timeouts.poll_seconds
     assert NUM_ASKED < len(asked) <= NUM_ASKED * num_polls + 2 * NUM_RANKS
-
-
-def test_ranks_that_far_outnumber_the_cores_are_noted():
-    assert not sharing_note(8, 2)
-    assert sharing_note(40, 2)

@@ -104,12 +104,6 @@ def test_commands_and_magics_work_on_the_ranks(kernel: Kernel):
     assert kernel.run("%%ddp\n%%bash\necho $RANK").by_rank == {0: ["0"], 1: ["1"]}
 
 
-def test_top_level_await(kernel: Kernel):
-    source = "import asyncio\nasync def later():\n    await asyncio.sleep(0.1)\n    return 'here'\n"
-    assert kernel.run(f"%%ddp\n{source}await later()").by_rank == both("'here'")
-    assert kernel.run("%%ddp\nx = await later()\nprint(x)").by_rank == both("here")
-
-
 def test_variables_stay_from_cell_to_cell(kernel: Kernel):
     kernel.run("%%ddp\ndef square(x):\n    return x * x")
     assert kernel.run("%%ddp\nsquare(rank + 2)").by_rank == {0: ["4"], 1: ["9"]}

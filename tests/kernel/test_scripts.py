@@ -41,7 +41,6 @@ def main():
 if __name__ == "__main__":
     main()
 '''
-SHARED = "init_process_group: the cluster's group is used (gloo, world size 2)."
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +69,11 @@ def check_ranks(kernel: Kernel) -> None:
 def test_a_script_runs_unchanged_and_leaves_the_ranks_as_they_were(kernel: Kernel, folder: Path):
     kernel.run("%%ddp\nkept = 1")
     cell = kernel.run("%ddp_run src/train.py --epochs 3")
-    assert cell.by_rank == both(SHARED, "3 2.0 first"), cell.text
+    assert cell.by_rank == both("3 2.0 first"), cell.text
     check_ranks(kernel)
     (folder / "src" / "helper.py").write_text("VALUE = 'edited'\n")
     twin = kernel.run("import ddpnb\nddpnb.run_script('src/train.py', ['--epochs', 4])")
-    assert twin.by_rank == both(SHARED, "4 2.0 edited")
+    assert twin.by_rank == both("4 2.0 edited")
 
 
 def test_what_a_script_sees_is_what_torchrun_gives_it(kernel: Kernel, folder: Path):
@@ -162,10 +161,6 @@ def test_a_hang_and_a_mismatch_name_the_scripts_lines(kernel: Kernel, folder: Pa
             "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 3",
         ),
         (
-            "os._exit(4)",
-            "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 4",
-        ),
-        (
             "sys.exit('no')",
             "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 1: no",
         ),
@@ -177,12 +172,12 @@ def test_an_exit_code_fails_it_in_one_sentence(
     assert kernel.run(f'%ddp_run src/train.py --do "{end}"').error_text == expected
 
 
-@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit()", "exit()", "os._exit(0)"])
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit()", "exit()"])
 def test_exit_code_0_is_success(kernel: Kernel, folder: Path, end: str):
     kernel.run("%%ddp\nkept = 1")
     cell = kernel.run(f'%ddp_run src/train.py --do "{end}"')
     assert cell.status == "ok"
-    assert cell.text == f"[0-1] {SHARED}\n"
+    assert cell.text == ""
     check_ranks(kernel)
 
 
@@ -236,7 +231,7 @@ def test_it_can_be_stopped_and_looked_at(kernel: Kernel, folder: Path):
 LATE = """
 import os, signal, sys
 def late(frame, event, _):
-    if event == "c_call" and frame.f_code.co_name == "_restored_process":
+    if event == "c_call" and frame.f_code.co_name == "process_of":
         os.kill(os.getpid(), signal.SIGINT)
 sys.setprofile(late)
 """

@@ -5,8 +5,6 @@ import pytest
 from tests.cluster.rig import ALL_REDUCE
 from tests.kernel.client import Kernel, both
 
-NOTE = "init_process_group: the cluster's group is used (gloo, world size 2)."
-
 TUTORIAL = """%%ddp
 import os, torch, torch.distributed as dist
 from torch.distributed import destroy_process_group, init_process_group
@@ -35,7 +33,7 @@ def test_a_cell_forms_and_destroys_the_group_and_the_next_has_one(kernel: Kernel
     cell = kernel.run(TUTORIAL)
     assert not cell.error, cell.error_text
     passes = ["2.0 True gloo", "False"]
-    assert cell.by_rank == both(NOTE, *passes, *passes, "True", "its groups have ended")
+    assert cell.by_rank == both(*passes, *passes, "True", "its groups have ended")
     assert kernel.run(f"%%ddp\n{ALL_REDUCE}\ntotal.item()").by_rank == both("2.0")
 
 
@@ -50,9 +48,9 @@ def test_a_group_of_a_cell_is_destroyed_alone(kernel: Kernel):
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        ("'nccl'", "asks for the backend nccl, but the cluster's group uses gloo: write that,"),
-        ("world_size=4", 'asks for world_size 4, but here it is 2: write int(os.environ["WORLD_'),
-        ("rank=1 - rank", "asks for rank 1, but here it is 0: write int(os.environ["),
+        ("'nccl'", "asks for backend nccl, but in the cluster's group it is gloo: write that"),
+        ("world_size=4", "asks for world_size 4, but in the cluster's group it is 2: write that"),
+        ("rank=1 - rank", "asks for rank 1, but in the cluster's group it is 0: write that"),
     ],
 )
 def test_another_group_is_refused_in_one_sentence(kernel: Kernel, call: str, expected: str):
@@ -83,25 +81,12 @@ elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2), print)(
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (
-            "import lightning\nlightning.launch()",
-            "Lightning cannot start 2 processes inside a rank, which is one of 2 already: "
-            'use strategy="ddp", devices=2.',
-        ),
-        (
-            LAUNCHER,
-            "A launcher cannot start processes inside a rank, which is one of 2 already: "
-            "call the training function itself, on all ranks.",
-        ),
-    ],
-)
-def test_launchers_of_ranks_are_refused_in_one_sentence(kernel: Kernel, source: str, expected: str):
+@pytest.mark.parametrize("source", ["import lightning\nlightning.launch()", LAUNCHER])
+def test_launchers_of_ranks_are_refused_in_one_sentence(kernel: Kernel, source: str):
     (kernel.folder / "lightning.py").write_text(LIGHTNING)
     cell = kernel.run(f"%%ddp\n{source}")
-    assert cell.error_text.splitlines()[0] == f"RankError: ranks 0-1 failed: UserError: {expected}"
+    first = cell.error_text.splitlines()[0]
+    assert "A launcher cannot start processes inside a rank: with Lightning, use" in first
     assert "start_processes" not in cell.error_text
 
 

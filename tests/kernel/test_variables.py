@@ -66,17 +66,17 @@ add, held, on_rank = counter(), Held(3), lambda x: doubled(x) + rank + later
     assert kernel.run("print(theirs.get(), 'later' in globals())").stdout == "100 False\n"
 
 
-def test_a_pushed_function_brings_its_helpers_but_replaces_nothing_of_the_ranks(kernel: Kernel):
-    kernel.run("%%ddp\nimport torch\nmine = 'of the rank'")
+def test_a_pushed_function_brings_its_helpers_and_replaces_no_state_of_the_ranks(kernel: Kernel):
+    kernel.run("%%ddp\nmine = ['of the rank']\ndef helper(): return 'of the rank'")
     kernel.run(
-        "mine, constant, state = 'of the notebook', 1, [0]\ndef helper(): return 'old'\n"
+        "mine, constant, state = ['of the notebook'], 1, [0]\ndef helper(): return 'old'\n"
         "large = 'old' * 10**5\n"
         "def f(): return helper(), mine, constant, state, large[:3]\n%ddp_push f"
     )
     kernel.run("%%ddp\nstate[0] = rank + 1")  # changed in place, as by a training
     kernel.run("def helper(): return 'new'\nconstant, large = 2, 'new' * 10**5\n%ddp_push f")
     assert kernel.run("%%ddp\nprint(f())").by_rank == {
-        rank: [f"('new', 'of the rank', 2, [{rank + 1}], 'new')"] for rank in (0, 1)
+        rank: [f"('new', ['of the rank'], 2, [{rank + 1}], 'new')"] for rank in (0, 1)
     }
 
 
@@ -123,8 +123,8 @@ fine = 2
     ("expression", "expected"),
     [
         ("(i for i in range(3))", "give (i for i in range(3)): TypeError: cannot pickle 'gen"),
-        ("zigzag", "Rank 0 cannot give zigzag: TypeError: zigzag['lock']: cannot pickle '_thread"),
-        ("zigza", "NameError: name 'zigza' is not defined; did you mean zigzag?"),
+        ("zigzag", "Rank 0 cannot give zigzag: TypeError: cannot pickle '_thread"),
+        ("zigza", "NameError: name 'zigza' is not defined"),
         ("1 / 0", "Rank 0 cannot give 1 / 0: ZeroDivisionError: division by zero."),
     ],
 )

@@ -133,7 +133,6 @@ BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     ),
     "follows_calls": ("ipyparallel.client.client", without_message_hook),
     "replaces_heartbeats": ("ipyparallel.controller.heartmonitor", with_another_start),
-    "leaves_loops": ("asyncio", delete("_set_running_loop")),
     "shares_globals": (
         "cloudpickle.cloudpickle",
         lambda module: hide(module.Pickler, "globals_ref"),

@@ -20,7 +20,6 @@ SENTENCES = [
         *torch_internals.PROBES,
         ipyparallel_internals.follows_calls,
         ipyparallel_internals.replaces_heartbeats,
-        python_internals.leaves_loops,
         python_internals.lists_options,
         cloudpickle_internals.shares_globals,
         cloudpickle_internals.knows_classes,
@@ -79,12 +78,6 @@ total.shape
 def test_an_error_on_a_rank_is_shown(kernel: Kernel):
     cell = kernel.run("%%rank 1\n1 / 0")
     assert "ZeroDivisionError" in cell.error_text
-
-
-def test_a_top_level_await_is_refused_in_a_sentence(kernel: Kernel):
-    cell = kernel.run("%%ddp\nimport asyncio\nawait asyncio.sleep(0)")
-    assert python_internals.leaves_loops.sentence in cell.error_text
-    assert kernel.run("%%ddp\nprint(1)").by_rank == both("1")
 
 
 def test_check_still_compares_calls(kernel: Kernel):

@@ -53,7 +53,7 @@ def test_one_feature_is_off_and_says_so(name: str):
 
 def test_a_sentence_names_the_version():
     assert torch_internals.lists_step_hooks.sentence.startswith("torch 2.")
-    assert python_internals.leaves_loops.sentence.startswith("Python 3.")
+    assert python_internals.lists_options.sentence.startswith("Python 3.")
 
 
 def test_collectives_of_another_form_are_named_and_the_rest_are_compared():

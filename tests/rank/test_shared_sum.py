@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.failures import is_consequence
+from ddpnb.rank.cancellation import CancellationToken, is_consequence
 from ddpnb.rank.meter import Meter, Timer
 from ddpnb.rank.servers.rendezvous import WorkerConfig
 from ddpnb.rank.servers.shared_sum import CHUNK_BYTES, SharedAllReduce

@@ -15,11 +15,10 @@ from typing import Final, final
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LinkSpec, parse_link
-from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.cancellation import CancellationToken, ConsequenceError
 from ddpnb.rank.collectives.costs import Messages
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.collectives.table import Call
-from ddpnb.rank.errors import ConsequenceError
 
 
 def check(device: str) -> None:

@@ -23,9 +23,8 @@ from ddpnb.protocol.replicas import (
     TensorDigest,
 )
 from ddpnb.rank.inspect.subject import value_of
-from ddpnb.rank.stale_variables import held_by
-from ddpnb.rank.stale_variables import kind_of as kind_with_group
 from ddpnb.rank.tasks.batches import leaves
+from ddpnb.rank.variables import held_by, kind_with_group
 
 
 @torch.no_grad()

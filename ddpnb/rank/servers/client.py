@@ -8,8 +8,8 @@ from typing import final
 from torch import nn
 
 from ddpnb.protocol.errors import UserError
+from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.errors import RankLostError
 from ddpnb.rank.servers.across import connect_hosts, serve_hosts
 from ddpnb.rank.servers.connections import PeerGoneError, RemoteQueue, join_threads
 from ddpnb.rank.servers.local import connect_host, serve_host

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, final
 
-from ddpnb.rank.errors import RankLostError
+from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.servers.rendezvous import NO_RANK
 from ddpnb.rank.servers.store import Gradients, UpdateCounter
 

@@ -18,9 +18,8 @@ from torch import nn
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.processes import ProcessId, is_alive, process_id
-from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.cancellation import CancellationToken, RankLostError
 from ddpnb.rank.collectives.link import NO_LINK, Link
-from ddpnb.rank.errors import RankLostError
 from ddpnb.rank.meter import Meter, NullTimer
 
 NO_RANK = -1

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.errors import ConsequenceError
+from ddpnb.rank.cancellation import ConsequenceError
 from ddpnb.rank.servers.local import set_timeout, socket_path
 from ddpnb.rank.servers.memory import create_shared_file
 from ddpnb.rank.servers.rendezvous import WorkerConfig, host_id

@@ -18,7 +18,7 @@ from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.link import NO_LINK, Link
 from ddpnb.rank.meter import Meter, NullTimer, Timer
-from ddpnb.rank.random_state import random_state, seed_everything, set_random_state
+from ddpnb.rank.random_state import preserve_random, seed_everything
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
@@ -120,12 +120,9 @@ class RunContext:
 
     def make_model(self) -> nn.Module:
         """Make the model of the run's seed; global random numbers stay as they are."""
-        numbers = random_state(self.device)
-        try:
+        with preserve_random(self.device):
             seed_everything(self.spec.seed)
             return self.task.model().to(self.device)
-        finally:
-            set_random_state(numbers)
 
     @cached_property
     def optimizers(self) -> Optimizers:

@@ -1,4 +1,4 @@
-from ddpnb.rank.meter import Meter, Moment, Phase, Timer, Traffic
+from ddpnb.rank.meter import Meter, Moment, Phase, Timer
 
 
 class CountingTimer(Timer):
@@ -21,14 +21,6 @@ class CountingTimer(Timer):
 
     def hide(self, begun: Moment, ended: Moment) -> None:
         self.hidden.append((begun, ended))
-
-
-def test_bytes_are_taken_once():
-    meter = Meter(CountingTimer())
-    meter.count(sent=3)
-    meter.count(sent=4, received=5)
-    assert meter.take() == Traffic(sent=7, received=5)
-    assert meter.take() == Traffic()
 
 
 def test_messages_are_hidden_from_the_first_one_until_they_are_waited_for():

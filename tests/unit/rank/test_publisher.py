@@ -1,10 +1,6 @@
 """One thread sends the events of all threads."""
 
-import sys
 import threading
-from collections.abc import Iterator
-
-import pytest
 
 from ddpnb.protocol.messages import Mark
 from ddpnb.rank.publisher import Publisher
@@ -23,16 +19,7 @@ class Counting(Publisher):
         self.started.append(threading.current_thread().name)
 
 
-@pytest.fixture
-def busy() -> Iterator[None]:
-    """Let threads take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def test_first_events_of_several_threads_start_one_thread(busy: None):
+def test_first_events_of_several_threads_start_one_thread():
     for _ in range(NUM_ROUNDS):
         publisher = Counting()
         gate = threading.Barrier(NUM_THREADS)
