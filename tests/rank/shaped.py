@@ -1,6 +1,6 @@
 """One rank of a plain torch.distributed script, in a network namespace of its own.
 
-    python -m tests.rank.shaped RANK FOLDER
+    python -m tests.rank.shaped RANK FOLDER ADDRESS
 
 Prints the step times of each of ``TRAININGS`` as JSON.  No link is emulated here.
 """
@@ -65,7 +65,7 @@ def step_seconds(state: RankState, folder: Path, link: str = "") -> dict[str, fl
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
+    store = dist.TCPStore(sys.argv[3], 29500, 2, is_master=rank == 0)  # rank 0's address
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )

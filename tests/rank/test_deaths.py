@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.servers.rendezvous import RunOverError, announce_failure
+from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.hogwild import Hogwild
 from tests.rank.fit import Problem, by_strategy, distance
@@ -99,17 +99,6 @@ def test_where_a_worker_raises_the_others_name_it(ranks, way, kind, options):
     assert list(group.folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", [AsyncParameterServer, Hogwild])
-def test_where_a_worker_fails_before_it_comes_the_others_fail_at_once(ranks, kind):
-    started = time.monotonic()
-    failures = ranks(3).attempt(fail_early, LONG, kind)
-    assert time.monotonic() - started < 10
-    assert isinstance(failures[1].cause, ZeroDivisionError)
-    assert failures[0].cause.rank == 1
-    fits = ranks(3).call(by_strategy, "async", Problem())  # nothing of it is left behind
-    assert distance(fits[0], fits[2]) == 0
-
-
 @on_one_host
 def test_a_silent_worker_is_given_up_and_a_slow_one_is_not(ranks, tmp_path, kind, options):
     patient, hasty = ({**options, "timeout": seconds} for seconds in (40.0, 2.0))
@@ -147,13 +136,6 @@ def come_late(state, folder, kind):
         fit_async(state, folder, LONG, kind=kind, fields={"joins": True})
     except RunOverError:
         return "over"
-
-
-def fail_early(state, folder, problem, kind):
-    with announce_failure("early", state.rank):
-        if state.rank == 1:
-            raise ZeroDivisionError
-        return fit_async(state, folder, problem, kind=kind, fields={"name": "early"})
 
 
 def strike(who: int, when: int, do: Callable[[], object], rank: int, step: int) -> None:

@@ -18,6 +18,7 @@ from tests.system_packages import find_program, skip_or_fail
 ROOT = Path(__file__).parents[2]
 RATE = "100Mbit"
 DELAY_MS = 2
+SUBNET = "10.77.0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ def shaped() -> Iterator[ShapedLink]:
         for name in names:
             call(ip, "netns", "add", name)
             call(ip, "-n", name, "link", "set", "lo", "up")
-        with delayed_link((first, second), subnet="10.77.0", seconds=DELAY_MS / 1000):
+        with delayed_link((first, second), subnet=SUBNET, seconds=DELAY_MS / 1000):
             for name in names:
                 rate = ("rate", RATE, "burst", "16kb", "limit", "16mb")
                 call(tc, "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *rate)
@@ -65,13 +66,14 @@ def test_an_emulated_link_is_as_slow_as_a_shaped_one(ranks, shaped):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         processes = [
             subprocess.Popen(
-                [*in_namespace(name), sys.executable, "-m", "tests.rank.shaped", str(rank), folder],
+                [*in_namespace(name), sys.executable, "-m", "tests.rank.shaped", *arguments],
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": INTERFACE},
                 stdout=subprocess.PIPE,
                 text=True,
             )
             for rank, name in enumerate(shaped.namespaces)
+            for arguments in [(str(rank), folder, f"{SUBNET}.1")]
         ]
         try:
             emulated = ranks(2).call(step_seconds, shaped.figures)

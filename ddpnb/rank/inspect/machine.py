@@ -19,7 +19,7 @@ from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.inspect.subject import num_rows, subject_of
 from ddpnb.rank.meter import synchronize
-from ddpnb.rank.servers.rendezvous import WorkerConfig, host_id
+from ddpnb.rank.servers.rendezvous import WorkerConfig, hosts_of
 from ddpnb.rank.servers.shared_sum import SharedAllReduce
 from ddpnb.rank.tasks.batches import moved
 
@@ -127,9 +127,7 @@ def _has_peer_access(device: torch.device) -> bool | None:
 
 def _shared(config: WorkerConfig, size: int) -> tuple[float, float]:
     """Return the seconds of all-reduces in shared memory; takes part: every rank."""
-    hosts = [""] * config.world_size
-    dist.all_gather_object(hosts, host_id(config.folder))
-    if config.world_size == 1 or len(set(hosts)) > 1:
+    if config.world_size == 1 or len(set(hosts_of(config))) > 1:
         return 0.0, 0.0
     with contextlib.closing(SharedAllReduce(config)) as shared:
         one = _together(torch.zeros(config.world_size, device="cpu"), shared.all_reduce)

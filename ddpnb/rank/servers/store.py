@@ -17,11 +17,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.servers.memory import PackedTensors
+from ddpnb.rank.servers.memory import Gradients, PackedTensors
 from ddpnb.rank.tasks.base import OptimizerFactory
-
-Gradients = Sequence[Tensor | None]
-"""One for each parameter; None: none."""
 
 WHOLE_ROUND = 0
 """The period of a store that makes an update only when ``apply`` is called."""

@@ -34,7 +34,7 @@ Messages per step and worker: its gradients to the server, the parameters back; 
 some 50 bytes.  The reply also names the next shard: a faster worker takes more of them.
 Bytes sent per step: those of the gradients, P for parameters of P bytes.  (As many come back;
 rank 0 hands over its own without a copy.)  Within a host they lie in shared memory; across hosts
-gloo sends them.
+TCP carries them.
 
 A worker that dies costs the shards it holds.  A restarted process may join, on the server's host.
 Where rank 0, the server, dies, the run is over.
@@ -49,7 +49,7 @@ from torch import Tensor
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.link import NO_LINK
-from ddpnb.rank.servers.memory import Layout, PackedTensors
+from ddpnb.rank.servers.memory import PackedTensors
 from ddpnb.rank.servers.queue import NO_BOUND
 from ddpnb.rank.servers.store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
@@ -119,8 +119,7 @@ class AsyncParameterServer(AsynchronousStrategy):
 
     def setup(self, worker: Worker) -> None:
         """Start or find the server, and pull for the first time; takes part: every rank."""
-        layout = Layout(num_copies=worker.world_size, num_gradients=worker.world_size - 1)
-        self.begin(worker, layout, self._make_store, self._bound)
+        self.begin(worker, worker.world_size, self._make_store, self._bound)
         if worker.link is not NO_LINK and worker.world_size > 1:
             worker.notes.append(_OWN_WORKER_NOTE)
 
@@ -133,15 +132,14 @@ class AsyncParameterServer(AsynchronousStrategy):
         # update: by the server (``ParameterStore.write``); the parameters that come back also have
         # the others' updates
         gradients = [parameter.grad for parameter in worker.parameters]
-        self.exchange(batch.weight, gradients)
+        worker.staleness = self.client.step(batch.weight, gradients)
         return loss
 
     def snapshot(self) -> State:
         """Return the model with the server's parameters at one moment, copied."""
         assert self._store is not None, "only rank 0 does"
-        assert self._client is not None, "setup begins"
-        assert self._client.queue is not None, "only rank 0 does"
-        with self._client.queue.lock:
+        assert self.client.queue is not None, "only rank 0 does"
+        with self.client.queue.lock:
             parameters = [tensor.clone() for tensor in self._store.tensors]
         return self.worker.state_with(parameters)
 

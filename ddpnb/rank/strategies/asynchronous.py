@@ -1,15 +1,15 @@
 """What asynchronous strategies have in common: shards from one queue, and a life-cycle (ranks)."""
 
-from collections import deque
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.client import Client
-from ddpnb.rank.servers.memory import Layout, PackedTensors
+from ddpnb.rank.servers.memory import PackedTensors
 from ddpnb.rank.servers.queue import NO_BOUND, WorkQueue
-from ddpnb.rank.servers.store import AccessLog, Gradients, UpdateCounter, ignore_access
+from ddpnb.rank.servers.store import AccessLog, UpdateCounter, ignore_access
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard
@@ -24,18 +24,20 @@ class AsynchronousStrategy(Strategy):
     The next worker that asks gets the next shard.  A worker that dies costs the shards that it
     holds, and may join anew.
 
-    In its ``setup`` a subclass calls ``begin``, and in each step ``exchange``.
+    In its ``setup`` a subclass calls ``begin``, and in each step ``client.step``.
 
     Args:
         timeout: seconds in which some worker must make progress.
         log: called, on rank 0, with every read and write of the parameters.
     """
 
-    _client: Client | None = None
+    client: Client
+    """From ``begin``."""
 
     def __init__(self, *, timeout: float = 60.0, log: AccessLog = ignore_access) -> None:
         self._timeout = timeout
         self._log = log
+        self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains."""
@@ -45,7 +47,7 @@ class AsynchronousStrategy(Strategy):
     def begin(
         self,
         worker: Worker,
-        layout: Layout,
+        num_copies: int,
         make_updates: Callable[[Sequence[PackedTensors]], UpdateCounter],
         bound: int = NO_BOUND,
     ) -> None:
@@ -55,15 +57,12 @@ class AsynchronousStrategy(Strategy):
 
         Args:
             worker: this rank's; its parameters then lie in memory of the run.
-            layout: of that memory.
-            make_updates: makes, on rank 0, what workers read and write, from the copies of the
-                parameters.
+            num_copies: of the parameters: one for each worker, or one that all update.
+            make_updates: makes, on rank 0, what workers read and write, from these copies.
             bound: steps that a worker may be ahead of the slowest.
         """
 
-        def make_queue(
-            copies: Sequence[PackedTensors], find_failed_rank: Callable[[], int]
-        ) -> WorkQueue:
+        def make_queue(copies: Sequence[PackedTensors]) -> WorkQueue:
             return WorkQueue(
                 make_updates(copies),
                 num_workers=worker.world_size,
@@ -71,49 +70,33 @@ class AsynchronousStrategy(Strategy):
                 timeout_seconds=self._timeout,
                 num_prefetched=worker.num_prefetched,
                 bound=bound,
-                find_failed_rank=find_failed_rank,
             )
 
         self.worker = worker
         patience = _RANK_0_PATIENCE if worker.rank == 0 else _PATIENCE
         config = worker.worker_config(patience * self._timeout)
-        self._client = Client(config, layout, make_queue, joins=worker.joins)
-        self._shard_numbers = deque(self._client.begin())
+        client = Client(config, num_copies, make_queue, joins=worker.joins)
+        self.client = self._opened.enter_context(contextlib.closing(client))
+        self.client.begin()
 
     def shards(self) -> Iterator[Shard]:
         """The shards that the queue names, until all are handed out."""
-        while self._shard_numbers:
-            yield self.worker.shard(self._shard_numbers.popleft())
-
-    def exchange(self, weight: float, gradients: Gradients = ()) -> None:
-        """Write, read, and get the next shard; note the staleness of what was written.
-
-        Args:
-            weight: this worker's share of the global batch.
-            gradients: of the mean loss; none where this worker has made the update itself.
-        """
-        assert self._client is not None, "setup begins"
-        reply = self._client.step(weight, gradients)
-        self._shard_numbers.extend(reply.shards)
-        self.worker.staleness = reply.staleness
+        return map(self.worker.shard, self.client.shards())
 
     def finish(self) -> nn.Module:
         """Take the parameters when all workers are done; takes part: every living rank."""
-        assert self._client is not None, "setup begins"
-        self._client.finish()
+        self.client.finish()
         return self.worker.model
 
     def num_shards_done(self) -> int | None:
-        """Return how many shards all workers have trained on."""
-        queue = self._client.queue if self._client else None
-        return None if queue is None else queue.num_shards_done
+        """Return, on rank 0, how many shards all workers have trained on."""
+        return None if self.client.queue is None else self.client.queue.num_shards_done
 
     def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, the shards of workers that died."""
-        queue = self._client.queue if self._client else None
-        return [self.worker.shard(number) for number in (queue.lost_shards if queue else ())]
+        lost = () if self.client.queue is None else self.client.queue.lost_shards
+        return [self.worker.shard(number) for number in lost]
 
     def close(self) -> None:
         """Disconnect; report a failure unless this worker has finished."""
-        if self._client is not None:
-            self._client.close()
+        self._opened.close()

@@ -10,14 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.errors import UserError
-from ddpnb.rank.servers import memory
-from ddpnb.rank.servers.memory import Layout, SharedMemory
-from ddpnb.rank.servers.queue import (
-    Request,
-    RequestKind,
-    WorkQueue,
-)
+from ddpnb.rank.servers.memory import SharedMemory
+from ddpnb.rank.servers.queue import RequestKind, WorkQueue
 from ddpnb.rank.servers.store import WHOLE_ROUND, ParameterStore, UpdateCounter, scaled_rate
 from tests.rank.fit import packed
 
@@ -30,14 +24,13 @@ KINDS = [
 ]
 
 
-def test_memory_that_was_sent_is_the_same_and_has_no_name(tmp_path):
-    layout = Layout(num_copies=3, num_gradients=2)
-    mine = SharedMemory.create(tmp_path / "memory", KINDS, layout)
-    assert list(tmp_path.iterdir()) == []
+def test_memory_that_was_sent_is_the_same():
+    mine = SharedMemory.create(KINDS, 3)
     one_end, other_end = socket.socketpair()
     with one_end, other_end, closing(mine):
         mine.send(one_end)
-        theirs = SharedMemory.receive(other_end, KINDS, layout)
+        theirs = SharedMemory.receive(other_end, KINDS, 3)
+        theirs.close()
     here, there = ([*m.copies, m.gradients(1), m.gradients(2)] for m in (mine, theirs))
     for number, piece in enumerate(here):
         for tensor in piece.tensors:
@@ -45,12 +38,6 @@ def test_memory_that_was_sent_is_the_same_and_has_no_name(tmp_path):
     for number, piece in enumerate(there):
         for tensor, kind in zip(piece.tensors, KINDS, strict=True):
             assert torch.equal(tensor, torch.full_like(kind, number))
-
-
-def test_missing_room_is_an_error_with_a_sentence(tmp_path):
-    with pytest.raises(UserError, match=r"no room for .* MB of shared memory"):
-        memory.create_shared_file(tmp_path / "box", 2**60)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
@@ -181,9 +168,7 @@ def test_an_update_is_made_in_place_where_nobody_else_trains_on_the_parameters(p
     assert store.tensors[0].tolist() == pytest.approx([0.7] * 3)
 
 
-BEGIN, STEP, DONE = (
-    Request(kind) for kind in (RequestKind.BEGIN, RequestKind.STEP, RequestKind.DONE)
-)
+BEGIN, STEP, DONE = RequestKind.BEGIN, RequestKind.STEP, RequestKind.DONE
 
 
 def make_queue(num_workers: int = 2, updates: UpdateCounter | None = None, **options) -> WorkQueue:
@@ -235,19 +220,19 @@ def test_a_worker_that_joins_comes_in_at_the_clock_of_the_slowest():
 def test_a_worker_killed_in_its_wait_does_not_cost_its_successor_the_place(parameters):
     store = make_store(parameters, 2, period=WHOLE_ROUND)
     queue = make_queue(updates=store, num_shards=20, bound=0, timeout_seconds=20)
-    ones, step = [torch.ones_like(p) for p in parameters], Request(RequestKind.STEP, 0.5)
+    ones = [torch.ones_like(p) for p in parameters]
     with ThreadPoolExecutor(3) as pool:
-        both = [pool.submit(queue.handle, rank, BEGIN, (), rank) for rank in (0, 1)]
+        both = [pool.submit(queue.handle, rank, BEGIN, incarnation=rank) for rank in (0, 1)]
         assert [list(each.result(10).shards) for each in both] == [[0], [1]]
-        waits = pool.submit(queue.handle, 1, step, ones, 1)
+        waits = pool.submit(queue.handle, 1, STEP, 0.5, ones, 1)
         while not store._num_waiting:  # it waits for rank 0
             time.sleep(0.001)
-        joined = queue.handle(1, BEGIN, (), "its successor")
+        joined = queue.handle(1, BEGIN, incarnation="its successor")
         assert list(joined.shards) == [2]
         assert waits.result(10).lost_rank == 1
         queue.lose(1, 1)  # a late report of its old connection
         pushes = [
-            pool.submit(queue.handle, rank, step, ones, incarnation)
+            pool.submit(queue.handle, rank, STEP, 0.5, ones, incarnation)
             for rank, incarnation in ((0, 0), (1, "its successor"))
         ]
         shards = [shard for push in pushes for shard in push.result(10).shards]
