@@ -59,10 +59,10 @@ MUTANTS = [
         "tests/rank/test_conformance.py -k async",
     ),
     Mutant(
-        "a stale gradient is damped too much",
+        "a stale gradient is corrected away from the new parameters",
         "rank/servers/store.py",
-        "factor = (1 + usual) / (1 + staleness)",
-        "factor = (1 + usual) / (2 + staleness)",
+        "mine - theirs, value=strength",
+        "theirs - mine, value=strength",
         "tests/unit/rank/test_servers.py",
     ),
     Mutant(

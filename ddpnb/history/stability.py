@@ -92,9 +92,8 @@ def stability_notes(runs: Sequence[RunSnapshot], staleness_median: float) -> tup
     if chosen.name not in ("async", "hogwild") or chosen.options.get("compensate"):
         return ()  # which follow another equation
     lag = num_workers if chosen.name == "hogwild" else 1
-    num_updates = num_workers / int(chosen.options.get("period", 1))
     staleness = math.ceil(staleness_median)
-    fraction, plain = (stable_fraction(m, staleness, num_updates, lag) for m in (momentum, 0.0))
+    fraction, plain = (stable_fraction(m, staleness, num_workers, lag) for m in (momentum, 0.0))
     if fraction > WORTH_WORDS:
         return ()
     return (

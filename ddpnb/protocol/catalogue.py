@@ -207,16 +207,10 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         is_asynchronous=True,
         is_dense=True,
         options={
-            "period": Option(
-                default=1, least=1, about="gradients, of any workers, that make one update"
-            ),
             "bound": Option(
                 default=-1,
                 least=-1,
                 about="steps a worker may be ahead of the slowest; 0: synchronous, -1: unlimited",
-            ),
-            "damping": Option(
-                default=False, about="scale each gradient by 1 / (1 + its staleness) (on, off)"
             ),
             "compensate": Option(
                 default=0.0,

@@ -1,7 +1,6 @@
 """What ``%ddp_inspect`` asks of a rank, and what the rank has measured (all processes)."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
@@ -149,12 +148,3 @@ class Update:
     def waited(self) -> float:
         """How long it waited for others."""
         return self.released - self.pushed
-
-
-class Bounds(NamedTuple):
-    """The options of ``async`` that decide when a worker waits."""
-
-    period: int
-    """Gradients that make one update."""
-    bound: int
-    """Steps that a worker may be ahead of the slowest; -1: any number."""

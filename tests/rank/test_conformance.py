@@ -21,7 +21,7 @@ SYNCHRONOUS = [
     "zero",
     "fsdp",
 ]
-VARIANTS = [*STRATEGIES, "async:compensate=on", "async:damping=on"]
+VARIANTS = [*STRATEGIES, "async:compensate=on"]
 PLAIN_OUTER_STEP = "diloco:outer_lr=1,outer_momentum=0"
 """DiLoCo's outer optimizer moves the weights even on one rank; so set, it does not."""
 PLAIN_ALONE = [PLAIN_OUTER_STEP if name == "diloco" else name for name in VARIANTS]

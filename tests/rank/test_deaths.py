@@ -37,7 +37,7 @@ def test_a_death_ends_a_synchronous_run(fresh_ranks):
     [
         *((way, kind, options, 0) for way, kind, options in KINDS),
         ("host", AsyncParameterServer, {"bound": 0}, 0),
-        ("host", AsyncParameterServer, {"period": 2}, 3),
+        ("host", AsyncParameterServer, {}, 3),
     ],
 )
 def test_a_death_costs_what_the_dead_held_and_the_others_train_the_rest(

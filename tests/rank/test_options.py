@@ -134,7 +134,6 @@ def test_the_learning_rate_grows_to_what_the_workers_allow(scaling, full):
     [
         ("async", 2, 8),
         ("async:bound=0", 4, 4),
-        ("async:period=2", 4, 8),
         ("hogwild", 4, 4),
         ("gossip", 4, 4),
     ],

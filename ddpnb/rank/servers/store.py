@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from ddpnb.rank.servers.memory import Gradients, PackedTensors
 from ddpnb.rank.tasks.base import OptimizerFactory
 
-WHOLE_ROUND = 0
-"""The period of a store that makes an update only when ``apply`` is called."""
 _ROUNDING = 1e-9
 """Weights with a sum this close to 1 make up a whole batch."""
 
@@ -91,8 +89,7 @@ class ParameterStore(UpdateCounter):
             holds the first parameters.
         optimizer: makes the optimizer.
         log: called with every access.
-        period: gradients that make one update, or ``WHOLE_ROUND``.
-        is_damped: whether each gradient is scaled by its staleness, see ``damped``.
+        in_rounds: whether gradients are gathered until ``apply`` makes one update of them.
         compensation: the lambda of delay compensation, see ``compensated``; 0: none.
     """
 
@@ -102,8 +99,7 @@ class ParameterStore(UpdateCounter):
         optimizer: OptimizerFactory,
         log: AccessLog = ignore_access,
         *,
-        period: int = 1,
-        is_damped: bool = False,
+        in_rounds: bool = False,
         compensation: float = 0.0,
     ) -> None:
         super().__init__(log)
@@ -113,8 +109,7 @@ class ParameterStore(UpdateCounter):
         """Number of the copy that each worker trains on, by rank."""
         self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
         self._optimizer = optimizer(self._parameters)
-        self._period = period
-        self._is_damped = is_damped
+        self._in_rounds = in_rounds
         self._compensation = compensation
         self._num_waiting = 0
         """Gradients that have come since the last update."""
@@ -137,7 +132,7 @@ class ParameterStore(UpdateCounter):
         self._trained_on.pop(rank, None)
 
     def write(self, rank: int, gradients: Gradients, weight: float = 1.0) -> int:
-        """Take a worker's gradients; make an update when there are enough.
+        """Take a worker's gradients; make an update unless they are gathered for a round.
 
         Args:
             rank: of the worker.
@@ -145,25 +140,20 @@ class ParameterStore(UpdateCounter):
             weight: the worker's share of the global batch.
 
         Returns:
-            Their staleness: updates since the worker's last read.  It does not grow while
-            they wait for the next update, which they are part of.
+            Their staleness: updates since the worker's last read.
         """
         trained_on = self._trained_on.pop(rank, self._latest)
         staleness = self._version - self._version_read[rank]
         if self._compensation and staleness > 0:
             old, now = self.copies[trained_on].tensors, self.tensors
             gradients = compensated(gradients, old, now, self._compensation)
-        if self._is_damped:
-            usual = (len(self.copies) - 1) / self._period  # each sees one of every other worker
-            gradients = damped(gradients, staleness, usual)
         self._num_waiting += 1
         self._weight += weight
-        if self._period == 1:
+        if self._in_rounds:
+            self._gather(gradients, weight)
+        else:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
-        else:
-            self._gather(gradients, weight)
-        if self._num_waiting == self._period:
             self.apply()
         self._note(rank, is_write=True)
         return staleness
@@ -175,7 +165,7 @@ class ParameterStore(UpdateCounter):
         if self._latest in self._trained_on.values():
             self._move_to_unused_copy()
         weight = 1.0 if abs(self._weight - 1) < _ROUNDING else self._weight
-        if self._period != 1 and weight != 1.0:  # gathered: from their weighted sum to their mean
+        if self._in_rounds and weight != 1.0:  # gathered: from their weighted sum to their mean
             for gradient in (p.grad for p in self._parameters if p.grad is not None):
                 gradient.div_(weight)
         with scaled_rate(self._optimizer, weight):
@@ -219,19 +209,6 @@ def compensated(
         None if g is None else torch.addcmul(g, g * g, mine - theirs, value=strength)
         for g, mine, theirs in zip(gradients, now, old, strict=True)
     ]
-
-
-def damped(gradients: Gradients, staleness: int, usual: float) -> list[Tensor | None]:
-    """Return gradients scaled by their staleness; at the usual one they stay as they are.
-
-        g  *  (1 + usual) / (1 + staleness)
-
-    Zhang et al., IJCAI 2016, divide the learning rate by the staleness: that is what the weight
-    b / B does on average already.  So this is relative to the usual staleness.  It scales the
-    gradient and not the learning rate: momentum would keep the rest for later steps.
-    """
-    factor = (1 + usual) / (1 + staleness)
-    return [None if gradient is None else gradient * factor for gradient in gradients]
 
 
 @contextlib.contextmanager

@@ -11,22 +11,15 @@ is that of all workers together.
 
 Options:
 
-    period=k    the server makes one update of k gradients, from whichever workers: with their
-                mean, at the sum of their weights.  k = N makes a global batch's worth, and no
-                worker waits for it
     bound=s     stale synchronous parallel: a worker that is s steps ahead of the slowest waits.
                 s = 0 is synchronous: all wait for one update, made of a round's gradients
-    damping=on  g_i * (1 + s') / (1 + s)  in place of g_i, with s its staleness and
-                s' = (N - 1) / k that of equally fast workers.  By plain SGD with k = 1 a gradient
-                so moves w by lr * g_i / (1 + s)
     compensate=l
                 g_i + l * g_i * g_i * (w - w_old)  in place of g_i, with w as it is now
     momentum=m  of the default optimizer, in place of --momentum
 
 References: Dean et al., "Large Scale Distributed Deep Networks" (Downpour SGD),
 NeurIPS 2012; Li et al., "Scaling Distributed Machine Learning with the Parameter
-Server", OSDI 2014.  Period (n-softsync) and damping: Zhang et al., "Staleness-aware
-Async-SGD for Distributed Deep Learning", IJCAI 2016.  Bound: Ho et al., "More Effective
+Server", OSDI 2014.  Bound: Ho et al., "More Effective
 Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.  Compensation:
 Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017.
 
@@ -51,7 +44,7 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.link import NO_LINK
 from ddpnb.rank.servers.memory import PackedTensors
 from ddpnb.rank.servers.queue import NO_BOUND
-from ddpnb.rank.servers.store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
+from ddpnb.rank.servers.store import AccessLog, ParameterStore, ignore_access
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
 from ddpnb.rank.strategies.base import Plan, State
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
@@ -68,9 +61,7 @@ class AsyncParameterServer(AsynchronousStrategy):
     """Asynchronous SGD with one parameter server.
 
     Args:
-        period: gradients that make one update.
         bound: steps that a worker may be ahead of the slowest; -1: any number.
-        damping: whether gradients are scaled by their staleness.
         compensate: the lambda of delay compensation; 0: none.
         momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
         timeout: seconds that the server waits where no worker makes progress.
@@ -83,37 +74,29 @@ class AsyncParameterServer(AsynchronousStrategy):
     def __init__(
         self,
         *,
-        period: int = 1,
         bound: int = NO_BOUND,
-        damping: bool = False,
         compensate: float = 0.0,
         momentum: float | None = None,
         timeout: float = 60.0,
         log: AccessLog = ignore_access,
     ) -> None:
         super().__init__(timeout=timeout, log=log)
-        self._period = period
         self._bound = bound
-        self._is_damped = damping
         self._compensation = compensate
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains; rank 0 also serves.
 
         Raises:
-            UserError: an option together with a bound of 0, which implies a period and no
-                staleness.
+            UserError: compensation together with a bound of 0.
         """
         is_round = self._bound == 0
-        if is_round and self._period != 1:
-            raise UserError("With bound=0 an update is made of a whole round: leave period out.")
-        if is_round and (self._is_damped or self._compensation):
-            option = "damping" if self._is_damped else "compensate"
-            raise UserError(f"With bound=0 no gradient is stale: leave {option} out.")
+        if is_round and self._compensation:
+            raise UserError("With bound=0 no gradient is stale: leave compensate out.")
         num = state.world_size
         return replace(
             super().plan(state),
-            updates_per_batch=1.0 if is_round else num / self._period,
+            updates_per_batch=1.0 if is_round else num,
             notes=(_WEIGHT_NOTE,) if num > 1 and not is_round else (),
         )
 
@@ -156,8 +139,7 @@ class AsyncParameterServer(AsynchronousStrategy):
             copies,
             self.worker.optimizer,
             self._log,
-            period=WHOLE_ROUND if self._bound == 0 else self._period,
-            is_damped=self._is_damped,
+            in_rounds=self._bound == 0,
             compensation=self._compensation,
         )
         return self._store

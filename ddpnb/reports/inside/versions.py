@@ -17,7 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.inspection import Bounds, Update
+from ddpnb.protocol.inspection import Update
 from ddpnb.protocol.messages import NO_STALENESS, Mark, MarkKind
 from ddpnb.protocol.notation import parse_strategy
 from ddpnb.reports.formatting import counted, number
@@ -63,7 +63,8 @@ class AsyncInspection:
     updates: tuple[Update, ...]
     """In the order of the versions."""
     num_ranks: int
-    bounds: Bounds
+    bound: int
+    """Steps that a worker may be ahead of the slowest; -1: any number."""
     marks: tuple[Mark, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -108,14 +109,14 @@ class AsyncInspection:
 
     def words(self) -> list[str]:
         """Return what the updates show, one sentence or two each."""
-        usual = 0.0 if self.bounds.bound == 0 else (self.num_ranks - 1) / self.bounds.period
+        usual = 0 if self.bound == 0 else self.num_ranks - 1
         said = [
             "Staleness: updates by others between a worker's read and the use of its gradient; "
-            f"with {counted(self.num_ranks, 'equally fast worker')} about {usual:.3g}."
+            f"with {counted(self.num_ranks, 'equally fast worker')} about {usual}."
         ]
-        if self.bounds.bound >= 0:
+        if self.bound >= 0:
             said.append(
-                f"The bound: a worker that is more than {counted(self.bounds.bound, 'step')} ahead "
+                f"The bound: a worker that is more than {counted(self.bound, 'step')} ahead "
                 "of the slowest waits at the wall."
             )
         for mark in self.marks:
@@ -146,8 +147,8 @@ def async_inspection(comparison: Comparison) -> AsyncInspection:
     if not len(run.events):
         raise UserError(f"{run.name} has made no step: there is nothing to draw.")
     num_ranks = run.header.num_workers if run.header else 1 + int(run.events["rank"].max())
-    bounds = _bounds_of(run.name, num_ranks)
-    updates, num_guessed = updates_of(run, bounds)
+    bound = int(parse_strategy(run.name).options.get("bound", -1))
+    updates, num_guessed = updates_of(run, bound)
     notes = list(run.header.notes) if run.header else []
     if num_guessed:
         notes.append(f"The order of {counted(num_guessed, 'update')} is that of the clocks.")
@@ -156,13 +157,13 @@ def async_inspection(comparison: Comparison) -> AsyncInspection:
         title=f"{run.name}{task}",
         updates=tuple(updates),
         num_ranks=num_ranks,
-        bounds=bounds,
+        bound=bound,
         marks=run.marks,
         notes=tuple(notes),
     )
 
 
-def updates_of(run: RunSnapshot, bounds: Bounds) -> tuple[list[Update], int]:
+def updates_of(run: RunSnapshot, bound: int) -> tuple[list[Update], int]:
     """Return a run's updates in the order of their versions, and how many had to be guessed."""
     waiting: dict[int, list[Update]] = {}
     for row in np.sort(run.events, order=["rank", "step"]):
@@ -179,7 +180,7 @@ def updates_of(run: RunSnapshot, bounds: Bounds) -> tuple[list[Update], int]:
             staleness=max(int(row["staleness"]), 0) if row["staleness"] != NO_STALENESS else 0,
         )
         waiting.setdefault(rank, []).append(update)
-    return (_in_rounds(waiting), 0) if bounds.bound == 0 else _replayed(waiting, bounds)
+    return (_in_rounds(waiting), 0) if bound == 0 else _replayed(waiting, has_bound=bound > 0)
 
 
 def _in_rounds(waiting: Mapping[int, list[Update]]) -> list[Update]:
@@ -192,7 +193,7 @@ def _in_rounds(waiting: Mapping[int, list[Update]]) -> list[Update]:
     return sorted(numbered, key=lambda each: (each.version_written, each.written))
 
 
-def _replayed(waiting: Mapping[int, list[Update]], bounds: Bounds) -> tuple[list[Update], int]:
+def _replayed(waiting: Mapping[int, list[Update]], *, has_bound: bool) -> tuple[list[Update], int]:
     """Put the workers' updates into one order, with their versions.
 
     The next one is that of a worker which has read version r with a staleness s, where r + s is
@@ -202,8 +203,7 @@ def _replayed(waiting: Mapping[int, list[Update]], bounds: Bounds) -> tuple[list
     at = dict.fromkeys(waiting, 0)
     read: dict[int, int | None] = dict.fromkeys(waiting, 0)
     num_guessed = 0
-    for number_ in range(sum(map(len, waiting.values()))):
-        version = number_ // bounds.period
+    for version in range(sum(map(len, waiting.values()))):
         ahead = {rank: own[at[rank]] for rank, own in waiting.items() if at[rank] < len(own)}
         known = [u for rank, u in ahead.items() if _is_next(read[rank], u, version)]
         unknown = [u for rank, u in ahead.items() if read[rank] is None]
@@ -215,20 +215,13 @@ def _replayed(waiting: Mapping[int, list[Update]], bounds: Bounds) -> tuple[list
         at[rank] += 1
         after = own[at[rank]] if at[rank] < len(own) else None
         is_joined = after is not None and after.start - chosen.end > 10 * WAITED_SECONDS
-        has_waited = bounds.bound >= 0 and chosen.waited > WAITED_SECONDS
-        read[rank] = None if has_waited or is_joined else (number_ + 1) // bounds.period
+        has_waited = has_bound and chosen.waited > WAITED_SECONDS
+        read[rank] = None if has_waited or is_joined else version + 1
     return found, num_guessed
 
 
 def _is_next(read: int | None, update: Update, version: int) -> bool:
     return read is not None and read + update.staleness == version
-
-
-def _bounds_of(strategy: str, num_ranks: int) -> Bounds:
-    options: Mapping[str, Any] = parse_strategy(strategy).options
-    bound = int(options.get("bound", -1))
-    period = num_ranks if bound == 0 else int(options.get("period", 1))
-    return Bounds(period, bound)
 
 
 # -- in words ------------------------------------------------------------------------------
@@ -323,7 +316,7 @@ def _draw_lanes(axes: Any, scene: _Scene) -> None:
             wait = Rectangle((x1, row + 0.2), x2 - x1, 0.6, facecolor=look.paper)
             wait.set(edgecolor=PART_COLOURS["waiting"], hatch="////", linewidth=0.9)
             axes.add_patch(wait)
-            if inspection.bounds.bound >= 0:  # the wall
+            if inspection.bound >= 0:  # the wall
                 axes.plot([x1, x1], [row + 0.05, row + 0.95], color=look.ink, linewidth=3)
         exchange = Rectangle((x2, row + 0.38), x3 - x2, 0.24, color=PART_COLOURS["communication"])
         axes.add_patch(exchange)
@@ -384,7 +377,7 @@ def _draw_ahead(axes: Any, scene: _Scene) -> None:
         axes.step(x, values, where="post", color=COLOURS[rank % len(COLOURS)], linewidth=2.0)
         inside = values[(np.asarray(moments) >= begin) & (np.asarray(moments) <= end)]
         most = max(most, float(np.nanmax(inside)) if np.isfinite(inside).any() else 0.0)
-    bound = inspection.bounds.bound
+    bound = inspection.bound
     if bound >= 0:
         axes.axhspan(bound + 0.5, max(most, bound) + 2, color=look.muted, alpha=0.25, linewidth=0)
         axes.axhline(bound + 0.5, color=look.ink, linewidth=3)

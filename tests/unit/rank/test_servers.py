@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddpnb.rank.servers.memory import SharedMemory
 from ddpnb.rank.servers.queue import RequestKind, WorkQueue
-from ddpnb.rank.servers.store import WHOLE_ROUND, ParameterStore, UpdateCounter, scaled_rate
+from ddpnb.rank.servers.store import ParameterStore, UpdateCounter, scaled_rate
 from tests.rank.fit import packed
 
 KINDS = [
@@ -53,21 +53,6 @@ def make_store(parameters, num_workers=1, *, momentum=0.0, weight_decay=0.0, **o
     )
 
 
-def test_a_damped_gradient_is_divided_by_one_plus_staleness(parameters):
-    """It is the gradient: momentum repeats no more of it than was applied at first."""
-    momentum = 0.9
-    store = make_store(parameters, 3, momentum=momentum, is_damped=True)
-    ones = [torch.ones_like(parameter) for parameter in parameters]
-    store.read(0), store.read(1), store.read(2)
-    position, velocity = 1.0, 0.0
-    for rank in range(3):
-        assert store.write(rank, ones, 1 / 3) == rank
-        velocity = momentum * velocity + 1 / (1 + rank)
-        position -= 0.1 * velocity
-        held = store.copies[store.read(rank)].tensors[0][0].item()
-        assert held == pytest.approx(position), "the share and the damping do not compound"
-
-
 def test_a_compensated_gradient_is_that_of_its_paper(parameters):
     """g + lambda g g (w_now - w_old), each coordinate by itself; none without staleness."""
     ends = {}
@@ -84,18 +69,17 @@ def test_a_compensated_gradient_is_that_of_its_paper(parameters):
     torch.testing.assert_close(plain - compensated, 0.1 * 2.0 * g * g * (now - 1))
 
 
-def pushed(make, weight: float, num: int, period: int = 1) -> float:
+def pushed(make, weight: float, num: int) -> float:
     """Where one parameter, 0 at first, comes to by gradients of (w - 1)^2 / 2."""
-    store = ParameterStore(packed([torch.zeros(1)]), make, period=period)
+    store = ParameterStore(packed([torch.zeros(1)]), make)
     for _ in range(num):
         held = store.copies[store.read(0)].tensors[0]
         store.write(0, [held.clone() - 1], weight)
     return store.tensors[0].item()
 
 
-@pytest.mark.parametrize("period", [1, 4])
-def test_weight_decay_is_the_same_for_any_number_of_workers(period):
-    decayed = pushed(lambda p: torch.optim.SGD(p, lr=0.2, weight_decay=0.5), 1 / 4, 200 * 4, period)
+def test_weight_decay_is_the_same_for_any_number_of_workers():
+    decayed = pushed(lambda p: torch.optim.SGD(p, lr=0.2, weight_decay=0.5), 1 / 4, 200 * 4)
     assert decayed == pytest.approx(1 / 1.5, abs=1e-4)
 
 
@@ -218,7 +202,7 @@ def test_a_worker_that_joins_comes_in_at_the_clock_of_the_slowest():
 
 
 def test_a_worker_killed_in_its_wait_does_not_cost_its_successor_the_place(parameters):
-    store = make_store(parameters, 2, period=WHOLE_ROUND)
+    store = make_store(parameters, 2, in_rounds=True)
     queue = make_queue(updates=store, num_shards=20, bound=0, timeout_seconds=20)
     ones = [torch.ones_like(p) for p in parameters]
     with ThreadPoolExecutor(3) as pool:

@@ -355,7 +355,7 @@ def test_a_rank_that_was_killed_is_named_also_where_it_came_back():
 
 
 def test_names_are_kept_clear_of_bars_neighbours_and_the_edge():
-    names = ("async", "async:damping=off", "async:bound=2")
+    names = ("async", "async:compensate=on", "async:bound=2")
     runs = [fake_run(name, num_steps=60) for name in names]
     texts = shown_texts(compared(*runs))
     axes = texts[-1].figure.axes

@@ -12,7 +12,6 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import (
-    Bounds,
     Bucket,
     CapReport,
     DataParallelReport,
@@ -216,7 +215,7 @@ def async_run(
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_versions_follow_from_staleness_however_the_clocks_differ(num_ranks: int):
     run, truth = async_run(num_ranks, 200, skew=0.03)
-    updates, num_guessed = updates_of(run, Bounds(1, -1))
+    updates, num_guessed = updates_of(run, -1)
     assert [(each.rank, each.version_read, each.version_written) for each in updates] == truth
     assert num_guessed == 0
 
@@ -243,7 +242,7 @@ def test_versions_are_drawn_with_a_death_and_for_many_workers(num_ranks: int, da
 def test_the_bound_is_a_wall():
     run, _ = async_run(2, 40, strategy="async:bound=3")
     inspection = async_inspection(comparison_of(run))
-    assert inspection.bounds == Bounds(1, 3)
+    assert inspection.bound == 3
     (figure, _), *_ = inspection.figures()
     assert any("bound 3" in each.get_text() for each in figure.axes[2].texts)
     moments, ahead = steps_ahead(inspection)
