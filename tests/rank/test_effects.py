@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ddpnb.rank.servers.store import ParameterStore
+from ddpnb.rank.strategies.async_ps import ParameterStore
 from tests.rank.fit import Problem, packed
 
 

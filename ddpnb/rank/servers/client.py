@@ -20,7 +20,6 @@ from typing import final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.errors import RankLostError
 from ddpnb.rank.servers.memory import Gradients, PackedTensors, SharedMemory, pack
@@ -60,7 +59,6 @@ class Client:
             can a worker join.
 
     Raises:
-        UserError: all ranks would have to update the same memory, but are on several hosts.
         RunOverError: there is no run to join.
         RankLostError: rank 0 is gone.
     """
@@ -119,7 +117,9 @@ class Client:
         """Wait until all workers are done; take the final parameters."""
         self._call(RequestKind.DONE)
         self._is_over = True
-        self._leave_memory()
+        for parameter in self._trained:
+            if parameter.device.type == "cpu":
+                parameter.data = parameter.data.clone()  # in memory of its own
 
     def close(self) -> None:
         """Report a failure unless this worker has finished; may be called twice."""
@@ -130,7 +130,6 @@ class Client:
             else:
                 with contextlib.suppress(OSError):
                     self._connection.send(REQUEST.pack(RequestKind.FAIL, 0.0))
-        self._leave_memory()
         self._opened.close()
 
     def _meet(self, make_queue: MakeQueue, opened: contextlib.ExitStack) -> None:
@@ -138,10 +137,7 @@ class Client:
         config = self._config
         hosts = hosts_of(config)
         num_remote = sum(host != hosts[SERVER_RANK] for host in hosts)
-        if num_remote and self._num_copies < config.world_size:
-            raise UserError(
-                "These workers update the same memory, and they are on several hosts: take async."
-            )
+        assert not num_remote or self._num_copies > 1, "all ranks would update the same memory"
         port = [0]
         if config.rank == SERVER_RANK:
             port = [self._serve(make_queue, num_remote, opened)]
@@ -237,14 +233,6 @@ class Client:
                 parameter.data.copy_(tensor)
             elif is_new:
                 parameter.data = tensor
-
-    def _leave_memory(self) -> None:
-        """Give the parameters memory of their own again."""
-        if self._current is not None:
-            self._current = None
-            for parameter in self._trained:
-                if parameter.device.type == "cpu":
-                    parameter.data = parameter.data.clone()
 
 
 @final

@@ -63,19 +63,23 @@ class SharedMemory:
     def __init__(self, descriptor: int, like: Sequence[Tensor], num_copies: int) -> None:
         self._descriptor = descriptor
         size, num_gradients = _packed_num_bytes(like), num_copies - 1
-        whole = map_shared(descriptor, (num_copies + num_gradients) * size)
+        os.truncate(descriptor, (num_copies + num_gradients) * size)  # of no effect on a second one
+        whole = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
         pieces = [_views(raw, like) for raw in whole.split(size)]
         self.copies, self._gradients = pieces[:num_copies], pieces[num_copies:]
 
     @classmethod
     def create(cls, like: Sequence[Tensor], num_copies: int) -> Self:
-        """Create the memory."""
+        """Create the memory, 0 everywhere."""
         return cls(os.memfd_create("ddpnb"), like, num_copies)
 
     @classmethod
     def receive(cls, connection: socket.socket, like: Sequence[Tensor], num_copies: int) -> Self:
         """Map the memory that the process at the other end sends; ``OSError`` if it is gone."""
-        return cls(receive_descriptor(connection), like, num_copies)
+        _, descriptors, *_ = socket.recv_fds(connection, 1, 1)
+        if not descriptors:
+            raise ConnectionResetError
+        return cls(descriptors[0], like, num_copies)
 
     def gradients(self, rank: int) -> PackedTensors:
         """Return where a worker writes its gradients; rank 0's need no copy."""
@@ -83,34 +87,11 @@ class SharedMemory:
 
     def send(self, connection: socket.socket) -> None:
         """Send this memory to the process at the other end of a Unix socket."""
-        send_descriptor(connection, self._descriptor)
+        socket.send_fds(connection, [b"!"], [self._descriptor])
 
     def close(self) -> None:
         """Send it no more; what is mapped stays.  To be called once."""
         os.close(self._descriptor)
-
-
-def map_shared(descriptor: int, num_bytes: int) -> Tensor:
-    """Return the bytes of memory that processes share, uint8; new ones are 0."""
-    os.truncate(descriptor, num_bytes)
-    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
-
-
-def send_descriptor(connection: socket.socket, descriptor: int) -> None:
-    """Send a file descriptor to the process at the other end of a Unix socket."""
-    socket.send_fds(connection, [b"!"], [descriptor])
-
-
-def receive_descriptor(connection: socket.socket) -> int:
-    """Return a file descriptor that the process at the other end sends.
-
-    Raises:
-        OSError: it is gone.
-    """
-    _, descriptors, *_ = socket.recv_fds(connection, 1, 1)
-    if not descriptors:
-        raise ConnectionResetError
-    return descriptors[0]
 
 
 def _views(raw: Tensor, like: Sequence[Tensor]) -> PackedTensors:

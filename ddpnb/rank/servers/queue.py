@@ -20,7 +20,6 @@ from typing import NamedTuple, final
 
 from ddpnb.rank.errors import RankLostError
 from ddpnb.rank.servers.memory import Gradients
-from ddpnb.rank.servers.store import UpdateCounter
 
 SERVER_RANK = 0
 NO_RANK = -1
@@ -63,6 +62,35 @@ class Reply(NamedTuple):
         """Numbers of the shards to train on, after those handed out before."""
         end = self.first_shard + self.num_shards * self.stride
         return range(self.first_shard, end, self.stride)
+
+
+class UpdateCounter:
+    """Counts the updates that workers make themselves, in the one copy that they share.
+
+    The queue calls it under its lock.
+    """
+
+    def __init__(self) -> None:
+        self._version = 0
+        """Updates so far."""
+        self._version_read: dict[int, int] = {}
+
+    def read(self, rank: int) -> int:
+        """Return the copy that a worker trains on until its ``write``; note its updates so far."""
+        self._version_read[rank] = self._version
+        return 0
+
+    def write(self, rank: int, gradients: Gradients, weight: float) -> int:
+        """Count an update; return how many others were made since the worker's last read."""
+        staleness = self._version - self._version_read[rank]
+        self._version += 1
+        return staleness
+
+    def release(self, rank: int) -> None:
+        """Note that a worker no longer trains on any copy; may be called twice."""
+
+    def apply(self) -> None:
+        """Make an update with the gradients that have come since the last one, if any."""
 
 
 @dataclass(slots=True)

@@ -14,17 +14,17 @@ processor, and where a rank dies or closes, all others notice at once.
 """
 
 import contextlib
-import os
 import socket
 from collections.abc import Mapping
 from typing import Final, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.errors import ConsequenceError
-from ddpnb.rank.servers.memory import map_shared, receive_descriptor, send_descriptor
+from ddpnb.rank.servers.memory import SharedMemory
 from ddpnb.rank.servers.rendezvous import HELLO, WorkerConfig, hosts_of, set_timeout
 
 CHUNK_BYTES: Final = 1 << 20
@@ -159,13 +159,13 @@ def _connect(listener: socket.socket, config: WorkerConfig) -> dict[int, socket.
 
 def _share_memory(peers: Mapping[int, socket.socket], config: WorkerConfig) -> Tensor:
     """Return memory that rank 0 sends to all others."""
+    num_bytes = _NUM_SETS * config.world_size * CHUNK_BYTES
+    like = [torch.empty(num_bytes, dtype=torch.uint8, device="meta")]
     if config.rank == 0:
-        descriptor = os.memfd_create("ddpnb")
+        memory = SharedMemory.create(like, num_copies=1)
         for peer in peers.values():
-            send_descriptor(peer, descriptor)
+            memory.send(peer)
     else:
-        descriptor = receive_descriptor(peers[0])
-    try:
-        return map_shared(descriptor, _NUM_SETS * config.world_size * CHUNK_BYTES)
-    finally:
-        os.close(descriptor)
+        memory = SharedMemory.receive(peers[0], like, num_copies=1)
+    memory.close()
+    return memory.copies[0].raw

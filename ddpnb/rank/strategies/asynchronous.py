@@ -2,14 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.memory import PackedTensors
-from ddpnb.rank.servers.queue import NO_BOUND, WorkQueue
-from ddpnb.rank.servers.store import AccessLog, UpdateCounter, ignore_access
+from ddpnb.rank.servers.queue import NO_BOUND, UpdateCounter, WorkQueue
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard
@@ -28,15 +29,13 @@ class AsynchronousStrategy(Strategy):
 
     Args:
         timeout: seconds in which some worker must make progress.
-        log: called, on rank 0, with every read and write of the parameters.
     """
 
     client: Client
     """From ``begin``."""
 
-    def __init__(self, *, timeout: float = 60.0, log: AccessLog = ignore_access) -> None:
+    def __init__(self, *, timeout: float = 60.0) -> None:
         self._timeout = timeout
-        self._log = log
         self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
@@ -100,3 +99,27 @@ class AsynchronousStrategy(Strategy):
     def close(self) -> None:
         """Disconnect; report a failure unless this worker has finished."""
         self._opened.close()
+
+
+@contextlib.contextmanager
+def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[None]:
+    """Have the optimizer's step in this context made at a fraction of its learning rate.
+
+    This scales the whole update, including weight decay and Adam's division by the gradient's
+    size.  To scale the gradient would leave those as they are.  A hook of the optimizer may set
+    the learning rate in the step itself, so that it is scaled in a hook behind all others.
+    """
+    rates: list[Any] = []
+
+    def scale(*_: object) -> None:
+        for group in [] if rates else optimizer.param_groups:  # super().step calls hooks again
+            rates.append(group["lr"])
+            group["lr"] = group["lr"] * fraction
+
+    hook = optimizer.register_step_pre_hook(scale)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for group, rate in zip(optimizer.param_groups, rates, strict=False):
+            group["lr"] = rate

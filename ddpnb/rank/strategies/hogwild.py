@@ -26,8 +26,8 @@ from typing import final
 from torch import Tensor
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.servers.store import AccessLog, UpdateCounter, ignore_access, scaled_rate
-from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
+from ddpnb.rank.servers.queue import UpdateCounter
+from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, scaled_rate
 from ddpnb.rank.strategies.base import Plan, need_cpus
 from ddpnb.rank.strategies.worker import Batch, Worker
 
@@ -39,7 +39,6 @@ class Hogwild(AsynchronousStrategy):
     Args:
         momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
         timeout: seconds in which some worker must make progress.
-        log: called with every read and update, on rank 0.
     """
 
     def __init__(
@@ -47,9 +46,8 @@ class Hogwild(AsynchronousStrategy):
         *,
         momentum: float | None = None,
         timeout: float = 60.0,
-        log: AccessLog = ignore_access,
     ) -> None:
-        super().__init__(timeout=timeout, log=log)
+        super().__init__(timeout=timeout)
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains.
@@ -62,7 +60,7 @@ class Hogwild(AsynchronousStrategy):
 
     def setup(self, worker: Worker) -> None:
         """Move the parameters to the one copy in shared memory; takes part: every rank."""
-        self.begin(worker, 1, lambda _: UpdateCounter(self._log))
+        self.begin(worker, 1, lambda _: UpdateCounter())
         self.optimizer = worker.optimizer(worker.parameters)
 
     def step(self, batch: Batch) -> Tensor:
