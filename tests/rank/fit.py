@@ -113,7 +113,6 @@ class Fit:
     buffers: list[Tensor]
     reports: list[StepReport]
     num_files_left: int = 0
-    num_files_while_training: int = 0
     memory: Memory = field(default_factory=Memory)
     notes: tuple[str, ...] = ()
 
@@ -187,10 +186,9 @@ def drive(
             loss = strategy.step(batch)
             traffic = worker.meter.take()
             reports.append(StepReport(loss, batch.num_samples, traffic, worker.staleness))
-    num_files, memory = len(list(folder.iterdir())), strategy.memory()
+    memory = strategy.memory()
     return replace(
         fit_of(strategy.finish(), reports),
-        num_files_while_training=num_files,
         memory=memory,
         notes=tuple(worker.notes),
     )

@@ -14,6 +14,7 @@ from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from tests.rank.fit import Problem, distance
 from tests.rank.hold import unhurried, wait_for
+from tests.rank.ranks import RankFailedError
 from tests.rank.test_async import KINDS, fit_async, kinds
 
 LONG = Problem(num_epochs=24, learning_rate=0.02)
@@ -64,7 +65,12 @@ def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path, kind, opti
 
 
 def test_a_worker_that_joins_after_the_end_gets_an_error(ranks):
-    assert ranks(2).start_outside(come_late, 1).result() == "over"
+    late = ranks(2).start_outside(
+        fit_async, 1, LONG, {}, "host", None, AsyncParameterServer, {"joins": True}
+    )
+    with pytest.raises(RankFailedError) as caught:
+        late.result()
+    assert isinstance(caught.value.cause, RunOverError)
 
 
 @kinds
@@ -88,36 +94,22 @@ def test_where_a_worker_raises_the_others_name_it(ranks, way, kind, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"bound": 1}])
-def test_a_silent_worker_is_given_up(ranks, tmp_path, options):
+def test_a_silent_worker_is_given_up(ranks, options):
     problem, hasty = Problem(num_epochs=3, learning_rate=0.02), {**options, "timeout": 1.0}
-    (fit, lost), failure, (other, _) = ranks(3).attempt(
-        fit_and_sign, problem, hasty, tmp_path / "sign"
-    )
+    hangs = partial(strike, 1, 2, partial(time.sleep, 5))
+    results = ranks(3).attempt(fit_async, problem, hasty, "host", hangs)
+    (fit, lost), failure, (other, _) = results
     assert failure.cause.rank == 1
     assert len(lost) == 1
     assert distance(fit, other) == 0
 
 
-@pytest.mark.parametrize("way", ["host", "hosts"])
-def test_where_the_server_fails_rank_0_raises_its_error(ranks, way):
-    first, second = ranks(2).attempt(fit_async, BrokenProblem(), {}, way)
+def test_where_the_server_fails_rank_0_raises_its_error(ranks):
+    first, second = ranks(2).attempt(
+        fit_async, LONG, {}, "host", None, AsyncParameterServer, {"make_optimizer": broken}
+    )
     assert isinstance(first.cause, ZeroDivisionError)
     assert second.cause.rank == 0
-
-
-def fit_and_sign(state, folder, problem, options, sign):
-    """Rank 1 hangs until another has ended."""
-    hangs = partial(strike, 1, 2, partial(wait_for, sign))
-    result = fit_async(state, folder, problem, options, "host", hangs)
-    sign.touch()
-    return result
-
-
-def come_late(state, folder):
-    try:
-        fit_async(state, folder, LONG, fields={"joins": True})
-    except RunOverError:
-        return "over"
 
 
 def strike(who: int, when: int, do: Callable[[], object], rank: int, step: int) -> None:
@@ -140,9 +132,8 @@ KILL_RANK_1 = partial(strike, 1, 5, die)
 
 def wait_for_another(came: Path, rank: int, step: int) -> None:
     """Kill rank 1; hold rank 0 up until another process has taken its place."""
-    deadline = time.monotonic() + 30
-    while step == 20 and not came.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    if step == 20:
+        wait_for(came)
     KILL_RANK_1(rank, step)
 
 
@@ -151,15 +142,8 @@ def say_i_came(came: Path, rank: int, step: int) -> None:
     unhurried(rank, step)
 
 
-class BrokenProblem(Problem):
-    def factory(self):
-        return partial(BrokenSgd, lr=0.1)
-
-
-class BrokenSgd(torch.optim.SGD):
-    num_steps = 0
-
-    def step(self, closure=None):
-        self.num_steps += 1
-        if self.num_steps == 5:
-            raise ZeroDivisionError("broken optimizer")
+def broken(parameters):
+    """An optimizer with a hook that fails."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: fail())
+    return optimizer
