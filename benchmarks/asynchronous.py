@@ -1,4 +1,4 @@
-"""What does an asynchronous exchange cost, against gloo's messages and no exchange at all?"""
+"""What does an asynchronous exchange cost, against TCP's messages and no exchange at all?"""
 
 import itertools
 import statistics
@@ -17,11 +17,11 @@ from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.servers.client import Client
-from ddpnb.rank.servers.memory import Layout, PackedTensors
+from ddpnb.rank.servers.memory import PackedTensors
 from ddpnb.rank.servers.queue import WorkQueue
 from ddpnb.rank.servers.rendezvous import WorkerConfig
-from ddpnb.rank.servers.store import ParameterStore
 from ddpnb.rank.strategies import make_strategy
+from ddpnb.rank.strategies.async_ps import ParameterStore
 from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Supervised
@@ -42,11 +42,11 @@ def exchange_ms(
     Args:
         state: this rank.
         folder: where ranks meet.
-        way: ``"gloo"``: the ranks have folders of their own, as on two hosts.
+        way: ``"TCP"``: the ranks have folders of their own, as on two hosts.
         num_floats: of the parameters.
         rounds: how many exchanges.
     """
-    own = folder / f"rank-{state.rank}" if way == "gloo" else folder
+    own = folder / f"rank-{state.rank}" if way == "TCP" else folder
     own.mkdir(exist_ok=True)
     parameters = [nn.Parameter(torch.zeros(num_floats))]
     config = WorkerConfig(
@@ -59,14 +59,12 @@ def exchange_ms(
         cancellation=CancellationToken(),
     )
 
-    def make_queue(
-        copies: Sequence[PackedTensors], find_failed_rank: Callable[[], int]
-    ) -> WorkQueue:
+    def make_queue(copies: Sequence[PackedTensors]) -> WorkQueue:
         store = ParameterStore(copies, lambda p: torch.optim.SGD(p, lr=0.1))
         return WorkQueue(store, num_workers=2, num_shards=10**9, timeout_seconds=60)
 
     taken = []
-    with closing(Client(config, Layout(num_copies=2, num_gradients=1), make_queue)) as client:
+    with closing(Client(config, 2, make_queue)) as client:
         client.begin()
         gradients = [torch.ones(num_floats)]
         for _ in range(rounds if state.rank == 1 else 0):
@@ -209,7 +207,7 @@ def measure() -> list[Figure]:
     figures = []
     with rank_calls(2) as call:
         for num_floats, rounds in ((1_000, 300), (11_000_000, 9)):
-            taken: dict[str, list[float]] = {"shared memory": [], "gloo": [], "hogwild": []}
+            taken: dict[str, list[float]] = {"shared memory": [], "TCP": [], "hogwild": []}
             for turn in range(6):
                 for way, found in taken.items():
                     if way == "hogwild":
@@ -223,10 +221,10 @@ def measure() -> list[Figure]:
             ):
                 figures.append(
                     Figure(
-                        name=f"{words.format(num_floats)} against a push and pull over gloo",
+                        name=f"{words.format(num_floats)} against a push and pull by TCP",
                         unit="ms",
                         ours=taken[way],
-                        theirs=taken["gloo"],
+                        theirs=taken["TCP"],
                         limit="<= 0.8",
                     )
                 )

@@ -197,9 +197,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         name="ddpnb-control",
         daemon=True,
     ).start()
-    if settings["generation"] is None:  # the others train: a group is formed when they are done
-        group.announce()
-    else:
+    if settings["generation"] is not None:  # else the others train: it is formed when they are done
         group.join(settings["generation"])
     engine.initialize(settings["engine_arguments"])
     engine.notebook_folder = settings["cells_folder"]

@@ -25,7 +25,6 @@ from ddpnb.protocol.connections import (
     traffic_of,
 )
 from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.mismatch import MismatchCheck
@@ -120,7 +119,6 @@ class Group:
         )
         self.cancellation.check()  # an abort until here has found no connection to close
         self.joined_ns = time.time_ns()
-        self.announce()
         total = torch.ones(1, device=self.device, dtype=torch.float32)  # not each rank's default
         dist.all_reduce(total)
         assert total.item() == self.world_size
@@ -173,10 +171,6 @@ class Group:
     def can_abort(self) -> bool:
         """Whether the backend can abort a wait: all but gloo can."""
         return self.backend != "gloo"
-
-    def announce(self) -> None:
-        """Write this process's pid where the other ranks of this host find it."""
-        atomic_write(self.folder / f"rank-{self.rank}.pid", str(os.getpid()).encode())
 
     def abort(self, peers_ends: Iterable[Sequence[Sequence[Any]]] = ()) -> int:
         """Free this rank from every wait for another rank; return how many waits were ended.

@@ -445,7 +445,7 @@ def test_a_killed_agent_takes_its_ranks_and_files_along(cluster, hosts, tmp_path
 
 
 def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_path, capsys):
-    training = prepare(cluster, Store(tmp_path), a_comparison("async", num_epochs=60))
+    training = prepare(cluster, Store(tmp_path), a_comparison("async", num_epochs=300))
     (agent,) = hosts.agents("b")
 
     def kill_later() -> None:

@@ -15,9 +15,7 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.servers.memory import PackedTensors, pack
-from ddpnb.rank.servers.store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.base import OptimizerFactory, Supervised
@@ -114,9 +112,7 @@ class Fit:
     parameters: list[Tensor]
     buffers: list[Tensor]
     reports: list[StepReport]
-    log: list[ParameterAccess] = field(default_factory=list)
     num_files_left: int = 0
-    num_files_while_training: int = 0
     memory: Memory = field(default_factory=Memory)
     notes: tuple[str, ...] = ()
 
@@ -145,8 +141,7 @@ def by_strategy(
     before_step: BeforeStep | None = None,
 ) -> Fit:
     """The same by a strategy, on one of the ranks."""
-    log: list[ParameterAccess] = []
-    strategy = AsyncParameterServer(log=log.append) if word == "async" else make_strategy(word, {})
+    strategy = make_strategy(word, {})
     if state.rank >= strategy.plan(state).num_ranks:
         return fit_of(nn.Module(), [])
     try:
@@ -154,7 +149,7 @@ def by_strategy(
     finally:
         strategy.close()
         strategy.close()
-    return replace(fit, log=log, num_files_left=len(list(folder.iterdir())))
+    return replace(fit, num_files_left=len(list(folder.iterdir())))
 
 
 def drive(
@@ -190,10 +185,9 @@ def drive(
             loss = strategy.step(batch)
             traffic = worker.meter.take()
             reports.append(StepReport(loss, batch.num_samples, traffic, worker.staleness))
-    num_files, memory = len(list(folder.iterdir())), strategy.memory()
+    memory = strategy.memory()
     return replace(
         fit_of(strategy.finish(), reports),
-        num_files_while_training=num_files,
         memory=memory,
         notes=tuple(worker.notes),
     )

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.protocol.messages import RunHeader, StepEvent
-from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.cancellation import CancellationToken, ConsequenceError
 from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.link import is_exchanging
-from ddpnb.rank.errors import ConsequenceError
 from tests.rank.test_loop import run_job, spec_of, unzip
 
 LINK = "1Mbit,3ms"

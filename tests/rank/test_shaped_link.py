@@ -27,6 +27,7 @@ from tests.system_packages import find_program, skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 RATE, DELAY_MS = "100Mbit", 2
+SUBNET = "10.77.0"
 
 CELL = """
 import torch
@@ -73,7 +74,7 @@ def step_seconds(state: RankState, folder: Path, link: str = "") -> dict[str, fl
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
+    store = dist.TCPStore(f"{SUBNET}.1", 29500, 2, is_master=rank == 0)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
@@ -98,7 +99,7 @@ def namespaces() -> Iterator[tuple[str, str]]:
         for name in names:
             call(ip, "netns", "add", name)
             call(ip, "-n", name, "link", "set", "lo", "up")
-        with delayed_link(names, subnet="10.77.0", seconds=DELAY_MS / 1000):
+        with delayed_link(names, subnet=SUBNET, seconds=DELAY_MS / 1000):
             for name in names:
                 rate = ("rate", RATE, "burst", "16kb", "limit", "16mb")
                 call(tc, "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *rate)

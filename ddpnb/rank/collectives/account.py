@@ -14,9 +14,6 @@ from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.meter import Meter
 
-SERVER_THREAD = "ddpnb-queue"
-"""The name of threads that serve other workers beside this worker's own steps."""
-
 
 @final
 class Account(Listener):
@@ -32,8 +29,6 @@ class Account(Listener):
 
     def begin(self, call: Call) -> None:
         """Count the bytes, and a message that is on its way from now on."""
-        if threading.current_thread().name == SERVER_THREAD:
-            return
         sent, received = traffic_of(call)
         self._meter.count(sent=sent, received=received)
         if not call.is_blocking:

@@ -15,7 +15,7 @@ from ddpnb.protocol.machine import RankMeasured
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.meter import synchronize
-from ddpnb.rank.servers.rendezvous import WorkerConfig, host_id
+from ddpnb.rank.servers.rendezvous import WorkerConfig, hosts_of
 from ddpnb.rank.servers.shared_sum import SharedAllReduce
 
 BUDGET_SECONDS: Final = 0.4
@@ -95,9 +95,7 @@ def _has_peer_access(device: torch.device) -> bool | None:
 
 def _shared(config: WorkerConfig, size: int) -> float:
     """Return the seconds of an all-reduce in shared memory; takes part: every rank."""
-    hosts = [""] * config.world_size
-    dist.all_gather_object(hosts, host_id(config.folder))
-    if config.world_size == 1 or len(set(hosts)) > 1:
+    if config.world_size == 1 or len(set(hosts_of(config))) > 1:
         return 0.0
     with contextlib.closing(SharedAllReduce(config)) as shared:
         return _together(torch.zeros(size // NUMBER_BYTES, device="cpu"), shared.all_reduce)

@@ -1,34 +1,46 @@
-"""A worker of an asynchronous run: how it begins, steps, ends, and who serves it (ranks)."""
+"""How a worker of an asynchronous run reaches the queue of rank 0, and who serves it (ranks).
+
+Rank 0's own worker calls the queue.  Each other worker sends its requests through a socket, at
+whose other end a thread of rank 0 calls the queue.  Where a process dies, its socket closes at
+once.
+
+On rank 0's host the tensors lie in shared memory, and messages through a Unix socket pass the turn;
+the kernel's locks in a socket order memory on any processor.  The socket lies in the run's folder,
+which no other user may enter: a process that starts later finds it without a collective.  Workers
+of other hosts connect by TCP, and the tensors follow the messages.
+"""
 
 import contextlib
-import threading
-from collections.abc import Callable, Sequence
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import final
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.servers.across import connect_hosts, serve_hosts
-from ddpnb.rank.servers.connections import PeerGoneError, RemoteQueue, join_threads
-from ddpnb.rank.servers.local import connect_host, serve_host
-from ddpnb.rank.servers.memory import Layout, PackedTensors, SharedMemory, pack
+from ddpnb.rank.servers.memory import Gradients, PackedTensors, SharedMemory, pack
 from ddpnb.rank.servers.queue import (
+    NO_RANK,
+    REPLY,
+    REQUEST,
     SERVER_RANK,
     Reply,
-    Request,
     RequestKind,
     WorkQueue,
 )
-from ddpnb.rank.servers.rendezvous import NO_RANK, Rendezvous, RunOverError, WorkerConfig, host_id
-from ddpnb.rank.servers.store import Gradients
+from ddpnb.rank.servers.rendezvous import HELLO, WorkerConfig, hosts_of, server_address, set_timeout
+from ddpnb.rank.servers.server import Server
 
-MakeQueue = Callable[[Sequence[PackedTensors], Callable[[], int]], WorkQueue]
-"""Makes rank 0's queue: from the copies of the parameters, the first of which holds rank 0's, and
-from what returns a rank that failed before the run began."""
+MakeQueue = Callable[[Sequence[PackedTensors]], WorkQueue]
+"""Makes rank 0's queue from the copies of the parameters, the first of which holds rank 0's."""
 
-_IS_LOCAL = "is-local"
+
+class RunOverError(Exception):
+    """There is nothing to join: the run has ended."""
 
 
 @final
@@ -41,42 +53,50 @@ class Client:
     Args:
         config: of this worker.  Its parameters, where they are on a CPU, then lie where other
             ranks write them; to other devices they are copied.
-        layout: of the memory that the workers share.
+        num_copies: of the parameters: one for each worker, or one that all of them update.
         make_queue: called on rank 0.
-        joins: whether the others train already; only on their own host can a worker join.
+        joins: whether the others train already; else takes part: every rank.  Only on rank 0's host
+            can a worker join.
 
     Raises:
-        UserError: the ranks are on several hosts, and there is no place for gradients: all ranks
-            would have to update the same memory.  Only rank 0 raises it.
         RunOverError: there is no run to join.
         RankLostError: rank 0 is gone.
     """
 
     def __init__(
-        self, config: WorkerConfig, layout: Layout, make_queue: MakeQueue, *, joins: bool = False
+        self, config: WorkerConfig, num_copies: int, make_queue: MakeQueue, *, joins: bool = False
     ) -> None:
         self.queue: WorkQueue | None = None
         """Rank 0's."""
         self._config = config
-        self._num_bytes = num_bytes(config.parameters)
-        self._threads: list[threading.Thread] = []
+        self._num_copies = num_copies
         self._trained: list[nn.Parameter] = list(config.parameters)
+        self._num_bytes = num_bytes(self._trained)
         self._current: PackedTensors | None = None
         """The copy that the parameters lie in."""
+        self._shards: deque[int] = deque()
         self._is_over = False
-        self._opened = contextlib.ExitStack()
         with contextlib.ExitStack() as opened:  # what is open is closed where this fails
-            self._remote: RemoteQueue | None = None
-            self._copies: Sequence[PackedTensors] = ()
-            self._connect(layout, make_queue, joins, opened)
+            if joins:
+                try:
+                    self._connect(opened)
+                except OSError as error:
+                    raise RunOverError from error
+            else:
+                self._meet(make_queue, opened)
             self._opened = opened.pop_all()
 
-    def begin(self) -> range:
-        """Wait for all workers; take the first parameters; return the numbers of shards."""
-        return self._call(Request(RequestKind.BEGIN)).shards
+    def begin(self) -> None:
+        """Wait for all workers; take the first parameters and shards."""
+        self._shards.extend(self._call(RequestKind.BEGIN).shards)
 
-    def step(self, weight: float, gradients: Gradients = ()) -> Reply:
-        """Report a step; take parameters and the next shard.
+    def shards(self) -> Iterator[int]:
+        """Yield the numbers of this worker's shards, until all are handed out."""
+        while self._shards:
+            yield self._shards.popleft()
+
+    def step(self, weight: float, gradients: Gradients = ()) -> int:
+        """Report a step; take parameters and the next shard; return the gradients' staleness.
 
         Args:
             weight: this worker's share of the global batch.
@@ -85,111 +105,124 @@ class Client:
         meter = self._config.meter
         with meter.communicating():
             asked_at = meter.timer.moment()
-            reply = self._call(Request(RequestKind.STEP, weight), gradients)
+            reply = self._call(RequestKind.STEP, weight, gradients)
             if isinstance(asked_at, float) and reply.waited_seconds > 0:  # the host's own clock
                 meter.timer.begin("waiting", at=asked_at)
                 meter.timer.begin("communication", at=asked_at + reply.waited_seconds)
         meter.count(sent=self._num_bytes, received=self._num_bytes)
-        return reply
+        self._shards.extend(reply.shards)
+        return reply.staleness
 
     def finish(self) -> None:
         """Wait until all workers are done; take the final parameters."""
-        self._call(Request(RequestKind.DONE))
+        self._call(RequestKind.DONE)
         self._is_over = True
-        self._leave_memory()
-        join_threads(self._threads, self._config.timeout_seconds)
+        for parameter in self._trained:
+            if parameter.device.type == "cpu":
+                parameter.data = parameter.data.clone()  # in memory of its own
 
     def close(self) -> None:
         """Report a failure unless this worker has finished; may be called twice."""
         if not self._is_over:
             self._is_over = True
-            with contextlib.suppress(PeerGoneError):
-                self._send(Request(RequestKind.FAIL))
-        self._leave_memory()
+            if self.queue is not None:
+                self.queue.fail(SERVER_RANK)
+            else:
+                with contextlib.suppress(OSError):
+                    self._connection.send(REQUEST.pack(RequestKind.FAIL, 0.0))
         self._opened.close()
 
-    def _connect(
-        self,
-        layout: Layout,
-        make_queue: MakeQueue,
-        joins: bool,
-        opened: contextlib.ExitStack,
-    ) -> None:
+    def _meet(self, make_queue: MakeQueue, opened: contextlib.ExitStack) -> None:
+        """Have rank 0 listen, and the others connect; takes part: every rank."""
         config = self._config
-        if joins:
-            self._remote = connect_host(config, layout, opened)
-        elif config.rank == SERVER_RANK:
-            self._serve(Rendezvous(config), layout, make_queue, opened)
-        else:
-            rendezvous = Rendezvous(config)
-            rendezvous.set(_host_key(config.rank), host_id(config.folder))
-            is_local = rendezvous.get(_IS_LOCAL, from_rank=SERVER_RANK) == "True"
-            try:
-                if is_local:
-                    self._remote = connect_host(config, layout, opened)
-                else:
-                    self._num_bytes = 0  # gloo's messages are counted where they are sent
-                    self._remote = connect_hosts(config, opened)
-            except RunOverError as error:
-                raise RankLostError(SERVER_RANK) from error
-        if self._remote is not None:
-            self._copies = self._remote.copies
-
-    def _serve(
-        self,
-        rendezvous: Rendezvous,
-        layout: Layout,
-        make_queue: MakeQueue,
-        opened: contextlib.ExitStack,
-    ) -> None:
-        """Make the queue, and serve the other ranks, in shared memory if all are on one host."""
-        config = self._config
-        others = config.other_ranks
-        opened.callback(rendezvous.delete, _IS_LOCAL, *map(_host_key, others))
-        hosts = {rendezvous.get(_host_key(rank), from_rank=rank) for rank in others}
-        is_local = hosts <= {host_id(config.folder)}
-        if not is_local and not layout.num_gradients:
-            raise UserError(
-                "These workers update the same memory, and they are on several hosts: take async."
-            )
-        if is_local:
-            memory = SharedMemory.create(config.path("m"), config.parameters, layout)
-            opened.enter_context(contextlib.closing(memory))
-            copies = memory.copies
-        else:
-            copies = [pack(config.parameters) for _ in range(layout.num_copies)]
-        self._copies = copies
-        copies[0].fill([parameter.detach() for parameter in config.parameters])
-        self.queue = queue = make_queue(copies, rendezvous.find_failed_rank)
-        if is_local:
-            self._threads = serve_host(queue, memory, config, opened)
-            rendezvous.set(_IS_LOCAL, str(is_local))
-        else:
-            rendezvous.set(_IS_LOCAL, str(is_local))  # first, as every rank takes part
-            self._threads = serve_hosts(queue, copies, config, opened)
-        opened.enter_context(config.cancellation.held(lambda: queue.fail(SERVER_RANK)))
-
-    def _call(self, request: Request, gradients: Gradients = ()) -> Reply:
+        hosts = hosts_of(config)
+        num_remote = sum(host != hosts[SERVER_RANK] for host in hosts)
+        assert not num_remote or self._num_copies > 1, "all ranks would update the same memory"
+        port = [0]
+        if config.rank == SERVER_RANK:
+            port = [self._serve(make_queue, num_remote, opened)]
+        dist.broadcast_object_list(port, src=SERVER_RANK)  # takes part: every rank
+        if config.rank == SERVER_RANK:
+            return
         try:
-            reply = self._send(request, gradients)
-        except PeerGoneError as error:
-            self._is_over = True
+            self._connect(opened, 0 if hosts[config.rank] == hosts[SERVER_RANK] else port[0])
+        except OSError as error:
             raise RankLostError(SERVER_RANK) from error
+
+    def _serve(self, make_queue: MakeQueue, num_remote: int, opened: contextlib.ExitStack) -> int:
+        """Make the queue, and listen; return the port for workers of other hosts, if any."""
+        config = self._config
+        memory = SharedMemory.create(config.parameters, self._num_copies)
+        opened.callback(memory.close)
+        self._copies = memory.copies
+        self._copies[0].fill([parameter.detach() for parameter in config.parameters])
+        self.queue = queue = make_queue(self._copies)
+        server = Server(partial(_serve, queue, memory, config), config.timeout_seconds)
+        opened.callback(server.close)
+        path, port = config.socket_path(SERVER_RANK), 0
+        local = socket.socket(socket.AF_UNIX)
+        local.bind(str(path))
+        opened.callback(path.unlink)
+        server.listen(local)
+        if num_remote:
+            remote = socket.create_server((server_address(), 0))
+            port = remote.getsockname()[1]
+            server.listen(remote, num_remote)
+        opened.enter_context(config.cancellation.held(lambda: queue.fail(SERVER_RANK)))
+        return port
+
+    def _connect(self, opened: contextlib.ExitStack, port: int = 0) -> None:
+        """Connect to rank 0, on this host if there is no port; raises ``OSError``."""
+        config = self._config
+        if port:
+            address = server_address(), port
+            connected = socket.create_connection(address, config.timeout_seconds)
+        else:
+            connected = socket.socket(socket.AF_UNIX)
+            connected.connect(str(config.socket_path(SERVER_RANK)))
+        opened.enter_context(connected)
+        opened.enter_context(config.cancellation.held(lambda: _shut_down(connected)))
+        self._connection = _Connection(connected, config)
+        self._connection.send(HELLO.pack(config.rank))
+        if port:
+            self._copies = [pack(config.parameters)] * self._num_copies  # whichever a reply names
+            self._gradients = pack(config.parameters)
+        else:
+            memory = SharedMemory.receive(connected, config.parameters, self._num_copies)
+            memory.close()
+            self._copies, self._gradients = memory.copies, memory.gradients(config.rank)
+
+    def _call(self, kind: RequestKind, weight: float = 0.0, gradients: Gradients = ()) -> Reply:
+        """Make a request of the queue; on rank 0 raise its error, if there is one."""
+        if self.queue is None:
+            reply = self._ask(kind, weight, gradients)
+        else:
+            on_cpu = [None if gradient is None else gradient.cpu() for gradient in gradients]
+            reply = self.queue.handle(SERVER_RANK, kind, weight, on_cpu)
+            if reply.lost_rank != NO_RANK and self.queue.error is not None:
+                raise self.queue.error
         if reply.lost_rank != NO_RANK:
             self._is_over = True
             raise RankLostError(reply.lost_rank)
         self._train_on(self._copies[reply.copy])
         return reply
 
-    def _send(self, request: Request, gradients: Gradients = ()) -> Reply:
-        """Make a request of the queue; on rank 0 raise its error, if there is one."""
-        if self._remote is not None:
-            return self._remote.call(request, gradients)
-        assert self.queue is not None, "rank 0 has made it"
-        on_cpu = [None if gradient is None else gradient.cpu() for gradient in gradients]
-        reply = self.queue.handle(SERVER_RANK, request, on_cpu)
-        if reply.lost_rank != NO_RANK and self.queue.error is not None:
-            raise self.queue.error
+    def _ask(self, kind: RequestKind, weight: float, gradients: Gradients) -> Reply:
+        """Make a request of rank 0's process."""
+        connection = self._connection
+        if gradients:
+            self._gradients.fill(gradients)
+        try:
+            # A rank 0 that has disconnected left a last reply, read below, which says why.
+            with contextlib.suppress(OSError):
+                connection.send(REQUEST.pack(kind, weight))
+                if kind is RequestKind.STEP:
+                    connection.send_tensor(self._gradients.raw)
+            reply = Reply(*REPLY.unpack(connection.receive(REPLY.size)))
+            if reply.lost_rank == NO_RANK:
+                connection.receive_tensor(self._copies[reply.copy].raw)
+        except OSError:
+            return Reply(lost_rank=SERVER_RANK)
         return reply
 
     def _train_on(self, copied: PackedTensors) -> None:
@@ -201,14 +234,87 @@ class Client:
             elif is_new:
                 parameter.data = tensor
 
-    def _leave_memory(self) -> None:
-        """Give the parameters memory of their own again."""
-        if self._current is not None:
-            self._current = None
-            for parameter in self._trained:
-                if parameter.device.type == "cpu":
-                    parameter.data = parameter.data.clone()
+
+@final
+class _Connection:
+    """One end of a connection between rank 0 and a worker.
+
+    Every method raises ``OSError`` where the other end is gone.
+
+    Args:
+        connected: the socket; where it leads to another process of this host, both ends share the
+            tensors.
+        config: of this end's rank.
+    """
+
+    def __init__(self, connected: socket.socket, config: WorkerConfig) -> None:
+        self.shares_memory = connected.family == socket.AF_UNIX
+        self._socket, self._config = connected, config
+        if not self.shares_memory:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_timeout(connected, config.timeout_seconds)
+
+    def send(self, data: bytes) -> None:
+        """Send bytes."""
+        self._socket.sendall(data)
+
+    def receive(self, num_bytes: int) -> bytes:
+        """Return exactly so many bytes, which come at once."""
+        data = self._socket.recv(num_bytes, socket.MSG_WAITALL)
+        if len(data) < num_bytes:
+            raise ConnectionResetError
+        return data
+
+    def send_tensor(self, raw: Tensor) -> None:
+        """Send a tensor of bytes, where the ends do not share it."""
+        if not self.shares_memory:
+            self._socket.sendall(raw.numpy().data)
+
+    def receive_tensor(self, raw: Tensor) -> None:
+        """Fill a tensor of bytes, where the ends do not share it; over a link, take its time."""
+        if not self.shares_memory:
+            left = raw.numpy().data
+            while left:
+                num = self._socket.recv_into(left)
+                if num == 0:
+                    raise ConnectionResetError
+                left = left[num:]
+        self._config.link.receive(raw.nbytes)
 
 
-def _host_key(rank: int) -> str:
-    return f"host-{rank}"
+def _serve(
+    queue: WorkQueue, memory: SharedMemory, config: WorkerConfig, connected: socket.socket
+) -> None:
+    """Serve one worker until it is done, is lost or has failed; in a thread of rank 0."""
+    connection = _Connection(connected, config)
+    with connected, contextlib.suppress(OSError):
+        (rank,) = HELLO.unpack(connection.receive(HELLO.size))
+        if connection.shares_memory:
+            memory.send(connected)
+            gradients = memory.gradients(rank)
+        else:
+            gradients = pack(config.parameters)
+        set_timeout(connected, 0)  # ``Server.close`` ends the thread; the queue watches the time
+        incarnation, kind = object(), RequestKind.BEGIN
+        try:
+            while kind is not RequestKind.DONE:
+                number, weight = REQUEST.unpack(connection.receive(REQUEST.size))
+                kind = RequestKind(number)
+                if kind is RequestKind.FAIL:
+                    queue.fail(rank)
+                    return
+                if kind is RequestKind.STEP:
+                    connection.receive_tensor(gradients.raw)
+                reply = queue.handle(rank, kind, weight, gradients.tensors, incarnation)
+                connection.send(REPLY.pack(*reply))
+                if reply.lost_rank != NO_RANK:
+                    return
+                connection.send_tensor(memory.copies[reply.copy].raw)
+        except OSError:
+            # The worker may be alive: it was given up, or rank 0 has disconnected.
+            connection.send(REPLY.pack(*queue.lose(rank, incarnation)))
+
+
+def _shut_down(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # not connected any more
+        connected.shutdown(socket.SHUT_RDWR)

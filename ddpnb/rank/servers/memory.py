@@ -1,23 +1,23 @@
 """Tensors in memory that the ranks of a host share (ranks).
 
 ``PackedTensors`` are bytes, whatever the shapes and types of the tensors, each at a multiple of 64
-bytes: copying all of them is one copy.  They may lie in a file that several processes map.
+bytes: copying all of them is one copy.  They may lie in memory that several processes map.
 """
 
-import contextlib
+import mmap
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Self, final
 
 import torch
 from torch import Tensor
 
-from ddpnb.protocol.errors import UserError
-
 _ALIGNMENT_BYTES = 64
 """One cache line."""
+
+Gradients = Sequence[Tensor | None]
+"""One for each parameter; None: none."""
 
 
 class PackedTensors(NamedTuple):
@@ -28,11 +28,13 @@ class PackedTensors(NamedTuple):
     tensors: list[Tensor]
     """Views of them, in the shapes and types that were asked for."""
 
-    @torch.no_grad()
-    def fill(self, values: Sequence[Tensor]) -> None:
-        """Copy values in, from any device."""
+    def fill(self, values: Gradients) -> None:
+        """Copy detached values in, from any device; None: zeros."""
         for tensor, value in zip(self.tensors, values, strict=True):
-            tensor.copy_(value)
+            if value is None:
+                tensor.zero_()
+            else:
+                tensor.copy_(value)
 
 
 NO_TENSORS = PackedTensors(torch.empty(0, dtype=torch.uint8, device="cpu"), [])
@@ -40,41 +42,7 @@ NO_TENSORS = PackedTensors(torch.empty(0, dtype=torch.uint8, device="cpu"), [])
 
 def pack(like: Sequence[Tensor]) -> PackedTensors:
     """Return tensors like these in private memory, with undefined values."""
-    return _views(torch.empty(packed_num_bytes(like), dtype=torch.uint8, device="cpu"), like)
-
-
-def packed_num_bytes(like: Sequence[Tensor]) -> int:
-    """Return the bytes that tensors like these take when packed, padding included."""
-    return max(_ALIGNMENT_BYTES, sum(_padded_num_bytes(tensor) for tensor in like))
-
-
-def create_shared_file(path: Path, num_bytes: int) -> None:
-    """Create a file of this size that only this user can open.
-
-    Raises:
-        UserError: the folder's file system has no room for it.
-    """
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    try:
-        # Otherwise a full file system would end the process with SIGBUS at the first write.
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError as error:
-        path.unlink()
-        raise UserError(
-            f"There is no room for {num_bytes / 1e6:.0f} MB of shared memory in {path.parent}; "
-            "free some, or train a smaller model."
-        ) from error
-    finally:
-        os.close(descriptor)
-
-
-class Layout(NamedTuple):
-    """What lies in the memory that the workers of a run share."""
-
-    num_copies: int
-    """Copies of the parameters: one for each worker, or one that all of them update."""
-    num_gradients: int
-    """Places for gradients: one for each rank but rank 0, which needs no copy, or none."""
+    return _views(torch.empty(_packed_num_bytes(like), dtype=torch.uint8, device="cpu"), like)
 
 
 @final
@@ -86,36 +54,32 @@ class SharedMemory:
     writes gradients waits for the reply.
 
     Args:
-        descriptor: of the file; this object closes it.
+        descriptor: of the memory; this object closes it.
         like: give shapes and types.
-        layout: how many pieces there are.
+        num_copies: one for each worker, each of which but rank 0 then also has a place for
+            gradients; or one that all of them update.
     """
 
-    def __init__(self, descriptor: int, like: Sequence[Tensor], layout: Layout) -> None:
+    def __init__(self, descriptor: int, like: Sequence[Tensor], num_copies: int) -> None:
         self._descriptor = descriptor
-        size = packed_num_bytes(like)
-        # The file has no name, but this process's descriptor has one.
-        path = f"/dev/fd/{descriptor}"
-        whole = torch.from_file(path, shared=True, size=sum(layout) * size, dtype=torch.uint8)
+        size, num_gradients = _packed_num_bytes(like), num_copies - 1
+        os.truncate(descriptor, (num_copies + num_gradients) * size)  # of no effect on a second one
+        whole = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
         pieces = [_views(raw, like) for raw in whole.split(size)]
-        self.copies, self._gradients = pieces[: layout.num_copies], pieces[layout.num_copies :]
+        self.copies, self._gradients = pieces[:num_copies], pieces[num_copies:]
 
     @classmethod
-    def create(cls, path: Path, like: Sequence[Tensor], layout: Layout) -> Self:
-        """Create the memory, which has a name for a moment; ``UserError`` if there is no room."""
-        create_shared_file(path, sum(layout) * packed_num_bytes(like))
-        descriptor = os.open(path, os.O_RDWR)
-        path.unlink()
-        return cls(descriptor, like, layout)
+    def create(cls, like: Sequence[Tensor], num_copies: int) -> Self:
+        """Create the memory, 0 everywhere."""
+        return cls(os.memfd_create("ddpnb"), like, num_copies)
 
     @classmethod
-    def receive(cls, connection: socket.socket, like: Sequence[Tensor], layout: Layout) -> Self:
+    def receive(cls, connection: socket.socket, like: Sequence[Tensor], num_copies: int) -> Self:
         """Map the memory that the process at the other end sends; ``OSError`` if it is gone."""
         _, descriptors, *_ = socket.recv_fds(connection, 1, 1)
         if not descriptors:
             raise ConnectionResetError
-        with contextlib.closing(cls(descriptors[0], like, layout)) as memory:
-            return memory
+        return cls(descriptors[0], like, num_copies)
 
     def gradients(self, rank: int) -> PackedTensors:
         """Return where a worker writes its gradients; rank 0's need no copy."""
@@ -126,10 +90,8 @@ class SharedMemory:
         socket.send_fds(connection, [b"!"], [self._descriptor])
 
     def close(self) -> None:
-        """Close the descriptor; what is mapped stays.  May be called twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Send it no more; what is mapped stays.  To be called once."""
+        os.close(self._descriptor)
 
 
 def _views(raw: Tensor, like: Sequence[Tensor]) -> PackedTensors:
@@ -139,6 +101,11 @@ def _views(raw: Tensor, like: Sequence[Tensor]) -> PackedTensors:
         tensors.append(raw[start:end].view(tensor.dtype).view(tensor.shape))
         start += _padded_num_bytes(tensor)
     return PackedTensors(raw, tensors)
+
+
+def _packed_num_bytes(like: Sequence[Tensor]) -> int:
+    """Return the bytes that tensors like these take when packed, padding included."""
+    return max(_ALIGNMENT_BYTES, sum(_padded_num_bytes(tensor) for tensor in like))
 
 
 def _padded_num_bytes(tensor: Tensor) -> int:

@@ -19,15 +19,13 @@ from enum import IntEnum
 from typing import NamedTuple, final
 
 from ddpnb.rank.cancellation import RankLostError
-from ddpnb.rank.servers.rendezvous import NO_RANK
-from ddpnb.rank.servers.store import Gradients, UpdateCounter
+from ddpnb.rank.servers.memory import Gradients
 
 SERVER_RANK = 0
+NO_RANK = -1
 NO_BOUND = -1
-_POLL_SECONDS = 0.1
-"""How often a wait to begin checks whether a rank has failed."""
 REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqdqq")
-"""The fields of ``Request`` and ``Reply`` as bytes."""
+"""A request's kind and weight, and the fields of ``Reply``, as bytes."""
 
 
 class RequestKind(IntEnum):
@@ -40,15 +38,7 @@ class RequestKind(IntEnum):
     DONE = 3
     """The final parameters, once all workers have made their last step."""
     FAIL = 4
-    """Nothing: the worker has failed."""
-
-
-class Request(NamedTuple):
-    """A worker's request, without its tensors."""
-
-    kind: RequestKind
-    weight: float = 0.0
-    """Of the gradient: the worker's share of the global batch."""
+    """Nothing, not even a reply: the worker has failed."""
 
 
 class Reply(NamedTuple):
@@ -74,14 +64,43 @@ class Reply(NamedTuple):
         return range(self.first_shard, end, self.stride)
 
 
-@dataclass(slots=True, kw_only=True)
+class UpdateCounter:
+    """Counts the updates that workers make themselves, in the one copy that they share.
+
+    The queue calls it under its lock.
+    """
+
+    def __init__(self) -> None:
+        self._version = 0
+        """Updates so far."""
+        self._version_read: dict[int, int] = {}
+
+    def read(self, rank: int) -> int:
+        """Return the copy that a worker trains on until its ``write``; note its updates so far."""
+        self._version_read[rank] = self._version
+        return 0
+
+    def write(self, rank: int, gradients: Gradients, weight: float) -> int:
+        """Count an update; return how many others were made since the worker's last read."""
+        staleness = self._version - self._version_read[rank]
+        self._version += 1
+        return staleness
+
+    def release(self, rank: int) -> None:
+        """Note that a worker no longer trains on any copy; may be called twice."""
+
+    def apply(self) -> None:
+        """Make an update with the gradients that have come since the last one, if any."""
+
+
+@dataclass(slots=True)
 class _Worker:
     """A living worker."""
 
     incarnation: object
     clock: int
     """Number of steps that it has made."""
-    shards: deque[int] = field(default_factory=deque)
+    shards: deque[int]
     """What it holds and has not trained on, in order."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
@@ -99,7 +118,6 @@ class WorkQueue:
         num_prefetched: shards that a worker holds besides the one that it trains on.
         bound: steps that a worker may be ahead of the slowest; ``NO_BOUND``: any number.
             At 0 one update is made of a whole round.
-        find_failed_rank: returns a rank that failed before the run began, or ``NO_RANK``.
     """
 
     def __init__(
@@ -111,7 +129,6 @@ class WorkQueue:
         timeout_seconds: float,
         num_prefetched: int = 0,
         bound: int = NO_BOUND,
-        find_failed_rank: Callable[[], int] = lambda: NO_RANK,
     ) -> None:
         self.lock = threading.Lock()
         """Held while ``updates`` are called."""
@@ -128,7 +145,6 @@ class WorkQueue:
         self._timeout = timeout_seconds
         self._num_prefetched = num_prefetched
         self._bound = bound
-        self._find_failed_rank = find_failed_rank
         self._changed = threading.Condition(self.lock)
         self._workers: dict[int, _Worker] = {}
         self._has_begun = False
@@ -136,35 +152,36 @@ class WorkQueue:
         self._progress_at = time.monotonic()
 
     def handle(
-        self, rank: int, request: Request, gradients: Gradients = (), incarnation: object = None
+        self,
+        rank: int,
+        kind: RequestKind,
+        weight: float = 0.0,
+        gradients: Gradients = (),
+        incarnation: object = None,
     ) -> Reply:
         """Carry out a request; an error in it ends the run for all, and rank 0 raises it.
 
         Args:
             rank: of the worker.
-            request: what it asks for.
+            kind: what it asks for.
+            weight: of the gradient: the worker's share of the global batch.
             gradients: of its mean loss, with a step; none where it has made the update itself.
             incarnation: distinguishes its process from one that has died.
         """
         asked_at = time.perf_counter()
         try:
             with self.lock:
+                if kind is RequestKind.BEGIN:
+                    return self._begin(rank, incarnation)
+                worker = self._living(rank, incarnation)
+                if kind is RequestKind.DONE:
+                    return self._finish(rank, worker)
                 waited_seconds = time.perf_counter() - asked_at
-                match request.kind:
-                    case RequestKind.BEGIN:
-                        return self._begin(rank, incarnation)
-                    case RequestKind.STEP:
-                        worker = self._living(rank, incarnation)
-                        staleness = self._updates.write(rank, gradients, request.weight)
-                        waited_seconds += self._step(rank, worker)
-                        shards = self._take(1)
-                        worker.shards.extend(shards)
-                        return self._reply(rank, shards, staleness, waited_seconds)
-                    case RequestKind.DONE:
-                        return self._finish(rank, self._living(rank, incarnation))
-                    case RequestKind.FAIL:
-                        self._fail(rank)
-                        return Reply()
+                staleness = self._updates.write(rank, gradients, weight)
+                waited_seconds += self._step(rank, worker)
+                shards = self._take(1)
+                worker.shards.extend(shards)
+                return self._reply(rank, shards, staleness, waited_seconds)
         except RankLostError as lost:  # the run is over, or goes on without this worker
             return Reply(lost_rank=lost.rank)
         except Exception as error:  # noqa: BLE001  # the thread's edge
@@ -207,11 +224,8 @@ class WorkQueue:
             shards = self._take(1 + self._num_prefetched)
         else:
             shards = self._first[rank :: self._num_workers]
-        self._workers[rank] = _Worker(
-            incarnation=incarnation, clock=self._slowest_clock(), shards=deque(shards)
-        )
-        if not self._has_begun and len(self._workers) == self._num_workers:
-            self._has_begun = True
+        self._workers[rank] = _Worker(incarnation, self._slowest_clock(), deque(shards))
+        self._has_begun = self._has_begun or len(self._workers) == self._num_workers
         self._note_progress()
         self._wait(lambda: self._has_begun)
         self._living(rank, incarnation)
@@ -226,9 +240,15 @@ class WorkQueue:
         if self._bound == NO_BOUND:  # no worker waits for this one
             return 0.0
         self._note_progress()
-        seconds = self._wait(lambda: self._is_within_bound(rank, worker))
+        began = time.perf_counter()
+        self._wait(
+            lambda: (
+                worker.clock - self._slowest_clock() <= self._bound
+                or self._workers.get(rank) is not worker
+            )
+        )
         self._living(rank, worker.incarnation)  # it may have died in its wait
-        return seconds
+        return time.perf_counter() - began
 
     def _finish(self, rank: int, worker: _Worker) -> Reply:
         """Wait until all workers are done; what a stopped worker still holds is not lost."""
@@ -236,9 +256,9 @@ class WorkQueue:
         worker.is_done = True
         worker.shards.clear()
         self._note_progress()
-        waited_seconds = self._wait(lambda: not self._training_clocks())
+        self._wait(lambda: not self._training_clocks())
         self._updates.apply()
-        return Reply(waited_seconds=waited_seconds, copy=self._updates.read(rank))
+        return Reply(copy=self._updates.read(rank))
 
     def _check(self) -> None:
         if self._failed_rank != NO_RANK:
@@ -261,11 +281,6 @@ class WorkQueue:
         parts = shards.start, len(shards), shards.step
         return Reply(staleness, *parts, waited_seconds, copy=self._updates.read(rank))
 
-    def _is_within_bound(self, rank: int, worker: _Worker) -> bool:
-        """Return whether a worker may go on; a lost one need not wait either."""
-        is_lost = self._workers.get(rank) is not worker
-        return is_lost or worker.clock - self._slowest_clock() <= self._bound
-
     def _slowest_clock(self) -> int:
         """Return the clock of the slowest worker that still trains."""
         return min(self._training_clocks(), default=0)
@@ -280,19 +295,15 @@ class WorkQueue:
             self._updates.apply()
         self._changed.notify_all()
 
-    def _wait(self, is_so: Callable[[], bool]) -> float:
-        """Wait until a condition holds; return for how many seconds."""
-        began = time.perf_counter()
+    def _wait(self, is_so: Callable[[], bool]) -> None:
+        """Wait until a condition holds."""
         while not is_so():
             left = self._progress_at + self._timeout - time.monotonic()
             if left <= 0:
                 self._give_up()
-            elif not self._has_begun and (failed := self._find_failed_rank()) != NO_RANK:
-                self._fail(failed)
             else:
-                self._changed.wait(min(left, _POLL_SECONDS))
+                self._changed.wait(left)
             self._check()
-        return time.perf_counter() - began
 
     def _give_up(self) -> None:
         """Lose the one of the workers that train that has been silent for longest."""

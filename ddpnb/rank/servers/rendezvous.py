@@ -1,39 +1,26 @@
-"""How ranks find and wait for each other without a collective (ranks).
+"""What a rank needs to reach the others outside the process group (ranks)."""
 
-In a collective, ranks would go on waiting for one that has failed.  Here they exchange short texts
-through the process group's own store, and check for failures while they wait.
-"""
-
-import contextlib
 import socket
-import time
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
 
-import psutil
 import torch.distributed as dist
 from torch import nn
 
 from ddpnb.compat import torch_internals
-from ddpnb.protocol.processes import ProcessId, is_alive, process_id
-from ddpnb.rank.cancellation import CancellationToken, RankLostError
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.link import NO_LINK, Link
 from ddpnb.rank.meter import Meter, NullTimer
 
-NO_RANK = -1
-_POLL_SECONDS = 0.005
-_FAILED = "failed"
-
-
-class RunOverError(Exception):
-    """There is nothing to join: the run has ended."""
+HELLO = struct.Struct("<q")
+"""The first message of a rank that connects to another: its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What one rank of a run needs to reach the others."""
+    """One rank of a run, as the servers see it."""
 
     rank: int
     world_size: int
@@ -52,96 +39,35 @@ class WorkerConfig:
     meter: Meter = field(default_factory=lambda: Meter(NullTimer()))
     """Counts seconds and bytes of communication."""
 
-    @property
-    def other_ranks(self) -> range:
-        """All ranks but rank 0, which serves."""
-        return range(1, self.world_size)
-
-    def path(self, suffix: str) -> Path:
-        """Return where a file of the run lies."""
-        return self.folder / f"{self.name}.{suffix}"
+    def socket_path(self, rank: int) -> Path:
+        """Return the address of the Unix socket at which a rank of this host listens."""
+        return self.folder / f"{self.name}.{rank}.s"
 
 
-@final
-class Rendezvous:
-    """Short texts that the ranks of a run leave for each other."""
+def hosts_of(config: WorkerConfig) -> list[str]:
+    """Return a text for each rank's host; takes part: every rank of the default group.
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
-        self._store = _store(config.name)
-        self._peers = {rank: pid for rank, pid in _pids(config.folder) if rank != config.rank}
-
-    def set(self, key: str, text: str) -> None:
-        """Leave a text."""
-        self._store.set(key, text)
-
-    def get(self, key: str, *, from_rank: int) -> str:
-        """Return a text, once it is there.
-
-        Raises:
-            RankLostError: a rank failed meanwhile, or ``from_rank`` did not leave the text in time.
-        """
-        deadline = time.monotonic() + self._config.timeout_seconds
-        while not self._store.check([key]):
-            if (failed := self.find_failed_rank()) != NO_RANK:
-                raise RankLostError(failed)
-            if time.monotonic() > deadline:
-                raise RankLostError(from_rank)
-            time.sleep(_POLL_SECONDS)
-        return str(self._store.get(key).decode())
-
-    def find_failed_rank(self) -> int:
-        """Return a rank that failed or died before the run began, or ``NO_RANK``.
-
-        Raises:
-            RuntimeError: this rank should no longer wait.
-        """
-        self._config.cancellation.check()
-        if self._store.check([_FAILED]):
-            rank = int(self._store.get(_FAILED))
-            if rank != self._config.rank:
-                return rank
-        dead = (rank for rank, pid in self._peers.items() if pid is None or not is_alive(pid))
-        return next(dead, NO_RANK)
-
-    def delete(self, *keys: str) -> None:
-        """Remove texts that no rank will read again."""
-        for key in keys:
-            with contextlib.suppress(RuntimeError):  # the store went with its rank
-                self._store.delete_key(key)
+    Two ranks have the same text if and only if they share a folder.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # hosts may have the same name
+    status = config.folder.stat()
+    hosts = [""] * config.world_size
+    own = f"{socket.gethostname()} {boot} {status.st_dev} {status.st_ino}"
+    dist.all_gather_object(hosts, own)
+    return hosts
 
 
-@contextlib.contextmanager
-def announce_failure(name: str, rank: int) -> Iterator[None]:
-    """Notify the ranks of a run that wait for this one, where the body raises."""
-    try:
-        yield
-    except RankLostError:  # a consequence: another rank has announced the cause
-        raise
-    except BaseException:
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                _store(name).set(_FAILED, str(rank))
-        raise
+def server_address() -> str:
+    """Return the address at which other hosts reach rank 0's: that of the group's own store."""
+    store = torch_internals.group_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else "127.0.0.1"
 
 
-def host_id(folder: Path) -> str:
-    """Return a text that is the same for two ranks if and only if they share this folder."""
-    running = Path("/proc/sys/kernel/random/boot_id")  # hosts may have the same name
-    status = folder.stat()
-    boot = running.read_text().strip() if running.exists() else ""
-    return f"{socket.gethostname()} {boot} {status.st_dev} {status.st_ino}"
-
-
-def _pids(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
-    """Yield the ranks of this host with their processes, as ``Group.announce`` wrote them."""
-    for path in folder.glob("rank-*.pid"):
-        rank = int(path.stem.removeprefix("rank-"))
-        try:
-            yield rank, process_id(int(path.read_text()))
-        except (psutil.Error, ValueError):  # it has ended, or its number is another process's
-            yield rank, None
-
-
-def _store(name: str) -> dist.Store:
-    return dist.PrefixStore(f"ddpnb/{name}", torch_internals.group_store())
+def set_timeout(connected: socket.socket, seconds: float) -> None:
+    """Bound each wait in the kernel: Python's own timeouts cost one more system call a wait."""
+    connected.settimeout(None)
+    value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, option, value)

@@ -1,6 +1,6 @@
 """An all-reduce in shared memory, for the ranks of one host (ranks).
 
-Each rank has slots in one file that all ranks map.  A tensor passes through them chunk by chunk,
+Each rank has slots in memory that all ranks map.  A tensor passes through them chunk by chunk,
 each small enough to stay in the processor's cache.  Each rank copies its chunk into its slot, but
 for its own part; all wait for all.  Rank r sums part r of all slots and puts the sum into its own
 slot; all wait for all.  Each copies the other parts' sums out.
@@ -15,7 +15,7 @@ processor, and where a rank dies or closes, all others notice at once.
 
 import contextlib
 import socket
-import struct
+from collections.abc import Mapping
 from typing import Final, final
 
 import torch
@@ -24,16 +24,12 @@ from torch import Tensor
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.cancellation import ConsequenceError
-from ddpnb.rank.servers.local import set_timeout, socket_path
-from ddpnb.rank.servers.memory import create_shared_file
-from ddpnb.rank.servers.rendezvous import WorkerConfig, host_id
+from ddpnb.rank.servers.memory import SharedMemory
+from ddpnb.rank.servers.rendezvous import HELLO, WorkerConfig, hosts_of, set_timeout
 
 CHUNK_BYTES: Final = 1 << 20
 """The fastest, or close to it, of the sizes from 64 KB to 44 MB, with 2 ranks."""
 _NUM_SETS: Final = 2
-_CONNECT_TIMEOUT_SECONDS: Final = 60.0
-_HELLO: Final = struct.Struct("!i")
-"""The rank that connects."""
 
 
 @final
@@ -47,7 +43,7 @@ class SharedAllReduce:
         config: of this rank; takes part: every rank of the default group.
 
     Raises:
-        UserError: the ranks are on several hosts, or there is no room for the shared memory.
+        UserError: the ranks are on several hosts.
         RuntimeError: a rank did not connect.
     """
 
@@ -56,30 +52,24 @@ class SharedAllReduce:
         self._num_ranks = config.world_size
         self._num_chunks = 0
         self._meter = config.meter
-        _check_one_host(config)
-        path, size = config.path("sum"), _NUM_SETS * config.world_size * CHUNK_BYTES
-        address = socket_path(config, config.rank)
-        with contextlib.ExitStack() as made:
-            if config.rank == 0:
-                create_shared_file(path, size)
-                made.callback(path.unlink)
-            listener = made.enter_context(socket.socket(socket.AF_UNIX))
+        if len(set(hosts_of(config))) > 1:
+            raise UserError("Ranks of several hosts share no memory to sum in: compare ddp.")
+        with contextlib.ExitStack() as opened:
+            listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+            address = config.socket_path(config.rank)
             listener.bind(str(address))
-            made.callback(address.unlink)
+            opened.callback(address.unlink)
             listener.listen(config.world_size)
-            made.enter_context(
+            opened.enter_context(
                 config.cancellation.held(lambda: listener.shutdown(socket.SHUT_RDWR))
             )
             dist.barrier()  # takes part: every rank; all listen
             try:
                 self._peers = _connect(listener, config)
+                self._raw = _share_memory(self._peers, config)
+                """Shape (sets x ranks x ``CHUNK_BYTES``,)."""
             except OSError as error:
                 raise ConsequenceError("A rank did not come.") from error
-            self._raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-            """Shape (sets x ranks x ``CHUNK_BYTES``,)."""
-            dist.barrier()  # takes part: every rank; all are connected and have mapped the file
-        for peer in self._peers.values():
-            set_timeout(peer, config.timeout_seconds)
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(config.cancellation.held(self._shut_down))
 
@@ -146,13 +136,6 @@ class SharedAllReduce:
             raise _rank_left() from error
 
 
-def _check_one_host(config: WorkerConfig) -> None:
-    hosts = [""] * config.world_size
-    dist.all_gather_object(hosts, host_id(config.folder))
-    if len(set(hosts)) > 1:
-        raise UserError("Ranks of several hosts share no memory to sum in: compare ddp.")
-
-
 def _rank_left() -> ConsequenceError:
     return ConsequenceError("A rank left a shared sum.")
 
@@ -160,15 +143,29 @@ def _rank_left() -> ConsequenceError:
 def _connect(listener: socket.socket, config: WorkerConfig) -> dict[int, socket.socket]:
     """Return a connection to each other rank: made to lower ranks, accepted from higher ones."""
     peers: dict[int, socket.socket] = {}
-    listener.settimeout(_CONNECT_TIMEOUT_SECONDS)
+    set_timeout(listener, config.timeout_seconds)
     for other in range(config.rank):
         peers[other] = socket.socket(socket.AF_UNIX)
-        peers[other].settimeout(_CONNECT_TIMEOUT_SECONDS)
-        peers[other].connect(str(socket_path(config, other)))
-        peers[other].sendall(_HELLO.pack(config.rank))
+        set_timeout(peers[other], config.timeout_seconds)
+        peers[other].connect(str(config.socket_path(other)))
+        peers[other].sendall(HELLO.pack(config.rank))
     for _ in range(config.rank + 1, config.world_size):
         peer, _ = listener.accept()
-        peer.settimeout(_CONNECT_TIMEOUT_SECONDS)
-        (other,) = _HELLO.unpack(peer.recv(_HELLO.size, socket.MSG_WAITALL))
+        set_timeout(peer, config.timeout_seconds)
+        (other,) = HELLO.unpack(peer.recv(HELLO.size, socket.MSG_WAITALL))
         peers[other] = peer
     return dict(sorted(peers.items()))
+
+
+def _share_memory(peers: Mapping[int, socket.socket], config: WorkerConfig) -> Tensor:
+    """Return memory that rank 0 sends to all others."""
+    num_bytes = _NUM_SETS * config.world_size * CHUNK_BYTES
+    like = [torch.empty(num_bytes, dtype=torch.uint8, device="meta")]
+    if config.rank == 0:
+        memory = SharedMemory.create(like, num_copies=1)
+        for peer in peers.values():
+            memory.send(peer)
+    else:
+        memory = SharedMemory.receive(peers[0], like, num_copies=1)
+    memory.close()
+    return memory.copies[0].raw

@@ -1,16 +1,16 @@
 """What asynchronous strategies have in common: shards from one queue, and a life-cycle (ranks)."""
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.client import Client
-from ddpnb.rank.servers.memory import Layout, PackedTensors
-from ddpnb.rank.servers.queue import NO_BOUND, WorkQueue
-from ddpnb.rank.servers.store import AccessLog, Gradients, UpdateCounter, ignore_access
+from ddpnb.rank.servers.memory import PackedTensors
+from ddpnb.rank.servers.queue import NO_BOUND, UpdateCounter, WorkQueue
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard
@@ -22,26 +22,18 @@ class AsynchronousStrategy(Strategy):
     The next worker that asks gets the next shard.  A worker that dies costs the shards that it
     holds, and may join anew.
 
-    In its ``setup`` a subclass calls ``begin``, and in each step ``exchange``.
+    In its ``setup`` a subclass calls ``begin``, and in each step ``client.step``.
 
     Args:
         momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
         timeout: seconds in which some worker must make progress.
-        log: called, on rank 0, with every read and write of the parameters.
     """
 
     client: Client
-    """Made by ``begin``."""
+    """From ``begin``."""
 
-    def __init__(
-        self,
-        *,
-        momentum: float | None = None,
-        timeout: float = 60.0,
-        log: AccessLog = ignore_access,
-    ) -> None:
+    def __init__(self, *, momentum: float | None = None, timeout: float = 60.0) -> None:
         self._timeout = timeout
-        self._log = log
         self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
@@ -52,7 +44,7 @@ class AsynchronousStrategy(Strategy):
     def begin(
         self,
         worker: Worker,
-        layout: Layout,
+        num_copies: int,
         make_updates: Callable[[Sequence[PackedTensors]], UpdateCounter],
         bound: int = NO_BOUND,
     ) -> None:
@@ -62,15 +54,12 @@ class AsynchronousStrategy(Strategy):
 
         Args:
             worker: this rank's; its parameters then lie in memory of the run.
-            layout: of that memory.
-            make_updates: makes, on rank 0, what workers read and write, from the copies of the
-                parameters.
+            num_copies: of the parameters: one for each worker, or one that all update.
+            make_updates: makes, on rank 0, what workers read and write, from these copies.
             bound: steps that a worker may be ahead of the slowest.
         """
 
-        def make_queue(
-            copies: Sequence[PackedTensors], find_failed_rank: Callable[[], int]
-        ) -> WorkQueue:
+        def make_queue(copies: Sequence[PackedTensors]) -> WorkQueue:
             return WorkQueue(
                 make_updates(copies),
                 num_workers=worker.world_size,
@@ -78,31 +67,18 @@ class AsynchronousStrategy(Strategy):
                 timeout_seconds=self._timeout,
                 num_prefetched=worker.num_prefetched,
                 bound=bound,
-                find_failed_rank=find_failed_rank,
             )
 
         self.worker = worker
         patience = 1.0 if worker.rank == 0 else 1.5  # the queue's own report comes first
         config = worker.worker_config(patience * self._timeout)
-        self.client = Client(config, layout, make_queue, joins=worker.joins)
-        self._opened.callback(self.client.close)
-        self._shard_numbers = deque(self.client.begin())
+        client = Client(config, num_copies, make_queue, joins=worker.joins)
+        self.client = self._opened.enter_context(contextlib.closing(client))
+        self.client.begin()
 
     def shards(self) -> Iterator[Shard]:
         """The shards that the queue names, until all are handed out."""
-        while self._shard_numbers:
-            yield self.worker.shard(self._shard_numbers.popleft())
-
-    def exchange(self, weight: float, gradients: Gradients = ()) -> None:
-        """Write, read, and get the next shard; note the staleness of what was written.
-
-        Args:
-            weight: this worker's share of the global batch.
-            gradients: of the mean loss; none where this worker has made the update itself.
-        """
-        reply = self.client.step(weight, gradients)
-        self._shard_numbers.extend(reply.shards)
-        self.worker.staleness = reply.staleness
+        return map(self.worker.shard, self.client.shards())
 
     def finish(self) -> nn.Module:
         """Take the parameters when all workers are done; takes part: every living rank."""
@@ -110,14 +86,38 @@ class AsynchronousStrategy(Strategy):
         return self.worker.model
 
     def num_shards_done(self) -> int | None:
-        """Return how many shards all workers have trained on."""
-        return self.client.queue.num_shards_done if self.client.queue else None
+        """Return, on rank 0, how many shards all workers have trained on."""
+        return None if self.client.queue is None else self.client.queue.num_shards_done
 
     def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, the shards of workers that died."""
-        lost = self.client.queue.lost_shards if self.client.queue else ()
+        lost = () if self.client.queue is None else self.client.queue.lost_shards
         return [self.worker.shard(number) for number in lost]
 
     def close(self) -> None:
         """Disconnect; report a failure unless this worker has finished."""
         self._opened.close()
+
+
+@contextlib.contextmanager
+def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[None]:
+    """Have the optimizer's step in this context made at a fraction of its learning rate.
+
+    This scales the whole update, including weight decay and Adam's division by the gradient's
+    size.  To scale the gradient would leave those as they are.  A hook of the optimizer may set
+    the learning rate in the step itself, so that it is scaled in a hook behind all others.
+    """
+    rates: list[Any] = []
+
+    def scale(*_: object) -> None:
+        for group in [] if rates else optimizer.param_groups:  # super().step calls hooks again
+            rates.append(group["lr"])
+            group["lr"] = group["lr"] * fraction
+
+    hook = optimizer.register_step_pre_hook(scale)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for group, rate in zip(optimizer.param_groups, rates, strict=False):
+            group["lr"] = rate

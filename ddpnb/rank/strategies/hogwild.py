@@ -25,9 +25,8 @@ from typing import final
 
 from torch import Tensor
 
-from ddpnb.rank.servers.memory import Layout
-from ddpnb.rank.servers.store import UpdateCounter, scaled_rate
-from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
+from ddpnb.rank.servers.queue import UpdateCounter
+from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, scaled_rate
 from ddpnb.rank.strategies.worker import Batch, Worker
 
 
@@ -37,8 +36,7 @@ class Hogwild(AsynchronousStrategy):
 
     def setup(self, worker: Worker) -> None:
         """Move the parameters to the one copy in shared memory; takes part: every rank."""
-        one_copy = Layout(num_copies=1, num_gradients=0)
-        self.begin(worker, one_copy, lambda _: UpdateCounter(self._log))
+        self.begin(worker, 1, lambda _: UpdateCounter())
         self.optimizer = worker.optimizer(worker.parameters)
 
     def step(self, batch: Batch) -> Tensor:
@@ -50,5 +48,5 @@ class Hogwild(AsynchronousStrategy):
         # update: in the memory of all, while others do the same
         with scaled_rate(self.optimizer, batch.weight):
             worker.update(self.optimizer)
-        self.exchange(batch.weight)
+        worker.staleness = self.client.step(batch.weight)
         return loss

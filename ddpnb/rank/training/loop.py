@@ -29,11 +29,11 @@ from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.servers.rendezvous import RunOverError, announce_failure
+from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard
-from ddpnb.rank.training.context import UNNAMED, Content, RunContext, build_context, linked
+from ddpnb.rank.training.context import UNNAMED, Content, build_context, linked
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.judging import judged
 from ddpnb.rank.training.rehearsal import num_compiled, rehearse, release_memory
@@ -101,7 +101,6 @@ def run(
         metrics = RunMetrics(context=context, publish=publish, clock=Clock(context.device))
         if rejoin_info is None:
             opened.callback(release_memory, context.device)
-            opened.enter_context(_announced_failure(context))
         # -- rehearse ... finish ----------------------------------------------------------
         try:
             model, snapshots = _trained(metrics, should_stop, expects_stop)
@@ -113,13 +112,6 @@ def run(
         if state.rank != 0 or spec.is_ceiling:
             return metrics.report()
         return judged(model, metrics, snapshots, keep, should_stop)
-
-
-def _announced_failure(context: RunContext) -> contextlib.AbstractContextManager[None]:
-    """Return a context that notifies the ranks that would wait for this one if it fails."""
-    if context.plan.synchronous or context.plan.num_ranks == 1:
-        return contextlib.nullcontext()
-    return announce_failure(context.name("t"), context.state.rank)
 
 
 def _trained(
