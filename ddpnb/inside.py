@@ -6,7 +6,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import make_training_spec
-from ddpnb.reports.inside.advice import AdviceResult, link_of
+from ddpnb.reports.inside.advice import AdviceResult
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
@@ -21,7 +21,7 @@ from ddpnb.session.inside import (
 )
 from ddpnb.session.inspection import Inspection, InspectionRequest, inspect_run
 from ddpnb.session.inspection import inspect as inspect_step
-from ddpnb.session.scaling import advice, predicted
+from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
 
 
@@ -243,23 +243,17 @@ def predict(
         samples=samples,
         critical_batch=critical_batch,
     )
-    session = this_session()
-    measured = None if session.last_advice is None else link_of(session.last_advice.ranks)
-    return predicted(session.store, question, run, measured)
+    return predicted(this_session().store, question, run)
 
 
 @typed
 def advise() -> AdviceResult:
-    """Measure this machine and recommend a strategy; the twin of ``%ddp_advise``.
-
-    It takes some seconds: compute, all-reduces, and what connects GPUs.
+    """Recommend a strategy for where the ranks live; the twin of ``%ddp_advise``.
 
     Returns:
-        The result, with ``.table()``, ``.measures()``, ``.advice``.
+        The result, with ``.table()`` and ``.advice``.
 
     Raises:
         UserError: no cluster is running.
     """
-    session = this_session()
-    session.last_advice = advice(session.idle_cluster())
-    return session.last_advice
+    return AdviceResult(this_session().idle_cluster().states)

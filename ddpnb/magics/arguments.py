@@ -214,8 +214,6 @@ def following(
         case "--strategies":
             before = prefix[: prefix.rfind(",") + 1]
             yield from of_kind("strategy", (f"{before}{each}" for each in PREDICTABLE))
-        case "--model" | "--input" if name == "ddp_advise":
-            yield from of_kind("variable", this_session().known_names())
         case option if option in VALUES:
             yield from of_kind("value", VALUES[option])
         case _:

@@ -53,6 +53,8 @@ class RankState:
     backend: str
     shares_device: bool = False
     """Whether another rank computes on the same GPU."""
+    has_peer_access: bool | None = None
+    """Whether its GPU reads the memory of the host's next one; None: there is none."""
     local_world_size: int = 0
     """How many ranks its host has; 0: all."""
     missing: tuple[str, ...] = ()

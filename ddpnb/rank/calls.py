@@ -16,7 +16,7 @@ from ddpnb.protocol.replicas import Part
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.inspect import collective, ddp_steps, machine, replicas, samples, subject
+from ddpnb.rank.inspect import collective, ddp_steps, replicas, samples, subject
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.training import loop, validation
 from ddpnb.rank.training.context import UNNAMED
@@ -206,7 +206,4 @@ USERS_CODE: dict[str, Callable[..., Any]] = {
     ),
     "inspect_ddp": inspect_ddp,
     "show_collective": lambda engine, spec: collective.show(spec, device=engine.group.device),
-    "measure_machine": lambda engine: machine.measure(
-        engine.group.state(), engine.group.folder, engine.group.cancellation
-    ),
 }

@@ -208,6 +208,7 @@ class Group:
     def state(self) -> RankState:
         """Describe where this rank lives."""
         on_gpu = self.device.type == "cuda"
+        own, num_gpus = self.device.index or 0, torch.cuda.device_count() if on_gpu else 0
         return RankState(
             rank=self.rank,
             local_rank=self.local_rank,
@@ -219,6 +220,9 @@ class Group:
             num_threads=torch.get_num_threads(),
             backend=self.backend,
             shares_device=self.shares_device,
+            has_peer_access=torch.cuda.can_device_access_peer(own, (own + 1) % num_gpus)
+            if num_gpus > 1
+            else None,
             local_world_size=self.local_world_size,
             missing=(
                 *torch_internals.missing_features(can_abort=self.can_abort),

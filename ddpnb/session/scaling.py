@@ -1,12 +1,10 @@
-"""Predictions and advice: what was measured becomes the model's input (kernel)."""
+"""Predictions: what was measured becomes the model's input (kernel)."""
 
 import math
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot, Status
@@ -15,14 +13,11 @@ from ddpnb.history.store import Store
 from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import OnRank
-from ddpnb.protocol.notation import LinkSpec, parse_link
+from ddpnb.protocol.notation import parse_link
 from ddpnb.protocol.processes import num_cores
-from ddpnb.reports.inside.advice import AdviceResult
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.scaling.calibrate import GLOO_LATENCY_SECONDS, Measured, SizeClass, calibrate
 from ddpnb.scaling.predict import Question, predict
-from ddpnb.session.cells import ask
 
 NEEDED = (BASELINE, CEILING)
 FEWEST_STEPS = 4
@@ -30,28 +25,17 @@ FEWEST_STEPS = 4
 FLOAT_BYTES = 4
 
 
-def predicted(
-    store: Store, question: Question, run: str = "", link: LinkSpec | None = None
-) -> PredictionResult:
+def predicted(store: Store, question: Question, run: str = "") -> PredictionResult:
     """Return a prediction, calibrated on a stored comparison.
 
     Args:
         store: the stored runs.
         question: what is asked.
         run: the comparison; empty: the last one that can be used.
-        link: between ranks here, as ``%ddp_advise`` measured it; its latency is used.
     """
     measured = measured_in(_comparison(store, run))
-    found = calibrate(measured, link.latency_seconds if link else GLOO_LATENCY_SECONDS)
+    found = calibrate(measured, GLOO_LATENCY_SECONDS)
     return PredictionResult(predict(found, question))
-
-
-def advice(cluster: Cluster) -> AdviceResult:
-    """Measure the machine on the ranks, which are idle; return which strategy suits it."""
-    begun = time.monotonic()
-    answers = ask(cluster, OnRank("measure_machine"))
-    found = [answers[rank] for rank in cluster.ranks]
-    return AdviceResult(found, time.monotonic() - begun)
 
 
 def measured_in(comparison: Comparison) -> Measured:

@@ -21,7 +21,6 @@ from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks, spoken_ranks
 from ddpnb.protocol.processes import working_folder
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.reports.inside.advice import AdviceResult
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
@@ -53,7 +52,6 @@ class Session:
         self._store: Store | None = None
         self.last_training: TrainingSpec | None = None
         """Of the latest comparison: what ``inspect`` inspects by default."""
-        self.last_advice: AdviceResult | None = None
         self._asked: Call | None = None
         """The latest call of ``ask``."""
         self.last_trace: TraceResult | None = None

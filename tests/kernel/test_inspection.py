@@ -136,8 +136,7 @@ def test_stored_runs_are_looked_into(with_model: Kernel):
         assert not with_model.run(again).error  # of the task of the last comparison
 
 
-def test_the_machine_is_measured_and_its_cell_is_marked(with_model: Kernel):
-    cell = with_model.run("%ddp_advise", timeout=90)
+def test_this_machines_cell_is_marked(with_model: Kernel):
+    cell = with_model.run("%ddp_advise")
     assert not cell.error, cell.error_text
     assert cell.text.count("◀ this machine") == 1
-    assert "all-reduce in shared memory" in cell.text

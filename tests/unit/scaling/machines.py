@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from ddpnb.protocol.machine import RankMeasured
 from ddpnb.scaling.calibrate import Measured, SizeClass
 
 FIXED, PER_SAMPLE, CROWDED = 2e-3, 70e-6, 1.1
@@ -37,33 +36,3 @@ def measured(**changes: object) -> Measured:
         cores=2,
     )
     return replace(found, **changes)  # type: ignore[arg-type]
-
-
-def rank(number: int = 0, **changes: object) -> RankMeasured:
-    """Return what one of two ranks on cores measured."""
-    found = RankMeasured(
-        rank=number,
-        host="a",
-        device="cpu",
-        device_name="CPU",
-        backend="gloo",
-        flops=1e11,
-        flops_alone=1e11 if number == 0 else 0.0,
-        latency=1e-4,
-        all_reduce_bytes=1 << 22,
-        all_reduce=4e-3,
-        shared_all_reduce=2e-3,
-        has_peer_access=None,
-    )
-    return replace(found, **changes)  # type: ignore[arg-type]
-
-
-def gpu(number: int = 0, **changes: object) -> RankMeasured:
-    own: dict[str, object] = {
-        "device": f"cuda:{number}",
-        "device_name": "V100",
-        "backend": "nccl",
-        "shared_all_reduce": 0.0,
-        "has_peer_access": True,
-    }
-    return rank(number, **(own | changes))
