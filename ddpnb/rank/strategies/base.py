@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
-from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.tasks.batches import Shard, every_step
 
 State = dict[str, Any]
 """A model's ``state_dict``."""
@@ -48,7 +48,8 @@ class Strategy(ABC):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards that this worker trains on, each after the step before it."""
-        return self.worker.shards()
+        worker = self.worker
+        return every_step(worker.num_steps, part=worker.rank, num_parts=worker.world_size)
 
     @abstractmethod
     def step(self, batch: Batch) -> Tensor:

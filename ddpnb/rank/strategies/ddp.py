@@ -79,7 +79,6 @@ class Ddp(DdpStrategy):
     Args:
         bucket_cap_mb: MB of gradients in one message; at torch's default, 25, the first bucket
             has 1 MB, so that sending begins early.
-        static_graph: whether torch may assume that every step uses the same parameters.
         hook: how gradients are compressed.
         powersgd_rank: of the matrices that ``powersgd`` sends.
         find_unused_parameters: whether a step need not use all parameters.
@@ -89,7 +88,6 @@ class Ddp(DdpStrategy):
         self,
         *,
         bucket_cap_mb: float = _DEFAULT_CAP_MB,
-        static_graph: bool = False,
         hook: str = "none",
         powersgd_rank: int = 1,
         find_unused_parameters: bool = False,
@@ -97,10 +95,7 @@ class Ddp(DdpStrategy):
         self.cap_mb = None if bucket_cap_mb == _DEFAULT_CAP_MB else bucket_cap_mb
         self.hook = hook
         self.powersgd_rank = powersgd_rank
-        self.graph = {
-            "static_graph": static_graph,
-            "find_unused_parameters": find_unused_parameters,
-        }
+        self.finds_unused = find_unused_parameters
 
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
@@ -112,7 +107,7 @@ class Ddp(DdpStrategy):
         super().setup(worker)
         if self.hook == "powersgd" and worker.device.type == "cpu":
             self.cap_mb = num_bytes(worker.parameters) / 2**20 + 1
-        self.wrap(worker, bucket_cap_mb=self.cap_mb, **self.graph)
+        self.wrap(worker, bucket_cap_mb=self.cap_mb, find_unused_parameters=self.finds_unused)
         match self.hook:
             case "fp16":
                 self.ddp.register_comm_hook(None, fp16_compress_hook)

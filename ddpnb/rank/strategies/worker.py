@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from ddpnb.rank.collectives.link import NO_LINK, Link
 from ddpnb.rank.meter import Meter, NullTimer
 from ddpnb.rank.servers.rendezvous import WorkerConfig
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
-from ddpnb.rank.tasks.batches import Shard, Tree, every_step, moved, rows
+from ddpnb.rank.tasks.batches import Shard, Tree, moved, rows
 from ddpnb.rank.tasks.samples import Items
 
 
@@ -98,18 +98,10 @@ class Worker:
             meter=self.meter,
         )
 
-    def shards(self) -> Iterator[Shard]:
-        """Yield this rank's slice of every global batch."""
-        return every_step(self.num_steps, part=self.rank, num_parts=self.world_size)
-
     def shard(self, number: int) -> Shard:
         """Return the shard of a number, where one queue hands out all slices in order."""
         step, part = divmod(number, self.world_size)
         return Shard(step=step, part=part, num_parts=self.world_size)
-
-    def whole_batches(self) -> Iterator[Shard]:
-        """Yield every global batch whole, for a rank that trains alone."""
-        return every_step(self.num_steps, part=0, num_parts=1)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the model and the loss are computed."""

@@ -1,6 +1,5 @@
 """DataParallel on threads: what its replicas exchange."""
 
-from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -37,9 +36,9 @@ def test_the_gradient_of_an_expert_that_only_a_later_replica_uses_is_kept():
         folder=Path(),
         name="here",
     )
-    with closing(ThreadReplicas(worker)) as replicas:
-        outputs = replicas.run(lambda each, part: each(part), parts)
-        replicas.gather(outputs).sum().backward()
+    replicas = ThreadReplicas(worker)
+    outputs = replicas.run(nn.Module.__call__, parts)
+    replicas.gather(outputs).sum().backward()
     assert [parameter.grad.tolist() for parameter in model.parameters()] == [
         each.tolist() for each in expected
     ]
