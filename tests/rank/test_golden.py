@@ -39,7 +39,6 @@ def test_losses_are_the_stored_ones(computed, case, strategy):
     if case == "text" and platform.python_version() != EXPECTED["python"]:
         pytest.skip("the text is that of Python's own library")
     found, expected = computed[case][strategy], EXPECTED[case][strategy]
-    assert "error" not in found, found
     assert found["losses"].keys() == expected["losses"].keys()
     for rank, losses in expected["losses"].items():
         assert found["losses"][rank] == pytest.approx(losses, abs=1e-6), rank
