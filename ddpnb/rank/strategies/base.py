@@ -77,8 +77,7 @@ class Strategy(ABC):
         optimizers = self.worker.optimizers
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         updated = [parameter for group in groups for parameter in group["params"]]
-        held = {id(each): each for each in (*self.worker.model.parameters(), *updated)}
-        return Memory.of(held.values(), *optimizers)
+        return Memory.of({*self.worker.model.parameters(), *updated}, *optimizers)
 
     def num_shards_done(self) -> int | None:
         """Return how many shards all workers of an asynchronous run have trained on; None: unknown.

@@ -58,7 +58,7 @@ class Worker:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """Those that ``optimizer`` has made, in order."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """What the task's step has returned besides the loss, since ``take_metrics``."""
+    """What the task's step has returned besides the loss, in this step."""
     staleness: int | None = None
     """Updates by others between the pull of the parameters and the use of the last gradient; an
     asynchronous strategy sets it in each step."""
@@ -167,12 +167,6 @@ class Worker:
             held = torch.as_tensor(value).detach().float().reshape(())
             self.metrics[name] = self.metrics.get(name, 0.0) + share * held
         return loss
-
-    def take_metrics(self) -> dict[str, Tensor]:
-        """Return the further numbers of the step since the last call."""
-        taken = self.metrics.copy()
-        self.metrics.clear()
-        return taken
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's step."""
