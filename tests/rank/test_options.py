@@ -66,12 +66,6 @@ def test_a_batch_of_each_worker_grows_with_them(ranks, strategy):
     assert sum(step.num_samples for step in steps) == header.num_samples == 200
 
 
-def test_weak_scaling_is_plain_sgd_with_the_larger_batch(ranks):
-    weak, plain = spec_of("ddp", batch_per_worker=16), spec_of("single", batch_size=32)
-    ends = [ranks(2).call(train_job, spec)[0][0].final_loss for spec in (weak, plain)]
-    assert ends[0] == pytest.approx(ends[1], abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("strategy", "momentum", "used"),
     [("ddp", 0.0, 0.0), ("ddp", 0.9, 0.9), ("async", 0.9, 0.9), ("async:momentum=0", 0.9, 0.0)],
