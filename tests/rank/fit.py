@@ -118,7 +118,6 @@ class Fit:
     num_files_left: int = 0
     num_files_while_training: int = 0
     memory: Memory = field(default_factory=Memory)
-    notes: tuple[str, ...] = ()
 
 
 def by_hand(problem: Problem, num_ranks: int = 1) -> Fit:
@@ -195,7 +194,6 @@ def drive(
         fit_of(strategy.finish(), reports),
         num_files_while_training=num_files,
         memory=memory,
-        notes=tuple(worker.notes),
     )
 
 

@@ -24,6 +24,7 @@ Copying the parameters to the replicas and gathering outputs count as communicat
 summing the gradients too.  On GPUs that is a part of the backward pass.
 """
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
@@ -46,6 +47,9 @@ class DataParallel(Strategy):
 
     replicas: Replicas
 
+    def __init__(self) -> None:
+        self._opened = contextlib.ExitStack()
+
     def plan(self, state: RankState) -> Plan:
         """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
         gpus = _gpus(torch.device(state.device), state.world_size)
@@ -65,6 +69,7 @@ class DataParallel(Strategy):
         super().setup(worker)
         gpus = _gpus(worker.device, worker.world_size)
         self.replicas = GpuReplicas(worker, gpus) if len(gpus) > 1 else ThreadReplicas(worker)
+        self._opened.callback(self.replicas.close)
 
     def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
@@ -105,6 +110,10 @@ class DataParallel(Strategy):
         """The parameters of each replica, and one optimizer's state."""
         one = super().memory()
         return replace(one, parameters=len(self.replicas.devices) * one.parameters)
+
+    def close(self) -> None:
+        """End the replicas' threads."""
+        self._opened.close()
 
 
 def _has_rows(output: object, batch: Batch) -> bool:

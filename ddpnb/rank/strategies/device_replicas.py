@@ -5,7 +5,7 @@ them on their slices of the batch, gather the outputs on the first, and sum the 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, final
@@ -27,6 +27,8 @@ class Replicas(ABC):
     def __init__(self, worker: Worker, devices: list[torch.device]) -> None:
         self.worker = worker
         self.devices = devices
+        # Kept, because a new thread takes torch milliseconds.
+        self.pool = ThreadPoolExecutor(len(devices), thread_name_prefix="ddpnb-replica")
 
     def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
         """Copy the first replica to the others; call something with each and its slice."""
@@ -44,7 +46,7 @@ class Replicas(ABC):
             with torch.cuda.device(index), worker.autocast():  # which hold for one thread
                 return call(model, part)
 
-        return _at_once(run_one, models, placed, devices)
+        return list(self.pool.map(run_one, models, placed, devices))
 
     @abstractmethod
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
@@ -57,11 +59,9 @@ class Replicas(ABC):
         A backward pass through them leaves the sum of all gradients in the first replica.
         """
 
-
-def _at_once(call: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-    """Call something with each replica's arguments, on new threads, as torch does."""
-    with ThreadPoolExecutor(len(arguments[-1]), thread_name_prefix="ddpnb-replica") as pool:
-        return list(pool.map(call, *arguments))
+    def close(self) -> None:
+        """End the threads; may be called twice."""
+        self.pool.shutdown(cancel_futures=True)
 
 
 # -- on several GPUs -----------------------------------------------------------------------
@@ -116,7 +116,7 @@ class ThreadReplicas(Replicas):
             slices = gradient.split([len(output) for output in outputs])
             with self.lasting([each] for each in slices[1:]):
                 pass
-            _at_once(Tensor.backward, outputs, slices)
+            list(self.pool.map(Tensor.backward, outputs, slices))  # the list waits, and raises
             self.sum_gradients()
 
         with self.worker.meter.communicating(), self.lasting([each] for each in outputs[1:]):

@@ -1,5 +1,6 @@
 """DataParallel on threads: what its replicas exchange."""
 
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -36,9 +37,9 @@ def test_the_gradient_of_an_expert_that_only_a_later_replica_uses_is_kept():
         folder=Path(),
         name="here",
     )
-    replicas = ThreadReplicas(worker)
-    outputs = replicas.run(nn.Module.__call__, parts)
-    replicas.gather(outputs).sum().backward()
+    with closing(ThreadReplicas(worker)) as replicas:
+        outputs = replicas.run(nn.Module.__call__, parts)
+        replicas.gather(outputs).sum().backward()
     assert [parameter.grad.tolist() for parameter in model.parameters()] == [
         each.tolist() for each in expected
     ]
