@@ -72,8 +72,13 @@ class UserStrategy(Strategy):
 
     def finish(self) -> nn.Module:
         """Return the model that the user's object returns; the worker's where that is None."""
-        model: nn.Module | None = self._strategy.finish()
-        return self.worker.model if model is None else model
+        model = self._strategy.finish()
+        if model is None:
+            return self.worker.model
+        if isinstance(model, nn.Module):
+            return model
+        name = type(self._strategy).__name__
+        raise UserError(f"{name}.finish() returned {kind_of(model)}; return the trained model.")
 
     def close(self) -> None:
         """Close the user's object, if it has ``close``."""
