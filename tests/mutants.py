@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "a comparison's cell overwrites the user's variables",
         "rank/tasks/cell.py",
-        "source, scope = spec.source, dict(namespace)",
-        "source, scope = spec.source, namespace",
+        "scope = dict(namespace)",
+        "scope = namespace",
         "tests/unit/rank/test_validation.py -k users_variables",
     ),
     Mutant(

@@ -137,7 +137,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         aliases=("DistributedDataParallel", "MirroredStrategy", "MultiWorkerMirroredStrategy"),
         options={
             "bucket_cap_mb": Option(default=25.0, about="MB of gradients per message", above=0),
-            "static_graph": Option(default=False, about="every step uses the same parameters"),
             "find_unused_parameters": Option(
                 default=False,
                 about="a step need not use all parameters",

@@ -63,7 +63,6 @@ REFUSED = {
 
 WRAPPED = {
     "bucket_cap_mb": "bucket_cap_mb",
-    "static_graph": "static_graph",
     "find_unused_parameters": "find_unused_parameters",
 }
 """Options of ``ddp`` that are arguments of ``DistributedDataParallel``, and their names there."""

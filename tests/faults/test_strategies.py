@@ -2,10 +2,10 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +24,7 @@ from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import RankError
 from tests.cluster.rig import DYNAMO, EIGHTH, pull, run, started, wait_until
 
-ONE_PROCESS = {"single", "dp"}
-SEVERAL_RANKS = [name for name in STRATEGIES if name not in ONE_PROCESS]
-ALL = [*SEVERAL_RANKS, "async:bound=1"]
+ALL = [*(name for name in STRATEGIES if name not in ("single", "dp")), "async:bound=1"]
 WAIT_ELSEWHERE = ["ddp-shm", "async", "async:bound=1", "hogwild"]
 """Those whose ranks wait by sockets, not in the process group."""
 GENEROUS_SECONDS = 6.0
@@ -89,28 +87,17 @@ def a_spec(strategy: str, marker: Path, mood: str, num_epochs: float = LONG) -> 
     return ComparisonSpec(strategies=(strategy,), training=training, baseline=False)
 
 
-@dataclass(kw_only=True, slots=True)
-class Called:
-    """Calls a function in a thread once a file is there."""
+def call_once(marker: Path, function: Callable[[], object]) -> Future[float]:
+    """Call a function in a thread once a file is there; return when that was."""
 
-    marker: Path
-    function: Callable[[], object]
-    at: float = 0.0
-    thread: threading.Thread = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self.call)
-        self.thread.start()
-
-    def call(self) -> None:
-        wait_until(self.marker.exists, "a rank is in the midst of its steps", timeout=30)
+    def call() -> float:
+        wait_until(marker.exists, "a rank is in the midst of its steps", timeout=30)
         time.sleep(0.1)  # the others come to wait
-        self.at = time.monotonic()
-        self.function()
+        began = time.monotonic()
+        function()
+        return began
 
-    def seconds_since(self) -> float:
-        self.thread.join()
-        return time.monotonic() - self.at
+    return ThreadPoolExecutor().submit(call)
 
 
 def prepared(cluster: Cluster, folder: Path, strategy: str, mood: str) -> tuple[Training, Path]:
@@ -138,9 +125,9 @@ def test_a_model_that_raises_on_one_rank_ends_the_run_for_all(cluster, tmp_path,
 def test_a_run_is_stopped_in_its_midst(cluster, tmp_path, strategy):
     training, marker = prepared(cluster, tmp_path, strategy, "pass")
     training.grace_seconds = GENEROUS_SECONDS  # the ranks are interrupted after it
-    called = Called(marker=marker, function=training.stop)
+    called = call_once(marker, training.stop)
     result = training.run()
-    assert called.seconds_since() < GENEROUS_SECONDS
+    assert time.monotonic() - called.result() < GENEROUS_SECONDS
     (snapshot,) = result.comparison.runs
     assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "stopped by the user")
 
@@ -154,10 +141,10 @@ def test_an_interrupt_ends_a_run_in_which_a_rank_waits_also_some_time_after_a_st
 ):
     training, marker = prepared(cluster, tmp_path, strategy, SLEEPS)
     interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
-    called = Called(marker=marker, function=training.stop if is_stop else interrupt)
+    called = call_once(marker, training.stop if is_stop else interrupt)
     with pytest.raises(KeyboardInterrupt):
         training.run()
-    assert called.seconds_since() < GENEROUS_SECONDS
+    assert time.monotonic() - called.result() < GENEROUS_SECONDS
     (snapshot,) = training.recorder.comparison.runs
     assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "interrupted")
 
@@ -195,14 +182,13 @@ def freed_by_an_abort(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
         tick=lambda: None,
         timeout=30,
     )
-    called = Called(marker=marker, function=lambda: cluster.abort([0]))
+    called = call_once(marker, lambda: cluster.abort([0]))
     watch.run()
-    called.thread.join()
     assert not watch.timed_out
     failure = failure_in(watch.returned[0])
     assert failure is not None
     assert failure.is_consequence, failure
-    assert freed[0] - called.at < GENEROUS_SECONDS
+    assert freed[0] - called.result() < GENEROUS_SECONDS
 
 
 def test_a_slow_link_is_no_hang(cluster, tmp_path, monkeypatch):

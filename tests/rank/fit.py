@@ -114,7 +114,6 @@ class Fit:
     reports: list[StepReport]
     num_files_left: int = 0
     memory: Memory = field(default_factory=Memory)
-    notes: tuple[str, ...] = ()
 
 
 def by_hand(problem: Problem, num_ranks: int = 1) -> Fit:
@@ -189,7 +188,6 @@ def drive(
     return replace(
         fit_of(strategy.finish(), reports),
         memory=memory,
-        notes=tuple(worker.notes),
     )
 
 

@@ -144,8 +144,7 @@ OWN_SGD = "\ndef optimizer(params): return torch.optim.SGD(params, lr=0.05, mome
 HALVING = """
 def optimizer(params):
     made = torch.optim.SGD(params, lr=0.8)
-    halving = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
-    return {returned}
+    return made, torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
 """
 GAN = """
 import torch

@@ -1,5 +1,6 @@
 """Is a model of averaged weights judged with BatchNorm's statistics of these weights?"""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from ddpnb.protocol.messages import RunReport
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import TensorSamples
-from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, estimate_batchnorm, has_batchnorm
+from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, estimate_batchnorm
 from tests.rank import sources
 from tests.rank.ranks import make_state
 from tests.rank.runs import header_of, spec_of, train_job
@@ -81,34 +82,20 @@ class Net(nn.Module):
         return self.used(inputs)
 
 
-def estimate(model: nn.Module, inputs: torch.Tensor, step) -> None:
-    samples = TensorSamples((inputs, torch.zeros(len(inputs)).long()))
-    task = Task(model=Net, train=samples, held_out=samples, step=step)
-    estimate_batchnorm(model.eval(), task, torch.device("cpu"), batch_size=16, seed=0)
-
-
-def test_a_step_that_takes_gradients_or_fails_leaves_the_layers_that_it_does_not_use():
+def test_a_step_that_takes_gradients_leaves_the_layers_that_it_does_not_use():
     def penalty(model, batch):
         inputs = batch[0].clone().requires_grad_()
         (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
         return slope.square().mean()
 
-    def fails(model, batch):
-        model(batch[0])
-        raise ZeroDivisionError
-
     model, inputs = Net(), torch.randn(33, 3, generator=torch.Generator().manual_seed(1)) + 1
-    estimate(model, inputs, penalty)
-    mean = model.used.running_mean.clone()
-    torch.testing.assert_close(mean, inputs.mean(dim=0), atol=0.1, rtol=0)
+    samples = TensorSamples((inputs, torch.zeros(len(inputs)).long()))
+    task = Task(model=Net, train=samples, held_out=samples, step=penalty)
+    estimate_batchnorm(model.eval(), task, torch.device("cpu"), batch_size=16, seed=0)
+    torch.testing.assert_close(model.used.running_mean, inputs.mean(dim=0), atol=0.1, rtol=0)
     assert not model.unused.running_mean.any()
+    mean, fails = model.used.running_mean.clone(), replace(task, step=lambda model, batch: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        estimate(model, inputs + 5, fails)
+        estimate_batchnorm(model, fails, torch.device("cpu"), batch_size=16, seed=0)
     assert torch.equal(model.used.running_mean, mean)
     assert (model.training, model.used.momentum) == (False, 0.1)
-
-
-def test_only_what_one_rank_can_estimate_counts():
-    assert has_batchnorm(Net())
-    assert not has_batchnorm(nn.BatchNorm1d(2, track_running_stats=False))
-    assert not has_batchnorm(nn.SyncBatchNorm.convert_sync_batchnorm(Net()))

@@ -81,15 +81,6 @@ def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name):
     assert list(ranks(3).folder.iterdir()) == []
 
 
-def test_of_batchnorm_in_replicas_only_the_first_ones_statistics_last(ranks):
-    problem = Problem(model="batchnorm", batch_size=16, num_epochs=0.25)  # one step
-    fit, _ = ranks(2).call(by_strategy, "dp", problem)
-    order, (inputs, _) = problem.order(2), problem.data()
-    model = problem.build()
-    hidden = model[0](inputs[order.indices(order.smallest_shard(1))][:8])
-    torch.testing.assert_close(fit.buffers[0], 0.1 * hidden.mean(dim=0))
-
-
 def took_part(fits: list[Fit]) -> list[Fit]:
     return [fit for fit in fits if fit.reports]
 

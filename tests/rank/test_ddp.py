@@ -1,10 +1,12 @@
-"""Do DDP's options do what torch says, and does its communication show where it was?"""
+"""Do DDP's options do what torch says, and is what it hides, as by hand, sent in one order?"""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddpnb.rank.strategies import make_strategy
+from ddpnb.rank.strategies.ddp_overlap_by_hand import DdpOverlapByHand, buckets_of
 from tests.rank.fit import Problem, by_hand, by_strategy, distance, drive
 from tests.rank.runs import spec_of, steps_of, train_job
 from tests.rank.sources import ROWS
@@ -42,21 +44,21 @@ class WideProblem(Problem):
         return nn.Sequential(nn.Linear(6, 600), nn.Linear(600, 600), nn.Linear(600, 3))
 
 
-def buckets_job(state, folder, word):
-    strategy = make_strategy(word, {})
+def buckets_job(state, folder):
+    strategy = make_strategy("ddp:hook=powersgd", {})
     fit = drive(strategy, state, folder, WideProblem(learning_rate=0.01))
     return fit, strategy.ddp._get_ddp_logging_data()["num_buckets_reduced"]
 
 
-@pytest.mark.parametrize(("word", "num_buckets"), [("ddp", 2), ("ddp:hook=powersgd", 1)])
-def test_powersgd_sends_one_bucket_whose_messages_cannot_mix(ranks, word, num_buckets):
-    (first, mine), (second, theirs) = ranks(2).call(buckets_job, word)
-    assert mine == theirs == num_buckets
+def test_powersgd_sends_one_bucket_so_that_no_messages_mix(ranks):
+    (first, mine), (second, theirs) = ranks(2).call(buckets_job)
+    assert mine == theirs == 1
     assert distance(first, second) == 0
 
 
 DEEP = f"""
 import torch
+import torch.distributed as dist
 from torch import nn
 
 def model():
@@ -76,3 +78,46 @@ def test_exposed_and_hidden_communication_are_distinguished(ranks, word):
             assert (parts.waiting > 0) == (word == "ddp-shm")
             assert (parts.hidden > 0) == (word in HIDES)
             assert parts.hidden < parts.backward + parts.communication
+
+
+def test_buckets_hold_the_last_parameters_first_and_no_more_than_they_should():
+    parameters = [nn.Parameter(torch.zeros(num)) for num in (2**18, 2**17, 2**17, 2**20, 1)]
+    sizes = [[p.numel() for p in bucket] for bucket in buckets_of(parameters, 1.0)]
+    assert sizes == [[1], [2**20], [2**17, 2**17], [2**18]]  # 1 MB: 2**18 floats
+    assert [len(bucket) for bucket in buckets_of(parameters, 0.0)] == [1] * 5
+    assert [len(bucket) for bucket in buckets_of(parameters, 100.0)] == [5]
+
+
+class Branching(nn.Module):
+    """Ranks use other layers: gradients come in another order, and some on no rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 3, bias=False) for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        one, other = (0, 2) if dist.is_initialized() and dist.get_rank() == 1 else (2, 1)
+        return self.layers[one](inputs) + self.layers[other](inputs).tanh()
+
+
+class BranchingProblem(Problem):
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Branching()
+
+
+def branching_job(state, folder):
+    """Train; return the fit, the gradients of the last step, and the hooks that are left."""
+    strategy = DdpOverlapByHand()
+    fit = drive(strategy, state, folder, BranchingProblem())
+    parameters = strategy.worker.parameters
+    hooks = [hook for p in parameters for hook in p._post_accumulate_grad_hooks or ()]
+    return fit, [p.grad.clone() for p in parameters], hooks
+
+
+def test_ranks_that_use_other_layers_sum_the_same_gradients(ranks):
+    (first, mine, hooks), (second, theirs, _) = ranks(2).call(branching_job)
+    assert hooks == []
+    assert distance(first, second) == 0
+    assert all(map(torch.equal, mine, theirs))
+    assert [bool(grad.any()) for grad in mine] == [True, True, True, False]

@@ -12,8 +12,8 @@ from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.prefetching import prefetching
 from tests.rank import runs
-from tests.rank.runs import header_of, losses, steps_of
-from tests.rank.sources import CELL, DATASET, RAGGED
+from tests.rank.runs import losses, steps_of
+from tests.rank.sources import DATASET, RAGGED
 
 
 def spec_of(strategy: str, **changes):
@@ -80,12 +80,6 @@ def test_processes_draw_other_random_numbers_on_each_rank_and_for_each_seed(rank
     drawn = [str(inputs) for seed in (0, 1) for inputs in ranks(2).call(augmented_job, seed)]
     assert len(set(drawn)) == len(drawn) == 4
     assert [str(inputs) for inputs in ranks(2).call(augmented_job, 1)] == drawn[2:]
-
-
-def test_a_note_says_where_it_has_no_effect(ranks):
-    result = ranks(1).call(loading_job, spec_of("ddp", source=CELL))[0]
-    assert result[0] == 0
-    assert any("--data-workers" in note for note in header_of(result).notes)
 
 
 def test_nothing_is_fetched_before_the_first_shard_is_asked_for():

@@ -38,12 +38,6 @@ def test_local_sgd_is_training_apart_and_averaging(ranks, word):
     assert all(distance(fit, expected) < 1e-5 for fit in fits)
 
 
-@pytest.mark.parametrize("name", ["local-sgd", "diloco"])
-def test_a_run_that_ends_before_the_first_round_has_a_note(ranks, name):
-    for word, num_notes in ((f"{name}:every=21", 0), (f"{name}:every=22", 1)):  # 21 steps in all
-        assert len(ranks(2).call(by_strategy, word, Problem())[0].notes) == num_notes
-
-
 # 35 steps, and 37: of the last round, which is not whole, the weights are averaged plainly.
 @pytest.mark.parametrize("num_epochs", [5, 37 / 7])
 def test_diloco_makes_nesterov_steps_on_the_averaged_change(ranks, num_epochs):

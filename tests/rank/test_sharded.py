@@ -20,29 +20,6 @@ class WideProblem(Problem):
         return nn.Sequential(*(nn.Linear(inputs, outputs) for inputs, outputs in WIDE))
 
 
-class GroupedProblem(Problem):
-    """Weights decay, biases do not and learn faster: two groups of the task's own."""
-
-    def factory(self):
-        def make(parameters):
-            weights = [p for p in parameters if p.ndim > 1]
-            biases = [p for p in parameters if p.ndim == 1]
-            groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0, "lr": 0.02}]
-            return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
-
-        return make
-
-
-class FrozenProblem(Problem):
-    """Between two layers that are trained one is frozen; of the last, only the bias is trained."""
-
-    def build(self) -> nn.Module:
-        torch.manual_seed(self.seed)
-        frozen, last = nn.Linear(8, 8).requires_grad_(False), nn.Linear(6, 3)
-        last.weight.requires_grad_(False)
-        return nn.Sequential(nn.Linear(6, 8), frozen, nn.Linear(8, 6), last)
-
-
 class BlocksProblem(Problem):
     def build(self) -> nn.Module:
         torch.manual_seed(self.seed)
@@ -78,7 +55,6 @@ class Block(nn.Module):
 
 
 WIDE_PROBLEM = WideProblem(optimizer="adam", batch_size=12, num_epochs=1)
-PROBLEMS = [GroupedProblem(), BlocksProblem(accumulate=2), FrozenProblem()]
 S = 4 * sum(inputs * outputs + outputs for inputs, outputs in WIDE)
 
 
@@ -99,8 +75,8 @@ def test_parts_of_the_optimizer_are_an_nth(ranks):
 
 
 @pytest.mark.parametrize(("word", "num_ranks"), [("zero", 3), ("fsdp", 3), ("fsdp:reshard=off", 2)])
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_groups_tied_layers_and_odd_sizes_train_as_in_one_process(ranks, word, num_ranks, problem):
+def test_tied_layers_and_odd_sizes_train_as_in_one_process(ranks, word, num_ranks):
+    problem = BlocksProblem(accumulate=2)
     fits = ranks(num_ranks).call(by_strategy, word, problem)
     reference = by_hand(problem, num_ranks)
     assert all(distance(one, reference) < 1e-5 for one in fits)

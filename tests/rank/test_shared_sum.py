@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.rank.cancellation import CancellationToken, is_consequence
 from ddpnb.rank.meter import Meter, Timer
 from ddpnb.rank.servers.rendezvous import WorkerConfig
 from ddpnb.rank.servers.shared_sum import CHUNK_BYTES, SharedAllReduce
-from tests.rank.fit import Problem, by_strategy
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -100,18 +98,3 @@ def test_where_a_rank_leaves_the_others_fail_at_once(fresh_ranks, fault):
     for result in (results[0], results[2]):
         assert isinstance(result.cause, RuntimeError)
         assert is_consequence(result.cause) == (fault != "hang")
-
-
-def test_ranks_that_share_no_memory_are_refused(ranks):
-    for result in ranks(2).attempt(apart):
-        assert isinstance(result.cause, UserError)
-
-
-def apart(state, folder):
-    """Train in a folder of this rank's own, as on a host of its own."""
-    own = folder / f"own-{state.rank}"
-    own.mkdir()
-    try:
-        return by_strategy(state, own, "ddp-shm", Problem())
-    finally:
-        own.rmdir()

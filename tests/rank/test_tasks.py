@@ -12,7 +12,7 @@ from torch import nn
 
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks import cifar10, load_task, text
-from ddpnb.rank.tasks.base import Supervised, Task
+from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import Samples, TensorSamples
 from ddpnb.rank.training.evaluation import score
 
@@ -83,17 +83,6 @@ def test_targets_that_are_no_class_numbers_have_a_loss_and_no_accuracy(targets):
     found = scored(TensorSamples((outputs, targets)))
     assert found.loss == pytest.approx(nn.functional.cross_entropy(outputs, targets).item())
     assert math.isnan(found.accuracy)
-
-
-def test_with_a_loss_of_ones_own_only_a_metric_measures_an_accuracy():
-    samples = TensorSamples((torch.eye(3), torch.arange(3)))  # as class scores all would be right
-    assert scored(samples).accuracy == 1
-    quantile = Supervised(lambda outputs, targets: (outputs.sum(dim=1) - targets).abs().mean())
-    found = scored(samples, step=quantile)
-    assert found.loss == pytest.approx(2 / 3)
-    assert math.isnan(found.accuracy)
-    found = scored(samples, step=quantile, metric=lambda outputs, targets: {"accuracy": 0.25})
-    assert found.accuracy == 0.25
 
 
 def test_the_users_own_cifar_files_are_read(tmp_path, monkeypatch):

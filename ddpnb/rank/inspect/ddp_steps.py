@@ -7,6 +7,7 @@ and ends, on the threads that run the backward pass and that complete the all-re
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, final
 
@@ -55,8 +56,7 @@ def measure(
         emulated_link.check(state.device)
     with preserve_globals(device), emulated_link.opened(spec.link, cancellation):
         subject = subject_of(spec, state, namespace, **task)
-        if finds_unused and not subject.options["static_graph"]:
-            subject.options["find_unused_parameters"] = True
+        subject = replace(subject, finds_unused=subject.finds_unused or finds_unused)
         caps = dict.fromkeys([subject.cap_mb, *spec.bucket_caps])
         reports = tuple(_with_cap(cap, subject, device) for cap in caps)
     return DdpReport(rank=state.rank, caps=reports)
@@ -103,7 +103,7 @@ class _Stepper:
             self._model,
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=None if cap_mb == DEFAULT_CAP_MB else cap_mb,
-            **subject.options,
+            find_unused_parameters=subject.finds_unused,
         )
         self._timer = Clock(device)
         self._buckets: dict[int, Bucket] = {}
@@ -168,10 +168,10 @@ class _Stepper:
         sync_begun, started = map(seconds, self._synced or (begun, begun))
         last = min(max(ready.values(), default=backward_done), backward_done)
         waited = min(max([last, *(end for _, end in sent.values())]), backward_done)
-        exchanges = {"buffers": (sync_begun, started, num_bytes(self._model.buffers()))}
-        for index, times in sent.items():
-            exchanges[f"bucket {index}"] = (*times, self._buckets[index].num_bytes)
-        own: list[tuple[Lane, str, float, float]] = [
+        group = tuple(range(dist.get_world_size()))
+        sizes = {"buffers": num_bytes(self._model.buffers())}
+        noted: list[tuple[Lane, str, float, float]] = [
+            ("communication", "buffers", sync_begun, started),
             ("wait", "wait for buffers", sync_begun, started),
             ("compute", "forward", started, forward_done),
             ("compute", "backward", forward_done, last),
@@ -179,20 +179,23 @@ class _Stepper:
             ("compute", "copy back", waited, backward_done),
             ("compute", "update", backward_done, updated),
         ]
-        facts: Any = {"rank": dist.get_rank()}
-        shared = facts | {"lane": "communication", "group": tuple(range(dist.get_world_size()))}
-        spans = [
-            *(
-                Span(name=name, start=start, end=max(start, end), num_bytes=size, **shared)
-                for name, (start, end, size) in exchanges.items()
-            ),
-            *(
-                Span(lane=lane, name=name, start=start, end=max(start, end), **facts)
-                for lane, name, start, end in own
-            ),
-        ]
+        for index, times in sent.items():
+            noted.append(("communication", f"bucket {index}", *times))
+            sizes[f"bucket {index}"] = self._buckets[index].num_bytes
         return _Step(
-            spans=tuple(each for each in spans if each.seconds),
+            spans=tuple(
+                Span(
+                    rank=dist.get_rank(),
+                    lane=lane,
+                    name=name,
+                    start=start,
+                    end=end,
+                    num_bytes=sizes.get(name),
+                    group=group if name in sizes else (),
+                )
+                for lane, name, start, end in noted
+                if end > start
+            ),
             seconds=updated - begun,
             ready={name: at - forward_done for name, at in ready.items()},
         )

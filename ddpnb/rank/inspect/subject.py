@@ -23,8 +23,6 @@ from ddpnb.rank.tasks.batches import Shard, copied
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.loss_checks import check_inside
 
-OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-"""Of the user's DDP, which its copy has too."""
 MEAN = "output.mean()"
 """The loss of a model without ``--loss``."""
 
@@ -41,8 +39,8 @@ class Subject:
     """Calls a model, or a wrapper of it, with a batch, which it may change."""
     batch: Any
     cap_mb: float = DEFAULT_CAP_MB
-    options: dict[str, Any]
-    """Of ``DistributedDataParallel``."""
+    finds_unused: bool = False
+    """Whether DDP looks for parameters that have no part in the loss."""
 
 
 def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **task: Any) -> Found:
@@ -96,7 +94,7 @@ def subject_of(
         loss_of=partial(_loss, spec, namespace),
         batch=value_of(spec.batch, namespace),
         cap_mb=float(f"{ddp.bucket_bytes_cap / 2**20:.3g}") if ddp else DEFAULT_CAP_MB,
-        options={name: bool(getattr(ddp, name, False)) for name in OPTIONS},
+        finds_unused=ddp is not None and ddp.find_unused_parameters,
     )
 
 
@@ -118,7 +116,6 @@ def _of_task(
         make_optimizer=worker.optimizer,
         loss_of=loss_of,
         batch=context.batch(shard, context.fetch(shard)).tree,
-        options=dict.fromkeys(OPTIONS, False),
     )
 
 

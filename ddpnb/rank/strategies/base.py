@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
-from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.tasks.batches import Shard, every_step
 
 State = dict[str, Any]
 """A model's ``state_dict``."""
@@ -48,7 +48,8 @@ class Strategy(ABC):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards that this worker trains on, each after the step before it."""
-        return self.worker.shards()
+        worker = self.worker
+        return every_step(worker.num_steps, part=worker.rank, num_parts=worker.world_size)
 
     @abstractmethod
     def step(self, batch: Batch) -> Tensor:
@@ -76,8 +77,7 @@ class Strategy(ABC):
         optimizers = self.worker.optimizers
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         updated = [parameter for group in groups for parameter in group["params"]]
-        held = {id(each): each for each in (*self.worker.model.parameters(), *updated)}
-        return Memory.of(held.values(), *optimizers)
+        return Memory.of({*self.worker.model.parameters(), *updated}, *optimizers)
 
     def num_shards_done(self) -> int | None:
         """Return how many shards all workers of an asynchronous run have trained on; None: unknown.

@@ -27,7 +27,7 @@ summing the gradients too.  On GPUs that is a part of the backward pass.
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.device_replicas import GpuReplicas, Replicas, ThreadReplicas
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.base import Supervised
-from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.tasks.batches import Shard, every_step
 from ddpnb.rank.tasks.samples import Items
 
 
@@ -73,7 +73,7 @@ class DataParallel(Strategy):
 
     def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
-        return self.worker.whole_batches()
+        return every_step(self.worker.num_steps, part=0, num_parts=1)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""
@@ -88,12 +88,12 @@ class DataParallel(Strategy):
         """Replicate, run; gather the outputs, or the losses where there are only these."""
         step = self.worker.training_step
         # As torch does: a small batch makes fewer slices than replicas, the last may be smaller.
-        most = -(-batch.num_samples // self.replicas.num)
+        most = -(-batch.num_samples // len(self.replicas.devices))
         starts = range(0, batch.num_samples, most)
         slices = batch.cut(min(most, batch.num_samples - start) for start in starts)
         trees = [each.tree for each in slices]  # once: a collate_fn may draw random numbers
         if isinstance(step, Supervised):
-            outputs = self.replicas.run(_call, [inputs for inputs, _ in trees])
+            outputs = self.replicas.run(nn.Module.__call__, [inputs for inputs, _ in trees])
             if not isinstance(batch.content, Items) and all(map(_has_rows, outputs, slices)):
                 return step.loss(self.replicas.gather(outputs), batch.content[1])
             results = [step.loss(out, tree[1]) for out, tree in zip(outputs, trees, strict=True)]
@@ -109,15 +109,11 @@ class DataParallel(Strategy):
     def memory(self) -> Memory:
         """The parameters of each replica, and one optimizer's state."""
         one = super().memory()
-        return replace(one, parameters=self.replicas.num * one.parameters)
+        return replace(one, parameters=len(self.replicas.devices) * one.parameters)
 
     def close(self) -> None:
         """End the replicas' threads."""
         self._opened.close()
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    return model(inputs)
 
 
 def _has_rows(output: object, batch: Batch) -> bool:

@@ -10,7 +10,7 @@ With ``hook`` torch's own hooks compress gradients before they are sent:
     fp16        as float16: half the bytes of float32; values above 65504 become infinite
     bf16        as bfloat16: half the bytes, the range of float32, 8 bits of precision
     powersgd    each matrix of gradients as the product of two thin ones of a given rank; the
-                error is added to the next step's gradients (error feedback)
+                error is added to the next step's gradients (error feedback); on CPUs in one bucket
 
 References: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", PVLDB 13(12), 2020; Vogels et al., "PowerSGD: Practical Low-Rank Gradient
@@ -23,7 +23,6 @@ Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradien
 sent; buffers are not counted.
 """
 
-from dataclasses import replace
 from typing import Any, Final, final
 
 from torch import Tensor
@@ -36,16 +35,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.strategies.base import Plan, Strategy
+from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
 
 _DEFAULT_CAP_MB: Final = 25.0
-_ONE_BUCKET_NOTE: Final = (
-    "ddp:hook=powersgd sends one bucket: on CPUs torch's hook makes its later calls from other "
-    "threads, and ranks would make those of several buckets in different orders."
-)
 
 
 class DdpStrategy(Strategy):
@@ -79,7 +73,6 @@ class Ddp(DdpStrategy):
     Args:
         bucket_cap_mb: MB of gradients in one message; at torch's default, 25, the first bucket
             has 1 MB, so that sending begins early.
-        static_graph: whether torch may assume that every step uses the same parameters.
         hook: how gradients are compressed.
         powersgd_rank: of the matrices that ``powersgd`` sends.
         find_unused_parameters: whether a step need not use all parameters.
@@ -89,7 +82,6 @@ class Ddp(DdpStrategy):
         self,
         *,
         bucket_cap_mb: float = _DEFAULT_CAP_MB,
-        static_graph: bool = False,
         hook: str = "none",
         powersgd_rank: int = 1,
         find_unused_parameters: bool = False,
@@ -97,22 +89,16 @@ class Ddp(DdpStrategy):
         self.cap_mb = None if bucket_cap_mb == _DEFAULT_CAP_MB else bucket_cap_mb
         self.hook = hook
         self.powersgd_rank = powersgd_rank
-        self.graph = {
-            "static_graph": static_graph,
-            "find_unused_parameters": find_unused_parameters,
-        }
-
-    def plan(self, state: RankState) -> Plan:
-        """Every rank."""
-        has_one_bucket = self.hook == "powersgd" and state.device == "cpu"
-        return replace(super().plan(state), notes=(_ONE_BUCKET_NOTE,) if has_one_bucket else ())
+        self.finds_unused = find_unused_parameters
 
     def setup(self, worker: Worker) -> None:
         """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
         super().setup(worker)
         if self.hook == "powersgd" and worker.device.type == "cpu":
+            # One bucket: on CPUs torch's hook makes its later calls from other threads, and ranks
+            # would make those of several buckets in different orders.
             self.cap_mb = num_bytes(worker.parameters) / 2**20 + 1
-        self.wrap(worker, bucket_cap_mb=self.cap_mb, **self.graph)
+        self.wrap(worker, bucket_cap_mb=self.cap_mb, find_unused_parameters=self.finds_unused)
         match self.hook:
             case "fp16":
                 self.ddp.register_comm_hook(None, fp16_compress_hook)

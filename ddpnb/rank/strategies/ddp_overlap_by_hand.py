@@ -28,7 +28,6 @@ from typing import final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.rank.collectives.flat import FlatBuffer, gradients, num_bytes
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
@@ -92,18 +91,11 @@ class DdpOverlapByHand(Strategy):
         """Send the buckets that are next in order and full.
 
         Autograd calls it in the backward pass, when a gradient of a bucket is there.
-
-        Raises:
-            UserError: it came a second time, after it may have been sent.
         """
         if not self.is_last_part:
             return
         self.num_missing[number] -= 1
-        if self.num_missing[number] < 0:
-            raise UserError(
-                "A parameter of two checkpointed layers had its gradient twice in one backward "
-                "pass: call torch's checkpoint with use_reentrant=False."
-            )
+        assert self.num_missing[number] >= 0, "a gradient came again, after it may have been sent"
         while len(self.sent) < len(self.buckets) and self.num_missing[len(self.sent)] == 0:
             self.send_next()
 

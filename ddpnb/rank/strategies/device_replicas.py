@@ -25,29 +25,32 @@ class Replicas(ABC):
     """Copies of a model, the first of which is trained."""
 
     def __init__(self, worker: Worker, devices: list[torch.device]) -> None:
-        self.num = len(devices)
-        self._worker = worker
-        self._meter = worker.meter
-        self._devices = devices
-        self._pool = ThreadPoolExecutor(self.num, thread_name_prefix="ddpnb-replica")
+        self.worker = worker
+        self.devices = devices
+        # Kept, because a new thread takes torch milliseconds.
+        self.pool = ThreadPoolExecutor(len(devices), thread_name_prefix="ddpnb-replica")
 
     def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
         """Copy the first replica to the others; call something with each and its slice."""
-        devices = self._devices[: len(slices)]
-        with self._meter.communicating():
-            models = self._copies(devices)
+        worker, devices = self.worker, self.devices[: len(slices)]
+        with worker.meter.communicating():
+            models = self.copies(devices)
             placed = list(map(moved, slices, devices))
+        worker.meter.count(
+            sent=(len(models) - 1) * num_bytes(state_of(worker.model)),
+            received=(len(models) - 1) * num_bytes(worker.parameters),  # gradients are as large
+        )
 
         def run_one(model: nn.Module, part: Any, device: torch.device) -> Any:
             index = device.index if device.type == "cuda" else -1
-            with torch.cuda.device(index), self._worker.autocast():  # which hold for one thread
+            with torch.cuda.device(index), worker.autocast():  # which hold for one thread
                 return call(model, part)
 
-        return list(self._pool.map(run_one, models, placed, devices))
+        return list(self.pool.map(run_one, models, placed, devices))
 
     @abstractmethod
-    def _copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
-        """Return replicas on the first devices with the first one's parameters and buffers."""
+    def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
+        """Return replicas on these devices with the first one's parameters and buffers."""
 
     @abstractmethod
     def gather(self, outputs: list[Tensor]) -> Tensor:
@@ -58,27 +61,29 @@ class Replicas(ABC):
 
     def close(self) -> None:
         """End the threads; may be called twice."""
-        self._pool.shutdown(cancel_futures=True)
+        self.pool.shutdown(cancel_futures=True)
+
+
+# -- on several GPUs -----------------------------------------------------------------------
 
 
 @final
 class GpuReplicas(Replicas):
     """Torch's own functions; autograd sums the gradients when it goes back through them."""
 
-    def _copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
-        others = len(devices) - 1
-        self._meter.count(
-            sent=others * num_bytes(state_of(self._worker.model)),
-            received=others * num_bytes(self._worker.parameters),  # gradients are as large
-        )
-        copies: Sequence[nn.Module] = replicate(self._worker.model, devices)
+    def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
+        """Broadcast the parameters and buffers."""
+        copies: Sequence[nn.Module] = replicate(self.worker.model, devices)
         return copies
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
         """Gather with torch's function, through which the gradients go back."""
-        with self._meter.communicating():
-            gathered: Tensor = gather(outputs, self._devices[0])
+        with self.worker.meter.communicating():
+            gathered: Tensor = gather(outputs, self.devices[0])
         return gathered
+
+
+# -- emulated ------------------------------------------------------------------------------
 
 
 @final
@@ -91,51 +96,48 @@ class ThreadReplicas(Replicas):
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker, [worker.device] * worker.world_size)
-        others = [worker.make_model().train() for _ in range(self.num - 1)]
+        others = [worker.make_model().train() for _ in self.devices[1:]]
         self.models = [worker.model, *others]
 
     @torch.no_grad()
-    def _copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
-        # As in torch, only the first replica's changes to buffers last.
+    def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
+        """Copy the parameters and buffers; as in torch, only the first's buffers last."""
         first, *others = map(state_of, self.models)
-        with self._lasting(others):
+        with self.lasting(others):
             for other in others:
                 for mine, theirs in zip(first, other, strict=True):
                     theirs.copy_(mine)
-        self._meter.count(sent=len(others) * num_bytes(first))
         return self.models
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
         """Return the rows of all outputs; their gradient goes back to each replica's thread."""
-        sizes = [len(output) for output in outputs]
 
         def go_back(gradient: Tensor) -> None:
-            with self._lasting([each] for each in outputs[1:]):
-                slices = gradient.split(sizes)
-            list(self._pool.map(Tensor.backward, outputs, slices))  # the list waits, and raises
-            with self._meter.communicating():
-                self._sum()
+            slices = gradient.split([len(output) for output in outputs])
+            with self.lasting([each] for each in slices[1:]):
+                pass
+            list(self.pool.map(Tensor.backward, outputs, slices))  # the list waits, and raises
+            self.sum_gradients()
 
-        with self._meter.communicating(), self._lasting([each] for each in outputs[1:]):
+        with self.worker.meter.communicating(), self.lasting([each] for each in outputs[1:]):
             gathered = torch.cat([output.detach() for output in outputs]).requires_grad_()
         gathered.register_hook(go_back)
         return gathered
 
     @torch.no_grad()
-    def _sum(self) -> None:
-        first, *others = self.models
-        found = [[p.grad for p in other.parameters() if p.grad is not None] for other in others]
-        with self._lasting(found):
+    def sum_gradients(self) -> None:
+        """Add the gradients of the other replicas to the first one's."""
+        first, *others = ([p for p in each.parameters() if p.requires_grad] for each in self.models)
+        with self.worker.meter.communicating(), self.lasting(others):
             for other in others:
-                for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
+                for mine, theirs in zip(first, other, strict=True):
                     if mine.grad is None:  # as of an expert that only the other replica has used
                         mine.grad = theirs.grad
                     elif theirs.grad is not None:
                         mine.grad.add_(theirs.grad)
-                other.zero_grad()
-        self._meter.count(received=len(others) * num_bytes(self._worker.parameters))
+                    theirs.grad = None
 
-    def _lasting(self, messages: Iterable[Iterable[Tensor]]) -> AbstractContextManager[None]:
+    def lasting(self, messages: Iterable[Iterable[Tensor]]) -> AbstractContextManager[None]:
         """Have the body last as long as so many messages over the link."""
         sizes = [num_bytes(message) for message in messages]
-        return self._worker.link.lasting(Messages(len(sizes), sum(sizes)))
+        return self.worker.link.lasting(Messages(len(sizes), sum(sizes)))

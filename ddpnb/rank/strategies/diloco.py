@@ -73,10 +73,6 @@ class DiLoCo(Strategy):
             nesterov=self.outer_momentum > 0,
         )
         worker.optimizers.append(self.outer)
-        if worker.num_steps < self.every:
-            worker.notes.append(
-                f"Fewer than {self.every} steps make no outer step, but an average."
-            )
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch; every H-th ends with an outer step."""

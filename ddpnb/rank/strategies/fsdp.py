@@ -95,23 +95,20 @@ class Fsdp(Strategy):
         return plain
 
     def snapshot(self) -> State:
-        """Gather the whole model, each parameter once; takes part: every rank."""
-        model: Any = self.worker.model  # its parameters are DTensors since setup
-        whole = {id(each): each.detach().full_tensor() for each in model.parameters()}
-        state: State = model.state_dict()
-        for name, each in model.named_parameters(remove_duplicate=False):
-            state[name] = whole[id(each)]
-        return state
+        """Gather the whole model; takes part: every rank."""
+        held = self.worker.model.state_dict()  # its parameters are DTensors since setup
+        return {
+            name: each.full_tensor() if hasattr(each, "full_tensor") else each
+            for name, each in held.items()
+        }
 
     @contextmanager
     def _unsynced(self) -> Iterator[None]:
         """Keep whole gradients on this rank for a while."""
         model: Any = self.worker.model  # an FSDPModule since setup
         model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
+        yield
+        model.set_requires_gradient_sync(True)
 
 
 def layers_of(model: nn.Module) -> list[Any]:

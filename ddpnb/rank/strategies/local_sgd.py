@@ -44,8 +44,6 @@ class LocalSgd(Strategy):
         """Make this rank's own optimizer, and a buffer for all weights."""
         super().setup(worker)
         self.flat = FlatBuffer(worker.parameters)
-        if worker.num_steps < self.every:
-            worker.notes.append(f"Fewer than {self.every} steps: weights are averaged at the end.")
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch; every H-th step ends with an average."""

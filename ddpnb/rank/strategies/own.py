@@ -23,44 +23,16 @@ other at each step.  A class that extends ``Strategy``, such as a copy of a buil
 as it is.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.notation import Choice
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
-
-
-def own_strategy(choice: Choice, namespace: Mapping[str, object]) -> Strategy:
-    """Return a strategy that runs a class in ``namespace``.
-
-    Raises:
-        UserError: there is no such class, it lacks a method, or it cannot be made.
-    """
-    made = namespace.get(choice.name)
-    if not isinstance(made, type):
-        for name, entry in STRATEGIES.items():
-            if choice.name in entry.aliases:
-                raise UserError(f"{choice.name} is called {name} here: write that.")
-        raise UserError(
-            f"There is no strategy {choice.name!r}: define a class of that name with setup, step "
-            "and finish, in the comparison's cell or in a %%ddp cell before it."
-        )
-    for method in ("setup", "step", "finish"):
-        if not callable(getattr(made, method, None)):
-            raise UserError(f"{choice.name} has no {method}(); a strategy needs it.")
-    try:
-        strategy = made(**choice.options)
-    except TypeError as error:
-        raise UserError(f"{choice.name} cannot be made: {error}.") from error
-    return strategy if isinstance(strategy, Strategy) else UserStrategy(strategy)
 
 
 @final

@@ -22,7 +22,7 @@ from torch import Tensor
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Batch, Worker
-from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.tasks.batches import Shard, every_step
 
 
 @final
@@ -40,15 +40,12 @@ class Single(Strategy):
         """Rank 0 alone."""
         alone = Plan(num_ranks=1, num_workers=1, synchronous=True)
         num_ranks = state.local_world_size or state.world_size
-        num_all = num_ranks * state.num_threads
         if self._takes_all:
-            note = f"It computes on all {num_all} threads."
-            return replace(alone, num_devices=num_ranks, notes=(note,))
+            return replace(alone, num_devices=num_ranks)
         if state.device != "cpu" or num_ranks == 1:
             return alone
-        note = (
-            f"It computes on {state.num_threads} of {num_all} threads; single:threads=all: on all."
-        )
+        num, num_all = state.num_threads, num_ranks * state.num_threads
+        note = f"It computes on {num} of {num_all} threads; single:threads=all: on all."
         return replace(alone, notes=(note,))
 
     def setup(self, worker: Worker) -> None:
@@ -60,7 +57,7 @@ class Single(Strategy):
 
     def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
-        return self.worker.whole_batches()
+        return every_step(self.worker.num_steps, part=0, num_parts=1)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from ddpnb.rank.collectives.link import NO_LINK, Link
 from ddpnb.rank.meter import Meter, NullTimer
 from ddpnb.rank.servers.rendezvous import WorkerConfig
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
-from ddpnb.rank.tasks.batches import Shard, Tree, every_step, moved, rows
+from ddpnb.rank.tasks.batches import Shard, Tree, moved, rows
 from ddpnb.rank.tasks.samples import Items
 
 
@@ -58,7 +58,7 @@ class Worker:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """Those that ``optimizer`` has made, in order."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """What the task's step has returned besides the loss, since ``take_metrics``."""
+    """What the task's step has returned besides the loss, in this step."""
     staleness: int | None = None
     """Updates by others between the pull of the parameters and the use of the last gradient; an
     asynchronous strategy sets it in each step."""
@@ -98,18 +98,10 @@ class Worker:
             meter=self.meter,
         )
 
-    def shards(self) -> Iterator[Shard]:
-        """Yield this rank's slice of every global batch."""
-        return every_step(self.num_steps, part=self.rank, num_parts=self.world_size)
-
     def shard(self, number: int) -> Shard:
         """Return the shard of a number, where one queue hands out all slices in order."""
         step, part = divmod(number, self.world_size)
         return Shard(step=step, part=part, num_parts=self.world_size)
-
-    def whole_batches(self) -> Iterator[Shard]:
-        """Yield every global batch whole, for a rank that trains alone."""
-        return every_step(self.num_steps, part=0, num_parts=1)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the model and the loss are computed."""
@@ -175,12 +167,6 @@ class Worker:
             held = torch.as_tensor(value).detach().float().reshape(())
             self.metrics[name] = self.metrics.get(name, 0.0) + share * held
         return loss
-
-    def take_metrics(self) -> dict[str, Tensor]:
-        """Return the further numbers of the step since the last call."""
-        taken = self.metrics.copy()
-        self.metrics.clear()
-        return taken
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's step."""

@@ -18,10 +18,8 @@ gradients and P those of the parameters in this rank's part; P adds up to S.  Re
 
 import importlib
 import inspect
-from functools import partial
 from typing import Any, final
 
-import torch
 from torch.optim import Optimizer
 
 from ddpnb.compat.torch_internals import step_hooks
@@ -50,26 +48,15 @@ def _sharded(sample: Optimizer) -> Any:
     Args:
         sample: a plain optimizer of all parameters that has made no step.
     """
-    constructor: Any = partial(_same_kind, sample)
+    # Each group has all of its own settings; the constructor may check them, or require them.
+    takes = inspect.signature(type(sample)).parameters
+    given = {key: value for key, value in sample.defaults.items() if key in takes}
     # Imported here because it takes half a second, which every rank would pay at start.
     optim = importlib.import_module("torch.distributed.optim")
-    whole = optim.ZeroRedundancyOptimizer(sample.param_groups, optimizer_class=constructor)
+    whole = optim.ZeroRedundancyOptimizer(sample.param_groups, type(sample), **given)
     before, after = step_hooks(sample)
     for hook in before:
         whole.register_step_pre_hook(hook)
     for hook in after:
         whole.register_step_post_hook(hook)
     return whole
-
-
-def _same_kind(sample: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return an optimizer of the sample's class and settings for other parameters.
-
-    Each group has all of its own settings; the constructor also gets them by name because it
-    may check or require them.
-    """
-    takes = inspect.signature(type(sample)).parameters
-    given = {key: value for key, value in sample.defaults.items() if key in takes}
-    make: Any = type(sample)
-    made: torch.optim.Optimizer = make(groups, **given)
-    return made

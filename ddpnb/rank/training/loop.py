@@ -185,7 +185,8 @@ def _train(
         fault_injector.begin_step()
         loss = strategy.step(batch)
         fault_injector.delay()  # if the strategy itself has not called it
-        traffic, numbers = worker.meter.take(), worker.take_metrics()
+        traffic, numbers = worker.meter.take(), worker.metrics
+        worker.metrics = {}
         report = StepReport(loss, batch.num_samples, traffic, worker.staleness, numbers)
         before, compiled = compiled, num_compiled()
         metrics.add(clock.timing(report, counts=compiled == before))

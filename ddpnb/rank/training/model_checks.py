@@ -135,14 +135,8 @@ def check_strategy(strategy: str, worker: Worker) -> None:
         _check_device(choice)
     name, options = choice.name, choice.options
     has_powersgd = options.get("hook") == "powersgd"
-    may_miss = options.get("find_unused_parameters") or options.get("static_graph")
     if "powersgd_rank" in options and not has_powersgd:
         raise UserError("ddp:powersgd_rank goes with ddp:hook=powersgd; give both, or neither.")
-    if options.get("static_graph") and worker.accumulate > 1:
-        raise UserError(
-            "ddp:static_graph=on cannot accumulate gradients (torch's no_sync fails in it); "
-            "leave one of the two out."
-        )
     if name == "zero" and not lists_step_hooks.works:
         raise UserError(f"{lists_step_hooks.sentence}.")
     layers = [list(layer.parameters()) for layer in layers_of(worker.model)]
@@ -150,7 +144,7 @@ def check_strategy(strategy: str, worker: Worker) -> None:
     for parameter_name, parameter in worker.model.named_parameters():
         gradient, named = parameter.grad, f"The parameter {parameter_name}"
         is_missed = parameter.requires_grad and gradient is None
-        if is_missed and _wraps_model(strategy) and not may_miss:
+        if is_missed and _wraps_model(strategy) and not options.get("find_unused_parameters"):
             raise UserError(
                 f"{named} has no part in the loss, and DistributedDataParallel would wait for its "
                 "gradient; use it, set its requires_grad=False, or compare "

@@ -306,7 +306,6 @@ TWO_TYPES = GOOD + (
 @pytest.mark.parametrize(
     ("strategy", "source", "said"),
     [
-        ("ddp:static_graph=on", GOOD, "static_graph"),
         ("ddp:hook=powersgd", TEMPERATURE, "temperature"),
         ("ddp:hook=powersgd", TWO_TYPES, "powersgd"),
         ("zero", TWO_TYPES, "zero"),
