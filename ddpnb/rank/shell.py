@@ -131,6 +131,7 @@ def ask(prompt: object, answers: "SimpleQueue[str | None]") -> str:
     publish_data({"question": Question(str(prompt))})
     answer = answers.get()
     if answer is None:
+        answers.put(None)  # for the next question, too
         raise EOFError("the notebook was interrupted, or has no prompt")
     return answer
 

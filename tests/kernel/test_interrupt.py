@@ -103,7 +103,7 @@ def test_a_call_that_one_rank_has_made_ahead_is_not_met_by_the_next_cell(kernel:
 WITHIN = """%%ddp
 import sys
 def stay(frame, event, called):
-    if event == "call" and frame.f_code.co_name == "accepted":
+    if event == "return" and frame.f_code.co_name == "_issued":
         sys.setprofile(None)
         print("begun")
         time.sleep(1000)
