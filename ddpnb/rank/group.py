@@ -4,10 +4,9 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.distributed import destroy_process_group, init_process_group  # not t
 from ddpnb.compat import ipykernel_internals, torch_internals
 from ddpnb.protocol.connections import (
     Address,
+    TcpConnection,
     as_socket,
     own_connections,
     traffic_of,
@@ -180,18 +180,30 @@ class Group:
 
         Called from another thread than the one that waits.  Gloo offers no way to end a wait, so
         this shuts down the TCP connections between this process and its peers, whichever group
-        opened them; the waiting call then raises ``RuntimeError``.  A host that is gone cannot say
-        which ends are its ranks': so all connections to other hosts count.  NCCL's communicators
-        are aborted before.  Afterwards the group is dead, and ``join`` forms the next one.
+        opened them; the waiting call then raises ``RuntimeError``.  NCCL's communicators are
+        aborted before.  Afterwards the group is dead, and ``join`` forms the next one.
         """
         if self.can_abort and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
             print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
         num_aborted = self.cancellation.abort()
         ends = {(Address(*there), Address(*here)) for there, here in peers_ends}
         for own in own_connections():
-            if (own.raddr, own.laddr) in ends or own.raddr.ip in self.peers:
+            if (own.raddr, own.laddr) in ends or self._leads_to_peer(own):
                 num_aborted += shut_down(own.fd)
         return num_aborted
+
+    def _leads_to_peer(self, connection: TcpConnection) -> bool:
+        """Return whether a connection leads to a rank of another host, as far as can be known.
+
+        The ends of another host's ranks cannot be asked for when that host is gone.  So all
+        connections to such a host count whose two ports are of those that the system hands out:
+        a service that the user reaches there has a port of its own.
+        """
+        if connection.raddr.ip not in self.peers:
+            return False
+        first, last = ephemeral_ports()
+        ports = (connection.laddr.port, connection.raddr.port)
+        return all(first <= port <= last or port == self.master.port for port in ports)
 
     def num_bytes_between_hosts(self) -> int:
         """Return how many bytes ranks of other hosts and this one have sent each other so far."""
@@ -248,6 +260,15 @@ def store_server(address: str, port: int) -> dist.TCPStore:
     )
 
 
+def ephemeral_ports() -> tuple[int, int]:
+    """Return the first and the last port that the system hands out by itself."""
+    try:
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:
+        return 1024, 65535
+    return int(first), int(last)
+
+
 def abort_groups(seconds: float) -> bool:
     """Abort all process groups of this rank, sub-groups too; return whether they ended in time.
 
@@ -263,15 +284,23 @@ def abort_groups(seconds: float) -> bool:
 def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:
     """Make all calls at once, in threads; return whether all have succeeded after so many seconds.
 
-    What a call raises is printed.
+    What a call raises is printed, as of any thread.
     """
-    pool = ThreadPoolExecutor(max_workers=max(1, len(calls)), thread_name_prefix="ddpnb-bounded")
-    done, late = wait([pool.submit(call) for call in calls], seconds)
-    pool.shutdown(wait=False)
-    errors = [error for each in done if (error := each.exception()) is not None]
-    for error in errors:
-        traceback.print_exception(error)
-    return not late and not errors
+    ended: list[object] = []
+
+    def make(call: Callable[[], object]) -> None:
+        ended.append(call())
+
+    threads = [
+        threading.Thread(target=make, args=(call,), name="ddpnb-bounded", daemon=True)
+        for call in calls
+    ]
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return len(ended) == len(calls)
 
 
 def shut_down(descriptor: int) -> bool:
