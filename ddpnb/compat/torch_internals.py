@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.data import dataloader
 
 from ddpnb.compat.probe import Probe, missing, probe
