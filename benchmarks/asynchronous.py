@@ -21,7 +21,7 @@ from ddpnb.rank.servers.memory import PackedTensors
 from ddpnb.rank.servers.queue import WorkQueue
 from ddpnb.rank.servers.rendezvous import WorkerConfig
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.async_ps import ParameterStore
+from ddpnb.rank.strategies.asynchronous import ParameterStore
 from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Supervised

@@ -53,14 +53,14 @@ MUTANTS = [
     ),
     Mutant(
         "gathered gradients of unequal shares count alike",
-        "rank/strategies/async_ps.py",
+        "rank/strategies/asynchronous.py",
         "add_(gradient, alpha=weight)",
         "add_(gradient)",
         "tests/rank/test_conformance.py -k async",
     ),
     Mutant(
         "a stale gradient is corrected away from the new parameters",
-        "rank/strategies/async_ps.py",
+        "rank/strategies/asynchronous.py",
         "mine - theirs, value=strength",
         "theirs - mine, value=strength",
         "tests/unit/rank/test_servers.py",

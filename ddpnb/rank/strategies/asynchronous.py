@@ -1,18 +1,19 @@
-"""What asynchronous strategies have in common: shards from one queue, and a life-cycle (ranks)."""
+"""What asynchronous strategies share: a queue of shards, a life-cycle, one optimizer (ranks)."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.client import Client
-from ddpnb.rank.servers.memory import PackedTensors
+from ddpnb.rank.servers.memory import Gradients, PackedTensors
 from ddpnb.rank.servers.queue import NO_BOUND, UpdateCounter, WorkQueue
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.worker import Worker
+from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.tasks.batches import Shard
 
 
@@ -121,3 +122,132 @@ def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[N
         hook.remove()
         for group, rate in zip(optimizer.param_groups, rates, strict=False):
             group["lr"] = rate
+
+
+@final
+class ParameterStore(UpdateCounter):
+    """The parameters and their one optimizer, on rank 0.
+
+    There are as many copies of the parameters as workers.  Each worker trains on the copy that was
+    the latest when it last read.  A gradient updates the latest copy in place; where another worker
+    trains on that, the update is made in a copy that no worker trains on.  So no parameters change
+    while a gradient of them is computed.
+
+    Args:
+        copies: memory for the parameters, on the CPU: one copy for each worker.  The first one
+            holds the first parameters.
+        optimizer: makes the optimizer.
+        in_rounds: whether gradients are gathered until ``apply`` makes one update of them.
+        compensation: the lambda of delay compensation, see ``compensated``; 0: none.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[PackedTensors],
+        optimizer: OptimizerFactory,
+        *,
+        in_rounds: bool = False,
+        compensation: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.copies = copies
+        self._latest = 0
+        self._trained_on: dict[int, int] = {}
+        """Number of the copy that each worker trains on, by rank."""
+        self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
+        self._optimizer = optimizer(self._parameters)
+        self._in_rounds = in_rounds
+        self._compensation = compensation
+        self._weight = 0.0
+        """Sum over the gradients that have come since the last update."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters as they are now."""
+        return self.copies[self._latest].tensors
+
+    def read(self, rank: int) -> int:
+        """Give a worker the parameters as they are now, until ``release`` or its ``write``."""
+        self._trained_on[rank] = self._latest
+        super().read(rank)
+        return self._latest
+
+    def release(self, rank: int) -> None:
+        """Note that a worker no longer trains on any copy; may be called twice."""
+        self._trained_on.pop(rank, None)
+
+    def write(self, rank: int, gradients: Gradients, weight: float = 1.0) -> int:
+        """Take a worker's gradients; make an update unless they are gathered for a round.
+
+        Args:
+            rank: of the worker.
+            gradients: of its mean loss, one for each parameter; None: none.
+            weight: the worker's share of the global batch.
+
+        Returns:
+            Their staleness: updates since the worker's last read.
+        """
+        trained_on = self._trained_on.pop(rank, self._latest)
+        staleness = self._version - self._version_read[rank]
+        if self._compensation and staleness > 0:
+            old, now = self.copies[trained_on].tensors, self.tensors
+            gradients = compensated(gradients, old, now, self._compensation)
+        self._weight += weight
+        if self._in_rounds:
+            self._gather(gradients, weight)
+        else:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self.apply()
+        return staleness
+
+    def apply(self) -> None:
+        """Make an update with the gradients that have come since the last one, if any."""
+        if not self._weight:
+            return
+        if self._latest in self._trained_on.values():
+            self._move_to_unused_copy()
+        if self._in_rounds:  # from the weighted sum of the gradients to their mean
+            for gradient in (p.grad for p in self._parameters if p.grad is not None):
+                gradient.div_(self._weight)
+        with scaled_rate(self._optimizer, self._weight):
+            self._optimizer.step()
+        self._version += 1
+        self._weight = 0.0
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _move_to_unused_copy(self) -> None:
+        """Leave the latest copy to the workers that train on it."""
+        previous, used = self.copies[self._latest], set(self._trained_on.values())
+        # One is unused: there are as many copies as workers, and the one that writes uses none.
+        self._latest = next(number for number in range(len(self.copies)) if number not in used)
+        self.copies[self._latest].raw.copy_(previous.raw)
+        for parameter, tensor in zip(self._parameters, self.tensors, strict=True):
+            parameter.data = tensor
+
+    @torch.no_grad()
+    def _gather(self, gradients: Gradients, weight: float) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient * weight
+            else:
+                parameter.grad.add_(gradient, alpha=weight)
+
+
+def compensated(
+    gradients: Gradients, old: Sequence[Tensor], now: Sequence[Tensor], strength: float
+) -> list[Tensor | None]:
+    """Return gradients of old parameters, corrected towards those of the parameters as they are.
+
+        g  +  lambda * g * g * (w_now - w_old)
+
+    A Taylor expansion whose Hessian is replaced by the diagonal of g g^T: Zheng et al.,
+    "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017 (DC-ASGD-c).
+    """
+    return [
+        None if g is None else torch.addcmul(g, g * g, mine - theirs, value=strength)
+        for g, mine, theirs in zip(gradients, now, old, strict=True)
+    ]

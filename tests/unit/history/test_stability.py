@@ -11,7 +11,7 @@ from torch import nn
 from ddpnb.history.model import Run, Status
 from ddpnb.history.stability import stability_notes, stable_fraction, stable_rate
 from ddpnb.protocol.messages import EventBatch, RunHeader, RunSpec, StepEvent, pack_step
-from ddpnb.rank.strategies.async_ps import ParameterStore
+from ddpnb.rank.strategies.asynchronous import ParameterStore
 from tests.rank.fit import packed
 
 NUM_STEPS = 6000

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ddpnb.rank.servers.memory import SharedMemory
 from ddpnb.rank.servers.queue import RequestKind, UpdateCounter, WorkQueue
-from ddpnb.rank.strategies.async_ps import ParameterStore
-from ddpnb.rank.strategies.asynchronous import scaled_rate
+from ddpnb.rank.strategies.asynchronous import ParameterStore, scaled_rate
 from tests.rank.fit import packed
 
 KINDS = [
