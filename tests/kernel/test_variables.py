@@ -25,8 +25,8 @@ def test_push_and_pull(kernel: Kernel):
     )
     cell = kernel.run("%%ddp\narr += rank + 1\nprint(a, twice(4), arr.sum())")
     assert cell.by_rank == {0: ["{'n': [1, 2]} 8 3.0"], 1: ["{'n': [1, 2]} 8 6.0"]}
-    kernel.run("only = 5\n%ddp_push only --ranks 1")
-    assert kernel.run("%%ddp\n'only' in globals()").by_rank == {0: ["False"], 1: ["True"]}
+    kernel.run("just_1 = 5\n%ddp_push just_1 --ranks 1")
+    assert kernel.run("%%ddp\n'just_1' in globals()").by_rank == {0: ["False"], 1: ["True"]}
     assert kernel.run("%ddp_pull rank + 1").text == "{0: 1, 1: 2}"
     assert kernel.run("%ddp_pull arr.sum() --ranks 1 --as got\nprint(got)").stdout == "6.0\n"
     assert kernel.run("%ddp_pull arr --ranks 0 --as got\ngot += 1\nprint(got)").stdout == (
