@@ -21,7 +21,7 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.tasks.batches import Shard, copied
 from ddpnb.rank.training.context import build_context
-from ddpnb.rank.training.loss_checks import check_inside
+from ddpnb.rank.training.model_checks import check_inside
 
 OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
 """Of the user's DDP, which its copy has too."""
