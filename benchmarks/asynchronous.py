@@ -103,7 +103,7 @@ def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) ->
         name=f"bench-{next(_numbers)}",
     )
     nothing = torch.zeros(1)
-    batch, taken = Batch(content=(nothing, nothing), num_samples=1, num_global=2), []
+    batch, taken = Batch(tree=(nothing, nothing), num_samples=1, num_global=2), []
     with closing(make_strategy("hogwild", {})) as strategy:
         strategy.setup(worker)
         shards = strategy.shards()
@@ -188,7 +188,7 @@ def timed(
     for shard in shards:
         pair = task.train.fetch(order.indices(shard))
         size = len(pair[1])
-        batch = Batch(content=pair, num_samples=size, num_global=2 * size)
+        batch = Batch(tree=pair, num_samples=size, num_global=2 * size)
         step_began = time.perf_counter()
         step(batch)
         if late:

@@ -212,7 +212,7 @@ def _rates(
         store = dist.FileStore(str(folder / "nccl"), 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     batch = Batch(
-        content=(torch.randn(256, 1, 8, 8, device=on), torch.randint(0, 10, (256,), device=on)),
+        tree=(torch.randn(256, 1, 8, 8, device=on), torch.randint(0, 10, (256,), device=on)),
         num_samples=256,
         num_global=256,
     )

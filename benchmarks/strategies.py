@@ -133,7 +133,7 @@ class Trainer:
         inputs = torch.randn(num_samples, *case.input_shape)
         targets = torch.randint(0, 10, (num_samples,))
         self.batch = Batch(
-            content=(inputs, targets), num_samples=num_samples, num_global=case.num_global
+            tree=(inputs, targets), num_samples=num_samples, num_global=case.num_global
         )
         self.samples: TensorSamples | None = None
         is_general = case.is_general and is_ours
@@ -177,7 +177,7 @@ class Trainer:
         if self.samples is None:
             return self.batch
         content = moved(self.samples.fetch(self.chosen), torch.device("cpu"))
-        return replace(self.batch, content=content)
+        return replace(self.batch, tree=content)
 
 
 def serve(rank: int, folder: Path, case: Case, pipe: Connection) -> None:

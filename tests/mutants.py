@@ -116,9 +116,9 @@ MUTANTS = [
     ),
     Mutant(
         "a loss that is a sum over the samples is let through",
-        "rank/training/loss_checks.py",
-        "2 * content.items) if of_items else twice(content)",
-        "2 * content.items) if of_items else content",
+        "rank/training/model_checks.py",
+        "loss_of(torch.cat([indices, indices]), seed)",
+        "loss_of(indices, seed)",
         "tests/unit/rank/test_validation.py -k 'each_mistake and sum'",
     ),
     Mutant(

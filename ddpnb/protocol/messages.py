@@ -191,8 +191,6 @@ class Evaluating(NamedTuple):
 
     num_done: int
     num_all: int
-    seconds_left: float
-    """NaN before the first is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = No
                 **run_options(engine, spec),
                 publish=publisher.publish,
                 should_stop=engine.stop_wanted.is_set,
-                expects_stop=engine.stop_expected.is_set if group.peers else None,
+                expects_stop=engine.stop_expected.is_set,
                 rejoin_info=rejoin_info,
                 cancellation=group.cancellation,
                 keep=functools.partial(trained.keep, spec),

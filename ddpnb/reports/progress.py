@@ -105,9 +105,9 @@ def _numbers(run: RunSnapshot) -> list[str]:
 
 def _seconds_left(run: RunSnapshot, share: float) -> float | None:
     """Return the time that the current run still needs, or None if unknown."""
-    if run.is_running and (judged := run.evaluating) is not None:
-        return judged.seconds_left if math.isfinite(judged.seconds_left) else None
-    if run.aggregate.num_events == 0 or not run.is_running or not 0 < share < 1:
+    if run.aggregate.num_events == 0 or run.evaluating is not None or not run.is_running:
+        return None
+    if not 0 < share < 1:
         return None
     return run.aggregate.seconds * (1 - share) / share
 

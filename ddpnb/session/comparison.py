@@ -214,9 +214,7 @@ class Training:
                 self.cluster.processes.command(rank, RankCommand.STOP)
 
     def _all_expect_stop(self) -> bool:
-        """Return whether all ranks look for the last step; those of one host always do."""
-        if not self.cluster.spans_hosts:
-            return True
+        """Return whether all ranks look for the last step."""
         living = self.cluster.living
         for rank in set(living) - set(self._expecting):
             self._expecting[rank] = self.cluster.processes.command(rank, RankCommand.EXPECT_STOP)

@@ -55,7 +55,7 @@ def data(split):
 """
 RAISES = "raise ZeroDivisionError('on purpose')"
 SLEEPS = "time.sleep(1000)"
-OF_A_RUN = (".link", ".s", ".k", ".sum", ".w", ".q", ".stop")
+OF_A_RUN = (".link", ".s", ".k", ".sum", ".w", ".q")
 """How the names of files end that a run makes in the cluster's folder."""
 LONG = 500.0
 SHORT = 2.0

@@ -204,7 +204,7 @@ def batch_of(order: BatchSchedule, shard: Shard, inputs: Tensor, targets: Tensor
     indices = order.indices(shard)
     num_global = order.size(shard.step)
     return Batch(
-        content=(inputs[indices], targets[indices]),
+        tree=(inputs[indices], targets[indices]),
         num_samples=len(indices),
         num_global=num_global,
         most_parts=num_global // shard.num_parts,

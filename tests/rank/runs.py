@@ -22,7 +22,7 @@ def spec_of(strategy: str, **changes: Any) -> RunSpec:
     return RunSpec(strategy=strategy, **values | changes)
 
 
-def train_job(state, folder, spec, stop_at=math.inf, stop_rank=0):
+def train_job(state, folder, spec, stop_at=math.inf, stop_ranks=(0,)):
     """Run it; return its report and all that it published."""
     events: list[Any] = []
     report = loop.run(
@@ -31,17 +31,17 @@ def train_job(state, folder, spec, stop_at=math.inf, stop_rank=0):
         folder=folder,
         publish=events.append,
         namespace={},
-        should_stop=lambda: state.rank == stop_rank and len(events) > stop_at,
+        should_stop=lambda: state.rank in stop_ranks and len(events) > stop_at,
     )
     return report, events
 
 
-def run_job(state, folder, spec, stop_at=math.inf, stop_rank=0):
+def run_job(state, folder, spec, stop_at=math.inf, stop_ranks=(0,)):
     """Run it, and see that no trace is left."""
     numbers = []
     for runs in (False, True):
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        result = train_job(state, folder, spec, stop_at, stop_rank) if runs else None
+        result = train_job(state, folder, spec, stop_at, stop_ranks) if runs else None
         numbers.append((random.random(), np.random.rand(), torch.rand(1).item()))
     assert numbers[0] == numbers[1]
     assert torch.get_num_threads() == 1

@@ -126,8 +126,7 @@ SINGLE = Plan(num_ranks=1, num_workers=1, synchronous=True)
     ("plan", "faults", "said"),
     [
         (DDP, {"slow": ("1:3x",)}, ["Rank 1 is 3x"]),
-        (SINGLE, {"slow": ("1:3x",)}, ["--slow 1:3x has no effect"]),
-        (SINGLE, {"kill": ("1@5s",)}, ["--kill 1@5s has no effect"]),
+        (SINGLE, {"slow": ("1:3x",), "kill": ("0@5s",)}, ["Rank 1 takes no part", "Rank 0 .* 5 s"]),
         (DDP, {"kill": ("1@5s", "0@100ms")}, ["Rank 1 .* 5 s", r"Rank 0 .* 0\.1 s"]),
     ],
 )

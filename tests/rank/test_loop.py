@@ -10,7 +10,6 @@ import torch
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.training import loop
 from tests.rank import runs
 from tests.rank.runs import (
     ASYNCHRONOUS,
@@ -71,45 +70,30 @@ def test_a_gpu_that_ranks_share_counts_once(ranks):
     assert header_of(ranks(2).call(shared_job, spec_of("ddp"))[0]).num_devices == 1
 
 
-def threads_job(state, folder, spec):
-    """Return the header, and how many threads the model was called with."""
-    namespace, events = {"called_with": []}, []
-    loop.run(
-        spec,
-        state=state,
-        folder=folder,
-        publish=events.append,
-        namespace=namespace,
-        should_stop=lambda: False,
-    )
-    return events, set(namespace["called_with"]), torch.get_num_threads()
+COUNTING = CELL + (
+    "def training_step(model, batch):\n"
+    "    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])\n"
+    "    return {'loss': loss, 'threads': torch.get_num_threads()}\n"
+)
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("single", 1), ("single:threads=all", 2)])
 def test_one_process_may_have_the_threads_of_all(ranks, strategy, expected):
-    source = CELL + (
-        "class Model(nn.Linear):\n"
-        "    def forward(self, inputs):\n"
-        "        called_with.append(torch.get_num_threads())\n"
-        "        return super().forward(inputs)\n"
-        "def model(): return Model(4, 2)\n"
-    )
-    (events, called_with, after), _ = ranks(2).call(threads_job, spec_of(strategy, source=source))
-    header = header_of((None, events))
-    assert called_with == {expected}
+    result, _ = ranks(2).call(run_job, spec_of(strategy, source=COUNTING))  # puts them back
+    header = header_of(result)
+    assert {step.metrics["threads"] for step in steps_of(result)} == {expected}
     assert (header.num_threads, header.num_devices, header.num_workers) == (expected, expected, 1)
-    assert after == 1
 
 
 @pytest.mark.parametrize(
-    ("strategy", "stop_rank"), [("ddp", 0), ("ddp", 1), ("async", 1), ("local-sgd", 1)]
+    ("strategy", "stop_ranks"), [("ddp", [0]), ("ddp", [1]), ("local-sgd", [1]), ("async", [0, 1])]
 )
-def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_rank):
+def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_ranks):
     spec = spec_of(strategy, num_epochs=300)
-    reports, events = unzip(ranks(2).call(run_job, spec, 20, stop_rank))
+    reports, events = unzip(ranks(2).call(run_job, spec, 20, stop_ranks))
     assert sum(report.num_samples for report in reports) < header_of((None, events[0])).num_samples
     assert all(report.was_stopped for report in reports)
-    assert reports[stop_rank].num_steps >= 20
+    assert reports[stop_ranks[0]].num_steps >= 20
     if strategy not in ASYNCHRONOUS:
         most = {"local-sgd": 50}.get(strategy, 30)  # with 8 steps from one average to the next
         assert reports[0].num_steps == reports[1].num_steps <= most
@@ -145,10 +129,8 @@ def test_sparse_gradients_train_as_dense_ones_do(ranks, strategy):
         )[0][0]
         for sparse in (True, False)
     )
-    assert math.isfinite(sparse.final_loss)
-    if strategy not in ASYNCHRONOUS:
-        assert sparse.held_out_accuracy > 0.7
-        assert sparse.final_loss == pytest.approx(dense.final_loss, abs=1e-4)
+    assert sparse.held_out_accuracy > 0.7
+    assert sparse.final_loss == pytest.approx(dense.final_loss, abs=1e-4)
 
 
 def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
@@ -182,14 +164,8 @@ def test_a_run_repeats_whatever_random_numbers_came_before(ranks):
     assert one != ranks(2).call(drawn_job, spec_of("ddp", seed=1), 3)
 
 
-def test_a_built_in_task_is_learnt(ranks):
-    spec = RunSpec(run_id="d", strategy="ddp", task="digits", num_epochs=8, momentum=0.9)
-    assert ranks(2).call(run_job, spec)[0][0].held_out_accuracy > 0.95
-
-
-@pytest.mark.parametrize(
-    "module", ["sklearn", "torch.distributed.tensor", "torch.distributed.optim"]
-)
-def test_a_rank_does_not_import_at_start_what_few_runs_need(module):
-    code = f"import sys, ddpnb.rank.training.loop; sys.exit({module!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+def test_a_rank_does_not_import_at_start_what_few_runs_need():
+    code = "import sys, ddpnb.rank.training.loop; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True)
+    few = {"sklearn", "torch.distributed.tensor", "torch.distributed.optim"}
+    assert not few & set(done.stdout.decode().split())

@@ -84,7 +84,7 @@ def test_momentum_is_what_was_chosen(ranks, strategy, momentum, used):
 @pytest.mark.parametrize(("num", "most", "parts"), [(3, None, 3), (4, 3, 3)])
 def test_all_slices_of_a_batch_are_split_into_equally_many(num, most, parts):
     rows = torch.ones(num, 1)
-    batch = Batch(content=(rows, rows), num_samples=num, num_global=7, most_parts=most)
+    batch = Batch(tree=(rows, rows), num_samples=num, num_global=7, most_parts=most)
     assert len(batch.split(4)) == parts
 
 

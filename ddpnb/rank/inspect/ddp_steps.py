@@ -6,6 +6,7 @@ and ends, on the threads that run the backward pass and that complete the all-re
 """
 
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,10 +26,10 @@ from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.inspect.subject import Subject, subject_of
-from ddpnb.rank.meter import Moment
+from ddpnb.rank.meter import Moment, synchronize
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.batches import copied
-from ddpnb.rank.training.timing import Clock
+from ddpnb.rank.training.timing import Clock, seconds_between
 
 NUM_WARMUP_STEPS: Final = 3
 """DDP forms its final buckets after the first; memory that is new is slow."""
@@ -105,7 +106,8 @@ class _Stepper:
             bucket_cap_mb=None if cap_mb == DEFAULT_CAP_MB else cap_mb,
             find_unused_parameters=subject.finds_unused,
         )
-        self._timer = Clock(device)
+        self._device = device
+        self._moment = Clock(device).moment
         self._buckets: dict[int, Bucket] = {}
         self._ddp.register_comm_hook(None, self._send)
         for name, parameter in self._model.named_parameters():
@@ -127,42 +129,48 @@ class _Stepper:
         self._synced: list[Moment] = []
         self._optimizer.zero_grad()
         batch = copied(self._subject.batch)
-        self._timer.start()
-        self._timer.begin("forward")
+        synchronize(self._device)
+        phases, self._base_seconds = [self._moment()], time.perf_counter()
         loss = self._subject.loss_of(self._ddp, batch)
-        self._timer.begin("backward")
+        phases.append(self._moment())
         loss.backward()
-        self._timer.begin("optimizer")
+        phases.append(self._moment())
         self._optimizer.step()
-        return self._noted()
+        phases.append(self._moment())
+        synchronize(self._device)
+        return self._noted(phases)
 
     def _note_gradient(self, name: str, _: Tensor) -> None:
-        self._ready[name] = self._timer.moment()
+        self._ready[name] = self._moment()
 
     def _note_buffers(self, *_: Any) -> None:
         """Note when DDP begins to send rank 0's buffers, and when the model begins."""
         if self._synced or self._ddp.will_sync_module_buffers():
-            self._synced.append(self._timer.moment())
+            self._synced.append(self._moment())
 
     def _send(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Send a bucket as DDP does; note when it was full, and when it has come."""
-        begun, index = self._timer.moment(), bucket.index()
+        begun, index = self._moment(), bucket.index()
         names = tuple(self._names[id(each)] for each in bucket.parameters())
         self._buckets[index] = Bucket(names=names, num_bytes=num_bytes([bucket.buffer()]))
         if bucket.is_last():  # rebuilt buckets may be fewer
             self._buckets = {n: each for n, each in self._buckets.items() if n <= index}
 
         def end(sent: torch.futures.Future[Tensor]) -> Tensor:
-            self._sent[index] = begun, self._timer.moment()
+            self._sent[index] = begun, self._moment()
             return sent.value()
 
         # type: DDP has no group of its own here, and the hook takes None for the default one
         return allreduce_hook(None, bucket).then(end)  # type: ignore[arg-type]
 
-    def _noted(self) -> _Step:
-        """Return what was noted in the step that ends now."""
-        (_, begun, forward_done), (_, _, backward_done), (_, _, updated) = self._timer.phases()
-        seconds = self._timer.at
+    def _noted(self, phases: list[Moment]) -> _Step:
+        """Return what was noted in a step, on the monotonic clock that a host's processes share."""
+        first = phases[0]
+
+        def seconds(moment: Moment) -> float:
+            return self._base_seconds + seconds_between(first, moment)
+
+        begun, forward_done, backward_done, updated = map(seconds, phases)
         ready = {name: seconds(moment) for name, moment in self._ready.items()}
         sent = {index: (seconds(a), seconds(b)) for index, (a, b) in sorted(self._sent.items())}
         sync_begun, started = map(seconds, self._synced or (begun, begun))

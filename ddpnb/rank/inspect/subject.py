@@ -21,7 +21,7 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.tasks.batches import Shard, copied
 from ddpnb.rank.training.context import build_context
-from ddpnb.rank.training.loss_checks import check_inside
+from ddpnb.rank.training.model_checks import check_inside
 
 MEAN = "output.mean()"
 """The loss of a model without ``--loss``."""

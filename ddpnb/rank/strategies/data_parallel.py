@@ -38,7 +38,6 @@ from ddpnb.rank.strategies.device_replicas import GpuReplicas, Replicas, ThreadR
 from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.tasks.batches import Shard, every_step
-from ddpnb.rank.tasks.samples import Items
 
 
 @final
@@ -91,11 +90,11 @@ class DataParallel(Strategy):
         most = -(-batch.num_samples // len(self.replicas.devices))
         starts = range(0, batch.num_samples, most)
         slices = batch.cut(min(most, batch.num_samples - start) for start in starts)
-        trees = [each.tree for each in slices]  # once: a collate_fn may draw random numbers
+        trees = [each.tree for each in slices]
         if isinstance(step, Supervised):
             outputs = self.replicas.run(nn.Module.__call__, [inputs for inputs, _ in trees])
-            if not isinstance(batch.content, Items) and all(map(_has_rows, outputs, slices)):
-                return step.loss(self.replicas.gather(outputs), batch.content[1])
+            if all(map(_has_rows, outputs, slices)):
+                return step.loss(self.replicas.gather(outputs), batch.tree[1])
             results = [step.loss(out, tree[1]) for out, tree in zip(outputs, trees, strict=True)]
         else:
             results = self.replicas.run(step, trees)

@@ -17,8 +17,7 @@ from ddpnb.rank.collectives.link import NO_LINK, Link
 from ddpnb.rank.meter import Meter, NullTimer
 from ddpnb.rank.servers.rendezvous import WorkerConfig
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
-from ddpnb.rank.tasks.batches import Shard, Tree, moved, rows
-from ddpnb.rank.tasks.samples import Items
+from ddpnb.rank.tasks.batches import Shard, Tree, rows
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
@@ -178,25 +177,14 @@ class Worker:
 class Batch:
     """One worker's slice of a global batch, on its device."""
 
-    content: Tree | Items
-    """Tensors in a tree, usually inputs and targets; or items, from which each micro-batch is
-    collated."""
+    tree: Tree
+    """Tensors in a tree, usually inputs and targets."""
     num_samples: int
     num_global: int
     """Samples in the whole global batch, over all workers."""
     most_parts: int | None = None
     """Samples of the smallest slice, and so the most micro-batches that every worker can make;
     None: those of this slice."""
-    device: torch.device | None = None
-    """Where items go once they are collated."""
-
-    @property
-    def tree(self) -> Tree:
-        """The batch as the task's step takes it."""
-        if not isinstance(self.content, Items):
-            return self.content
-        batch = self.content.batch()
-        return batch if self.device is None else moved(batch, self.device)
 
     @property
     def weight(self) -> float:
@@ -217,15 +205,11 @@ class Batch:
         Raises:
             UserError: a tensor does not have a row for each sample.
         """
-        parts, begin, content = [], 0, self.content
+        parts, begin = [], 0
         for size in sizes:
-            end = begin + size
-            if isinstance(content, Items):
-                part = content._replace(items=content.items[begin:end])
-            else:
-                part = rows(content, begin, end, self.num_samples)
-            parts.append(replace(self, content=part, num_samples=size))
-            begin = end
+            part = rows(self.tree, begin, begin + size, self.num_samples)
+            parts.append(replace(self, tree=part, num_samples=size))
+            begin += size
         return parts
 
 

@@ -196,30 +196,20 @@ def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
     Leaves without samples, such as a number, stay as they are.
 
     Raises:
-        UserError: a tensor has another number of rows.
+        UserError: something has not one row for each sample, such as a ``PackedSequence``.
     """
 
     def cut(leaf: Any) -> Any:
-        has_rows = leaf.ndim > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list | tuple)
-        if isinstance(leaf, Tensor) and has_rows and len(leaf) != num_samples:
+        if isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == num_samples:
+            return leaf[begin:end]
+        if hasattr(leaf, "to") and getattr(leaf, "ndim", 1) > 0:
             raise UserError(
-                f"A batch of {num_samples} samples has a tensor with {len(leaf)} rows, and cannot "
-                "be split: give each tensor a row for each sample, or define collate_fn(items)."
+                f"A batch of {num_samples} samples holds {shape_of(leaf)}, and cannot be split: "
+                "give each tensor a row for each sample, or leave --accumulate and dp out."
             )
-        return leaf[begin:end] if has_rows else leaf
+        return leaf[begin:end] if isinstance(leaf, list | tuple) else leaf
 
     return mapped(cut, tree)
-
-
-def twice(tree: Tree) -> Tree:
-    """Return a batch in which each sample is twice."""
-
-    def double(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return torch.cat([leaf, leaf]) if leaf.ndim else leaf
-        return [*leaf, *leaf] if isinstance(leaf, list) else leaf  # of texts
-
-    return mapped(double, tree)
 
 
 def shape_of(tree: Tree) -> str:

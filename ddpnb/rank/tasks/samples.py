@@ -1,7 +1,7 @@
 """The samples of a split, whatever ``data(split)`` returns (ranks)."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -26,22 +26,9 @@ Collate = Callable[[list[Any]], Tree]
 """Makes one batch of some items of a data set."""
 
 
-class Items(NamedTuple):
-    """Items of a data set, collated only once it is known which go into one batch."""
-
-    items: list[Any]
-    collate: Collate
-
-    def batch(self) -> Tree:
-        """Return the items as one batch."""
-        return self.collate(self.items)
-
-
 @final
 class TensorSamples:
     """Samples held in a tree of tensors, one row for each sample."""
-
-    has_own_collate = False
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -69,23 +56,18 @@ class DatasetSamples:
         self, dataset: Any, collate: Collate | None = None, *, num_workers: int = 0
     ) -> None:
         self.dataset = dataset
-        self.has_own_collate = collate is not None  # then a batch need not have rows
-        self.collate = collate or _stack
+        self._collate = collate or _stack
         self.num_workers = num_workers
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def fetch(self, indices: Tensor) -> Tree:
-        """Return the samples with these numbers (int64), as one batch."""
-        return self.fetch_items(indices).batch()
-
-    def fetch_items(self, indices: Tensor) -> Items:
-        """Fetch items as torch's ``DataLoader`` does, to be collated later."""
+        """Return the samples with these numbers (int64), as one batch; as ``DataLoader`` does."""
         numbers, dataset = indices.tolist(), self.dataset
         if callable(fetch_all := getattr(dataset, "__getitems__", None)):
-            return Items(list(fetch_all(numbers)), self.collate)
-        return Items([dataset[number] for number in numbers], self.collate)
+            return self._collate(list(fetch_all(numbers)))
+        return self._collate([dataset[number] for number in numbers])
 
 
 Samples = TensorSamples | DatasetSamples

@@ -3,8 +3,8 @@
 import contextlib
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,15 +25,12 @@ from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
-from ddpnb.rank.tasks.samples import DatasetSamples, Items
-from ddpnb.rank.training.optimizers import Optimizers
+from ddpnb.rank.tasks.samples import DatasetSamples
+from ddpnb.rank.training.optimizers import make_optimizer
 from ddpnb.rank.training.prefetching import NUM_PREFETCHED, prefetching
 
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
-
-Content = Tree | Items
-"""Samples of a shard: one batch, or items where its parts are collated one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +87,19 @@ class RunContext:
         model = self.make_model()
         model.train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
-        make = self.optimizers.make
+        num_updates = max(1, round(self.schedule.num_steps * self.plan.updates_per_batch))
         return Worker(
             model=model,
             make_model=self.make_model,
             training_step=self.task.step,
-            make_optimizer=lambda mine: make(mine, model, self.make_model),
+            make_optimizer=partial(
+                make_optimizer,
+                model=model,
+                make_model=self.make_model,
+                function=self.task.optimizer,
+                spec=self.spec,
+                num_updates=num_updates,
+            ),
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
@@ -124,52 +128,51 @@ class RunContext:
             seed_everything(self.spec.seed)
             return self.task.model().to(self.device)
 
-    @cached_property
-    def optimizers(self) -> Optimizers:
-        """What makes the optimizers of all workers."""
-        num_updates = max(1, round(self.schedule.num_steps * self.plan.updates_per_batch))
-        return Optimizers(self.task.optimizer, self.spec, num_updates)
-
-    @contextlib.contextmanager
-    def source(self, shards: Iterable[Shard]) -> Iterator[Iterator[tuple[Shard, Content]]]:
-        """Yield an iterator over shards in order, each with its samples."""
+    def source(
+        self, shards: Iterable[Shard]
+    ) -> contextlib.AbstractContextManager[Iterator[tuple[Shard, Tree]]]:
+        """Return the context of an iterator over shards in order, each with its samples."""
         if not self.num_data_workers:
-            yield ((shard, self.fetch(shard)) for shard in shards)
-            return
-        train, keeps_items = self.task.train, self.keeps_items
-        assert isinstance(train, DatasetSamples), "tensors in memory are not prefetched"
-        with prefetching(
-            # A process sends the items alone: how a cell collates them cannot be pickled.
-            (lambda numbers: train.fetch_items(numbers).items) if keeps_items else train.fetch,
-            shards,
-            self.schedule.indices,
+            return contextlib.nullcontext((shard, self.fetch(shard)) for shard in shards)
+        return prefetching(
+            self.task.train.fetch,
+            ((shard, self.schedule.indices(shard)) for shard in shards),
             self.num_data_workers,
             seed=(self.spec.seed * 1_000_003 + self.state.rank) % 2**63,
-        ) as fetched:
-            if keeps_items:
-                yield ((shard, Items(items, train.collate)) for shard, items in fetched)
-            else:
-                yield fetched
+        )
 
-    def fetch(self, shard: Shard) -> Content:
+    def fetch(self, shard: Shard) -> Tree:
         """Fetch the samples of a shard."""
-        return self._fetch(self.schedule.indices(shard))
+        return self.task.train.fetch(self.schedule.indices(shard))
 
-    def batch(self, shard: Shard, content: Content) -> Batch:
+    def batch(self, shard: Shard, tree: Tree) -> Batch:
         """Copy the samples of a shard to the device."""
         num_global = self.schedule.size(shard.step)
         least, num_larger = divmod(num_global, shard.num_parts)
-        return self._batch(content, least + (shard.part < num_larger), num_global, least)
+        return Batch(
+            tree=moved(tree, self.device),
+            num_samples=least + (shard.part < num_larger),
+            num_global=num_global,
+            most_parts=least,
+        )
 
     def usual_batch(self) -> Batch:
         """Fetch as many samples as one worker's shard of a whole global batch has."""
         return self.first_batch(-(-self.schedule.size(0) // self.plan.num_workers))
 
-    def first_batch(self, num_samples: int, *, can_be_split: bool = False) -> Batch:
+    def first_batch(self, num_samples: int) -> Batch:
         """Fetch the first samples of the run, as a global batch of their own."""
-        indices = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
-        content = self._fetch(indices, can_be_split=can_be_split)
-        return self._batch(content, len(indices), len(indices), len(indices))
+        indices = self.first_indices(num_samples)
+        num = len(indices)
+        return Batch(tree=self.samples(indices), num_samples=num, num_global=num)
+
+    def first_indices(self, num_samples: int) -> Tensor:
+        """Return the numbers of the first samples of the run."""
+        return self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
+
+    def samples(self, indices: Tensor) -> Tree:
+        """Fetch the training samples with these numbers, and copy them to the device."""
+        return moved(self.task.train.fetch(indices), self.device)
 
     @property
     def num_data_workers(self) -> int:
@@ -178,12 +181,6 @@ class RunContext:
         if not isinstance(train, DatasetSamples):  # tensors in memory
             return 0
         return self.spec.num_data_workers or train.num_workers
-
-    @property
-    def keeps_items(self) -> bool:
-        """Whether a batch is split before it is collated: what the cell collates has no rows."""
-        is_split = self.spec.accumulate > 1 or self.plan.num_workers > self.plan.num_ranks
-        return is_split and self.task.train.has_own_collate
 
     @property
     def is_own(self) -> bool:
@@ -201,22 +198,6 @@ class RunContext:
         if self.spec.skips_loss:
             return False
         return self.task.has_loss or not (self.is_own and self.task.has_measures)
-
-    def _batch(self, content: Content, num_samples: int, num_global: int, most_parts: int) -> Batch:
-        return Batch(
-            content=content if isinstance(content, Items) else moved(content, self.device),
-            device=self.device,
-            num_samples=num_samples,
-            num_global=num_global,
-            most_parts=most_parts,
-        )
-
-    def _fetch(self, indices: Tensor, *, can_be_split: bool = False) -> Content:
-        train = self.task.train
-        if self.keeps_items or (can_be_split and train.has_own_collate):
-            assert isinstance(train, DatasetSamples), "the rows of tensors are stacked already"
-            return train.fetch_items(indices)
-        return train.fetch(indices)
 
 
 def build_context(
@@ -261,10 +242,3 @@ def build_context(
         namespace=known,
         rejoin_info=rejoin_info,
     )
-
-
-@contextlib.contextmanager
-def linked(context: RunContext) -> Iterator[RunContext]:
-    """Yield the context of a run in which exchanges last as over its link, if it has one."""
-    with emulated_link.opened(context.spec.link, context.cancellation) as link:
-        yield replace(context, link=link)

@@ -82,13 +82,7 @@ def score(
     if pairs and task.metric is not None:
         outputs, targets = tree_map(_joined, *pairs)
         call = "metric(outputs, targets)"
-        further = _metrics_of(task.metric(outputs, targets), task.metric, call)
-        if "loss" in further:
-            raise UserError(
-                f"{call} returned 'loss', which is the held-out loss beside it: give it another "
-                "name, or return it from validation_step(model, batch)."
-            )
-        found |= further
+        found |= _metrics_of(task.metric(outputs, targets), task.metric, call)
     return Score(
         loss=found.pop("loss", math.nan),
         accuracy=found.pop("accuracy", math.nan),

@@ -18,13 +18,12 @@ import operator
 import os
 import random
 import signal
-import statistics
 import time
 from collections.abc import Callable
 from typing import NoReturn, final
 
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
-from ddpnb.protocol.notation import Slow, parse_kill, parse_slow
+from ddpnb.protocol.notation import parse_kill, parse_slow
 from ddpnb.rank.meter import Timer, synchronize
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.worker import Batch, Worker
@@ -35,10 +34,8 @@ KILL_TIMEOUT_SECONDS = 1.0
 NUM_TRIALS = 3
 
 
-def measure_compute_seconds(
-    worker: Worker, batch: Batch, typical: Callable[[list[float]], float] = statistics.median
-) -> float:
-    """Return how many seconds a forward and backward pass over a batch takes, typically."""
+def measure_compute_seconds(worker: Worker, batch: Batch) -> float:
+    """Return how many seconds a forward and backward pass over a batch takes, at least."""
     trials = []
     for _ in range(1 + NUM_TRIALS):
         synchronize(worker.device)
@@ -46,7 +43,7 @@ def measure_compute_seconds(
         worker.compute_gradients(batch)
         synchronize(worker.device)
         trials.append(time.perf_counter() - began)
-    return typical(trials[1:])  # the first is cold
+    return min(trials[1:])  # the first is cold
 
 
 @final
@@ -124,17 +121,16 @@ class FaultInjector:
 
 def notes(spec: RunSpec, plan: Plan) -> tuple[str, ...]:
     """Return the notes that stand beside the results of a run with faults."""
-    found = []
-    for option, texts in (("--slow", spec.slow), ("--kill", spec.kill)):
-        for text in texts:
-            fault = parse_slow(text) if option == "--slow" else parse_kill(text)
-            if fault.rank >= plan.num_workers:
-                found.append(f"{option} {text} has no effect: rank {fault.rank} takes no part.")
-            elif isinstance(fault, Slow):
-                found.append(f"Rank {fault.rank} is {fault.text} on purpose.")
-            else:
-                after = f"{fault.seconds:g} s of training"
-                found.append(f"Rank {fault.rank} is to be killed after {after}, on purpose.")
+    faults = [(fault.rank, f"is {fault.text} on purpose") for fault in map(parse_slow, spec.slow)]
+    for fault in map(parse_kill, spec.kill):
+        after = f"{fault.seconds:g} s of training"
+        faults.append((fault.rank, f"is to be killed after {after}, on purpose"))
+    found = [
+        f"Rank {rank} {what}."
+        if rank < plan.num_workers
+        else f"Rank {rank} takes no part, so it has no fault."
+        for rank, what in faults
+    ]
     if spec.jitter:
         found.append(f"Steps take up to {100 * spec.jitter:g} % longer at random, on purpose.")
     return tuple(found)

@@ -4,8 +4,6 @@ Whatever fails or is interrupted here, the training itself is kept.
 """
 
 import io
-import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -48,8 +46,8 @@ def judged(
     judge = _Judge(model, metrics, snapshots)
     judge.estimate_batchnorm()
     keep(model)
-    report = metrics.report()
     _save(model, metrics)
+    report = metrics.report()
     try:
         held_out = judge.score(is_held_out=True)
         report = replace(
@@ -75,7 +73,6 @@ class _Judge:
         self._snapshots = snapshots
         self._num_all = 2 + len(snapshots.kept)
         self._num_done = 0
-        self._began = time.perf_counter()
 
     def estimate_batchnorm(self) -> None:
         """Estimate BatchNorm's statistics anew, where the weights are means."""
@@ -101,10 +98,7 @@ class _Judge:
 
     def score(self, *, is_held_out: bool, max_samples: int = MAX_SAMPLES) -> Score:
         """Evaluate the model on a split, and announce it."""
-        seconds = time.perf_counter() - self._began
-        num_left, num_done = self._num_all - self._num_done, self._num_done
-        left = seconds * num_left / num_done if num_done else math.nan
-        self._metrics.publish(Evaluating(num_done, self._num_all, left))
+        self._metrics.publish(Evaluating(self._num_done, self._num_all))
         self._num_done += 1
         context = self._metrics.context
         evaluate = partial(

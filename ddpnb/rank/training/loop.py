@@ -19,6 +19,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,14 +27,16 @@ from torch import nn
 
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec
 from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.worker import Worker
-from ddpnb.rank.tasks.batches import Shard
-from ddpnb.rank.training.context import UNNAMED, Content, build_context, linked
+from ddpnb.rank.tasks.batches import Shard, Tree
+from ddpnb.rank.training.context import UNNAMED, build_context
+from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.judging import judged
 from ddpnb.rank.training.rehearsal import num_compiled, rehearse, release_memory
@@ -54,7 +57,7 @@ def run(
     publish: Publish,
     namespace: Mapping[str, object],
     should_stop: Callable[[], bool],
-    expects_stop: Callable[[], bool] | None = None,
+    expects_stop: Callable[[], bool] = lambda: True,
     filename: str = UNNAMED,
     rejoin_info: RejoinInfo | None = None,
     cancellation: CancellationToken | None = None,
@@ -72,8 +75,8 @@ def run(
         publish: takes the header (on rank 0, before the first step) and an event for each step.
         namespace: the user's variables on this rank; left as they are.
         should_stop: called before each step; if it is true on one rank, the run ends on all.
-        expects_stop: the same on every rank, some time before: only then do ranks of several hosts
-            look for the last step; None: all ranks are on one host.
+            Workers that never wait for each other end each for itself.
+        expects_stop: true on every rank some time before: only then ranks look for the last step.
         filename: what tracebacks call the comparison's cell.
         rejoin_info: where this rank joins if the others train already; it is in no group then.
         cancellation: ends waits that are not the group's.
@@ -97,7 +100,8 @@ def run(
         no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if state.rank >= context.plan.num_ranks:
             return no_part
-        context = opened.enter_context(linked(context))
+        opened_link = emulated_link.opened(spec.link, context.cancellation)
+        context = replace(context, link=opened.enter_context(opened_link))
         metrics = RunMetrics(context=context, publish=publish, clock=Clock(context.device))
         if rejoin_info is None:
             opened.callback(release_memory, context.device)
@@ -117,29 +121,28 @@ def run(
 def _trained(
     metrics: RunMetrics,
     should_stop: Callable[[], bool],
-    expects_stop: Callable[[], bool] | None,
+    expects_stop: Callable[[], bool],
 ) -> tuple[nn.Module, Snapshots]:
     """Return the trained model and the copies that were made on the way."""
-    context, spec, plan = metrics.context, metrics.context.spec, metrics.context.plan
+    context = metrics.context
     with contextlib.ExitStack() as opened:
         # -- rehearse ---------------------------------------------------------------------
-        step_seconds = rehearse(context)
+        rehearse(context)
         # -- prepare ----------------------------------------------------------------------
         fault_injector = FaultInjector(context, metrics.clock, metrics.publish)
         strategy = opened.enter_context(closing(context.strategy()))
         stop = Stop(context, metrics.clock, should_stop, expects_stop)
-        opened.callback(stop.close)
-        num_steps = context.schedule.num_steps
         worker = context.worker(
-            "t", num_steps=num_steps, timer=metrics.clock, delay=fault_injector.delay
+            "t",
+            num_steps=context.schedule.num_steps,
+            timer=metrics.clock,
+            delay=fault_injector.delay,
         )
         strategy.setup(worker)
         snapshots = Snapshots(metrics, strategy, worker)
-        if spec.is_ceiling and step_seconds > 0:
-            num_steps = min(num_steps, math.ceil(CEILING_SECONDS / step_seconds))
         if context.state.rank == 0:
-            header = header_of(context, worker, num_steps=num_steps, notes=snapshots.notes)
-            metrics.publish(header)
+            notes = (BATCHNORM_NOTE,) if snapshots.is_estimated else ()
+            metrics.publish(header_of(context, worker, notes))
         source = opened.enter_context(context.source(strategy.shards()))
         # -- barrier ----------------------------------------------------------------------
         context.barrier()
@@ -148,8 +151,8 @@ def _trained(
             _train(metrics, strategy, worker, source, stop, fault_injector, snapshots)
             metrics.note_memory(strategy.memory())
             # -- finish -------------------------------------------------------------------
-            model = strategy.finish()  # waits for all: only then may the stop file be removed
-        if plan.finish_is_timed:
+            model = strategy.finish()
+        if context.plan.finish_is_timed:
             metrics.clock.end()
         if not metrics.was_stopped:
             snapshots.average()
@@ -162,7 +165,7 @@ def _train(
     metrics: RunMetrics,
     strategy: Strategy,
     worker: Worker,
-    source: Iterator[tuple[Shard, Content]],
+    source: Iterator[tuple[Shard, Tree]],
     stop: Stop,
     fault_injector: FaultInjector,
     snapshots: Snapshots,
@@ -173,12 +176,12 @@ def _train(
     compiled = num_compiled()
     metrics.start()
     fault_injector.begin()
-    for step, (shard, content) in enumerate(source):
+    for step, (shard, tree) in enumerate(source):
         if stop.before(step):
             metrics.was_stopped = True
             break
         context.cancellation.check(is_waiting=False)  # a strategy may never wait for the others
-        batch = context.batch(shard, content)
+        batch = context.batch(shard, tree)
         if fault_injector.is_kill_due:
             metrics.add(clock.stop())  # steps that a GPU has yet to finish
             fault_injector.kill()

@@ -1,9 +1,12 @@
-"""Can one worker train a model, and this strategy?  Tried before anything trains (ranks)."""
+"""Can one worker train a model, its loss, and this strategy?  Tried before a training (ranks)."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import fmean, stdev
 from typing import Any, TypeVar, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -13,12 +16,17 @@ from ddpnb.compat.torch_internals import lists_step_hooks
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.notation import Choice, parse_strategy
+from ddpnb.rank.random_state import preserve_globals, seed_everything
 from ddpnb.rank.strategies.fsdp import layers_of
 from ddpnb.rank.strategies.worker import Batch, Worker, state_of
 from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, split_step
-from ddpnb.rank.tasks.batches import shape_of
+from ddpnb.rank.tasks.batches import Tree, shape_of
 from ddpnb.rank.training.evaluation import number_of, pair_of
-from ddpnb.rank.training.loss_checks import check_inside
+
+NUM_TRIALS = 8
+"""Seeds that a loss which draws random numbers is computed with."""
+SMALLEST = 1e-6
+"""A loss below is rounding alone: nothing is concluded from it."""
 
 Result = TypeVar("Result")
 
@@ -48,7 +56,9 @@ def check_model(worker: Worker) -> None:
 
 def check_step(worker: Worker, batch: Batch, strategy: str) -> None:
     """Make one whole step of a built-in strategy's worker, which is a throwaway."""
-    optimizer = worker.optimizer(worker.parameters)
+    optimizer = attempt(
+        "The optimizer cannot be made", partial(worker.optimizer, worker.parameters)
+    )
     step, is_wrapped = worker.training_step, _wraps_model(strategy)
     with worker.autocast():
         if isinstance(step, Supervised):
@@ -118,6 +128,93 @@ def attempt(failed: str, call: Callable[[], Result]) -> Result:
         raise
     except Exception as error:
         raise UserError(f"{failed}: {summary_of(error)}") from error
+
+
+# -- losses -------------------------------------------------------------------------------------
+
+
+def depends_on_batch(worker: Worker, fetch: Callable[[Tensor], Tree], indices: Tensor) -> bool:
+    """Refuse a loss that is a sum; return whether it depends on which samples are together.
+
+    The model is in evaluation mode, and random numbers are seeded alike for each evaluation.  A sum
+    doubles when each sample is there twice.  A mean over samples is the mean of the losses of two
+    halves.  The noise of a loss that draws random numbers all the same, such as a VAE's, differs
+    with the size of a batch: means over some seeds are compared then, by their standard errors.
+
+    Args:
+        worker: its model is in training mode.
+        fetch: returns the samples with these numbers, on the worker's device.
+        indices: of a few samples.
+
+    Returns:
+        False too where the loss cannot be computed for another number of samples.
+    """
+    step = worker.training_step
+    is_short = isinstance(step, Supervised)
+    halves = [half for half in indices.tensor_split(2) if len(half)]
+    shares = [len(half) / len(indices) for half in halves]
+
+    def loss_of(numbers: Tensor, seed: int) -> float:
+        seed_everything(seed)
+        with torch.set_grad_enabled(not is_short):  # a step may need gradients
+            return split_step(step(worker.model, fetch(numbers)))[0].item()
+
+    worker.model.eval()
+    with preserve_globals(worker.device):
+        try:
+            is_noisy = loss_of(indices, 0) != loss_of(indices, 1)
+            seeds = range(NUM_TRIALS if is_noisy else 1)
+            once = [loss_of(indices, seed) for seed in seeds]
+            of_twice = [loss_of(torch.cat([indices, indices]), seed) for seed in seeds]
+            of_halves = [fmean([loss_of(h, s) for h in halves], weights=shares) for s in seeds]
+        except Exception:  # noqa: BLE001  a step that fits one size alone cannot be checked so
+            return False
+        finally:
+            worker.model.train()
+    if not all(map(math.isfinite, once + of_twice + of_halves)) or abs(fmean(once)) < SMALLEST:
+        return False
+    if _are_same(of_twice, [2 * each for each in once]) and not _are_same(of_twice, once):
+        raise UserError(
+            f"{LOSS if is_short else STEP} is a sum over the samples; return their mean, "
+            "so that it does not depend on the size of a worker's shard."
+        )
+    return not _are_same(of_halves if len(halves) > 1 else of_twice, once)
+
+
+def _are_same(values: list[float], others: list[float]) -> bool:
+    """Return whether two means differ by noise or rounding alone."""
+    differences = [one - other for one, other in zip(values, others, strict=True)]
+    num = len(differences)
+    noise = stdev(differences) / math.sqrt(num) if num > 1 else 0.0
+    return abs(fmean(differences)) <= 6 * noise + 0.01 * abs(fmean(others))
+
+
+def check_inside(loss: Tensor, model: nn.Module) -> None:
+    """Refuse a loss that trains parameters which are not the model's: no strategy updates these.
+
+    They are those of a layer that a copied module still calls, for example, in a lambda.
+    """
+    inside = {id(parameter) for parameter in model.parameters()}
+    for leaf in _leaves_of(loss):
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in inside:
+            raise UserError(
+                f"The loss has a gradient for a parameter of shape {tuple(leaf.shape)} that is not "
+                "the model's: make its module a part of what model() returns, or call "
+                "requires_grad_(False) on it if it is not to be trained."
+            )
+
+
+def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a backward pass from a loss accumulates gradients in."""
+    left, seen = [loss.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        left += [before for before, _ in node.next_functions]
 
 
 # -- what single strategies cannot train --------------------------------------------------------

@@ -4,114 +4,87 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ddpnb.protocol.errors import UserError, kind_of, summary_of
+from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import ModelFactory
 
-_MAX_TRIED = 20_000
-"""Steps of a scheduler that are tried before anything trains."""
 
-
-@final
-class Optimizers:
-    """Makes optimizers that advance their scheduler and clip, whatever the strategy.
+def make_optimizer(
+    parameters: list[nn.Parameter],
+    *,
+    model: nn.Module,
+    make_model: ModelFactory,
+    function: Callable[..., Any] | None,
+    spec: RunSpec,
+    num_updates: int,
+) -> Optimizer:
+    """Return an optimizer that advances its scheduler and clips, whatever the strategy.
 
         g  <-  g * min(1, clip / |g|)             |g|: norm of all gradients together
 
-    They do so in their own hooks, and so in a worker and in a server alike.  The rate that a
+    It does so in its own hooks, and so in a worker and in a server alike.  The rate that a
     scheduler sets depends on the number of updates alone.
 
     Reference: Pascanu et al., ICML 2013 (clipping).
 
     Args:
+        parameters: those to update; on a server they are copies of the model's own.
+        model: whole.
+        make_model: makes another one.
         function: the cell's ``optimizer``; None: SGD.
         spec: the options.
         num_updates: in the whole run.
+
+    Raises:
+        UserError: the cell's function returns something wrong.
     """
-
-    def __init__(
-        self, function: Callable[..., Any] | None, spec: RunSpec, num_updates: int
-    ) -> None:
-        self._function = function
-        self._spec = spec
-        self._num_updates = num_updates
-
-    def make(
-        self, parameters: list[nn.Parameter], model: nn.Module, make_model: ModelFactory
-    ) -> Optimizer:
-        """Return an optimizer of some parameters; on a server they are copies of the model's own.
-
-        Raises:
-            UserError: the cell's function returns something wrong.
-        """
-        made, scheduler = self._own(parameters, model, make_model)
-        if scheduler is not None:
-            _advance(made, scheduler, self._num_updates)
-        if self._spec.clip is not None:
-            made.register_step_pre_hook(self._clip)
-        return made
-
-    def check(
-        self, parameters: list[nn.Parameter], model: nn.Module, make_model: ModelFactory
-    ) -> None:
-        """Make all steps of the cell's scheduler, to see whether it ends before the run."""
-        _, scheduler = self._own(parameters, model, make_model)
-        if scheduler is None:
-            return
-        try:
-            with warnings.catch_warnings(action="ignore"):  # that no update is made between them
-                for _ in range(min(self._num_updates, _MAX_TRIED)):
-                    scheduler.step()
-        except Exception as error:
-            raise UserError(
-                f"The scheduler cannot make the {self._num_updates} steps of this run "
-                f"({summary_of(error)}): let optimizer take num_steps as well, the number of its "
-                "updates."
-            ) from error
-
-    def _own(
-        self, parameters: list[nn.Parameter], model: nn.Module, make_model: ModelFactory
-    ) -> tuple[Optimizer, Any]:
-        """Call the cell's function: ``optimizer(params)`` or ``optimizer(model)``.
-
-        It gets ``num_steps`` too where it takes an argument of that name.
-
-        Returns:
-            The optimizer and its scheduler, which may be None.
-        """
-        function, spec = self._function, self._spec
-        if function is None:
-            return SGD(parameters, lr=spec.learning_rate, momentum=spec.used_momentum), None
-        try:
-            names = list(inspect.signature(function).parameters)
-        except ValueError:  # a function written in C has no signature
-            names = []
-        takes_model, counts = names[:1] == ["model"], "num_steps" in names
+    if function is None:
+        made: Optimizer = SGD(parameters, lr=spec.learning_rate, momentum=spec.used_momentum)
+    else:
+        names = _argument_names(function)
+        takes_model = names[:1] == ["model"]
         given = _model_of(parameters, model, make_model) if takes_model else parameters
-        result = function(given, **({"num_steps": self._num_updates} if counts else {}))
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        made, scheduler = result if is_pair else (result, None)
-        wants_metric = isinstance(scheduler, ReduceLROnPlateau)
-        is_scheduler = isinstance(scheduler, LRScheduler | None) and not wants_metric
-        if isinstance(made, Optimizer) and is_scheduler:
-            return made, scheduler
-        kinds = f"({kind_of(made)}, {kind_of(scheduler)})" if is_pair else kind_of(made)
-        raise UserError(
-            f"optimizer() returned {kinds}; return one torch.optim.Optimizer, or (optimizer, "
-            "scheduler), where the scheduler counts steps and wants no metric. Several "
-            "optimizers are a class of your own, see docs/your-code.md."
-        )
+        counts = {"num_steps": num_updates} if "num_steps" in names else {}
+        made, scheduler = _checked(function(given, **counts))
+        if scheduler is not None:
+            _advance(made, scheduler, num_updates)
+    if (clip := spec.clip) is not None:
 
-    def _clip(self, stepping: Optimizer, *_: object) -> None:
-        assert self._spec.clip is not None, "the hook is there for it"
-        every = [each for group in stepping.param_groups for each in group["params"]]
-        nn.utils.clip_grad_norm_(every, self._spec.clip)
+        def clip_gradients(stepping: Optimizer, *_: object) -> None:
+            every = [each for group in stepping.param_groups for each in group["params"]]
+            nn.utils.clip_grad_norm_(every, clip)
+
+        made.register_step_pre_hook(clip_gradients)
+    return made
+
+
+def _argument_names(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:  # a function written in C has no signature
+        return []
+
+
+def _checked(result: Any) -> tuple[Optimizer, LRScheduler | None]:
+    """Return the optimizer and the scheduler in what the cell's function returned."""
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    made, scheduler = result if is_pair else (result, None)
+    wants_metric = isinstance(scheduler, ReduceLROnPlateau)
+    is_scheduler = isinstance(scheduler, LRScheduler | None) and not wants_metric
+    if isinstance(made, Optimizer) and is_scheduler:
+        return made, scheduler
+    kinds = f"({kind_of(made)}, {kind_of(scheduler)})" if is_pair else kind_of(made)
+    raise UserError(
+        f"optimizer() returned {kinds}; return one torch.optim.Optimizer, or (optimizer, "
+        "scheduler), where the scheduler counts steps and wants no metric. Several "
+        "optimizers are a class of your own, see docs/your-code.md."
+    )
 
 
 def _advance(made: Optimizer, scheduler: LRScheduler, num_updates: int) -> None:

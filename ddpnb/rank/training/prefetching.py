@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -18,15 +17,13 @@ from ddpnb.rank.tasks.batches import Shard, Tree
 NUM_PREFETCHED = 2
 """Shards that each process fetches or has ready while this worker trains on one."""
 
+Request = tuple[Shard, Tensor]
+"""A shard and its sample numbers."""
+
 
 @contextlib.contextmanager
 def prefetching(
-    fetch: Callable[[Tensor], Tree],
-    shards: Iterable[Shard],
-    indices: Callable[[Shard], Tensor],
-    num_processes: int,
-    *,
-    seed: int,
+    fetch: Callable[[Tensor], Tree], requests: Iterable[Request], num_processes: int, *, seed: int
 ) -> Iterator[Iterator[tuple[Shard, Tree]]]:
     """Yield shards, each with what ``fetch`` has returned in another process.
 
@@ -35,25 +32,16 @@ def prefetching(
 
     Args:
         fetch: returns the samples with these numbers.
-        shards: all that will be trained on, in order; taken early, ``NUM_PREFETCHED`` for each
+        requests: all that will be trained on, in order; taken early, ``NUM_PREFETCHED`` for each
             process, also from a queue that others take from.
-        indices: returns the sample numbers of a shard.
         num_processes: how many processes fetch.
         seed: of the random numbers in these processes.
     """
-    taken: deque[Shard] = deque()
     num_first = NUM_PREFETCHED * num_processes  # what the loader takes at once
-
-    def numbers() -> Iterator[Tensor | None]:
-        yield from itertools.repeat(None, num_first)
-        for shard in shards:
-            taken.append(shard)
-            yield indices(shard)
-
     batches = iter(
         DataLoader(
             _Fetched(fetch),
-            sampler=numbers(),
+            sampler=itertools.chain(itertools.repeat(None, num_first), requests),
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=num_processes,
@@ -65,8 +53,7 @@ def prefetching(
         )
     )
     try:
-        real = itertools.islice(batches, num_first, None)
-        yield ((taken.popleft(), content) for content in real)
+        yield itertools.islice(batches, num_first, None)
     finally:  # at once, for an exception's traceback may keep the iterator alive
         end_data_workers(batches)
 
@@ -78,8 +65,8 @@ class _Fetched(Dataset[Any]):
     def __init__(self, fetch: Callable[[Tensor], Tree]) -> None:
         self._fetch = fetch
 
-    def __getitem__(self, numbers: Tensor | None) -> Tree:
-        return None if numbers is None else self._fetch(numbers)
+    def __getitem__(self, request: Request | None) -> tuple[Shard, Tree] | None:
+        return request and (request[0], self._fetch(request[1]))
 
 
 def _as_it_is(content: Tree) -> Tree:

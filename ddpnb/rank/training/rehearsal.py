@@ -15,33 +15,21 @@ import torch
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.batches import Shard, every_step
 from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.timing import Clock, StepReport, StepTiming
 
 
-def rehearse(context: RunContext) -> float:
-    """Make a few steps that leave no trace; takes part: every rank of the plan.
-
-    Returns:
-        The seconds of the quickest step; 0 if none was made.
-    """
+def rehearse(context: RunContext) -> None:
+    """Make a few steps that leave no trace; takes part: every rank of the plan."""
     num_steps = min(context.spec.num_warmup_steps, context.schedule.num_steps)
     if num_steps == 0 or context.rejoin_info is not None:
-        return 0.0
-    clock = Clock(context.device)
-    timings: list[StepTiming] = []
+        return
     with preserve_globals(context.device), closing(context.strategy()) as strategy:
-        worker = context.worker("r", num_steps=num_steps, timer=clock)
+        worker = context.worker("r", num_steps=num_steps)
         strategy.setup(worker)
-        clock.start()
         for shard in _shards(context, num_steps):
-            batch = context.batch(shard, context.fetch(shard))
-            loss = strategy.step(batch)
-            timings += clock.timing(StepReport(loss, batch.num_samples))
-        timings += clock.stop()
+            strategy.step(context.batch(shard, context.fetch(shard)))
         strategy.finish()
-    del strategy, worker, loss, batch
+    del strategy, worker
     release_memory(context.device)
-    return min(sum(timing.parts) - timing.parts.hidden for timing in timings[:num_steps])
 
 
 def release_memory(device: torch.device) -> None:

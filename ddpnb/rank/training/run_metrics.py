@@ -105,10 +105,8 @@ class RunMetrics:
         )
 
 
-def header_of(
-    context: RunContext, worker: Worker, *, num_steps: int, notes: tuple[str, ...]
-) -> RunHeader:
-    """Return the header of a run of so many global batches, with more notes."""
+def header_of(context: RunContext, worker: Worker, notes: tuple[str, ...]) -> RunHeader:
+    """Return the header of a run, with more notes."""
     plan = context.plan
     own_notes = plan.notes + tuple(worker.notes) + notes + context.task.notes + context.spec.notes
     return RunHeader(
@@ -121,7 +119,7 @@ def header_of(
         backend=context.state.backend,
         num_parameters=sum(each.numel() for each in worker.model.parameters()),
         momentum=max(map(_momentum, worker.optimizers), default=0.0),
-        num_samples=context.schedule.num_samples_before(num_steps),
+        num_samples=context.schedule.num_samples,
         num_devices=_num_devices(context),
         sees_exposed=plan.sees_exposed,
         is_emulated=plan.is_emulated,

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import State, Strategy
-from ddpnb.rank.strategies.worker import Worker
+from ddpnb.rank.strategies.worker import Worker, state_of
 from ddpnb.rank.tasks.batches import Shard
-from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, has_batchnorm
+from ddpnb.rank.training.evaluation import has_batchnorm
 from ddpnb.rank.training.run_metrics import RunMetrics
 
 MAX_BYTES = 1_000_000_000
-"""The most that the copies of a run take, in the memory of the host."""
+"""The most that the copies of a rank take, in the memory of the host."""
 
 
 class Snapshot(NamedTuple):
@@ -59,11 +59,7 @@ class Snapshots:
             plan.averages_weights and plan.num_workers > 1 and has_batchnorm(worker.model)
         )
         """Whether BatchNorm's statistics are estimated before a model is judged."""
-        self.notes: tuple[str, ...] = ()
-        """What stands beside the results."""
         self._every = self._steps_between()
-        if self.is_estimated:
-            self.notes += (BATCHNORM_NOTE,)
         self._next = self._due_after(0) if plan.synchronous or rank == 0 else math.inf
 
     def after(self, shard: Shard) -> None:
@@ -121,7 +117,7 @@ class Snapshots:
     def _steps_between(self) -> int:
         """Return the steps from one copy to the next; 0: there is none.
 
-        There are as many copies as have room in memory.
+        There are at most as many copies as have room in memory.
         """
         spec, schedule = self._metrics.context.spec, self._metrics.context.schedule
         if spec.is_ceiling or spec.eval_every == 0:
@@ -132,19 +128,9 @@ class Snapshots:
             every = max(1, round(self._num_steps / spec.num_points))
         else:
             return 0
-        num_wanted = (self._num_steps - 1) // every
-        values = self._worker.model.state_dict().values()
-        tensors = [value for value in values if isinstance(value, Tensor)]  # whole, where sharded
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        copies = self._worker.world_size if self._is_mean else 1
-        num = MAX_BYTES // max(copies * size, 1)
-        if num >= num_wanted:
-            return every
-        self.notes = (
-            f"Held-out scores at {num + 1} moments, not {num_wanted + 1}: "
-            "more copies of the model would take over 1 GB.",
-        )
-        return math.ceil(self._num_steps / (num + 1)) if num else 0
+        tensors = state_of(self._worker.model)  # whole on each rank, where they are sharded
+        num_copies = MAX_BYTES // sum(each.numel() * each.element_size() for each in tensors)
+        return max(every, math.ceil(self._num_steps / (num_copies + 1)))
 
 
 def _copied(state: State) -> State:

@@ -1,7 +1,5 @@
-"""When do all ranks stop a run that one of them is asked to stop?  (ranks)"""
+"""When do all ranks stop a run that is to end early?  (ranks)"""
 
-import contextlib
-import os
 from collections.abc import Callable
 from typing import final
 
@@ -15,23 +13,19 @@ class Stop:
     """The step before which all ranks of a run stop, without a message per step.
 
     The first rank that is asked to stop chooses the step before which all ranks stop.  It writes
-    the number to a file in the folder that all ranks of the host share.  Each rank looks for the
-    file before each step, which takes microseconds.
+    the number to the process group's store.  Looking there takes a message, so ranks look only from
+    when they expect a stop, all of them before one is asked.
 
     A synchronous step ends on no rank before every rank has begun it.  So a rank is at most
     ``num_steps_ahead`` steps ahead of the writer (0 on a CPU, a few on a GPU, see ``timing``).
-    Within twice as many steps, every rank has looked for the file at least once.  No rank is past
-    the chosen step by then, and none misses the file before it is removed.  Workers that never wait
-    for each other stop each for itself, as soon as they see the file.
-
-    Ranks of several hosts have the process group's store in place of the file.  Looking takes a
-    message there, so they look only from when they expect a stop, all of them before one is asked.
+    Within twice as many steps, every rank has looked at least once, and no rank is past the chosen
+    step by then.  Workers that never wait for each other stop each for itself.
 
     Args:
         context: the run.
         clock: the run's.
         wanted: returns whether this rank has been asked to stop.
-        expected: returns whether this rank is to look; None: all ranks are on one host.
+        expected: returns whether this rank is to look.
     """
 
     def __init__(
@@ -39,11 +33,11 @@ class Stop:
         context: RunContext,
         clock: Clock,
         wanted: Callable[[], bool],
-        expected: Callable[[], bool] | None = None,
+        expected: Callable[[], bool],
     ) -> None:
         plan = context.plan
-        self._path = context.folder / f"{context.name('t')}.stop"
-        self._is_in_step = plan.synchronous and plan.num_steps_ahead is not None
+        self._key = context.name("stop")
+        self._is_alone = plan.num_ranks == 1 or not plan.synchronous or plan.num_steps_ahead is None
         self._margin = 2 * (clock.num_steps_ahead + (plan.num_steps_ahead or 0) + 1)
         self._wanted = wanted
         self._expected = expected
@@ -51,31 +45,15 @@ class Stop:
 
     def before(self, step: int) -> bool:
         """Return whether to stop before this step, which this rank has not begun."""
-        if self._last is None and self._wanted():
-            self._announce(step + self._margin)
-        if self._last is None:
-            self._last = self._read()
-        return self._last is not None and (not self._is_in_step or step >= self._last)
+        if self._is_alone:
+            return self._wanted()
+        if self._last is None and self._expected():
+            self._last = self._chosen(step)
+        return self._last is not None and step >= self._last
 
-    def close(self) -> None:
-        """Remove the file."""
-        self._path.unlink(missing_ok=True)
-
-    def _announce(self, step: int) -> None:
-        """Write the step unless another rank was first; the file appears with its content."""
-        if self._expected is not None:
-            group_store().compare_set(self._path.name, "", str(step))
-            return
-        draft = self._path.with_suffix(f".{os.getpid()}")
-        draft.write_text(str(step))
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, self._path)
-        draft.unlink()
-
-    def _read(self) -> int | None:
-        if self._expected is not None:
-            is_there = self._expected() and group_store().check([self._path.name])
-            return int(group_store().get(self._path.name)) if is_there else None
-        if not self._path.exists():
-            return None
-        return int(self._path.read_text())
+    def _chosen(self, step: int) -> int | None:
+        """Return the last step, if a rank has chosen one; this rank does where it is asked to."""
+        store = group_store()
+        if self._wanted():
+            store.compare_set(self._key, "", str(step + self._margin))  # unless one was first
+        return int(store.get(self._key)) if store.check([self._key]) else None

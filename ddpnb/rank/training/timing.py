@@ -59,8 +59,8 @@ class _Pending(NamedTuple):
             return NO_PARTS
         spent: dict[str, float] = {}
         for (part, begun), (_, ended) in zip(self.marks, self.marks[1:], strict=False):
-            spent[part] = spent.get(part, 0.0) + _between(begun, ended)
-        return Parts(**spent, hidden=sum(_between(*moments) for moments in self.hidden))
+            spent[part] = spent.get(part, 0.0) + seconds_between(begun, ended)
+        return Parts(**spent, hidden=sum(seconds_between(*moments) for moments in self.hidden))
 
 
 @final
@@ -85,8 +85,6 @@ class Clock(Timer):
         self._marks: list[tuple[Phase, Moment]] = []
         self._hidden: list[tuple[Moment, Moment]] = []
         self._pending: deque[_Pending] = deque()
-        self._free: list[torch.cuda.Event] = []
-        """Events of finished steps, to be recorded anew."""
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Note a moment behind the work that the device has so far."""
@@ -98,7 +96,7 @@ class Clock(Timer):
         """Return the host's time, or an event on the GPU's current stream."""
         if not self._on_gpu:
             return time.perf_counter()
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -110,7 +108,6 @@ class Clock(Timer):
         """Start counting, when the device has nothing left to do."""
         self.seconds = 0.0
         self._begin_anew()
-        self._base, self._base_seconds = self._marks[0][1], time.perf_counter()
 
     def timing(self, report: StepReport, *, counts: bool = True) -> list[StepTiming]:
         """End a step; return the steps that the device has finished.
@@ -137,7 +134,7 @@ class Clock(Timer):
         """Let the device finish, and count what has followed the last step too."""
         last = self.moment()
         synchronize(self._device)
-        self.seconds += _between(self._marks[0][1], last)
+        self.seconds += seconds_between(self._marks[0][1], last)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -146,20 +143,6 @@ class Clock(Timer):
             yield
         finally:
             self._begin_anew()
-
-    def at(self, moment: Moment) -> float:
-        """Return when a moment was, on the monotonic clock that a host's processes share."""
-        if not self._on_gpu:
-            return float(moment)
-        moment.synchronize()
-        return self._base_seconds + _between(self._base, moment)
-
-    def phases(self) -> list[tuple[Phase, float, float]]:
-        """End a single step; return the phases it began, each with begin and end, see ``at``."""
-        self.begin("data")
-        begun = [self.at(moment) for _, moment in self._marks[1:]]
-        names = [phase for phase, _ in self._marks[1:]]
-        return list(zip(names, begun, begun[1:], strict=False))
 
     def _begin_anew(self) -> None:
         synchronize(self._device)
@@ -175,14 +158,10 @@ class Clock(Timer):
             loss, *numbers = [value.item() for value in done.values]
             metrics = dict(zip(done.report.metrics, numbers, strict=True))
             timings.append(StepTiming(done.report, self.seconds, loss, parts, metrics))
-            if self._on_gpu:
-                used = [event for _, event in done.marks[:-1]]  # the last begins the next step
-                used += [event for pair in done.hidden for event in pair]
-                self._free += {id(event): event for event in used}.values()
         return timings
 
 
-def _between(begun: Moment, ended: Moment) -> float:
+def seconds_between(begun: Moment, ended: Moment) -> float:
     """Return the seconds between two moments that the device has reached."""
     if isinstance(begun, float):
         return float(ended - begun)

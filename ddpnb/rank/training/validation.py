@@ -22,8 +22,7 @@ from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.training.context import UNNAMED, RunContext, build_context
 from ddpnb.rank.training.evaluation import Score, score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds
-from ddpnb.rank.training.loss_checks import BATCH_NOTE, depends_on_batch
-from ddpnb.rank.training.model_checks import attempt, check_model, check_step
+from ddpnb.rank.training.model_checks import attempt, check_model, check_step, depends_on_batch
 
 CHECKS = "checks"
 """The folder, in that of a run, of the files that a class of the user's own makes in its check."""
@@ -34,6 +33,10 @@ MIN_SECONDS_MARGIN = 1.1
 NUM_FEW = 8
 """Samples that a loss is looked at with."""
 
+BATCH_NOTE = (
+    "The loss of a batch is not the mean of the losses of its halves: it depends on which samples "
+    "are in a batch together, so strategies that split batches differently train different losses."
+)
 COLLECTIVES_NOTE = (
     "training_step calls collectives and rank 0 evaluates alone, so the trained model has no loss "
     "beside what validation_step and metric measure."
@@ -80,8 +83,15 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
     if context.is_own:
         batch = _check_own(context, worker)
     else:
-        batch = _smallest_batch(context)
-        result = _check_built_in(context, worker, batch, num_calls, result)
+        batch, num_before = _smallest_batch(context), num_calls()
+        check_step(worker, batch, context.spec.strategy)
+        is_dependent = depends_on_batch(worker, context.samples, context.first_indices(NUM_FEW))
+        if is_dependent and context.plan.num_workers > 1:
+            result = replace(result, notes=(BATCH_NOTE,))
+        if num_calls() > num_before:
+            notes, refusal = (*result.notes, COLLECTIVES_NOTE), _collectives_refusal(context)
+            result = replace(result, notes=notes, refusal=refusal, skips_loss=True)
+        result = _with_times(result, context, worker)
     if not context.is_evaluated or result.refusal:
         return result
     num_before = num_calls()
@@ -96,51 +106,21 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
     return replace(result, has_accuracy=has_accuracy, seconds_per_judged=seconds)
 
 
-def _check_built_in(
-    context: RunContext, worker: Worker, batch: Batch, num_calls: Callable[[], int], result: Checked
-) -> Checked:
-    """Make a step of a built-in strategy, look at its loss, and measure how long it takes."""
-    spec, num_before = context.spec, num_calls()
-    attempt(
-        "The optimizer cannot be made",
-        partial(context.optimizers.check, worker.parameters, worker.model, worker.make_model),
-    )
-    check_step(worker, batch, spec.strategy)
-    notes, refusal, num_epochs = [], "", 0.0
-    few = context.first_batch(NUM_FEW, can_be_split=True)
-    if depends_on_batch(worker, few) and context.plan.num_workers > 1:
-        notes.append(BATCH_NOTE)
-    if skips_loss := num_calls() > num_before:
-        notes.append(COLLECTIVES_NOTE)
-        refusal = _collectives_refusal(context)
+def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked:
+    """Add what a sample takes, and how many epochs ``--min-seconds`` are, if it is given."""
     usual = context.usual_batch()  # on all ranks at once, as they train
-    seconds = measure_compute_seconds(worker, usual, min)
-    if spec.min_seconds is not None:  # updates and exchanges only make a run longer
-        num_steps = MIN_SECONDS_MARGIN * spec.min_seconds / seconds
-        num_epochs = num_steps / context.schedule.steps_per_epoch
-    return replace(
-        result,
-        notes=tuple(notes),
-        refusal=refusal,
-        skips_loss=skips_loss,
-        num_epochs=num_epochs,
-        seconds_per_trained=seconds / usual.num_samples,
-    )
+    seconds = measure_compute_seconds(worker, usual)
+    # updates and exchanges only make a run longer
+    num_steps = MIN_SECONDS_MARGIN * (context.spec.min_seconds or 0.0) / seconds
+    num_epochs = num_steps / context.schedule.steps_per_epoch
+    return replace(result, num_epochs=num_epochs, seconds_per_trained=seconds / usual.num_samples)
 
 
 def _smallest_batch(context: RunContext) -> Batch:
-    """Fetch as few samples as the model will ever be called with, which may be too few."""
-    schedule, plan, accumulate = context.schedule, context.plan, context.spec.accumulate
-    fewest = []
-    for size in {schedule.size(0), schedule.size(schedule.smallest_shard(1).step)}:
-        if plan.num_ranks > 1 or plan.num_workers == 1:
-            share = size // plan.num_workers
-            fewest.append(share // min(accumulate, share))
-            continue
-        num = min(accumulate, size)  # dp splits each micro-batch among the replicas
-        for part in (size // num, -(-size // num)):
-            fewest.append((part - 1) % -(-part // plan.num_workers) + 1)  # 7 as 3, 3, 1
-    return context.first_batch(min(fewest))
+    """Fetch as few samples as any worker has in a micro-batch, which may be too few."""
+    schedule, num_workers = context.schedule, context.plan.num_workers
+    share = schedule.size(schedule.smallest_shard(num_workers).step) // num_workers
+    return context.first_batch(share // min(context.spec.accumulate, share))
 
 
 def _check_own(context: RunContext, worker: Worker) -> Batch:
