@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ddpnb
+from ddpnb.protocol.catalogue import STRATEGIES as catalogue  # noqa: N811
 
 Golden = dict[str, dict[str, Any]]
 
@@ -32,28 +33,16 @@ PINNED = {
 }
 """Environment in which sums have one order, on whatever processor."""
 
+OPTIONS = {"local-sgd": "local-sgd:every=2", "diloco": "diloco:every=2"}
 STRATEGIES = (
-    "single",
-    "dp",
-    "ddp",
+    *(OPTIONS.get(name, name) for name, each in catalogue.items() if not each.is_asynchronous),
     "ddp:bucket_cap_mb=0.01",
     "ddp:find_unused_parameters=on",
     "ddp:hook=fp16",
     "ddp:hook=bf16",
     "ddp:hook=powersgd",
-    "ddp-shm",
-    "ddp-by-hand",
-    "ddp-overlap-by-hand",
     "ddp-overlap-by-hand:bucket_mb=0.01",
-    "ring-by-hand",
-    "central",
-    "local-sgd:every=2",
-    "diloco:every=2",
-    "zero",
-    "fsdp",
     "fsdp:reshard=off",
-    "gossip",
-    "no-comm",
 )
 
 FEATURED = ("ddp", "fsdp", "dp")
