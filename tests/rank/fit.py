@@ -1,8 +1,6 @@
 """How is a small problem fitted: by a strategy on this rank, or by plain torch?"""
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,15 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.servers.memory import PackedTensors, pack
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.worker import Batch, Memory, Worker
-from ddpnb.rank.tasks.base import OptimizerFactory, Supervised
+from ddpnb.rank.strategies.worker import Memory
+from ddpnb.rank.tasks.base import OptimizerFactory, Supervised, Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
+from ddpnb.rank.tasks.samples import TensorSamples
+from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import StepReport
+from tests.rank.runs import spec_of
 
 BeforeStep = Callable[[int, int], None]
 """Called with rank and step number: where a test injects a fault."""
@@ -29,16 +31,6 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-}
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),
-    "linear": lambda: nn.Linear(6, 3),
-    "batchnorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
-    "frozen": lambda: frozen(),
-    "mixed": lambda: nn.Sequential(
-        nn.Linear(6, 8), Cast(torch.double), nn.Linear(8, 3).double(), Cast(torch.float)
-    ),
 }
 
 
@@ -57,9 +49,21 @@ def frozen() -> nn.Module:
     return model
 
 
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),
+    "linear": lambda: nn.Linear(6, 3),
+    "batchnorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+    "frozen": frozen,
+    "mixed": lambda: nn.Sequential(
+        nn.Linear(6, 8), Cast(torch.double), nn.Linear(8, 3).double(), Cast(torch.float)
+    ),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    model: str = "mlp"
+    model: str | Callable[[], nn.Module] = "mlp"
+    """One of ``MODELS``, or what makes another."""
     optimizer: str = "momentum"
     batch_size: int = 10
     num_epochs: float = 3
@@ -74,16 +78,18 @@ class Problem:
         inputs = torch.randn(self.num_samples, 6, generator=generator)
         return inputs, inputs @ torch.randn(6, 3, generator=generator) + 0.5
 
+    def make_model(self) -> nn.Module:
+        return self.model() if callable(self.model) else MODELS[self.model]()
+
     def build(self) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            return MODELS[self.model]()
+            return self.make_model()
 
     def factory(self) -> OptimizerFactory:
-        make = OPTIMIZERS[self.optimizer]
         if self.learning_rate is not None:
-            make = partial(torch.optim.SGD, lr=self.learning_rate)
-        return make if self.clip is None else partial(clipped, make, self.clip)
+            return partial(torch.optim.SGD, lr=self.learning_rate)
+        return OPTIMIZERS[self.optimizer]
 
     def order(self, num_ranks: int) -> BatchSchedule:
         return BatchSchedule(
@@ -94,17 +100,24 @@ class Problem:
             seed=self.seed,
         )
 
-
-def clipped(make: OptimizerFactory, largest: float, parameters: list) -> torch.optim.Optimizer:
-    """An optimizer that clips by itself, as the worker's do."""
-
-    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(held, largest)
-
-    optimizer = make(parameters)
-    optimizer.register_step_pre_hook(before_step)
-    return optimizer
+    def context(self, strategy: Strategy, state: RankState, folder: Path) -> RunContext:
+        samples = TensorSamples(self.data())
+        return RunContext(
+            spec=spec_of("ddp", accumulate=self.accumulate, clip=self.clip, seed=self.seed),
+            state=state,
+            plan=strategy.plan(state),
+            task=Task(
+                model=self.make_model,
+                train=samples,
+                held_out=samples,
+                step=Supervised(nn.functional.mse_loss),
+                optimizer=self.factory(),
+            ),
+            schedule=self.order(state.world_size),
+            folder=folder,
+            cancellation=CancellationToken(),
+            namespace={},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +125,7 @@ class Fit:
     parameters: list[Tensor]
     buffers: list[Tensor]
     reports: list[StepReport]
-    num_files_left: int = 0
+    lost: list[Shard] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
 
 
@@ -127,6 +140,8 @@ def by_hand(problem: Problem, num_ranks: int = 1) -> Fit:
         loss = nn.functional.mse_loss(model(inputs[indices]), targets[indices])
         optimizer.zero_grad()
         loss.backward()
+        if problem.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), problem.clip)
         optimizer.step()
         reports.append(StepReport(loss.detach(), len(indices)))
     return fit_of(model, reports)
@@ -138,17 +153,26 @@ def by_strategy(
     word: str,
     problem: Problem,
     before_step: BeforeStep | None = None,
+    way: str = "host",
+    **fields: Any,
 ) -> Fit:
-    """The same by a strategy, on one of the ranks."""
+    """The same by a strategy, on one of the ranks.
+
+    ``way``: "host", through shared memory, or "hosts": each rank then has a folder of its own.
+    """
     strategy = make_strategy(word, {})
     if state.rank >= strategy.plan(state).num_ranks:
         return fit_of(nn.Module(), [])
+    own = folder / f"own-{state.rank}" if way == "hosts" else folder
+    own.mkdir(exist_ok=True)
     try:
-        fit = drive(strategy, state, folder, problem, before_step)
+        fit = drive(strategy, state, own, problem, before_step, **fields)
+        return replace(fit, lost=list(strategy.lost_shards()))
     finally:
         strategy.close()
         strategy.close()
-    return replace(fit, num_files_left=len(list(folder.iterdir())))
+        if own != folder:
+            own.rmdir()
 
 
 def drive(
@@ -159,56 +183,21 @@ def drive(
     before_step: BeforeStep | None = None,
     **fields: Any,
 ) -> Fit:
-    """Train on every shard that the strategy names; ``fields``: more fields of the worker."""
-    order, (inputs, targets) = problem.order(state.world_size), problem.data()
-    worker = Worker(
-        model=problem.build(),
-        make_model=problem.build,
-        training_step=Supervised(nn.functional.mse_loss),
-        device=torch.device("cpu"),
-        rank=state.rank,
-        world_size=state.world_size,
-        num_steps=order.num_steps,
-        folder=folder,
-        accumulate=problem.accumulate,
-        **({"name": "fit", "make_optimizer": problem.factory()} | fields),
-    )
+    """Train on every shard that the strategy names; ``fields``: what the worker has besides."""
+    context = problem.context(strategy, state, folder)
+    worker = replace(context.worker("t", num_steps=context.schedule.num_steps), **fields)
     strategy.setup(worker)
     reports = []
-    shards = taken_in_advance(strategy.shards(), fields.get("num_prefetched", 0))
-    with listening(Account(worker.meter)):
-        for number, shard in enumerate(shards):
+    with listening(Account(worker.meter)), context.source(strategy.shards()) as source:
+        for number, (shard, tree) in enumerate(source):
             if before_step is not None:
                 before_step(state.rank, number)
-            batch = batch_of(order, shard, inputs, targets)
+            batch = context.batch(shard, tree)
             loss = strategy.step(batch)
             traffic = worker.meter.take()
             reports.append(StepReport(loss, batch.num_samples, traffic, worker.staleness))
     memory = strategy.memory()
-    return replace(
-        fit_of(strategy.finish(), reports),
-        memory=memory,
-    )
-
-
-def taken_in_advance(shards: Iterator[Shard], num_prefetched: int) -> Iterator[Shard]:
-    """Take so many shards in advance, as prefetching does."""
-    held = deque(itertools.islice(shards, num_prefetched))
-    for shard in shards:
-        held.append(shard)
-        yield held.popleft()
-    yield from held
-
-
-def batch_of(order: BatchSchedule, shard: Shard, inputs: Tensor, targets: Tensor) -> Batch:
-    indices = order.indices(shard)
-    num_global = order.size(shard.step)
-    return Batch(
-        tree=(inputs[indices], targets[indices]),
-        num_samples=len(indices),
-        num_global=num_global,
-        most_parts=num_global // shard.num_parts,
-    )
+    return replace(fit_of(strategy.finish(), reports), memory=memory)
 
 
 def fit_of(model: nn.Module, reports: list[StepReport]) -> Fit:

@@ -40,17 +40,8 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ddpnb-test-", dir="/dev/shm"))
         self._rendezvous = Path(tempfile.mkdtemp(prefix="ddpnb-test-"))
-        self._pipes, self.processes = [], []
-        for rank in range(world_size):
-            ours, theirs = CONTEXT.Pipe()
-            state = make_state(rank, world_size)
-            process = CONTEXT.Process(
-                target=serve, args=(state, self.folder, self._rendezvous, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
+        states = [make_state(rank, world_size) for rank in range(world_size)]
+        self.ranks = [Rank(state, self.folder, self._rendezvous) for state in states]
 
     def call(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """Run a job on every rank; return the results, or raise what a rank raised."""
@@ -63,69 +54,50 @@ class Ranks:
     def attempt(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """Run a job on every rank; return its result or its failure for each."""
         self.begin(job, *args)
-        return self.end()
-
-    def start_outside(self, job: Callable[..., Any], rank: int, *args: Any) -> "Outside":
-        """Run a job as a rank, in a new process that is in no group."""
-        ours, theirs = CONTEXT.Pipe()
-        state = make_state(rank, len(self.processes))
-        process = CONTEXT.Process(
-            target=carry_out, args=(job, state, self.folder, args, theirs), daemon=True
-        )
-        process.start()
-        theirs.close()
-        return Outside(process, ours)
+        return [rank.end() for rank in self.ranks]
 
     def begin(self, job: Callable[..., Any], *args: Any) -> None:
-        """Start a job on every rank; ``end`` waits for it."""
-        for pipe in self._pipes:
-            pipe.send((job, args))
+        """Start a job on every rank."""
+        for rank in self.ranks:
+            rank.begin(job, *args)
 
-    def end(self) -> list[Any]:
-        """Return the results of a job that was begun, or its failures."""
-        return [self._result(rank) for rank in range(len(self._pipes))]
+    def outside(self, rank: int) -> "Rank":
+        """Return a new process that is in no group, and takes a rank's place."""
+        return Rank(make_state(rank, len(self.ranks)), self.folder, None)
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+        for rank in self.ranks:
+            rank.process.kill()
+            rank.process.join()
         shutil.rmtree(self.folder)
         shutil.rmtree(self._rendezvous)
 
-    def _result(self, rank: int) -> Any:
-        if not self._pipes[rank].poll(TIMEOUT_SECONDS):
-            raise TimeoutError(f"rank {rank} hangs")
+
+class Rank:
+    """A process that carries out one job after the other."""
+
+    def __init__(self, state: RankState, folder: Path, rendezvous: Path | None) -> None:
+        self.number = state.rank
+        self._pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(
+            target=serve, args=(state, folder, rendezvous, theirs), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def begin(self, job: Callable[..., Any], *args: Any) -> None:
+        """Start a job; ``end`` waits for it."""
+        self._pipe.send((job, args))
+
+    def end(self) -> Any:
+        """Return the result of the job that was begun, or its failure."""
+        if not self._pipe.poll(TIMEOUT_SECONDS):
+            raise TimeoutError(f"rank {self.number} hangs")
         try:
-            is_right, value = self._pipes[rank].recv()
+            is_right, value = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            return RankFailedError(rank, "died", None)
-        return value if is_right else RankFailedError(rank, *value)
-
-
-class Outside:
-    """A process of its own, which carries out one job."""
-
-    def __init__(self, process: Any, pipe: Connection) -> None:
-        self.process = process
-        self._pipe = pipe
-
-    def result(self) -> Any:
-        """Wait for the job and the process to end; raises its error."""
-        assert self._pipe.poll(TIMEOUT_SECONDS), "hangs"
-        is_right, value = self._pipe.recv()
-        self._pipe.close()
-        self.process.join(TIMEOUT_SECONDS)
-        if not is_right:
-            raise RankFailedError(-1, *value)
-        return value
-
-
-def carry_out(
-    job: Callable[..., Any], state: RankState, folder: Path, args: Any, pipe: Connection
-) -> None:
-    torch.set_num_threads(1)
-    pipe.send(answer_of(job, state, folder, args))
-    pipe.poll(TIMEOUT_SECONDS)  # tensors go with the process: until the other end has them
+            return RankFailedError(self.number, "died", None)
+        return value if is_right else RankFailedError(self.number, *value)
 
 
 def make_state(rank: int, world_size: int) -> RankState:
@@ -142,27 +114,25 @@ def make_state(rank: int, world_size: int) -> RankState:
     )
 
 
-def serve(state: RankState, folder: Path, rendezvous: Path, pipe: Connection) -> None:
-    """Carry out jobs until the test's end of the pipe is closed."""
+def serve(state: RankState, folder: Path, rendezvous: Path | None, pipe: Connection) -> None:
+    """Carry out jobs until the test's end of the pipe is closed; in a group, if one meets."""
     torch.set_num_threads(1)
-    MismatchCheck().start(rendezvous, 0)  # as in a cluster: no strategy may be refused
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(rendezvous / "store"), state.world_size),
-        rank=state.rank,
-        world_size=state.world_size,
-        timeout=timedelta(seconds=30),
-    )
+    if rendezvous is not None:
+        MismatchCheck().start(rendezvous, 0)  # as in a cluster: no strategy may be refused
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(rendezvous / "store"), state.world_size),
+            rank=state.rank,
+            world_size=state.world_size,
+            timeout=timedelta(seconds=30),
+        )
     while True:
         try:
             job, args = pipe.recv()
         except EOFError:
             return
-        pipe.send(answer_of(job, state, folder, args))
-
-
-def answer_of(job: Callable[..., Any], state: RankState, folder: Path, args: Any) -> Any:
-    try:
-        return True, job(state, folder, *args)
-    except Exception as error:  # noqa: BLE001  # the test judges it
-        return False, (traceback.format_exc(), error)
+        try:
+            answer = True, job(state, folder, *args)
+        except Exception as error:  # noqa: BLE001  # the test judges it
+            answer = False, (traceback.format_exc(), error)
+        pipe.send(answer)

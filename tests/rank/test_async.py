@@ -1,58 +1,55 @@
 """Is the asynchronous strategy asynchronous, and honest about staleness, on one host and across?"""
 
+import time
 from functools import partial
-from types import MappingProxyType
+from pathlib import Path
 
 import pytest
 import torch
 
-from ddpnb.protocol.errors import UserError
-from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.async_ps import AsyncParameterServer
-from ddpnb.rank.strategies.hogwild import Hogwild
-from tests.rank.fit import Fit, Problem, by_hand, distance, drive, optimum
-from tests.rank.hold import hold_rank_1, unhurried
+from tests.rank.fit import Problem, by_hand, by_strategy, distance, optimum
 
 KINDS = [
-    ("host", AsyncParameterServer, {}),
-    ("hosts", AsyncParameterServer, {"compensate": 0.04}),
-    ("host", AsyncParameterServer, {"bound": 1}),
-    ("host", Hogwild, {}),
+    ("host", "async"),
+    ("hosts", "async:compensate=0.04"),
+    ("host", "async:bound=1"),
+    ("host", "hogwild"),
 ]
-WAYS = ["host", "hosts"]
-"""Through shared memory, or over TCP: each rank then has a folder of its own."""
-kinds = pytest.mark.parametrize(("way", "kind", "options"), KINDS)
+kinds = pytest.mark.parametrize(("way", "word"), KINDS)
 
 
-def fit_async(
-    state,
-    folder,
-    problem,
-    options=None,
-    way="host",
-    before_step=None,
-    kind=AsyncParameterServer,
-    fields=MappingProxyType({}),
-) -> tuple[Fit, list]:
-    """Train; return also the shards that were lost."""
-    strategy = kind(**options or {})
-    strategy.plan(state)
-    own = folder / f"own-{state.rank}" if way == "hosts" else folder
-    own.mkdir(exist_ok=True)
-    try:
-        fit = drive(strategy, state, own, problem, before_step, **fields)
-        return fit, list(strategy.lost_shards())
-    finally:
-        strategy.close()
-        strategy.close()
-        if way == "hosts":
-            own.rmdir()
+def wait_for(sign: Path) -> None:
+    """Wait until a file is there."""
+    deadline = time.monotonic() + 30.0
+    while not sign.exists():
+        assert time.monotonic() < deadline, f"the sign did not come: {sign.name}"
+        time.sleep(0.002)
+
+
+def hold_rank_1(sign: Path, num_steps: int, rank: int, step: int) -> None:
+    """Before each step: hold rank 1 at its step 2 until rank 0 has made so many.
+
+    Rank 0 waits until it is there, however busy the machine is.
+    """
+    held = sign.with_name("held")
+    if rank == 1 and step == 2:
+        held.touch()
+        wait_for(sign)
+    if rank == 0 and step == 3:
+        wait_for(held)
+    if rank == 0 and step == num_steps:
+        sign.touch()
+
+
+def unhurried(rank: int, step: int) -> None:
+    """Before each step: leave the others time for theirs."""
+    time.sleep(0.004)
 
 
 @kinds
-def test_every_shard_is_trained_once_and_all_have_the_same_weights(ranks, way, kind, options):
+def test_every_shard_is_trained_once_and_all_have_the_same_weights(ranks, way, word):
     problem = Problem(num_epochs=6, learning_rate=0.02)
-    fits = [fit for fit, _ in ranks(3).call(fit_async, problem, options, way, unhurried, kind)]
+    fits = ranks(3).call(by_strategy, word, problem, unhurried, way)
     reports = [report for fit in fits for report in fit.reports]
     assert len(reports) == problem.order(3).num_steps * 3
     assert sum(report.num_samples for report in reports) == problem.order(3).num_samples
@@ -61,35 +58,27 @@ def test_every_shard_is_trained_once_and_all_have_the_same_weights(ranks, way, k
     assert list(ranks(3).folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["host", "hosts"])
 def test_a_bound_of_0_is_synchronous(ranks, way):
     problem = Problem(optimizer="adam", num_epochs=3)
-    fits = [fit for fit, _ in ranks(3).call(fit_async, problem, {"bound": 0}, way)]
+    fits = ranks(3).call(by_strategy, "async:bound=0", problem, None, way)
     reference = by_hand(problem, 3)
     assert all(distance(fit, reference) < 1e-5 for fit in fits)
     assert {report.staleness for fit in fits for report in fit.reports} == {0}
 
 
 @kinds
-def test_it_finds_the_known_optimum_of_a_convex_problem(ranks, way, kind, options):
+def test_it_finds_the_known_optimum_of_a_convex_problem(ranks, way, word):
     problem = Problem(model="linear", learning_rate=0.1, num_epochs=90, batch_size=16)
-    fit, _ = ranks(2).call(fit_async, problem, options, way, unhurried, kind)[0]
+    fit, _ = ranks(2).call(by_strategy, word, problem, unhurried, way)
     torch.testing.assert_close(tuple(fit.parameters), optimum(problem), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("way", "kind"), [(way, kind) for way, kind, options in KINDS if "bound" not in options]
-)
-def test_a_slow_worker_delays_no_other_and_its_gradient_is_staler(ranks, tmp_path, way, kind):
+@pytest.mark.parametrize(("way", "word"), [kind for kind in KINDS if "bound" not in kind[1]])
+def test_a_slow_worker_delays_no_other_and_its_gradient_is_staler(ranks, tmp_path, way, word):
     problem = Problem(num_epochs=20, learning_rate=0.02)
     hold = partial(hold_rank_1, tmp_path / "sign", 220)
-    (fast, _), (slow, _) = ranks(2).call(fit_async, problem, {}, way, hold, kind)
+    fast, slow = ranks(2).call(by_strategy, word, problem, hold, way)
     assert len(fast.reports) >= 220 > 3 * len(slow.reports)
     assert slow.reports[2].staleness > 200
     assert distance(fast, slow) == 0
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "soon"])
-def test_a_timeout_is_a_time(value):
-    with pytest.raises(UserError, match="async:timeout"):
-        make_strategy(f"async:timeout={value}", {})

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ddpnb.rank.meter import Traffic
 from tests.rank.fit import Problem, by_strategy
 
 PROBLEM = Problem(num_epochs=2)
@@ -11,16 +12,6 @@ S = 4 * (6 * 16 + 16 + 16 * 3 + 3)
 REDUCED = 4 * S // 3
 """What each of three ranks sends in an all-reduce."""
 
-
-def traffic(ranks, word: str, num_ranks: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the bytes that each rank sends in each step, and those that it receives."""
-    fits = ranks(num_ranks).call(by_strategy, word, PROBLEM)
-    per_rank = [[report.traffic for report in fit.reports] for fit in fits]
-    sent, received = ([[getattr(t, way) for t in each] for each in per_rank] for way in WAYS)
-    return sent, received
-
-
-WAYS = ("sent", "received")
 
 SENT = {
     ("ddp-by-hand", 3): [{REDUCED}] * 3,
@@ -40,29 +31,37 @@ SENT = {
 """Bytes that each rank may send in a step."""
 
 
+TOGETHER = {
+    "ddp": 3 * REDUCED,
+    "ddp-shm": 3 * S,
+    "ring-by-hand": 4 * S,
+    "zero": 3 * REDUCED + 2 * S,
+}
+"""Bytes that three ranks together send in a step."""
+
+
+def traffic(ranks, word: str, num_ranks: int) -> list[list[Traffic]]:
+    """Return what each rank exchanges in each step."""
+    fits = ranks(num_ranks).call(by_strategy, word, PROBLEM)
+    return [[report.traffic for report in fit.reports] for fit in fits]
+
+
 @pytest.mark.parametrize(("word", "num_ranks"), SENT)
 def test_each_rank_sends_the_bytes_of_its_formula(ranks, word, num_ranks):
-    sent, received = traffic(ranks, word, num_ranks)
+    found = traffic(ranks, word, num_ranks)
+    sent = [[step.sent for step in each] for each in found]
     assert [set(each) for each in sent] == SENT[word, num_ranks]
     if word not in ("async", "hogwild"):
-        assert sum(map(sum, received)) == sum(map(sum, sent))
+        assert sum(step.received for each in found for step in each) == sum(map(sum, sent))
     if "every=7" in word:
         assert sent[0] == [S if (step + 1) % 7 == 0 else 0 for step in range(NUM_STEPS)]
     if word == "gossip":  # of an odd number one rests
         assert {sum(step) for step in zip(*sent, strict=True)} == {2 * S}
 
 
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ("ddp", 3 * REDUCED),
-        ("ddp-shm", 3 * S),
-        ("ring-by-hand", 4 * S),
-        ("zero", 3 * REDUCED + 2 * S),
-    ],
-)
-def test_ranks_together_send_the_bytes_of_their_formula(ranks, word, expected):
-    sent, _ = traffic(ranks, word, 3)
-    first, second, *others = (sum(step) for step in zip(*sent, strict=True))
-    assert {first, *others} == {expected}
-    assert second - expected in (0, 3 * 16)  # DDP also broadcasts the order of its buckets
+@pytest.mark.parametrize("word", TOGETHER)
+def test_ranks_together_send_the_bytes_of_their_formula(ranks, word):
+    steps = zip(*traffic(ranks, word, 3), strict=True)
+    first, second, *others = (sum(each.sent for each in step) for step in steps)
+    assert {first, *others} == {TOGETHER[word]}
+    assert second - first in (0, 3 * 16)  # DDP also broadcasts the order of its buckets

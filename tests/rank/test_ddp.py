@@ -36,17 +36,14 @@ def test_powersgd_sends_two_thin_matrices_for_each_wide_one(ranks):
     assert {each.traffic.sent for each in others} == {4 * (6 + 16 + 16 + 16 + 3 + 3)}
 
 
-class WideProblem(Problem):
+def wide() -> nn.Module:
     """Gradients fill more than torch's first bucket, of 1 MB."""
-
-    def build(self) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 600), nn.Linear(600, 600), nn.Linear(600, 3))
+    return nn.Sequential(nn.Linear(6, 600), nn.Linear(600, 600), nn.Linear(600, 3))
 
 
 def buckets_job(state, folder):
     strategy = make_strategy("ddp:hook=powersgd", {})
-    fit = drive(strategy, state, folder, WideProblem(learning_rate=0.01))
+    fit = drive(strategy, state, folder, Problem(model=wide, learning_rate=0.01))
     return fit, strategy.ddp._get_ddp_logging_data()["num_buckets_reduced"]
 
 
@@ -100,16 +97,10 @@ class Branching(nn.Module):
         return self.layers[one](inputs) + self.layers[other](inputs).tanh()
 
 
-class BranchingProblem(Problem):
-    def build(self) -> nn.Module:
-        torch.manual_seed(0)
-        return Branching()
-
-
 def branching_job(state, folder):
     """Train; return the fit, the gradients of the last step, and the hooks that are left."""
     strategy = DdpOverlapByHand()
-    fit = drive(strategy, state, folder, BranchingProblem())
+    fit = drive(strategy, state, folder, Problem(model=Branching))
     parameters = strategy.worker.parameters
     hooks = [hook for p in parameters for hook in p._post_accumulate_grad_hooks or ()]
     return fit, [p.grad.clone() for p in parameters], hooks

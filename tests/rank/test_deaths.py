@@ -11,103 +11,79 @@ import pytest
 import torch
 
 from ddpnb.rank.servers.client import RunOverError
-from ddpnb.rank.strategies.async_ps import AsyncParameterServer
-from tests.rank.fit import Problem, distance
-from tests.rank.hold import unhurried, wait_for
-from tests.rank.ranks import RankFailedError
-from tests.rank.test_async import KINDS, fit_async, kinds
+from tests.rank.fit import Problem, by_strategy, distance
+from tests.rank.test_async import KINDS, kinds, unhurried, wait_for
 
 LONG = Problem(num_epochs=24, learning_rate=0.02)
-on_one_host = pytest.mark.parametrize(
-    ("kind", "options"), [(kind, options) for way, kind, options in KINDS if way == "host"]
-)
 
 
-@pytest.mark.parametrize(
-    ("way", "kind", "options", "num_prefetched"),
-    [
-        *((way, kind, options, 0) for way, kind, options in KINDS),
-        ("host", AsyncParameterServer, {"bound": 0}, 3),
-    ],
-)
-def test_a_death_costs_what_the_dead_held_and_the_others_train_the_rest(
-    fresh_ranks, way, kind, options, num_prefetched
-):
-    fields = {"num_prefetched": num_prefetched}
+@pytest.mark.parametrize(("way", "word"), [*KINDS, ("host", "async:bound=0")])
+def test_a_death_costs_what_the_dead_held_and_the_others_train_the_rest(fresh_ranks, way, word):
     group = fresh_ranks(3)
-    (fit, lost), dead, (other, _) = group.attempt(
-        fit_async, LONG, options, way, KILL_RANK_1, kind, fields
-    )
+    fit, dead, other = group.attempt(by_strategy, word, LONG, KILL_RANK_1, way)
     assert dead.cause is None
-    assert len(lost) == 1 + num_prefetched
+    assert len(fit.lost) == 1
     num_trained = len(fit.reports) + len(other.reports) + 5  # rank 1 made five steps
-    assert num_trained + len(lost) == LONG.order(3).num_steps * 3
+    assert num_trained + len(fit.lost) == LONG.order(3).num_steps * 3
     assert distance(fit, other) == 0
     assert [path.name for path in group.folder.iterdir() if path.name != "own-1"] == []
 
 
-@on_one_host
-def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path, kind, options):
+JOINS = partial(by_strategy, joins=True)
+
+
+@pytest.mark.parametrize("word", [word for way, word in KINDS if way == "host"])
+def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path, word):
     group, came = fresh_ranks(2), tmp_path / "came"
-    group.begin(fit_async, LONG, options, "host", partial(wait_for_another, came), kind)
-    group.processes[1].join(30)
-    outside = group.start_outside(
-        fit_async, 1, LONG, options, "host", partial(say_i_came, came), kind, {"joins": True}
-    )
-    (fit, lost), dead = group.end()
-    joined, _ = outside.result()
+    group.begin(by_strategy, word, LONG, partial(wait_for_another, came))
+    group.ranks[1].process.join(30)
+    outside = group.outside(1)
+    outside.begin(JOINS, word, LONG, partial(say_i_came, came))
+    fit, dead, joined = (rank.end() for rank in (*group.ranks, outside))
     assert dead.cause is None
     assert len(joined.reports) > 5
     assert joined.reports[0].staleness is not None
-    assert len(fit.reports) + len(joined.reports) + 5 + len(lost) == LONG.order(2).num_steps * 2
+    num_trained = len(fit.reports) + len(joined.reports) + 5
+    assert num_trained + len(fit.lost) == LONG.order(2).num_steps * 2
     assert distance(fit, joined) == 0
     assert list(group.folder.iterdir()) == []
 
 
 def test_a_worker_that_joins_after_the_end_gets_an_error(ranks):
-    late = ranks(2).start_outside(
-        fit_async, 1, LONG, {}, "host", None, AsyncParameterServer, {"joins": True}
-    )
-    with pytest.raises(RankFailedError) as caught:
-        late.result()
-    assert isinstance(caught.value.cause, RunOverError)
+    late = ranks(2).outside(1)
+    late.begin(JOINS, "async", LONG)
+    assert isinstance(late.end().cause, RunOverError)
 
 
 @kinds
-def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks, way, kind, options):
-    failures = fresh_ranks(2).attempt(
-        fit_async, LONG, options, way, partial(strike, 0, 5, die), kind
-    )
+def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks, way, word):
+    failures = fresh_ranks(2).attempt(by_strategy, word, LONG, partial(strike, 0, 5, die), way)
     assert failures[0].cause is None
     assert failures[1].cause.rank == 0
 
 
 @kinds
-def test_where_a_worker_raises_the_others_name_it(ranks, way, kind, options):
+def test_where_a_worker_raises_the_others_name_it(ranks, way, word):
     group = ranks(3)
-    first, second, third = group.attempt(
-        fit_async, LONG, options, way, partial(strike, 1, 5, fail), kind
-    )
-    assert isinstance(second.cause, ZeroDivisionError)
-    assert first.cause.rank == third.cause.rank == 1
+    failures = group.attempt(by_strategy, word, LONG, partial(strike, 1, 5, fail), way)
+    first, second, third = (failure.cause for failure in failures)
+    assert isinstance(second, ZeroDivisionError)
+    assert first.rank == third.rank == 1
     assert list(group.folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"bound": 1}])
-def test_a_silent_worker_is_given_up(ranks, options):
-    problem, hasty = Problem(num_epochs=3, learning_rate=0.02), {**options, "timeout": 1.0}
+@pytest.mark.parametrize("word", ["async:timeout=1", "async:timeout=1,bound=1"])
+def test_a_silent_worker_is_given_up(ranks, word):
+    problem = Problem(num_epochs=3, learning_rate=0.02)
     hangs = partial(strike, 1, 2, partial(time.sleep, 5))
-    results = ranks(3).attempt(fit_async, problem, hasty, "host", hangs)
-    (fit, lost), failure, (other, _) = results
+    fit, failure, other = ranks(3).attempt(by_strategy, word, problem, hangs)
     assert failure.cause.rank == 1
-    assert len(lost) == 1
+    assert len(fit.lost) == 1
     assert distance(fit, other) == 0
 
 
 def test_where_the_server_fails_rank_0_raises_its_error(ranks):
-    first, second = ranks(2).attempt(
-        fit_async, LONG, {}, "host", None, AsyncParameterServer, {"make_optimizer": broken}
-    )
+    first, second = ranks(2).attempt(partial(by_strategy, make_optimizer=broken), "async", LONG)
     assert isinstance(first.cause, ZeroDivisionError)
     assert second.cause.rank == 0
 

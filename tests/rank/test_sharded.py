@@ -14,16 +14,8 @@ WIDE = [(6, 96), *[(96, 96)] * 6, (96, 3)]
 """Inputs and outputs of the layers of a model that can be cut evenly."""
 
 
-class WideProblem(Problem):
-    def build(self) -> nn.Module:
-        torch.manual_seed(self.seed)
-        return nn.Sequential(*(nn.Linear(inputs, outputs) for inputs, outputs in WIDE))
-
-
-class BlocksProblem(Problem):
-    def build(self) -> nn.Module:
-        torch.manual_seed(self.seed)
-        return Blocks()
+def wide() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(inputs, outputs) for inputs, outputs in WIDE))
 
 
 class Blocks(nn.Module):
@@ -54,7 +46,7 @@ class Block(nn.Module):
         return self.inner(inputs)
 
 
-WIDE_PROBLEM = WideProblem(optimizer="adam", batch_size=12, num_epochs=1)
+WIDE_PROBLEM = Problem(model=wide, optimizer="adam", batch_size=12, num_epochs=1)
 S = 4 * sum(inputs * outputs + outputs for inputs, outputs in WIDE)
 
 
@@ -76,7 +68,7 @@ def test_parts_of_the_optimizer_are_an_nth(ranks):
 
 @pytest.mark.parametrize(("word", "num_ranks"), [("zero", 3), ("fsdp", 3), ("fsdp:reshard=off", 2)])
 def test_tied_layers_and_odd_sizes_train_as_in_one_process(ranks, word, num_ranks):
-    problem = BlocksProblem(accumulate=2)
+    problem = Problem(model=Blocks, accumulate=2)
     fits = ranks(num_ranks).call(by_strategy, word, problem)
     reference = by_hand(problem, num_ranks)
     assert all(distance(one, reference) < 1e-5 for one in fits)
