@@ -40,14 +40,8 @@ RAGGED = """
 import torch
 from torch import nn
 
-class Text(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.last = nn.EmbeddingBag(20, 8), nn.Linear(8, 2)
-    def forward(self, words, starts):
-        return self.last(self.words(words, starts))
-
-model = Text
+def model():
+    return nn.EmbeddingBag(20, 2)
 
 def data(split):
     return [(list(range(n % 5 + 1)), n % 2, f"text {n}") for n in range(40)]
@@ -64,9 +58,7 @@ def training_step(model, batch):
 """
 """Items of different length, which only the cell can collate."""
 
-DATASET = (
-    NET
-    + """
+DATASET = f"""{NET}
 class Own(torch.utils.data.Dataset):
     def __init__(self, num): self.inputs = torch.randn(num, 4)
     def __len__(self): return len(self.inputs)
@@ -75,12 +67,8 @@ class Own(torch.utils.data.Dataset):
 def data(split):
     return Own(100 if split == "train" else 20)
 """
-)
-CLOSURE = (
-    """
-import torch
+CLOSURE = f"""{CELL}
 from threading import Lock
-from torch import nn
 
 class Block(nn.Module):
     def __init__(self):
@@ -91,16 +79,11 @@ class Block(nn.Module):
         return self.run(inputs)
 model = Block
 """
-    + ROWS
-)
 """Its layers are called by a function that holds this very module, and it has a lock."""
 
 TUPLES = (
-    ROWS.replace("long()", "float()")
+    CELL.replace("long()", "float()")
     + """
-import torch
-from torch import nn
-
 class Both(nn.Linear):
     def forward(self, inputs):
         return super().forward(inputs), inputs.sum()
@@ -112,12 +95,7 @@ def metric(outputs, targets):
     return {"f1": torch.tensor(0.25), "size": len(outputs[0]) + len(targets)}
 """
 )
-MIXTURE = (
-    ROWS
-    + """
-import torch
-from torch import nn
-
+MIXTURE = f"""{CELL}
 class Mixture(nn.Module):
     def __init__(self):
         super().__init__()
@@ -126,8 +104,14 @@ class Mixture(nn.Module):
         return self.experts[int(inputs[0, 0] > 0)](inputs)  # one of two; the third is never used
 model = Mixture
 """
-)
 
+SPARSE = f"""{CELL}
+def model():
+    return nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Flatten(), nn.Linear(16, 2))
+def data(split):
+    words = torch.randint(20, (100, 2))
+    return words, (words.sum(dim=1) > 19).long()
+"""
 IN_GROUPS = (
     CELL
     + """

@@ -1,6 +1,7 @@
 """The seconds and bytes of communication that a run's meter gets, whoever calls."""
 
 from contextlib import contextmanager
+from functools import partialmethod
 
 import pytest
 import torch.distributed as dist
@@ -32,11 +33,8 @@ class Listed:
         yield
         self.heard.append("over")
 
-    def communicating(self):
-        return self._context("communicating")
-
-    def awaited(self):
-        return self._context("awaited")
+    communicating = partialmethod(_context, "communicating")
+    awaited = partialmethod(_context, "awaited")
 
 
 def accounted(state, folder, name):
@@ -68,10 +66,8 @@ model = DistributedDataParallel(nn.Linear({SIZE}, 1, bias=False))
 for _ in range(2): model(mine).backward()  # then its buckets stay
 """
 BUFFER = f"""
-model = nn.Module()
+model = nn.Linear({SIZE}, 1, bias=False)
 model.register_buffer("kept", torch.ones({SIZE}))
-model.weight = nn.Parameter(mine)
-model.forward = lambda x: (x * model.weight).sum()
 ddp = DistributedDataParallel(model)
 for _ in range(2): ddp(mine).backward()
 """

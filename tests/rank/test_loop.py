@@ -1,4 +1,4 @@
-"""A run reports all it should, stops when asked, and leaves no trace."""
+"""A run reports all it should, stops when asked, and compiles off the clock."""
 
 import math
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.messages import NO_PARTS
 from tests.rank import runs
 from tests.rank.runs import (
     ASYNCHRONOUS,
@@ -17,17 +17,11 @@ from tests.rank.runs import (
     header_of,
     losses,
     marks_of,
-    run_job,
+    spec_of,
     steps_of,
-    unzip,
+    train_job,
 )
-from tests.rank.sources import CELL, WITH_DROPOUT
-
-__all__ = ["run_job", "spec_of", "unzip"]
-
-
-def spec_of(strategy: str, **changes) -> RunSpec:
-    return runs.spec_of(strategy, **{"source": WITH_DROPOUT, "num_epochs": 3} | changes)
+from tests.rank.sources import CELL, STEP, WITH_DROPOUT
 
 
 @pytest.mark.parametrize(
@@ -35,7 +29,7 @@ def spec_of(strategy: str, **changes) -> RunSpec:
     [("ddp", 1), *((name, 2) for name in STRATEGIES), *((name, 3) for name in FEATURED)],
 )
 def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
-    results = ranks(num_ranks).call(run_job, spec_of(strategy))
+    results = ranks(num_ranks).call(train_job, spec_of(strategy, source=WITH_DROPOUT))
     header, steps = header_of(results[0]), [steps_of(result) for result in results]
     assert [len(events) for _, events in results[1:]] == [len(mine) for mine in steps[1:]]
     assert sum(step.num_samples for mine in steps for step in mine) == header.num_samples
@@ -53,8 +47,20 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
         assert report.num_samples == sum(step.num_samples for step in mine)
         assert [step.seconds for step in mine] == sorted(step.seconds for step in mine)
         assert all((step.staleness is None) == (strategy not in ASYNCHRONOUS) for step in mine)
+        before = 0.0
+        for step in mine:
+            exclusive = sum(step.parts) - step.parts.hidden
+            assert exclusive == pytest.approx(step.seconds - before, abs=1e-6)
+            assert min(step.parts) >= 0
+            assert step.parts.forward > 0 < step.parts.backward
+            before = step.seconds
+            # hogwild exchanges inside the optimizer's update
+            if step.num_bytes_sent and strategy != "hogwild":
+                assert step.parts.communication + step.parts.waiting > 0
         if mine:
             assert report.seconds >= mine[-1].seconds  # with what follows the last step
+    sends = any(step.num_bytes_sent for mine in steps for step in mine)
+    assert sends == (num_ranks > 1 and strategy not in ("single", "no-comm"))
     (first, _), *others = results
     assert max(first.final_loss, first.held_out_loss) < 0.6
     assert first.held_out_accuracy > 0.7
@@ -62,7 +68,7 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
 
 
 def shared_job(state, folder, spec):
-    return run_job(replace(state, shares_device=True), folder, spec)
+    return train_job(replace(state, shares_device=True), folder, spec)
 
 
 def test_a_gpu_that_ranks_share_counts_once(ranks):
@@ -70,16 +76,14 @@ def test_a_gpu_that_ranks_share_counts_once(ranks):
     assert header_of(ranks(2).call(shared_job, spec_of("ddp"))[0]).num_devices == 1
 
 
-COUNTING = CELL + (
-    "def training_step(model, batch):\n"
-    "    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])\n"
-    "    return {'loss': loss, 'threads': torch.get_num_threads()}\n"
+COUNTING = (
+    CELL + STEP.replace("return ", "return {'threads': torch.get_num_threads(), 'loss': ") + "}"
 )
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("single", 1), ("single:threads=all", 2)])
 def test_one_process_may_have_the_threads_of_all(ranks, strategy, expected):
-    result, _ = ranks(2).call(run_job, spec_of(strategy, source=COUNTING))  # puts them back
+    result, _ = ranks(2).call(train_job, spec_of(strategy, source=COUNTING))  # puts them back
     header = header_of(result)
     assert {step.metrics["threads"] for step in steps_of(result)} == {expected}
     assert (header.num_threads, header.num_devices, header.num_workers) == (expected, expected, 1)
@@ -90,8 +94,9 @@ def test_one_process_may_have_the_threads_of_all(ranks, strategy, expected):
 )
 def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_ranks):
     spec = spec_of(strategy, num_epochs=300)
-    reports, events = unzip(ranks(2).call(run_job, spec, 20, stop_ranks))
-    assert sum(report.num_samples for report in reports) < header_of((None, events[0])).num_samples
+    results = ranks(2).call(train_job, spec, 20, stop_ranks)
+    reports = [report for report, _ in results]
+    assert sum(report.num_samples for report in reports) < header_of(results[0]).num_samples
     assert all(report.was_stopped for report in reports)
     assert reports[stop_ranks[0]].num_steps >= 20
     if strategy not in ASYNCHRONOUS:
@@ -103,34 +108,8 @@ def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_ranks):
 def test_a_report_says_what_each_rank_holds(ranks):
     size = 4 * (16 * 5 + 2 * 17)
     for word, parameters, state in (("ddp", size, size), ("fsdp", size // 2, size // 2)):
-        for report, _ in ranks(2).call(run_job, spec_of(word, num_epochs=1, momentum=0.9)):
+        for report, _ in ranks(2).call(train_job, spec_of(word, num_epochs=1, momentum=0.9)):
             assert (report.num_parameter_bytes, report.num_optimizer_bytes) == (parameters, state)
-
-
-SPARSE = """
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(nn.Embedding(20, 8, sparse={sparse}), nn.Flatten(), nn.Linear(16, 2))
-
-def data(split):
-    torch.manual_seed(3)
-    words = torch.randint(20, (100, 2))
-    return words, (words.sum(dim=1) > 19).long()
-"""
-
-
-@pytest.mark.parametrize("strategy", ["dp", "no-comm"])
-def test_sparse_gradients_train_as_dense_ones_do(ranks, strategy):
-    sparse, dense = (
-        ranks(2).call(
-            run_job, spec_of(strategy, source=SPARSE.format(sparse=sparse), momentum=0.9)
-        )[0][0]
-        for sparse in (True, False)
-    )
-    assert sparse.held_out_accuracy > 0.7
-    assert sparse.final_loss == pytest.approx(dense.final_loss, abs=1e-4)
 
 
 def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
@@ -142,7 +121,7 @@ def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
         "    return x, targets\n"
     )
     spec = spec_of("ddp", source=source)
-    result = ranks(2).call(run_job, spec)[0]
+    result = ranks(2).call(train_job, spec)[0]
     assert result[0].num_steps == len(losses(result)) > 0
     assert result[0].final_loss < 0.6
     assert math.isnan(result[0].held_out_loss)
@@ -159,13 +138,63 @@ def drawn_job(state, folder, spec, seed):
 
 
 def test_a_run_repeats_whatever_random_numbers_came_before(ranks):
-    one, other = (ranks(2).call(drawn_job, spec_of("ddp"), seed) for seed in (3, 30))
+    spec = spec_of("ddp", source=WITH_DROPOUT)
+    one, other = (ranks(2).call(drawn_job, spec, seed) for seed in (3, 30))
     assert one == other
-    assert one != ranks(2).call(drawn_job, spec_of("ddp", seed=1), 3)
+    assert one != ranks(2).call(drawn_job, replace(spec, seed=1), 3)
 
 
-def test_a_rank_does_not_import_at_start_what_few_runs_need():
-    code = "import sys, ddpnb.rank.training.loop; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True)
-    few = {"sklearn", "torch.distributed.tensor", "torch.distributed.optim"}
-    assert not few & set(done.stdout.decode().split())
+COMPILING_SECONDS = 1.0
+"""How long each compilation takes, at least: longer than all steps of a run together."""
+
+SLOWLY = f"""
+import time
+def slowly(module, inputs):
+    time.sleep({COMPILING_SECONDS})
+    return module.forward
+"""
+AROUND_STEP = CELL + SLOWLY + STEP.replace("def", "@torch.compile(backend=slowly)\ndef")
+AROUND_MODEL = (
+    CELL + SLOWLY + "plain = model\ndef model(): return torch.compile(plain(), backend=slowly)\n"
+)
+
+
+@pytest.mark.parametrize("source", [AROUND_STEP, AROUND_MODEL], ids=["step", "model"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "async"])
+def test_every_size_of_batch_is_compiled_before_the_clock_starts(fresh_ranks, strategy, source):
+    """Of 33 samples two workers get 17 and 16, and of the last 2 one each."""
+    spec = spec_of(strategy, source=source, batch_size=33)
+    for result in fresh_ranks(2).call(train_job, spec)[: 1 if strategy == "single" else 2]:
+        assert marks_of(result) == []
+        assert result[0].seconds < COMPILING_SECONDS
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "async"])
+def test_a_step_in_which_something_is_compiled_counts_no_time(fresh_ranks, strategy):
+    spec = spec_of(strategy, source=AROUND_STEP, num_warmup_steps=0, num_epochs=10)
+    results = [each for each in fresh_ranks(2).call(train_job, spec) if each[0].num_steps]
+    for result in results:
+        uncounted = [step for step in steps_of(result) if step.parts == NO_PARTS]
+        assert len(uncounted) == len(marks_of(result)) >= 1
+        if strategy != "async":  # where one may wait for the other at the end
+            assert result[0].seconds < COMPILING_SECONDS
+
+
+IMPORTING = """
+import sys, torch
+called = []
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device",
+             "get_device_properties", "get_device_capability"):
+    setattr(torch.cuda, name, lambda *_, name=name: called.append(name) or 0)
+torch._C._cuda_getDeviceCount = lambda: called.append("_cuda_getDeviceCount") or 0
+import ddpnb.rank.calls, ddpnb.rank.training.loop
+few = {"sklearn", "torch.distributed.tensor", "torch.distributed.optim"}
+print(called, few & set(sys.modules))
+"""
+
+
+def test_importing_what_ranks_need_calls_nothing_of_cuda_and_imports_no_more():
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "[] set()"

@@ -1,13 +1,16 @@
-"""Is a strategy added by one file and one entry in the catalogue?"""
+"""Is a strategy one file, a page that one can start from, and one entry in the catalogue?"""
 
 import subprocess
 import sys
 
 import pytest
 
+import ddpnb
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies import make_strategy
+from tests.rank.runs import losses, spec_of, train_job
+from tests.rank.sources import CELL
 
 ADDED = """
 from ddpnb.protocol import catalogue
@@ -80,3 +83,31 @@ def test_each_alias_is_answered_with_the_name_here():
         for alias in entry.aliases:
             with pytest.raises(UserError, match=f"^{alias} is called {name} here"):
                 make_strategy(alias, {})
+
+
+MOST_LINES = {"ddp": 150, "dp": 150, "fsdp": 150, "async": 150, "ddp-overlap-by-hand": 150}
+
+
+@pytest.mark.parametrize("name", ["ddp-overlap-by-hand", "local-sgd", "central", "zero", "diloco"])
+def test_a_pasted_strategy_trains_as_the_built_in_one(ranks, name):
+    found = STRATEGIES[name].import_path.partition(":")[2]
+    pasted = ddpnb.source(name).data.replace(f"class {found}(", "class Mine(")
+    own = spec_of("Mine", source=f"{pasted}\n{CELL}")
+    built_in, mine = (ranks(2).call(train_job, spec) for spec in (spec_of(name), own))
+    assert losses(mine[0]) == losses(built_in[0])
+    assert len(losses(mine[0])) > 5
+
+
+def test_a_strategy_is_a_page_that_measures_nothing():
+    for name in STRATEGIES:
+        text = ddpnb.source(name).data
+        assert len(text.splitlines()) <= MOST_LINES.get(name, 110), name
+        code = text.rpartition('"""\n\n')[2]
+        assert "timer" not in code, name
+        assert "perf_counter" not in code, name
+
+
+@pytest.mark.parametrize("name", ["nothing", "ddp:hook=fp16", ""])
+def test_what_has_no_file_is_refused(name):
+    with pytest.raises(UserError):
+        ddpnb.source(name)

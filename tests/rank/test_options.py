@@ -12,15 +12,15 @@ from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.model_checks import check_strategy
 from tests.rank.ranks import make_state
 from tests.rank.runs import FEATURED, header_of, losses, spec_of, steps_of, train_job
-from tests.rank.sources import CELL, HALVING, OWN_SGD
+from tests.rank.sources import CELL, HALVING, IN_GROUPS, OWN_SGD
 
 
-def rates_of(made: torch.optim.Optimizer, num_updates: int) -> list[float]:
-    seen = []
-    for _ in range(num_updates):
-        made.step()
-        seen.append(made.param_groups[0]["lr"])
-    return seen
+def optimizer_of(strategy: str, lines: str, num_ranks: int, num_steps: int, **changes):
+    """Make a cell's own optimizer as it is made for a training of so many global batches."""
+    spec = spec_of(strategy, source=CELL + lines, **changes)
+    context = build_context(spec, make_state(0, num_ranks), {}, filename="here")
+    worker = context.worker("t", num_steps=num_steps)
+    return worker.optimizer(worker.parameters)
 
 
 @pytest.mark.parametrize(
@@ -30,18 +30,14 @@ def rates_of(made: torch.optim.Optimizer, num_updates: int) -> list[float]:
 def test_num_steps_counts_the_updates_of_an_optimizer(word, num_ranks, num_updates):
     """In an epoch of 4 steps each gradient alone would make 4 updates for each worker."""
     lines = "\ndef optimizer(params, num_steps): return torch.optim.SGD(params, lr=num_steps)\n"
-    spec = spec_of(word, source=CELL + lines, batch_size=50, num_epochs=1)
-    context = build_context(spec, make_state(0, num_ranks), {}, filename="here")
-    worker = context.worker("t", num_steps=4)
-    assert worker.optimizer(worker.parameters).param_groups[0]["lr"] == num_updates
+    made = optimizer_of(word, lines, num_ranks, 4, batch_size=50, num_epochs=1)
+    assert made.param_groups[0]["lr"] == num_updates
 
 
-def own_rates(lines: str) -> list[float]:
-    """The learning rates of six updates of a cell's optimizer, two in an epoch."""
-    spec = spec_of("single", source=CELL + lines, batch_size=100, num_epochs=3)
-    context = build_context(spec, make_state(0, 1), {}, filename="here")
-    worker = context.worker("t", num_steps=6)
-    return rates_of(worker.optimizer(worker.parameters), 6)
+def test_groups_by_name_keep_their_own_rates():
+    made = optimizer_of("single", IN_GROUPS, 1, 6)
+    assert [group["lr"] for group in made.param_groups] == pytest.approx([0.1 / 25, 0.5 / 25])
+    assert [len(group["params"]) for group in made.param_groups] == [2, 2]
 
 
 OWN = """
@@ -54,7 +50,10 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize("lines", [HALVING, OWN + HALVING.replace("torch.optim.SGD", "Own")])
 def test_a_scheduler_of_ones_own_steps_once_with_each_update(lines):
     torch.optim.SGD([torch.ones(1)])
-    assert own_rates(lines) == pytest.approx([0.8, 0.4, 0.2, 0.1, 0.05, 0.025])
+    made = optimizer_of("single", lines, 1, 6, batch_size=100, num_epochs=3)
+    for rate in (0.8, 0.4, 0.2, 0.1, 0.05, 0.025):
+        made.step()
+        assert made.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("strategy", ["single", *FEATURED])

@@ -5,6 +5,7 @@
 is one rank of the real one: a plain script in a network namespace, which prints its step times.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -19,11 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpnb.protocol.messages import RankState, RunSpec, StepEvent
-from ddpnb.rank.training import loop
-from tests.delayed import INTERFACE, delayed_link
+from ddpnb.protocol.messages import RankState
+from tests.delayed import INTERFACE, delayed_link, ip
 from tests.rank.ranks import make_state
-from tests.system_packages import find_program, skip_or_fail
+from tests.rank.runs import spec_of, steps_of, train_job
+from tests.system_packages import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 RATE, DELAY_MS = "100Mbit", 2
@@ -55,17 +56,9 @@ def step_seconds(state: RankState, folder: Path, link: str = "") -> dict[str, fl
     """Return the median time of two steps in a row of each training on this rank."""
     found = {}
     for number, (strategy, options) in enumerate(TRAININGS.items()):
-        events: list[object] = []
         chosen = {"num_epochs": 1, "num_warmup_steps": 1, "batch_size": 16} | options
-        loop.run(
-            RunSpec(run_id=f"run-{number}", strategy=strategy, source=CELL, link=link, **chosen),
-            state=state,
-            folder=folder,
-            publish=events.append,
-            namespace={},
-            should_stop=lambda: False,
-        )
-        ends = [event.seconds for event in events if isinstance(event, StepEvent)][1:]
+        spec = spec_of(strategy, run_id=f"run-{number}", source=CELL, link=link, **chosen)
+        ends = [event.seconds for event in steps_of(train_job(state, folder, spec))][1:]
         found[strategy] = statistics.median(
             after - before for before, after in zip(ends, ends[2:], strict=False)
         )
@@ -88,31 +81,21 @@ def main(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def namespaces() -> Iterator[tuple[str, str]]:
     """Two network namespaces, connected by a link of limited rate on which all comes later."""
-    ip = find_program(["ip"], "needs iproute2")
-    tc = find_program(["tc"], "needs iproute2")
-    if os.geteuid() != 0:
-        skip_or_fail("needs root, to make network namespaces")
-    if not Path("/dev/net/tun").exists():
-        skip_or_fail("needs /dev/net/tun, to make a link that delays")
     names = (f"ddpnb-{os.getpid()}-0", f"ddpnb-{os.getpid()}-1")
-    try:
-        for name in names:
-            call(ip, "netns", "add", name)
-            call(ip, "-n", name, "link", "set", "lo", "up")
-        with delayed_link(names, subnet=SUBNET, seconds=DELAY_MS / 1000):
+    rate = ("rate", RATE, "burst", "16kb", "limit", "16mb")
+    with contextlib.ExitStack() as opened:
+        try:
             for name in names:
-                rate = ("rate", RATE, "burst", "16kb", "limit", "16mb")
-                call(tc, "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *rate)
-            yield names
-    except subprocess.CalledProcessError as error:
-        skip_or_fail(f"{' '.join(error.cmd)}: {error.stderr}")
-    finally:
-        for name in names:
-            subprocess.run([ip, "netns", "delete", name], check=False, capture_output=True)
-
-
-def call(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True, timeout=30)
+                ip("netns", "add", name)
+                opened.callback(ip, "netns", "delete", name)
+                ip("-n", name, "link", "set", "lo", "up")
+            opened.enter_context(delayed_link(names, subnet=SUBNET, seconds=DELAY_MS / 1000))
+            for name in names:
+                shaped = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *rate)
+                ip("netns", "exec", name, *shaped)
+        except (OSError, subprocess.CalledProcessError) as error:
+            skip_or_fail(f"needs root, iproute2 and /dev/net/tun: {error}")
+        yield names
 
 
 def test_an_emulated_link_is_as_slow_as_a_shaped_one(ranks, namespaces):

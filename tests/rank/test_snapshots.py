@@ -1,24 +1,20 @@
 """The held-out curve: the right models at the right moments, and no cost to the run."""
 
 import time
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 
 from ddpnb.protocol.messages import Evaluating
 from ddpnb.rank.training import snapshots
-from tests.rank import runs
-from tests.rank.runs import ASYNCHRONOUS, FEATURED, losses, run_job, steps_of
+from tests.rank.runs import ASYNCHRONOUS, FEATURED, losses, spec_of, steps_of, train_job
 from tests.rank.sources import WITH_DROPOUT
-
-
-def spec_of(strategy: str, **changes):
-    return runs.spec_of(strategy, **{"num_epochs": 3} | changes)
 
 
 @pytest.mark.parametrize("strategy", [*FEATURED, "local-sgd"])
 def test_a_curve_has_about_ten_points_on_rank_0(ranks, strategy):
-    (first, _), *others = ranks(2).call(run_job, spec_of(strategy))
+    (first, _), *others = ranks(2).call(train_job, spec_of(strategy))
     assert not any(report.evaluations for report, _ in others)
     found = first.evaluations
     samples, seconds = [e.num_samples for e in found], [e.seconds for e in found]
@@ -40,8 +36,8 @@ def test_a_curve_has_about_ten_points_on_rank_0(ranks, strategy):
 )
 def test_a_point_is_the_model_that_a_run_would_end_with_there(ranks, strategy):
     longer = spec_of(strategy, num_epochs=2, eval_every=1)
-    (at_one_epoch,) = ranks(2).call(run_job, longer)[0][0].evaluations
-    shorter = ranks(2).call(run_job, spec_of(strategy, num_epochs=1))[0][0]
+    (at_one_epoch,) = ranks(2).call(train_job, longer)[0][0].evaluations
+    shorter = ranks(2).call(train_job, spec_of(strategy, num_epochs=1))[0][0]
     assert at_one_epoch.num_samples == 200
     assert at_one_epoch.loss == pytest.approx(shorter.held_out_loss, abs=1e-5)
     assert at_one_epoch.accuracy == pytest.approx(shorter.held_out_accuracy)
@@ -49,7 +45,7 @@ def test_a_point_is_the_model_that_a_run_would_end_with_there(ranks, strategy):
 
 def test_so_many_samples_are_judged_at_so_many_moments_and_that_is_announced(ranks):
     spec = spec_of("ddp", num_points=3, eval_samples=30)
-    (report, events), *_ = ranks(2).call(run_job, spec)
+    (report, events), *_ = ranks(2).call(train_job, spec)
     assert report.num_held_out == 30
     assert len(report.evaluations) == 2
     told = [event for event in events if isinstance(event, Evaluating)]
@@ -58,7 +54,7 @@ def test_so_many_samples_are_judged_at_so_many_moments_and_that_is_announced(ran
 
 def test_a_curve_changes_nothing_that_is_trained(ranks):
     with_it, without = (
-        ranks(2).call(run_job, spec_of("local-sgd", source=WITH_DROPOUT, eval_every=every))[0]
+        ranks(2).call(train_job, spec_of("local-sgd", source=WITH_DROPOUT, eval_every=every))[0]
         for every in (0.15, 0.0)
     )
     assert len(with_it[0].evaluations) == 20
@@ -69,7 +65,7 @@ def test_a_curve_changes_nothing_that_is_trained(ranks):
 
 def test_a_slow_rank_0_knows_how_many_samples_the_others_have_seen(ranks):
     slow = ("0:120ms", "1:6ms")
-    results = ranks(2).call(run_job, spec_of("async", num_epochs=10, slow=slow))
+    results = ranks(2).call(train_job, spec_of("async", num_epochs=10, slow=slow))
     steps = [step for result in results for step in steps_of(result)]
     (first, _), _ = results
     assert first.evaluations
@@ -81,7 +77,7 @@ def test_a_slow_rank_0_knows_how_many_samples_the_others_have_seen(ranks):
 def patched_job(state, folder, spec, **changes):
     """Run it where something in the module is another thing."""
     with patch.multiple(snapshots, **changes):
-        return run_job(state, folder, spec)
+        return train_job(state, folder, spec)
 
 
 def slow_job(state, folder, spec):
@@ -95,12 +91,9 @@ def test_copies_are_off_the_clock_of_all_ranks(ranks):
     assert all(report.seconds < 1.0 for report, _ in results)
 
 
-def small_job(state, folder, spec, num_bytes):
-    return patched_job(state, folder, spec, MAX_BYTES=num_bytes)
-
-
 @pytest.mark.parametrize("num_copies", [0, 4])
 def test_copies_that_memory_does_not_hold_are_left_out(ranks, num_copies):
     size = 4 * (16 * 5 + 2 * 17)
-    report, _ = ranks(1).call(small_job, spec_of("ddp"), num_copies * size + size // 2)[0]
+    limited = partial(patched_job, MAX_BYTES=num_copies * size + size // 2)
+    report, _ = ranks(1).call(limited, spec_of("ddp"))[0]
     assert len(report.evaluations) == num_copies

@@ -15,7 +15,7 @@ from ddpnb.rank.collectives import trace
 from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.inspect.collective import show
 from ddpnb.reports.inside.collective import CollectiveResult, all_sent
-from ddpnb.reports.inside.traces import chrome_trace, joined
+from ddpnb.reports.inside.traces import joined
 
 SIZE = 30_000
 
@@ -105,8 +105,6 @@ def test_ranks_wait_for_the_one_that_is_late(ranks):
     of_all = joined("late", ranks(3).call(recorded, late), hosts=["here"] * 3)
     begin = {span.rank: span.start for span in of_all.spans}
     assert begin[1] > max(begin[0], begin[2])
-    waits = [e for e in chrome_trace(of_all)["traceEvents"] if e.get("cat") == "wait"]
-    assert {e["pid"] for e in waits} >= {1, 3}  # of ranks 0 and 2
 
 
 def test_a_trace_is_bounded_and_counts_the_rest(ranks):
