@@ -174,17 +174,6 @@ def run(cluster: Cluster, source: str, **options: Any) -> Ended:
     return finish(begin(cluster, source, **options))
 
 
-def run_on_each(clusters: Sequence[Cluster], source: str) -> list[Ended]:
-    """Run a cell on several clusters at the same time; return how it ended on each."""
-    cells = [begin(cluster, source) for cluster in clusters]
-    threads = [threading.Thread(target=finish, args=[cell]) for cell in cells]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return cells
-
-
 def pull(cluster: Cluster, expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
     return pull_variable(cluster, expression, cluster.ranks if ranks is None else ranks)
 

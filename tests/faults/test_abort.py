@@ -4,12 +4,10 @@ NCCL needs GPUs; in its place stands a backend in Python whose collectives wait 
 are aborted, unless all ranks have come.
 """
 
-import multiprocessing
 import threading
-import time
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,20 +17,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 from ddpnb.protocol.connections import Address
+from ddpnb.protocol.messages import RankState
 from ddpnb.rank import group as group_module
 from ddpnb.rank.cancellation import ConsequenceError, is_consequence
 from ddpnb.rank.cells import aborted
 from ddpnb.rank.group import Group
+from tests.rank.ranks import Ranks
 
 ABORTED = "NCCL communicator was aborted on rank"
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["ddpnb.rank.group"])
 
 
 class StandIn(dist.ProcessGroup):
     """Sums one number over the ranks through the store, or waits to be aborted."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.store, self.this, self.num = store, rank, size
         self.calls: list[str] = []
@@ -65,13 +63,9 @@ class StandIn(dist.ProcessGroup):
         return "standin"
 
 
-def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StandIn:
-    return StandIn(store, rank, size)
-
-
 def member(rank: int, folder: Path) -> Group:
     if not hasattr(dist.Backend, "STANDIN"):
-        dist.Backend.register_backend("standin", make, devices=["cpu"])
+        dist.Backend.register_backend("standin", StandIn, devices=["cpu"])
     return Group(
         rank=rank,
         local_rank=rank,
@@ -85,54 +79,34 @@ def member(rank: int, folder: Path) -> Group:
     )
 
 
-def one_that_waits(folder: Path, pipe: Connection) -> None:
-    """Rank 0: all-reduce without rank 1 until another thread cuts; join again."""
-    group = member(0, folder)
+def cut_and_join_again(state: RankState, folder: Path):
+    """Rank 0 waits in two groups for rank 1, which never comes, until another thread cuts."""
+    group = member(state.rank, folder)
     group.join(0)
-    sub_group = dist.new_group([0, 1])
-    parts = [dist.group.WORLD, sub_group]
-    threading.Timer(0.5, group.abort).start()
-    began = time.monotonic()
-    errors = []
-    for part in parts:
-        try:
-            dist.all_reduce(torch.ones(1), group=part)
-        except RuntimeError as error:
-            errors.append((str(error), is_consequence(error)))
-    seconds = time.monotonic() - began
+    parts, errors = [dist.group.WORLD, dist.new_group([0, 1])], []
+    if state.rank == 0:
+        threading.Timer(0.5, group.abort).start()
+        for part in parts:
+            try:
+                dist.all_reduce(torch.ones(1), group=part)
+            except RuntimeError as error:
+                errors.append((str(error), is_consequence(error)))
     is_known = dist.is_initialized()
     group.join(1)
     total = torch.ones(1)
     dist.all_reduce(total)
-    pipe.send((errors, seconds, is_known, [part.calls for part in parts], total.item()))
+    return errors, is_known, [part.calls for part in parts], total.item()
 
 
-def one_that_is_late(folder: Path, pipe: Connection) -> None:
-    """Rank 1: never comes to the first all-reduce, and is in good time for the next group."""
-    group = member(1, folder)
-    group.join(0)
-    dist.new_group([0, 1])
-    time.sleep(2)
-    group.join(1)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    pipe.send(total.item())
-
-
-def test_a_wait_ends_by_an_abort_and_the_next_group_works(tmp_path: Path):
-    pipes = []
-    for job in (one_that_waits, one_that_is_late):
-        ours, theirs = CONTEXT.Pipe()
-        CONTEXT.Process(target=job, args=(tmp_path, theirs), daemon=True).start()
-        theirs.close()
-        pipes.append(ours)
-    assert all(pipe.poll(60) for pipe in pipes), "hangs"
-    errors, seconds, is_known, calls, total = pipes[0].recv()
+def test_a_wait_ends_by_an_abort_and_the_next_group_works():
+    with closing(Ranks(0)) as ranks:
+        waiting, late = (ranks.start_outside(cut_and_join_again, rank) for rank in range(2))
+        errors, is_known, calls, total = waiting.result()
+        *_, total_there = late.result()
     assert errors == [(f"{ABORTED} 0.", True)] * 2
-    assert 0.4 < seconds < 10
     assert is_known, "the next call must report the abort, not that there is no group"
     assert calls == [["abort", "abort", "shutdown"]] * 2  # aborted, and again before it is left
-    assert total == pipes[1].recv() == 2
+    assert total == total_there == 2
 
 
 def test_an_abort_that_hangs_holds_up_nothing(tmp_path, monkeypatch, capfd):

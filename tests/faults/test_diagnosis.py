@@ -1,30 +1,12 @@
 """Cells that would wait for ever are named rightly and freed; slow ones are left alone."""
 
 import re
-import time
-from collections.abc import Iterator
 
 import pytest
 
-from ddpnb.cluster.call import Timeouts
 from ddpnb.cluster.cluster import Cluster
-from tests.cluster.rig import DYNAMO, EIGHTH, run, started
-
-SETUP = """
-import queue, threading, time
-import torch, torch.distributed as dist
-import torch._dynamo  # not by the first DDP, amid a case: that takes a second
-from torch.nn.parallel import DistributedDataParallel as DDP
-x = torch.ones(3)
-kept = 10 * rank
-"""
-
-USABLE = """
-assert kept == 10 * rank, kept
-total = torch.ones(1)
-dist.all_reduce(total)
-assert total.item() == world_size
-"""
+from tests.cluster.rig import run
+from tests.faults.conftest import check_is_brought_back, check_they_go_on
 
 SHARED_SUM = """
 from ddpnb.rank.engine import RankEngine
@@ -34,7 +16,7 @@ from ddpnb.rank.strategies import ddp_shm
 group = RankEngine.instance().group
 shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='hang', rank=rank,
     world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))
-net = DDP(torch.nn.Linear(3, 2))
+net = DDP(nn.Linear(3, 2))
 net.register_comm_hook(shared, ddp_shm._all_reduce_bucket)
 """
 BATCHES = "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()"
@@ -57,7 +39,7 @@ HANGS = {
         r"rank 0 waits in send to rank 2 \(line 1\); rank 2 has finished .* without receiving",
     ),
     "one batch fewer": (
-        f"net = DDP(torch.nn.Linear(3, 2))\n{BATCHES}",
+        f"net = DDP(nn.Linear(3, 2))\n{BATCHES}",
         r"ranks 1-2 wait in all_reduce of the backward pass \(line 3.*rank 0 .* fewer batches",
     ),
     "one batch fewer, summed in shared memory": (
@@ -106,43 +88,30 @@ LARGE_CALLS = "big = torch.ones(20_000_000)\nfor _ in range(6): dist.all_reduce(
 """Starved of processor time they look idle for the short moment that divided timeouts allow."""
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    """Three ranks with something to lose."""
-    with started(3, timeouts=EIGHTH, environment=DYNAMO) as cluster:
-        for source in (SETUP, "def synchronise(tensor):\n    dist.all_reduce(tensor)\n"):
-            assert not run(cluster, source).failures
-        yield cluster
-
-
 @pytest.mark.parametrize("case", HANGS)
-def test_a_cell_that_would_wait_for_ever_is_named_and_freed(three: Cluster, case: str) -> None:
-    check_is_named_and_freed(three, *HANGS[case])
+def test_a_cell_that_would_wait_for_ever_is_named_and_freed(quick: Cluster, case: str) -> None:
+    check_is_named_and_freed(quick, *HANGS[case])
 
 
-def test_with_the_usual_timeouts_too(three: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(three, "timeouts", Timeouts())
+def test_with_the_usual_timeouts_too(three: Cluster) -> None:
     check_is_named_and_freed(three, *HANGS["a rank skips an all_reduce"])
     check_is_left_alone(three, "if rank == 0: time.sleep(4)\ndist.all_reduce(x)")
     check_is_left_alone(three, LARGE_CALLS)
 
 
-def check_is_named_and_freed(three: Cluster, source: str, expected: str) -> None:
-    began = time.monotonic()
-    ended = run(three, source)
+def check_is_named_and_freed(cluster: Cluster, source: str, expected: str) -> None:
+    ended = run(cluster, source)
     assert re.search(expected, ended.watch.hang, re.DOTALL), ended.watch.hang
     assert not ended.lost
-    assert time.monotonic() - began < 15, "found within 6 s; the rest is for a busy machine"
-    assert not run(three, USABLE).failures
+    assert ended.seconds < 15, "found within 6 s; the rest is for a busy machine"
+    check_they_go_on(cluster)
 
 
-def test_a_rank_that_cannot_be_freed_is_ended_and_brought_back(three: Cluster) -> None:
-    ended = run(three, "if rank == 1: dist.new_group([0, 1])")
+def test_a_rank_that_cannot_be_freed_is_ended_and_brought_back(quick: Cluster) -> None:
+    ended = run(quick, "if rank == 1: dist.new_group([0, 1])")
     assert re.search(r"rank 1 waits in new_group \(line 1.*ranks 0,2 fini", ended.watch.hang)
     assert list(ended.lost) == [1]
-    three.bring_back([1])
-    assert not run(three, SETUP + "synchronise = dist.all_reduce", ranks=[1]).failures
-    assert not run(three, USABLE).failures
+    check_is_brought_back(quick, 1)
 
 
 SLOW_TO_LEAVE = """
@@ -156,22 +125,22 @@ if rank: dist.all_reduce(x)
 """
 
 
-def test_a_freed_rank_that_is_slow_to_leave_its_call_lives_on(three: Cluster) -> None:
+def test_a_freed_rank_that_is_slow_to_leave_its_call_lives_on(quick: Cluster) -> None:
     """As on a busy machine, where it does not get the processor."""
-    ended = run(three, SLOW_TO_LEAVE)
+    ended = run(quick, SLOW_TO_LEAVE)
     assert not ended.lost
     assert sorted(ended.failures) == [1, 2]
     assert ended.seconds > 0.625
-    assert not run(three, USABLE).failures
+    check_they_go_on(quick)
 
 
 @pytest.mark.parametrize("case", HONEST)
-def test_a_slow_cell_is_left_alone(three: Cluster, case: str) -> None:
-    check_is_left_alone(three, HONEST[case])
+def test_a_slow_cell_is_left_alone(quick: Cluster, case: str) -> None:
+    check_is_left_alone(quick, HONEST[case])
 
 
-def check_is_left_alone(three: Cluster, source: str) -> None:
-    ended = run(three, source)
+def check_is_left_alone(cluster: Cluster, source: str) -> None:
+    ended = run(cluster, source)
     assert not ended.watch.hang
     assert not ended.failures, ended.failures
-    assert not run(three, USABLE).failures
+    check_they_go_on(cluster)

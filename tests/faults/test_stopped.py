@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import psutil
@@ -12,32 +11,15 @@ import pytest
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.session.status import status_table
-from tests.cluster.rig import begin, finish, processes_of, pull, run, started, wait_until
+from tests.cluster.rig import begin, finish, processes_of, run, started, wait_until
+from tests.faults.conftest import check_is_brought_back, check_they_go_on
 
-SETUP = "import time, torch, torch.distributed as dist\nkept = rank + 10"
 LOOP = """
 print("begun")
 for _ in range({num}):
     dist.all_reduce(torch.ones(10))
     time.sleep(0.01)
 """
-ENDLESS = LOOP.format(num=1_000_000)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with started(3) as cluster:
-        run(cluster, SETUP)
-        yield cluster
-
-
-@pytest.fixture
-def stopped(three: Cluster) -> Iterator[psutil.Process]:
-    """Rank 1's process; it goes on at the end whatever a test has done."""
-    process = psutil.Process(three.states[1].pid)
-    yield process
-    if process.is_running():
-        process.resume()
 
 
 def test_a_rank_that_keeps_its_threads_waiting_is_named(three: Cluster, monkeypatch):
@@ -50,95 +32,64 @@ def test_a_rank_that_keeps_its_threads_waiting_is_named(three: Cluster, monkeypa
     assert not cell.watch.hang
 
 
-def stop_once_begun(cell, process: psutil.Process) -> None:
-    def stop() -> None:
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_or_is_interrupted(
+    three: Cluster, is_interrupted: bool
+) -> None:
+    process = psutil.Process(three.states[1].pid)
+    cell = begin(three, LOOP.format(num=10**6 if is_interrupted else 400))
+    acted_at: list[float] = []
+
+    def act() -> None:
         wait_until(lambda: len(cell.printed) == 3, "every rank to begin")
         process.suspend()
+        wait_until(lambda: bool(cell.notes), "a note, within 6 s; the rest is for a busy machine")
+        acted_at.append(time.monotonic())
+        if is_interrupted:
+            cell.watch.stop_requested = True
+        else:
+            process.resume()
 
-    threading.Thread(target=stop).start()
-
-
-def do_once_notified(cell, do) -> list[float]:
-    """Do something as soon as the user is notified; return when that was."""
-    notified_at: list[float] = []
-
-    def wait() -> None:
-        wait_until(lambda: bool(cell.notes), "a note", timeout=60)
-        notified_at.append(time.monotonic())
-        do()
-
-    threading.Thread(target=wait).start()
-    return notified_at
-
-
-def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_with_it(
-    three: Cluster, stopped: psutil.Process
-) -> None:
-    cell = begin(three, LOOP.format(num=400))
-    began = time.monotonic()
-    stop_once_begun(cell, stopped)
-    notified_at = do_once_notified(cell, stopped.resume)
+    threading.Thread(target=act).start()
     finish(cell)
-    assert [f"kill -CONT {stopped.pid}" in note for note in cell.notes] == [True]
-    assert notified_at[0] - began < 30, "found within 6 s; the rest is for a busy machine"
-    assert not cell.failures
-    assert not cell.watch.hang
-    assert pull(three, "kept") == [10, 11, 12]
-
-
-def test_an_interrupt_ends_a_cell_with_a_stopped_rank_and_keeps_its_variables(
-    three: Cluster, stopped: psutil.Process
-) -> None:
-    cell = begin(three, ENDLESS)
-    stop_once_begun(cell, stopped)
-    interrupted_at = do_once_notified(cell, lambda: setattr(cell.watch, "stop_requested", True))
-    finish(cell)
-    assert time.monotonic() - interrupted_at[0] < 20
-    assert set(cell.failures) == {0, 1, 2}
+    assert time.monotonic() - acted_at[0] < 20
+    assert [f"kill -CONT {process.pid}" in note for note in cell.notes] == [True]
+    assert set(cell.failures) == (set(three.ranks) if is_interrupted else set())
     assert not cell.lost
-    assert not run(three, LOOP.format(num=2)).failures
-    assert pull(three, "kept") == [10, 11, 12]
+    assert not cell.watch.hang
+    check_they_go_on(three)
 
 
-def test_a_restart_of_a_stopped_rank_keeps_the_others(
-    three: Cluster, stopped: psutil.Process
-) -> None:
-    stopped.suspend()
+def test_a_restart_of_a_stopped_rank_keeps_the_others(three: Cluster) -> None:
+    process = psutil.Process(three.states[1].pid)
+    process.suspend()
     wait_until(lambda: three.processes.stopped_members == {1}, "the signal to be reported")
     (note,) = status_table(three, ()).notes
-    assert f"kill -CONT {stopped.pid}" in note
-    three.bring_back([1])
-    assert not stopped.is_running()
-    run(three, SETUP, ranks=[1])
-    assert not run(three, LOOP.format(num=2)).failures
-    assert pull(three, "kept") == [10, 11, 12]
+    assert f"kill -CONT {process.pid}" in note
+    check_is_brought_back(three, 1)
+    assert not process.is_running()
 
 
-NOTEBOOK = """
-import sys, time
-from tests.cluster.rig import begin, finish, pull, run, started
+NOTEBOOK = f"""
+from tests.cluster.rig import begin, finish, run, started
+from tests.faults.conftest import SETUP, check_they_go_on
 with started(2) as cluster:
-    run(cluster, {setup!r})
-    cell = begin(cluster, {source!r}, timeout=60)
+    run(cluster, SETUP)
+    cell = begin(cluster, {LOOP.format(num=100)!r}, timeout=60)
     print("begun", flush=True)
     finish(cell)
-    again = run(cluster, {source!r}, timeout=60)
-    for one in (cell, again):
-        assert not one.watch.hang, one.watch.hang
-        assert not one.failures, one.failures
-        assert not one.notes, one.notes
-        assert not one.watch.timed_out
-    assert pull(cluster, "kept") == [10, 11]
+    assert not cell.watch.hang, cell.watch.hang
+    assert not cell.failures, cell.failures
+    assert not cell.notes, cell.notes
+    check_they_go_on(cluster)
 print("fine", flush=True)
 """
 
 
 def test_all_processes_may_sleep_and_wake_up() -> None:
     """As when a laptop is closed in the midst of a cell."""
-    script = NOTEBOOK.format(setup=SETUP, source=LOOP.format(num=100))
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
-    ) as notebook:
+    command = [sys.executable, "-c", NOTEBOOK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as notebook:
         assert notebook.stdout is not None
         assert notebook.stdout.readline() == "begun\n"
         time.sleep(0.4)  # in the midst of it

@@ -17,7 +17,7 @@ from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
 from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.messages import OnRank, RunSpec
+from ddpnb.protocol.messages import OnRank
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison import Training, prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
@@ -126,10 +126,8 @@ def test_a_run_is_stopped_in_its_midst(cluster, tmp_path, strategy):
     training, marker = prepared(cluster, tmp_path, strategy, "pass")
     training.grace_seconds = GENEROUS_SECONDS  # the ranks are interrupted after it
     called = call_once(marker, training.stop)
-    result = training.run()
-    assert time.monotonic() - called.result() < GENEROUS_SECONDS
-    (snapshot,) = result.comparison.runs
-    assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "stopped by the user")
+    training.run()
+    check_was_stopped(training, called, "stopped by the user")
 
 
 @pytest.mark.parametrize(
@@ -144,29 +142,27 @@ def test_an_interrupt_ends_a_run_in_which_a_rank_waits_also_some_time_after_a_st
     called = call_once(marker, training.stop if is_stop else interrupt)
     with pytest.raises(KeyboardInterrupt):
         training.run()
+    check_was_stopped(training, called, "interrupted")
+
+
+def check_was_stopped(training: Training, called: Future[float], detail: str) -> None:
     assert time.monotonic() - called.result() < GENEROUS_SECONDS
     (snapshot,) = training.recorder.comparison.runs
-    assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "interrupted")
+    assert (snapshot.status, snapshot.detail) == (Status.STOPPED, detail)
 
 
-@pytest.mark.parametrize("strategy", ALL)
-def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "is_begun"),
+    [*((name, True) for name in ALL), *((name, False) for name in WAIT_ELSEWHERE)],
+)
+def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy, is_begun):
+    """For a step, or for the run to begin."""
     marker = tmp_path / "marker"
-    (spec,) = a_spec(strategy, marker, SLEEPS, SHORT).run_specs()
-    freed_by_an_abort(cluster, spec, marker)
-
-
-@pytest.mark.parametrize("strategy", WAIT_ELSEWHERE)
-def test_to_cut_the_group_frees_whoever_waits_for_the_run_to_begin(cluster, tmp_path, strategy):
-    marker = tmp_path / "marker"
-    (spec,) = a_spec(strategy, marker, "pass", SHORT).run_specs()
-    is_late = f"    if rank == 1: Path({str(marker)!r}).touch(); {SLEEPS}\n"
-    source = spec.source.replace("def model():\n", f"def model():\n{is_late}")
-    freed_by_an_abort(cluster, replace(spec, source=source), marker)
-
-
-def freed_by_an_abort(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
-    """Train until rank 1 sleeps, abort the group under rank 0, and see it return."""
+    (spec,) = a_spec(strategy, marker, SLEEPS if is_begun else "pass", SHORT).run_specs()
+    if not is_begun:
+        is_late = f"    if rank == 1: Path({str(marker)!r}).touch(); {SLEEPS}\n"
+        source = spec.source.replace("def model():\n", f"def model():\n{is_late}")
+        spec = replace(spec, source=source)
     cluster.ensure_group()
     freed: list[float] = []
 

@@ -43,6 +43,7 @@ GLOO = (
         (DistNetworkError("recvValue failed: Connection reset by peer"), True),
         (DistBackendError("NCCL communicator was aborted on rank 1."), True),
         (DistBackendError("unhandled system error"), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), False),
         (RuntimeError("the camera said: Connection reset by peer"), False),
         (BrokenPipeError(32, "Broken pipe"), False),
     ],

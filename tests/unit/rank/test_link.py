@@ -1,14 +1,10 @@
-"""How long exchanges last over a link, and when they end; no process, no torch.distributed."""
-
-import time
-from concurrent.futures import ThreadPoolExecutor
+"""How long exchanges last over a link."""
 
 import pytest
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.collectives import link as emulated_link
-from ddpnb.rank.collectives.link import Link
 from ddpnb.rank.collectives.table import METHODS
 
 GIGABIT = parse_link("1Gbit,0.5ms")
@@ -44,20 +40,6 @@ def test_a_collective_lasts_as_long_as_its_messages(method, num_ranks, expected)
     size = 0 if method == "barrier" else 10**6
     messages = METHODS[method].cost(size, num_ranks)
     assert 1000 * messages.seconds(GIGABIT) == pytest.approx(expected)
-
-
-def test_messages_to_one_rank_follow_each_other():
-    link, ends = Link(GIGABIT), []
-
-    def receive(_: int) -> None:
-        link.receive(1_250_000)
-        ends.append(time.monotonic())
-
-    began = time.monotonic()
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(receive, range(3)))
-    for number, end in enumerate(sorted(ends), start=1):
-        assert end - began >= number * 0.01 + GIGABIT.latency_seconds
 
 
 def test_a_gpu_does_not_wait_for_an_emulated_link():

@@ -1,0 +1,54 @@
+"""Three ranks to break, and what must be left of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ddpnb.cluster.cluster import Cluster
+from tests.cluster.rig import DYNAMO, EIGHTH, run, started
+
+SETUP = """
+def synchronise(tensor):
+    dist.all_reduce(tensor)
+import os, time, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+x = torch.ones(3)
+kept = 10 * rank
+"""
+USABLE = """
+assert kept == 10 * rank, kept
+total = torch.full((5,), float(rank))
+dist.all_reduce(total)
+assert total.tolist() == [sum(range(world_size))] * 5
+"""
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Cluster]:
+    """Three ranks with something to lose, supervised as a user's are."""
+    with started(3, environment=DYNAMO) as cluster:
+        assert not run(cluster, SETUP).failures
+        yield cluster
+
+
+@pytest.fixture
+def quick(three: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """The same, supervised with an eighth of the usual timeouts."""
+    monkeypatch.setattr(three, "timeouts", EIGHTH)
+    return three
+
+
+def check_they_go_on(cluster: Cluster, **options: Any) -> None:
+    """All ranks meet in the next cell, and have kept their variables."""
+    ended = run(cluster, USABLE, **options)
+    assert not ended.failures, ended.failures
+    assert not ended.lost
+
+
+def check_is_brought_back(cluster: Cluster, rank: int) -> None:
+    """A new process takes a rank's place; the others have kept their variables."""
+    cluster.bring_back([rank])
+    assert not run(cluster, SETUP, ranks=[rank]).failures
+    check_they_go_on(cluster)
