@@ -40,7 +40,6 @@ STRATEGIES = (
     "ddp:find_unused_parameters=on",
     "ddp:hook=fp16",
     "ddp:hook=bf16",
-    "ddp:hook=powersgd",
     "ddp-shm",
     "ddp-by-hand",
     "ddp-overlap-by-hand",

@@ -294,8 +294,6 @@ TWO_TYPES = GOOD + (
 @pytest.mark.parametrize(
     ("strategy", "source", "said"),
     [
-        ("ddp:hook=powersgd", TEMPERATURE, "temperature"),
-        ("ddp:hook=powersgd", TWO_TYPES, "powersgd"),
         ("zero", TWO_TYPES, "zero"),
         ("fsdp", TEMPERATURE, "temperature"),
     ],
