@@ -17,10 +17,10 @@ from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.servers.memory import PackedTensors, pack
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.base import OptimizerFactory, Supervised
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 from ddpnb.rank.training.timing import StepReport
+from ddpnb.rank.worker import Batch, Memory, Worker
 
 BeforeStep = Callable[[int, int], None]
 """Called with rank and step number: where a test injects a fault."""
@@ -161,18 +161,7 @@ def drive(
 ) -> Fit:
     """Train on every shard that the strategy names; ``fields``: more fields of the worker."""
     order, (inputs, targets) = problem.order(state.world_size), problem.data()
-    worker = Worker(
-        model=problem.build(),
-        make_model=problem.build,
-        training_step=Supervised(nn.functional.mse_loss),
-        device=torch.device("cpu"),
-        rank=state.rank,
-        world_size=state.world_size,
-        num_steps=order.num_steps,
-        folder=folder,
-        accumulate=problem.accumulate,
-        **({"name": "fit", "make_optimizer": problem.factory()} | fields),
-    )
+    worker = worker_of(problem, state, folder, **fields)
     strategy.setup(worker)
     reports = []
     shards = taken_in_advance(strategy.shards(), fields.get("num_prefetched", 0))
@@ -188,6 +177,21 @@ def drive(
     return replace(
         fit_of(strategy.finish(), reports),
         memory=memory,
+    )
+
+
+def worker_of(problem: Problem, state: RankState, folder: Path, **fields: Any) -> Worker:
+    return Worker(
+        model=problem.build(),
+        make_model=problem.build,
+        training_step=Supervised(nn.functional.mse_loss),
+        device=torch.device("cpu"),
+        rank=state.rank,
+        world_size=state.world_size,
+        num_steps=problem.order(state.world_size).num_steps,
+        folder=folder,
+        accumulate=problem.accumulate,
+        **({"name": "fit", "make_optimizer": problem.factory()} | fields),
     )
 
 

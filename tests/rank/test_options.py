@@ -7,9 +7,9 @@ import torch
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.strategies.worker import Batch
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.model_checks import check_strategy
+from ddpnb.rank.worker import Batch
 from tests.rank.ranks import make_state
 from tests.rank.runs import FEATURED, header_of, losses, spec_of, steps_of, train_job
 from tests.rank.sources import CELL, HALVING, OWN_SGD

@@ -44,7 +44,7 @@ from ddpnb.rank.collectives.link import NO_LINK
 from ddpnb.rank.servers.queue import NO_BOUND
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, ParameterStore
 from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.strategies.worker import Batch, Memory, Worker
+from ddpnb.rank.worker import Batch, Memory, Worker
 
 _OWN_WORKER_NOTE = (
     "Rank 0 trains beside the server, which it reaches without a link: over a slow one it takes "

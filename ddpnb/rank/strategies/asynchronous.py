@@ -12,9 +12,9 @@ from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.memory import Gradients, PackedTensors
 from ddpnb.rank.servers.queue import NO_BOUND, UpdateCounter, WorkQueue
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.worker import Worker
 
 
 class AsynchronousStrategy(Strategy):
@@ -72,8 +72,7 @@ class AsynchronousStrategy(Strategy):
 
         self.worker = worker
         patience = 1.0 if worker.rank == 0 else 1.5  # the queue's own report comes first
-        config = worker.worker_config(patience * self._timeout)
-        client = Client(config, num_copies, make_queue, joins=worker.joins)
+        client = Client(worker, patience * self._timeout, num_copies, make_queue)
         self.client = self._opened.enter_context(contextlib.closing(client))
         self.client.begin()
 

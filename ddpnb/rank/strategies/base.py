@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.batches import Shard, every_step
+from ddpnb.rank.worker import Batch, Memory, Worker
 
 State = dict[str, Any]
 """A model's ``state_dict``."""

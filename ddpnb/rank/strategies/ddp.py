@@ -32,7 +32,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
+from ddpnb.rank.worker import Batch, Worker
 
 _DEFAULT_CAP_MB: Final = 25.0
 

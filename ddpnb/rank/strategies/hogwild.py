@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ddpnb.rank.servers.queue import UpdateCounter
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, scaled_rate
-from ddpnb.rank.strategies.worker import Batch, Worker
+from ddpnb.rank.worker import Batch, Worker
 
 
 @final

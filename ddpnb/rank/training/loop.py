@@ -33,7 +33,6 @@ from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard, Tree
 from ddpnb.rank.training.context import UNNAMED, build_context
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
@@ -44,6 +43,7 @@ from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.stop import Stop
 from ddpnb.rank.training.timing import Clock, StepReport
+from ddpnb.rank.worker import Worker
 
 CEILING_SECONDS = 4.0
 """How long a rank trains a ceiling, if the run is as long."""

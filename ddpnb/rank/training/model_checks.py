@@ -18,10 +18,10 @@ from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.notation import Choice, parse_strategy
 from ddpnb.rank.random_state import preserve_globals, seed_everything
 from ddpnb.rank.strategies.fsdp import layers_of
-from ddpnb.rank.strategies.worker import Batch, Worker, state_of
 from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, split_step
 from ddpnb.rank.tasks.batches import Tree, shape_of
 from ddpnb.rank.training.evaluation import number_of, pair_of
+from ddpnb.rank.worker import Batch, Worker, state_of
 
 NUM_TRIALS = 8
 """Seeds that a loss which draws random numbers is computed with."""

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import State, Strategy
-from ddpnb.rank.strategies.worker import Worker, state_of
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.evaluation import has_batchnorm
 from ddpnb.rank.training.run_metrics import RunMetrics
+from ddpnb.rank.worker import Worker, state_of
 
 MAX_BYTES = 1_000_000_000
 """The most that the copies of a rank take, in the memory of the host."""
