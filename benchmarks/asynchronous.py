@@ -17,7 +17,6 @@ from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.memory import PackedTensors
-from ddpnb.rank.servers.queue import WorkQueue
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.asynchronous import ParameterStore
 from ddpnb.rank.tasks import load_task
@@ -48,12 +47,11 @@ def exchange_ms(
     own.mkdir(exist_ok=True)
     worker = _ready_worker(state, own, num_floats, rounds)
 
-    def make_queue(copies: Sequence[PackedTensors]) -> WorkQueue:
-        store = ParameterStore(copies, lambda p: torch.optim.SGD(p, lr=0.1))
-        return WorkQueue(store, num_workers=2, num_shards=10**9, timeout_seconds=60)
+    def make_store(copies: Sequence[PackedTensors]) -> ParameterStore:
+        return ParameterStore(copies, worker.make_optimizer)
 
     taken = []
-    with closing(Client(worker, 60, 2, make_queue)) as client:
+    with closing(Client(worker, 2, make_store, timeout_seconds=60)) as client:
         client.begin()
         gradients = [torch.ones_like(each) for each in worker.parameters]
         for _ in range(rounds if state.rank == 1 else 0):

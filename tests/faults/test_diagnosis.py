@@ -61,7 +61,7 @@ HANGS = {
     ),
     "one batch fewer, summed in shared memory": (
         f"{SHARED_SUM}{BATCHES}",
-        r"ranks 1-2 wait in all_reduce of the backward pass \(line 11\).*rank 0 .* fewer batches",
+        r"ranks 1-2 wait in all_reduce of the backward pass \(line 10\).*rank 0 .* fewer batches",
     ),
     "a function of an earlier cell": (
         "synchronise(x) if rank else None",

@@ -41,7 +41,7 @@ def fit_async(
     own.mkdir(exist_ok=True)
     try:
         fit = drive(strategy, state, own, problem, before_step, **fields)
-        return fit, list(strategy.lost_shards())
+        return fit, strategy.queue.lost_shards if strategy.queue else []
     finally:
         strategy.close()
         strategy.close()

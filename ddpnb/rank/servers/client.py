@@ -25,12 +25,14 @@ from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.collectives.link import Link
 from ddpnb.rank.servers.memory import Gradients, PackedTensors, SharedMemory, pack
 from ddpnb.rank.servers.queue import (
+    NO_BOUND,
     NO_RANK,
     REPLY,
     REQUEST,
     SERVER_RANK,
     Reply,
     RequestKind,
+    UpdateCounter,
     WorkQueue,
 )
 from ddpnb.rank.servers.rendezvous import (
@@ -43,8 +45,11 @@ from ddpnb.rank.servers.rendezvous import (
 )
 from ddpnb.rank.worker import Worker
 
-MakeQueue = Callable[[Sequence[PackedTensors]], WorkQueue]
-"""Makes rank 0's queue from the copies of the parameters, the first of which holds rank 0's."""
+MakeUpdates = Callable[[Sequence[PackedTensors]], UpdateCounter]
+"""Makes, on rank 0, what workers read and write.
+
+From copies of the parameters, the first of which holds rank 0's.
+"""
 
 
 class RunOverError(Exception):
@@ -62,9 +67,10 @@ class Client:
         worker: this one; takes part: every rank, or one on rank 0's host that joins.  Its
             parameters, where they are on a CPU, then lie where other ranks write them; to other
             devices they are copied.
-        timeout_seconds: how long to wait for a rank that is alive.
         num_copies: of the parameters: one for each worker, or one that all of them update.
-        make_queue: called on rank 0.
+        make_updates: called on rank 0.
+        timeout_seconds: in which some worker must make progress.
+        bound: steps that a worker may be ahead of the slowest.
 
     Raises:
         RunOverError: there is no run to join.
@@ -72,17 +78,22 @@ class Client:
     """
 
     def __init__(
-        self, worker: Worker, timeout_seconds: float, num_copies: int, make_queue: MakeQueue
+        self,
+        worker: Worker,
+        num_copies: int,
+        make_updates: MakeUpdates,
+        *,
+        timeout_seconds: float,
+        bound: int = NO_BOUND,
     ) -> None:
         self.queue: WorkQueue | None = None
         """Rank 0's."""
         self._worker = worker
-        self._timeout = timeout_seconds
+        # The queue's own report comes first.
+        self._timeout = timeout_seconds * (1.0 if worker.rank == SERVER_RANK else 1.5)
         self._num_copies = num_copies
         self._trained = worker.parameters
         self._num_bytes = num_bytes(self._trained)
-        self._current: PackedTensors | None = None
-        """The copy that the parameters lie in."""
         self._shards: deque[int] = deque()
         self._is_over = False
         with contextlib.ExitStack() as opened:  # what is open is closed where this fails
@@ -92,7 +103,7 @@ class Client:
                 except OSError as error:
                     raise RunOverError from error
             else:
-                self._meet(make_queue, opened)
+                self._meet(make_updates, bound, opened)
             self._opened = opened.pop_all()
 
     def begin(self) -> None:
@@ -141,7 +152,7 @@ class Client:
                     self._connection.send(REQUEST.pack(RequestKind.FAIL, 0.0))
         self._opened.close()
 
-    def _meet(self, make_queue: MakeQueue, opened: contextlib.ExitStack) -> None:
+    def _meet(self, make_updates: MakeUpdates, bound: int, opened: contextlib.ExitStack) -> None:
         """Have rank 0 listen, and the others connect; takes part: every rank."""
         worker = self._worker
         hosts = hosts_of(worker)
@@ -149,7 +160,19 @@ class Client:
         assert not num_remote or self._num_copies > 1, "all ranks would update the same memory"
         port = [0]
         if worker.rank == SERVER_RANK:
-            port = [self._serve(make_queue, num_remote, opened)]
+            self._memory = SharedMemory.create(self._trained, self._num_copies)
+            opened.callback(self._memory.close)
+            self._copies = self._memory.copies
+            self._copies[0].fill([parameter.detach() for parameter in self._trained])
+            self.queue = WorkQueue(
+                make_updates(self._copies),
+                num_workers=worker.world_size,
+                num_shards=worker.num_steps * worker.world_size,
+                timeout_seconds=self._timeout,
+                num_prefetched=worker.num_prefetched,
+                bound=bound,
+            )
+            port = [self._serve(self.queue, num_remote, opened)]
         dist.broadcast_object_list(port, src=SERVER_RANK)  # takes part: every rank
         if worker.rank == SERVER_RANK:
             return
@@ -158,15 +181,10 @@ class Client:
         except OSError as error:
             raise RankLostError(SERVER_RANK) from error
 
-    def _serve(self, make_queue: MakeQueue, num_remote: int, opened: contextlib.ExitStack) -> int:
-        """Make the queue, and listen; return the port for workers of other hosts, if any."""
+    def _serve(self, queue: WorkQueue, num_remote: int, opened: contextlib.ExitStack) -> int:
+        """Listen; return the port for workers of other hosts, if any."""
         worker = self._worker
-        memory = SharedMemory.create(self._trained, self._num_copies)
-        opened.callback(memory.close)
-        self._copies = memory.copies
-        self._copies[0].fill([parameter.detach() for parameter in self._trained])
-        self.queue = queue = make_queue(self._copies)
-        server = Server(partial(self._serve_one, memory), self._timeout)
+        server = Server(partial(self._serve_one, queue), self._timeout)
         opened.callback(server.close)
         path, port = socket_path(worker, SERVER_RANK), 0
         local = socket.socket(socket.AF_UNIX)
@@ -180,15 +198,14 @@ class Client:
         opened.enter_context(worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
         return port
 
-    def _serve_one(self, memory: SharedMemory, connected: socket.socket) -> None:
+    def _serve_one(self, queue: WorkQueue, connected: socket.socket) -> None:
         """Serve one worker until it is done, is lost or has failed; in a thread of rank 0."""
-        queue, connection = self.queue, _Connection(connected, self._worker.link, self._timeout)
-        assert queue is not None, "this is rank 0"
+        connection = _Connection(connected, self._worker.link, self._timeout)
         with connected, contextlib.suppress(OSError):
             (rank,) = HELLO.unpack(connection.receive(HELLO.size))
             if connection.shares_memory:
-                memory.send(connected)
-                gradients = memory.gradients(rank)
+                self._memory.send(connected)
+                gradients = self._memory.gradients(rank)
             else:
                 gradients = pack(self._trained)
             set_timeout(connected, 0)  # ``close`` ends the thread; the queue watches the time
@@ -206,7 +223,7 @@ class Client:
                     connection.send(REPLY.pack(*reply))
                     if reply.lost_rank != NO_RANK:
                         return
-                    connection.send_tensor(memory.copies[reply.copy].raw)
+                    connection.send_tensor(self._copies[reply.copy].raw)
             except OSError:
                 # The worker may be alive: it was given up, or rank 0 has disconnected.
                 connection.send(REPLY.pack(*queue.lose(rank, incarnation)))
@@ -267,12 +284,11 @@ class Client:
 
     def _train_on(self, copied: PackedTensors) -> None:
         """Bring a copy of the parameters into the model."""
-        is_new, self._current = copied is not self._current, copied
         for parameter, tensor in zip(self._trained, copied.tensors, strict=True):
-            if parameter.device.type != "cpu":
-                parameter.data.copy_(tensor)
-            elif is_new:
+            if parameter.device.type == "cpu":
                 parameter.data = tensor
+            else:
+                parameter.data.copy_(tensor)
 
 
 @final

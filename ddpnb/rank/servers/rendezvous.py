@@ -81,11 +81,13 @@ class Server:
         for listener in self._listeners:
             with contextlib.suppress(OSError):  # as many as there can be have come
                 listener.shutdown(socket.SHUT_RDWR)
-        self._join(self._acceptors)
+        for thread in self._acceptors:
+            thread.join(self._timeout)
         for connected in self._connected:
             with contextlib.suppress(OSError):  # closed already
                 connected.shutdown(socket.SHUT_RD)  # a last reply can still be sent
-        self._join(self._threads)
+        for thread in self._threads:
+            thread.join(self._timeout)
 
     def _accept(self, listener: socket.socket, most: int) -> None:
         with listener, contextlib.suppress(OSError):  # it is shut down
@@ -93,10 +95,6 @@ class Server:
                 connected, _ = listener.accept()
                 self._connected.append(connected)
                 self._threads.append(_started(self._serve, connected))
-
-    def _join(self, threads: list[threading.Thread]) -> None:
-        for thread in threads:
-            thread.join(self._timeout)
 
 
 def _started(target: Callable[..., None], *args: object) -> threading.Thread:

@@ -131,15 +131,11 @@ class SharedAllReduce:
             with self._meter.communicating("waiting"):
                 for peer in self._peers.values():
                     if not peer.recv(1):
-                        raise _rank_left()
+                        raise ConnectionResetError
         except BlockingIOError as error:
             raise RuntimeError("A rank was silent for too long in a shared sum.") from error
         except OSError as error:
-            raise _rank_left() from error
-
-
-def _rank_left() -> ConsequenceError:
-    return ConsequenceError("A rank left a shared sum.")
+            raise ConsequenceError("A rank left a shared sum.") from error
 
 
 def _connect(

@@ -87,11 +87,8 @@ class Ddp(DdpStrategy):
         """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
         super().setup(worker)
         self.wrap(worker, bucket_cap_mb=self.cap_mb, find_unused_parameters=self.finds_unused)
-        match self.hook:
-            case "fp16":
-                self.ddp.register_comm_hook(None, fp16_compress_hook)
-            case "bf16":
-                self.ddp.register_comm_hook(None, _bf16)
+        if self.hook != "none":
+            self.ddp.register_comm_hook(None, fp16_compress_hook if self.hook == "fp16" else _bf16)
 
 
 def _bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:

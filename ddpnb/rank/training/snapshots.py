@@ -106,8 +106,9 @@ class Snapshots:
         context, world_size = self._metrics.context, self._worker.world_size
         step, part = shard.step + 1, 0
         if not context.plan.synchronous:
-            done = self._strategy.num_shards_done()
-            step, part = divmod(shard.step * world_size + 1 if done is None else done, world_size)
+            queue = self._strategy.queue
+            done = shard.step * world_size + 1 if queue is None else queue.num_shards_done
+            step, part = divmod(done, world_size)
         in_part = context.schedule.size(step) * part // world_size
         return context.schedule.num_samples_before(step) + in_part
 
