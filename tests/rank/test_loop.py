@@ -89,7 +89,8 @@ def test_one_process_may_have_the_threads_of_all(ranks, strategy, expected):
     ("strategy", "stop_ranks"), [("ddp", [0]), ("ddp", [1]), ("local-sgd", [1]), ("async", [0, 1])]
 )
 def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_ranks):
-    spec = spec_of(strategy, num_epochs=300)
+    run_id = f"stopped-{strategy}-{stop_ranks}"  # the group's store keeps where a run stopped
+    spec = spec_of(strategy, num_epochs=300, run_id=run_id)
     reports, events = unzip(ranks(2).call(run_job, spec, 20, stop_ranks))
     assert sum(report.num_samples for report in reports) < header_of((None, events[0])).num_samples
     assert all(report.was_stopped for report in reports)
