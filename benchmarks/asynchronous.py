@@ -15,17 +15,14 @@ from torch import Tensor, nn
 from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.messages import RankState, RunSpec
-from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.memory import PackedTensors
-from ddpnb.rank.servers.queue import WorkQueue
-from ddpnb.rank.servers.rendezvous import WorkerConfig
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.asynchronous import ParameterStore
-from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
+from ddpnb.rank.worker import Batch, Worker
 
 _numbers = itertools.count()
 BATCH_SIZE = 128
@@ -48,25 +45,15 @@ def exchange_ms(
     """
     own = folder / f"rank-{state.rank}" if way == "TCP" else folder
     own.mkdir(exist_ok=True)
-    parameters = [nn.Parameter(torch.zeros(num_floats))]
-    config = WorkerConfig(
-        rank=state.rank,
-        world_size=2,
-        folder=own,
-        name=f"bench-{next(_numbers)}",
-        parameters=parameters,
-        timeout_seconds=60,
-        cancellation=CancellationToken(),
-    )
+    worker = _ready_worker(state, own, num_floats, rounds)
 
-    def make_queue(copies: Sequence[PackedTensors]) -> WorkQueue:
-        store = ParameterStore(copies, lambda p: torch.optim.SGD(p, lr=0.1))
-        return WorkQueue(store, num_workers=2, num_shards=10**9, timeout_seconds=60)
+    def make_store(copies: Sequence[PackedTensors]) -> ParameterStore:
+        return ParameterStore(copies, worker.make_optimizer)
 
     taken = []
-    with closing(Client(config, 2, make_queue)) as client:
+    with closing(Client(worker, 2, make_store, timeout_seconds=60)) as client:
         client.begin()
-        gradients = [torch.ones(num_floats)]
+        gradients = [torch.ones_like(each) for each in worker.parameters]
         for _ in range(rounds if state.rank == 1 else 0):
             began = time.perf_counter()
             client.step(0.5, gradients)
@@ -84,13 +71,9 @@ class Ready(Worker):
         return torch.zeros(())
 
 
-def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) -> list[float]:
-    """Milliseconds of each of rank 1's steps of hogwild, from its gradient to its next share.
-
-    The parameters are updated in the memory of all; only the next share comes from the queue.
-    """
+def _ready_worker(state: RankState, folder: Path, num_floats: int, num_steps: int) -> Ready:
     model = nn.Linear(num_floats, 1, bias=False)
-    worker = Ready(
+    return Ready(
         model=model,
         make_model=lambda: model,
         training_step=Supervised(nn.functional.mse_loss),
@@ -98,10 +81,18 @@ def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) ->
         device=torch.device("cpu"),
         rank=state.rank,
         world_size=2,
-        num_steps=rounds,
+        num_steps=num_steps,
         folder=folder,
         name=f"bench-{next(_numbers)}",
     )
+
+
+def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) -> list[float]:
+    """Milliseconds of each of rank 1's steps of hogwild, from its gradient to its next share.
+
+    The parameters are updated in the memory of all; only the next share comes from the queue.
+    """
+    worker = _ready_worker(state, folder, num_floats, rounds)
     nothing = torch.zeros(1)
     batch, taken = Batch(tree=(nothing, nothing), num_samples=1, num_global=2), []
     with closing(make_strategy("hogwild", {})) as strategy:
@@ -109,7 +100,8 @@ def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) ->
         shards = strategy.shards()
         if state.rank == 1:
             next(shards)
-            model.weight.grad = torch.ones_like(model.weight)
+            for parameter in worker.parameters:
+                parameter.grad = torch.ones_like(parameter)
             for _ in range(rounds):
                 began = time.perf_counter()
                 strategy.step(batch)

@@ -25,13 +25,13 @@ from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.meter import Meter, NullTimer
+from ddpnb.rank.meter import Meter
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.training.timing import Clock, StepReport
+from ddpnb.rank.worker import Batch, Worker
 from ddpnb.session.session import this_session
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "waiting")
@@ -217,7 +217,7 @@ def _rates(
         num_global=256,
     )
     clock = Clock(on)
-    timed, untimed = (_strategy(on, folder, timer) for timer in (clock, NullTimer()))
+    timed, untimed = (_strategy(on, folder, timer) for timer in (clock, None))
     ways: list[Callable[[], float]] = [
         partial(_rate, timed, batch, on, clock),
         partial(_rate, untimed, batch, on, None),
@@ -230,7 +230,7 @@ def _rates(
     return rates[2:]
 
 
-def _strategy(device: torch.device, folder: Path, timer: Clock | NullTimer) -> Strategy:
+def _strategy(device: torch.device, folder: Path, timer: Clock | None) -> Strategy:
     strategy = make_strategy("ddp", {})
     strategy.setup(
         Worker(

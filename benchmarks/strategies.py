@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.measure import Figure
-from ddpnb.rank.meter import Meter, NullTimer
+from ddpnb.rank.meter import Meter
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import CLASSIFY
 from ddpnb.rank.tasks.batches import moved
 from ddpnb.rank.tasks.samples import TensorSamples
 from ddpnb.rank.training.timing import Clock, StepReport
+from ddpnb.rank.worker import Batch, Worker
 
 NUM_RANKS = 2
 
@@ -153,7 +153,7 @@ class Trainer:
                 num_steps=1,
                 folder=folder,
                 name="bench",
-                meter=Meter(self.clock or NullTimer()),
+                meter=Meter(self.clock),
             )
         )
 

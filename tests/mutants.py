@@ -39,7 +39,7 @@ MUTANTS = [
     ),
     Mutant(
         "accumulated parts of unequal size count alike",
-        "rank/strategies/worker.py",
+        "rank/worker.py",
         "share = micro_batch.num_samples / batch.num_samples",
         "share = 1 / len(micro_batches)",
         "tests/rank/test_conformance.py -k 'several and central'",

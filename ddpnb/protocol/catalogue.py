@@ -144,9 +144,8 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             "hook": Option(
                 default="none",
                 about="compression of the gradients that are sent",
-                choices=("none", "fp16", "bf16", "powersgd"),
+                choices=("none", "fp16", "bf16"),
             ),
-            "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
         },
     ),
     "ddp-shm": StrategyEntry(

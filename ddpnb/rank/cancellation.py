@@ -66,15 +66,8 @@ class CancellationToken:
             with self._lock:
                 self._callbacks.remove(end_wait)
 
-    def check(self, *, is_waiting: bool = True) -> None:
-        """Raise if the group has been aborted.
-
-        Raises:
-            RunCancelledError: it has been, and the caller was not waiting for other ranks.
-            ConsequenceError: it has been, and the caller was waiting for them.
-        """
-        if self.is_aborted and not is_waiting:
-            raise RunCancelledError("This rank was ended with the others.")
+    def check(self) -> None:
+        """Raise ``ConsequenceError`` if the group has been aborted; called by what waits."""
         if self.is_aborted:
             raise ConsequenceError("This rank was freed from its wait.")
 

@@ -8,7 +8,6 @@ through ``torch.distributed``, the servers for everything that goes through shar
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, final
 
@@ -28,39 +27,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Timer(ABC):
-    """Divides the time of a step into phases, on the device's own clock."""
+class Timer:
+    """Divides the time of a step into phases, on the device's own clock; this one does nothing."""
 
-    @abstractmethod
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Count the time from now on, or from a recent moment, as ``phase``.
 
         Returns:
             The phase that time was counted as before.
         """
-
-    @abstractmethod
-    def moment(self) -> Moment:
-        """Return this point in time without waiting for the device."""
-
-    @abstractmethod
-    def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count communication between two moments as hidden behind other work."""
-
-
-@final
-class NullTimer(Timer):
-    """A timer that counts nothing."""
-
-    def begin(self, phase: Phase, at: Moment = None) -> Phase:
-        """Count nothing."""
         return phase
 
     def moment(self) -> Moment:
-        """Return nothing."""
+        """Return this point in time without waiting for the device."""
 
     def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count nothing."""
+        """Count communication between two moments as hidden behind other work."""
 
 
 class Traffic(NamedTuple):
@@ -79,11 +61,11 @@ class Meter:
     of the backward pass waits for them and is exposed.
 
     Args:
-        timer: the clock of the run.
+        timer: the clock of the run; None: no time is counted.
     """
 
-    def __init__(self, timer: Timer) -> None:
-        self.timer = timer
+    def __init__(self, timer: Timer | None = None) -> None:
+        self.timer = timer or Timer()
         self._sent = self._received = 0
         self._num_in_flight = 0
         self._first: Moment = None

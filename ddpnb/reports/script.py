@@ -219,10 +219,6 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
             "another name in the cell."
         )
     wrapped = {WRAPPED[name]: value for name, value in options.items() if name in WRAPPED}
-    buckets = {}
-    if "powersgd" in tags and "bucket_cap_mb" in wrapped:
-        buckets["bucket_cap_mb"] = wrapped.pop("bucket_cap_mb")
-    given = "".join(f", {name}={value!r}" for name, value in wrapped.items())
     notes = "".join(f"\n{note}\n" for note in _notes(comparison, spec))
     return Template(text).substitute(
         name=comparison.name,
@@ -239,15 +235,13 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
         clip=repr(spec.clip),
         every=repr(options.get("every", 8)),
         reshard=repr(options.get("reshard", True)),
-        powersgd_rank=repr(options.get("powersgd_rank", 1)),
         num_data_workers=repr(spec.num_data_workers),
         save_every="1.0",
         checkpoint=json.dumps(f"{Path(file).stem}.pt"),
         cell=cell,
         collate="collate_fn" if "collate_fn" in bound else "None",
         loss="loss" if "loss" in bound else "nn.functional.cross_entropy",
-        wrapped=given + ", **one_bucket" * ("powersgd" in tags),
-        buckets=repr(buckets),
+        wrapped="".join(f", {name}={value!r}" for name, value in wrapped.items()),
         rank_names="".join(
             f"{name} = {value}\n"
             for name, value in RANK_NAMES.items()
@@ -379,8 +373,6 @@ def _notes(comparison: Comparison, spec: RunSpec) -> Iterator[str]:
             "Where the model has BatchNorm, its final losses differ: the notebook estimates the "
             "statistics of averaged weights anew, and this script takes rank 0's."
         )
-    if _options(spec).get("hook") == "powersgd":
-        yield "After a restart PowerSGD begins without the errors that it had kept."
 
 
 def _batch_size(comparison: Comparison, spec: RunSpec) -> int:

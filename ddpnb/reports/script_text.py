@@ -27,9 +27,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 #? bf16 {
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 #? }
-#? powersgd {
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-#? }
 #? fsdp {
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

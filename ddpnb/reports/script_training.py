@@ -82,19 +82,11 @@ def run_training(device):
     seed_everything(args.seed + 1 + rank)  # dropout differs between ranks
     net = plain  #? local fsdp
     shard(net)  #? fsdp
-    #? powersgd {
-    # One bucket: on CPUs torch's hook makes later calls from other threads, in any order.
-    num_bytes = sum(each.numel() * each.element_size() for each in plain.parameters())
-    one_bucket = $buckets if on_gpu else {"bucket_cap_mb": num_bytes / 2**20 + 1}
-    #? }
     #? ddp zero {
     net = DistributedDataParallel(plain, device_ids=[device] if on_gpu else None$wrapped)
     #? }
     net.register_comm_hook(None, fp16_compress_hook)  #? fp16
     net.register_comm_hook(None, bf16_hook)  #? bf16
-    #? powersgd {
-    net.register_comm_hook(PowerSGDState(None, $powersgd_rank, 2), powerSGD_hook)
-    #? }
     parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     #? optimizer {
     optim, scheduler = make_optimizer(plain, parameters, num_steps)

@@ -386,7 +386,7 @@ def _formula_of(strategy: str) -> tuple[Choice, Callable[[Situation], float]]:
             "by %ddp_compare, not predicted."
         )
     chosen = parse_strategy(strategy)
-    if name not in FORMULAS or chosen.options.get("hook") == "powersgd":
+    if name not in FORMULAS:
         raise UserError(f"{strategy} cannot be predicted; these can: {', '.join(PREDICTABLE)}.")
     return chosen, FORMULAS[name]
 

@@ -10,14 +10,13 @@ from tests.faults.conftest import check_is_brought_back, check_they_go_on
 
 SHARED_SUM = """
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.servers.rendezvous import WorkerConfig
-from ddpnb.rank.servers.shared_sum import SharedAllReduce
-from ddpnb.rank.strategies import ddp_shm
-group = RankEngine.instance().group
-shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='hang', rank=rank,
-    world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))
-net = DDP(nn.Linear(3, 2))
-net.register_comm_hook(shared, ddp_shm._all_reduce_bucket)
+from ddpnb.rank.strategies.ddp_shm import DdpShm
+from ddpnb.rank.worker import Worker
+group, strategy = RankEngine.instance().group, DdpShm()
+strategy.setup(Worker(model=torch.nn.Linear(3, 2), make_model=None, make_optimizer=torch.optim.SGD,
+    device=torch.device('cpu'), rank=rank, world_size=world_size, num_steps=4, name='hang',
+    folder=group.folder, cancellation=group.cancellation))
+net = strategy.ddp
 """
 BATCHES = "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()"
 
@@ -44,7 +43,7 @@ HANGS = {
     ),
     "one batch fewer, summed in shared memory": (
         f"{SHARED_SUM}{BATCHES}",
-        r"ranks 1-2 wait in all_reduce of the backward pass \(line 11\).*rank 0 .* fewer batches",
+        r"ranks 1-2 wait in all_reduce of the backward pass \(line 10\).*rank 0 .* fewer batches",
     ),
     "a function of an earlier cell": (
         "synchronise(x) if rank else None",

@@ -40,10 +40,7 @@ def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets)
 """
 STRATEGIES = ["ddp", "zero", "fsdp", "local-sgd:every=2"]  # its ranks also meet in step 14
-HOOKS = [
-    "ddp:hook=bf16,find_unused_parameters=on,bucket_cap_mb=0.001",
-    "ddp:hook=powersgd,powersgd_rank=2",
-]
+HOOKS = ["ddp:hook=fp16", "ddp:hook=bf16,find_unused_parameters=on,bucket_cap_mb=0.001"]
 OPTIONS = "--accumulate 2 --amp bf16 --clip 0.5 --momentum 0.9 --batch-per-worker 16 --jitter 1%"
 
 

@@ -16,12 +16,12 @@ from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.servers.memory import PackedTensors, pack
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.worker import Memory
 from ddpnb.rank.tasks.base import OptimizerFactory, Supervised, Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 from ddpnb.rank.tasks.samples import TensorSamples
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import StepReport
+from ddpnb.rank.worker import Memory
 from tests.rank.runs import spec_of
 
 BeforeStep = Callable[[int, int], None]
@@ -167,7 +167,7 @@ def by_strategy(
     own.mkdir(exist_ok=True)
     try:
         fit = drive(strategy, state, own, problem, before_step, **fields)
-        return replace(fit, lost=list(strategy.lost_shards()))
+        return replace(fit, lost=list(strategy.queue.lost_shards if strategy.queue else ()))
     finally:
         strategy.close()
         strategy.close()

@@ -40,7 +40,6 @@ STRATEGIES = (
     "ddp:find_unused_parameters=on",
     "ddp:hook=fp16",
     "ddp:hook=bf16",
-    "ddp:hook=powersgd",
     "ddp-overlap-by-hand:bucket_mb=0.01",
     "fsdp:reshard=off",
 )

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from ddpnb.rank.meter import NullTimer
+from ddpnb.rank.meter import Timer
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.fault_injection import FaultInjector, notes
@@ -73,7 +73,7 @@ def test_jitter_comes_from_the_seed():
     def delays(seed: int) -> list[float]:
         spec = spec_of("ddp", jitter=0.2, seed=seed)
         context = build_context(spec, make_state(1, 2), {}, filename="here")
-        injector = FaultInjector(context, NullTimer(), lambda _: None)
+        injector = FaultInjector(context, Timer(), lambda _: None)
         injector._compute_seconds = 1.0
         return [injector._delay(1) for _ in range(50)]
 

@@ -10,7 +10,7 @@ from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.trace import recording
-from ddpnb.rank.meter import Meter, NullTimer
+from ddpnb.rank.meter import Meter
 
 SETUP = """
 import threading, time
@@ -72,7 +72,7 @@ RIGHT = {
 }
 
 LISTENERS = {
-    "account": lambda _: listening(Account(Meter(NullTimer()))),
+    "account": lambda _: listening(Account(Meter())),
     "trace": recording,
     "link": lambda _: emulated_link.opened("10Gbit,0.01ms", CancellationToken()),
 }

@@ -93,7 +93,8 @@ def test_one_process_may_have_the_threads_of_all(ranks, strategy, expected):
     ("strategy", "stop_ranks"), [("ddp", [0]), ("ddp", [1]), ("local-sgd", [1]), ("async", [0, 1])]
 )
 def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_ranks):
-    spec = spec_of(strategy, num_epochs=300)
+    run_id = f"stopped-{strategy}-{stop_ranks}"  # the group's store keeps where a run stopped
+    spec = spec_of(strategy, num_epochs=300, run_id=run_id)
     results = ranks(2).call(train_job, spec, 20, stop_ranks)
     reports = [report for report, _ in results]
     assert sum(report.num_samples for report in reports) < header_of(results[0]).num_samples

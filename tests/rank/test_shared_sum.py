@@ -10,25 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.cancellation import CancellationToken, is_consequence
+from ddpnb.rank.cancellation import is_consequence
 from ddpnb.rank.meter import Meter, Timer
-from ddpnb.rank.servers.rendezvous import WorkerConfig
 from ddpnb.rank.servers.shared_sum import CHUNK_BYTES, SharedAllReduce
+from tests.rank.fit import Problem, worker_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
 def opened(state, folder: Path, timeout_seconds: float = 30.0, **fields) -> SharedAllReduce:
-    config = WorkerConfig(
-        rank=state.rank,
-        world_size=state.world_size,
-        folder=folder,
-        name="test",
-        timeout_seconds=timeout_seconds,
-        cancellation=CancellationToken(),
-        **fields,
-    )
-    return SharedAllReduce(config)
+    return SharedAllReduce(worker_of(Problem(), state, folder, **fields), timeout_seconds)
 
 
 def whole_numbers(rank: int, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -48,12 +39,6 @@ class LateReader(Timer):
         if before == "waiting" and self.pauses.random() < 0.02:
             time.sleep(0.003)
         return before
-
-    def moment(self):
-        return None
-
-    def hide(self, begun, ended):
-        raise AssertionError("it hides nothing")
 
 
 def stress(state, folder, num_rounds, most):

@@ -43,17 +43,13 @@ class FlatBuffer:
         for view, tensor in zip(self.views, tensors, strict=True):
             tensor.copy_(view)
 
-    def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their sums over all ranks; takes part: every rank."""
+    @torch.no_grad()
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their means over all ranks; takes part: every rank."""
         self.gather(tensors)
         for buffer in self.buffers:
             dist.all_reduce(buffer)
         self.scatter(tensors)
-
-    @torch.no_grad()
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their means over all ranks; takes part: every rank."""
-        self.sum(tensors)
         for tensor in tensors:
             tensor /= dist.get_world_size()
 

@@ -18,25 +18,38 @@ from functools import partial
 from typing import final
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.collectives.link import Link
 from ddpnb.rank.servers.memory import Gradients, PackedTensors, SharedMemory, pack
 from ddpnb.rank.servers.queue import (
+    NO_BOUND,
     NO_RANK,
     REPLY,
     REQUEST,
     SERVER_RANK,
     Reply,
     RequestKind,
+    UpdateCounter,
     WorkQueue,
 )
-from ddpnb.rank.servers.rendezvous import HELLO, WorkerConfig, hosts_of, server_address, set_timeout
-from ddpnb.rank.servers.server import Server
+from ddpnb.rank.servers.rendezvous import (
+    HELLO,
+    Server,
+    hosts_of,
+    server_address,
+    set_timeout,
+    socket_path,
+)
+from ddpnb.rank.worker import Worker
 
-MakeQueue = Callable[[Sequence[PackedTensors]], WorkQueue]
-"""Makes rank 0's queue from the copies of the parameters, the first of which holds rank 0's."""
+MakeUpdates = Callable[[Sequence[PackedTensors]], UpdateCounter]
+"""Makes, on rank 0, what workers read and write.
+
+From copies of the parameters, the first of which holds rank 0's.
+"""
 
 
 class RunOverError(Exception):
@@ -51,12 +64,13 @@ class Client:
     run is over.  ``close`` before ``finish`` ends the run for all.
 
     Args:
-        config: of this worker.  Its parameters, where they are on a CPU, then lie where other
-            ranks write them; to other devices they are copied.
+        worker: this one; takes part: every rank, or one on rank 0's host that joins.  Its
+            parameters, where they are on a CPU, then lie where other ranks write them; to other
+            devices they are copied.
         num_copies: of the parameters: one for each worker, or one that all of them update.
-        make_queue: called on rank 0.
-        joins: whether the others train already; else takes part: every rank.  Only on rank 0's host
-            can a worker join.
+        make_updates: called on rank 0.
+        timeout_seconds: in which some worker must make progress.
+        bound: steps that a worker may be ahead of the slowest.
 
     Raises:
         RunOverError: there is no run to join.
@@ -64,26 +78,32 @@ class Client:
     """
 
     def __init__(
-        self, config: WorkerConfig, num_copies: int, make_queue: MakeQueue, *, joins: bool = False
+        self,
+        worker: Worker,
+        num_copies: int,
+        make_updates: MakeUpdates,
+        *,
+        timeout_seconds: float,
+        bound: int = NO_BOUND,
     ) -> None:
         self.queue: WorkQueue | None = None
         """Rank 0's."""
-        self._config = config
+        self._worker = worker
+        # The queue's own report comes first.
+        self._timeout = timeout_seconds * (1.0 if worker.rank == SERVER_RANK else 1.5)
         self._num_copies = num_copies
-        self._trained: list[nn.Parameter] = list(config.parameters)
+        self._trained = worker.parameters
         self._num_bytes = num_bytes(self._trained)
-        self._current: PackedTensors | None = None
-        """The copy that the parameters lie in."""
         self._shards: deque[int] = deque()
         self._is_over = False
         with contextlib.ExitStack() as opened:  # what is open is closed where this fails
-            if joins:
+            if worker.joins:
                 try:
                     self._connect(opened)
                 except OSError as error:
                     raise RunOverError from error
             else:
-                self._meet(make_queue, opened)
+                self._meet(make_updates, bound, opened)
             self._opened = opened.pop_all()
 
     def begin(self) -> None:
@@ -102,7 +122,7 @@ class Client:
             weight: this worker's share of the global batch.
             gradients: of the mean loss; none where this worker has made the update itself.
         """
-        meter = self._config.meter
+        meter = self._worker.meter
         with meter.communicating():
             asked_at = meter.timer.moment()
             reply = self._call(RequestKind.STEP, weight, gradients)
@@ -132,34 +152,41 @@ class Client:
                     self._connection.send(REQUEST.pack(RequestKind.FAIL, 0.0))
         self._opened.close()
 
-    def _meet(self, make_queue: MakeQueue, opened: contextlib.ExitStack) -> None:
+    def _meet(self, make_updates: MakeUpdates, bound: int, opened: contextlib.ExitStack) -> None:
         """Have rank 0 listen, and the others connect; takes part: every rank."""
-        config = self._config
-        hosts = hosts_of(config)
+        worker = self._worker
+        hosts = hosts_of(worker)
         num_remote = sum(host != hosts[SERVER_RANK] for host in hosts)
         assert not num_remote or self._num_copies > 1, "all ranks would update the same memory"
         port = [0]
-        if config.rank == SERVER_RANK:
-            port = [self._serve(make_queue, num_remote, opened)]
+        if worker.rank == SERVER_RANK:
+            self._memory = SharedMemory.create(self._trained, self._num_copies)
+            opened.callback(self._memory.close)
+            self._copies = self._memory.copies
+            self._copies[0].fill([parameter.detach() for parameter in self._trained])
+            self.queue = WorkQueue(
+                make_updates(self._copies),
+                num_workers=worker.world_size,
+                num_shards=worker.num_steps * worker.world_size,
+                timeout_seconds=self._timeout,
+                num_prefetched=worker.num_prefetched,
+                bound=bound,
+            )
+            port = [self._serve(self.queue, num_remote, opened)]
         dist.broadcast_object_list(port, src=SERVER_RANK)  # takes part: every rank
-        if config.rank == SERVER_RANK:
+        if worker.rank == SERVER_RANK:
             return
         try:
-            self._connect(opened, 0 if hosts[config.rank] == hosts[SERVER_RANK] else port[0])
+            self._connect(opened, 0 if hosts[worker.rank] == hosts[SERVER_RANK] else port[0])
         except OSError as error:
             raise RankLostError(SERVER_RANK) from error
 
-    def _serve(self, make_queue: MakeQueue, num_remote: int, opened: contextlib.ExitStack) -> int:
-        """Make the queue, and listen; return the port for workers of other hosts, if any."""
-        config = self._config
-        memory = SharedMemory.create(config.parameters, self._num_copies)
-        opened.callback(memory.close)
-        self._copies = memory.copies
-        self._copies[0].fill([parameter.detach() for parameter in config.parameters])
-        self.queue = queue = make_queue(self._copies)
-        server = Server(partial(_serve, queue, memory, config), config.timeout_seconds)
+    def _serve(self, queue: WorkQueue, num_remote: int, opened: contextlib.ExitStack) -> int:
+        """Listen; return the port for workers of other hosts, if any."""
+        worker = self._worker
+        server = Server(partial(self._serve_one, queue), self._timeout)
         opened.callback(server.close)
-        path, port = config.socket_path(SERVER_RANK), 0
+        path, port = socket_path(worker, SERVER_RANK), 0
         local = socket.socket(socket.AF_UNIX)
         local.bind(str(path))
         opened.callback(path.unlink)
@@ -168,29 +195,59 @@ class Client:
             remote = socket.create_server((server_address(), 0))
             port = remote.getsockname()[1]
             server.listen(remote, num_remote)
-        opened.enter_context(config.cancellation.held(lambda: queue.fail(SERVER_RANK)))
+        opened.enter_context(worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
         return port
+
+    def _serve_one(self, queue: WorkQueue, connected: socket.socket) -> None:
+        """Serve one worker until it is done, is lost or has failed; in a thread of rank 0."""
+        connection = _Connection(connected, self._worker.link, self._timeout)
+        with connected, contextlib.suppress(OSError):
+            (rank,) = HELLO.unpack(connection.receive(HELLO.size))
+            if connection.shares_memory:
+                self._memory.send(connected)
+                gradients = self._memory.gradients(rank)
+            else:
+                gradients = pack(self._trained)
+            set_timeout(connected, 0)  # ``close`` ends the thread; the queue watches the time
+            incarnation, kind = object(), RequestKind.BEGIN
+            try:
+                while kind is not RequestKind.DONE:
+                    number, weight = REQUEST.unpack(connection.receive(REQUEST.size))
+                    kind = RequestKind(number)
+                    if kind is RequestKind.FAIL:
+                        queue.fail(rank)
+                        return
+                    if kind is RequestKind.STEP:
+                        connection.receive_tensor(gradients.raw)
+                    reply = queue.handle(rank, kind, weight, gradients.tensors, incarnation)
+                    connection.send(REPLY.pack(*reply))
+                    if reply.lost_rank != NO_RANK:
+                        return
+                    connection.send_tensor(self._copies[reply.copy].raw)
+            except OSError:
+                # The worker may be alive: it was given up, or rank 0 has disconnected.
+                connection.send(REPLY.pack(*queue.lose(rank, incarnation)))
 
     def _connect(self, opened: contextlib.ExitStack, port: int = 0) -> None:
         """Connect to rank 0, on this host if there is no port; raises ``OSError``."""
-        config = self._config
+        worker = self._worker
         if port:
             address = server_address(), port
-            connected = socket.create_connection(address, config.timeout_seconds)
+            connected = socket.create_connection(address, self._timeout)
         else:
             connected = socket.socket(socket.AF_UNIX)
-            connected.connect(str(config.socket_path(SERVER_RANK)))
+            connected.connect(str(socket_path(worker, SERVER_RANK)))
         opened.enter_context(connected)
-        opened.enter_context(config.cancellation.held(lambda: _shut_down(connected)))
-        self._connection = _Connection(connected, config)
-        self._connection.send(HELLO.pack(config.rank))
+        opened.enter_context(worker.cancellation.held(lambda: _shut_down(connected)))
+        self._connection = _Connection(connected, worker.link, self._timeout)
+        self._connection.send(HELLO.pack(worker.rank))
         if port:
-            self._copies = [pack(config.parameters)] * self._num_copies  # whichever a reply names
-            self._gradients = pack(config.parameters)
+            self._copies = [pack(self._trained)] * self._num_copies  # whichever a reply names
+            self._gradients = pack(self._trained)
         else:
-            memory = SharedMemory.receive(connected, config.parameters, self._num_copies)
+            memory = SharedMemory.receive(connected, self._trained, self._num_copies)
             memory.close()
-            self._copies, self._gradients = memory.copies, memory.gradients(config.rank)
+            self._copies, self._gradients = memory.copies, memory.gradients(worker.rank)
 
     def _call(self, kind: RequestKind, weight: float = 0.0, gradients: Gradients = ()) -> Reply:
         """Make a request of the queue; on rank 0 raise its error, if there is one."""
@@ -227,12 +284,11 @@ class Client:
 
     def _train_on(self, copied: PackedTensors) -> None:
         """Bring a copy of the parameters into the model."""
-        is_new, self._current = copied is not self._current, copied
         for parameter, tensor in zip(self._trained, copied.tensors, strict=True):
-            if parameter.device.type != "cpu":
-                parameter.data.copy_(tensor)
-            elif is_new:
+            if parameter.device.type == "cpu":
                 parameter.data = tensor
+            else:
+                parameter.data.copy_(tensor)
 
 
 @final
@@ -244,15 +300,16 @@ class _Connection:
     Args:
         connected: the socket; where it leads to another process of this host, both ends share the
             tensors.
-        config: of this end's rank.
+        link: an emulated network between the ends.
+        timeout_seconds: how long to wait for the other end.
     """
 
-    def __init__(self, connected: socket.socket, config: WorkerConfig) -> None:
+    def __init__(self, connected: socket.socket, link: Link, timeout_seconds: float) -> None:
         self.shares_memory = connected.family == socket.AF_UNIX
-        self._socket, self._config = connected, config
+        self._socket, self._link = connected, link
         if not self.shares_memory:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        set_timeout(connected, config.timeout_seconds)
+        set_timeout(connected, timeout_seconds)
 
     def send(self, data: bytes) -> None:
         """Send bytes."""
@@ -279,40 +336,7 @@ class _Connection:
                 if num == 0:
                     raise ConnectionResetError
                 left = left[num:]
-        self._config.link.receive(raw.nbytes)
-
-
-def _serve(
-    queue: WorkQueue, memory: SharedMemory, config: WorkerConfig, connected: socket.socket
-) -> None:
-    """Serve one worker until it is done, is lost or has failed; in a thread of rank 0."""
-    connection = _Connection(connected, config)
-    with connected, contextlib.suppress(OSError):
-        (rank,) = HELLO.unpack(connection.receive(HELLO.size))
-        if connection.shares_memory:
-            memory.send(connected)
-            gradients = memory.gradients(rank)
-        else:
-            gradients = pack(config.parameters)
-        set_timeout(connected, 0)  # ``Server.close`` ends the thread; the queue watches the time
-        incarnation, kind = object(), RequestKind.BEGIN
-        try:
-            while kind is not RequestKind.DONE:
-                number, weight = REQUEST.unpack(connection.receive(REQUEST.size))
-                kind = RequestKind(number)
-                if kind is RequestKind.FAIL:
-                    queue.fail(rank)
-                    return
-                if kind is RequestKind.STEP:
-                    connection.receive_tensor(gradients.raw)
-                reply = queue.handle(rank, kind, weight, gradients.tensors, incarnation)
-                connection.send(REPLY.pack(*reply))
-                if reply.lost_rank != NO_RANK:
-                    return
-                connection.send_tensor(memory.copies[reply.copy].raw)
-        except OSError:
-            # The worker may be alive: it was given up, or rank 0 has disconnected.
-            connection.send(REPLY.pack(*queue.lose(rank, incarnation)))
+        self._link.receive(raw.nbytes)
 
 
 def _shut_down(connected: socket.socket) -> None:

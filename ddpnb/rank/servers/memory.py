@@ -37,9 +37,6 @@ class PackedTensors(NamedTuple):
                 tensor.copy_(value)
 
 
-NO_TENSORS = PackedTensors(torch.empty(0, dtype=torch.uint8, device="cpu"), [])
-
-
 def pack(like: Sequence[Tensor]) -> PackedTensors:
     """Return tensors like these in private memory, with undefined values."""
     return _views(torch.empty(_packed_num_bytes(like), dtype=torch.uint8, device="cpu"), like)
@@ -83,7 +80,7 @@ class SharedMemory:
 
     def gradients(self, rank: int) -> PackedTensors:
         """Return where a worker writes its gradients; rank 0's need no copy."""
-        return self._gradients[rank - 1] if self._gradients else NO_TENSORS
+        return self._gradients[rank - 1] if self._gradients else pack([])
 
     def send(self, connection: socket.socket) -> None:
         """Send this memory to the process at the other end of a Unix socket."""
@@ -97,8 +94,7 @@ class SharedMemory:
 def _views(raw: Tensor, like: Sequence[Tensor]) -> PackedTensors:
     tensors, start = [], 0
     for tensor in like:
-        end = start + tensor.numel() * tensor.element_size()
-        tensors.append(raw[start:end].view(tensor.dtype).view(tensor.shape))
+        tensors.append(raw[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         start += _padded_num_bytes(tensor)
     return PackedTensors(raw, tensors)
 
@@ -109,5 +105,4 @@ def _packed_num_bytes(like: Sequence[Tensor]) -> int:
 
 
 def _padded_num_bytes(tensor: Tensor) -> int:
-    size = tensor.numel() * tensor.element_size()
-    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -130,8 +130,6 @@ class WorkQueue:
         num_prefetched: int = 0,
         bound: int = NO_BOUND,
     ) -> None:
-        self.lock = threading.Lock()
-        """Held while ``updates`` are called."""
         self.error: Exception | None = None
         """What went wrong in a thread of this rank, if anything did."""
         self.lost_shards: list[int] = []
@@ -145,7 +143,8 @@ class WorkQueue:
         self._timeout = timeout_seconds
         self._num_prefetched = num_prefetched
         self._bound = bound
-        self._changed = threading.Condition(self.lock)
+        self._changed = threading.Condition()
+        """Held while ``updates`` are called."""
         self._workers: dict[int, _Worker] = {}
         self._has_begun = False
         self._failed_rank = NO_RANK
@@ -170,7 +169,7 @@ class WorkQueue:
         """
         asked_at = time.perf_counter()
         try:
-            with self.lock:
+            with self._changed:
                 if kind is RequestKind.BEGIN:
                     return self._begin(rank, incarnation)
                 worker = self._living(rank, incarnation)
@@ -194,7 +193,7 @@ class WorkQueue:
         Returns:
             The reply to a worker that is alive and no longer served.
         """
-        with self.lock:
+        with self._changed:
             worker = self._workers.get(rank)
             if worker is None or worker.incarnation is incarnation:  # else it is replaced already
                 self._lose(rank)
@@ -202,14 +201,14 @@ class WorkQueue:
 
     def fail(self, rank: int, error: Exception | None = None) -> None:
         """End the run for all: a worker has failed, or this rank has."""
-        with self.lock:
+        with self._changed:
             self._fail(rank)
             self.error = self.error or error
 
     @property
     def num_shards_done(self) -> int:
         """Shards that workers have trained on."""
-        with self.lock:
+        with self._changed:
             held = sum(len(worker.shards) for worker in self._workers.values())
             return self._num_shards - len(self._shards) - held - len(self.lost_shards)
 

@@ -1,57 +1,36 @@
-"""What a rank needs to reach the others outside the process group (ranks)."""
+"""How ranks reach each other outside the process group: by sockets (ranks)."""
 
+import contextlib
 import socket
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import final
 
 import torch.distributed as dist
-from torch import nn
 
 from ddpnb.compat import torch_internals
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.collectives.link import NO_LINK, Link
-from ddpnb.rank.meter import Meter, NullTimer
+from ddpnb.rank.worker import Worker
 
 HELLO = struct.Struct("<q")
 """The first message of a rank that connects to another: its number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
-    """One rank of a run, as the servers see it."""
-
-    rank: int
-    world_size: int
-    folder: Path
-    """A directory that only the ranks of this host can reach."""
-    name: str
-    """Of the run; no two trainings share it."""
-    timeout_seconds: float
-    """How long to wait for a rank that is alive."""
-    cancellation: CancellationToken
-    """Frees this rank from waiting for another."""
-    parameters: Sequence[nn.Parameter] = ()
-    """The trained parameters, on this rank's device."""
-    link: Link = NO_LINK
-    """An emulated network between the ranks."""
-    meter: Meter = field(default_factory=lambda: Meter(NullTimer()))
-    """Counts seconds and bytes of communication."""
-
-    def socket_path(self, rank: int) -> Path:
-        """Return the address of the Unix socket at which a rank of this host listens."""
-        return self.folder / f"{self.name}.{rank}.s"
+def socket_path(worker: Worker, rank: int) -> Path:
+    """Return the address of the Unix socket at which a rank of this host listens."""
+    return worker.folder / f"{worker.name}.{rank}.s"
 
 
-def hosts_of(config: WorkerConfig) -> list[str]:
+def hosts_of(worker: Worker) -> list[str]:
     """Return a text for each rank's host; takes part: every rank of the default group.
 
     Two ranks have the same text if and only if they share a folder.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # hosts may have the same name
-    status = config.folder.stat()
-    hosts = [""] * config.world_size
+    status = worker.folder.stat()
+    hosts = [""] * worker.world_size
     own = f"{socket.gethostname()} {boot} {status.st_dev} {status.st_ino}"
     dist.all_gather_object(hosts, own)
     return hosts
@@ -71,3 +50,55 @@ def set_timeout(connected: socket.socket, seconds: float) -> None:
     value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+@final
+class Server:
+    """Calls a function with each connection, in a thread of its own.
+
+    Args:
+        serve: the function; it closes the connection.
+        timeout_seconds: how long ``close`` waits for each thread.
+    """
+
+    def __init__(self, serve: Callable[[socket.socket], None], timeout_seconds: float) -> None:
+        self._serve = serve
+        self._timeout = timeout_seconds
+        self._listeners: list[socket.socket] = []
+        self._connected: list[socket.socket] = []
+        self._acceptors: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
+
+    def listen(self, listener: socket.socket, most: int = sys.maxsize) -> None:
+        """Accept connections at a bound socket, until so many have come."""
+        listener.settimeout(None)  # whatever the user's default is
+        listener.listen()
+        self._listeners.append(listener)
+        self._acceptors.append(_started(self._accept, listener, most))
+
+    def close(self) -> None:
+        """Accept no more, disconnect, and wait until the last replies are on their way."""
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):  # as many as there can be have come
+                listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._acceptors:
+            thread.join(self._timeout)
+        for connected in self._connected:
+            with contextlib.suppress(OSError):  # closed already
+                connected.shutdown(socket.SHUT_RD)  # a last reply can still be sent
+        for thread in self._threads:
+            thread.join(self._timeout)
+
+    def _accept(self, listener: socket.socket, most: int) -> None:
+        with listener, contextlib.suppress(OSError):  # it is shut down
+            for _ in range(most):
+                connected, _ = listener.accept()
+                self._connected.append(connected)
+                self._threads.append(_started(self._serve, connected))
+
+
+def _started(target: Callable[..., None], *args: object) -> threading.Thread:
+    """Start a thread, which does not keep the process alive."""
+    thread = threading.Thread(target=target, args=args, name="ddpnb-server", daemon=True)
+    thread.start()
+    return thread

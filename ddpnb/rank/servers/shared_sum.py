@@ -25,7 +25,8 @@ from torch import Tensor
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.cancellation import ConsequenceError
 from ddpnb.rank.servers.memory import SharedMemory
-from ddpnb.rank.servers.rendezvous import HELLO, WorkerConfig, hosts_of, set_timeout
+from ddpnb.rank.servers.rendezvous import HELLO, hosts_of, set_timeout, socket_path
+from ddpnb.rank.worker import Worker
 
 CHUNK_BYTES: Final = 1 << 20
 """The fastest, or close to it, of the sizes from 64 KB to 44 MB, with 2 ranks."""
@@ -40,38 +41,39 @@ class SharedAllReduce:
     left in the folder.
 
     Args:
-        config: of this rank; takes part: every rank of the default group.
+        worker: this rank's; takes part: every rank of the default group.
+        timeout_seconds: how long to wait for a rank that is alive.
 
     Raises:
         UserError: the ranks are on several hosts.
         RuntimeError: a rank did not connect.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._rank = config.rank
-        self._num_ranks = config.world_size
+    def __init__(self, worker: Worker, timeout_seconds: float) -> None:
+        self._rank = worker.rank
+        self._num_ranks = worker.world_size
         self._num_chunks = 0
-        self._meter = config.meter
-        if len(set(hosts_of(config))) > 1:
+        self._meter = worker.meter
+        if len(set(hosts_of(worker))) > 1:
             raise UserError("Ranks of several hosts share no memory to sum in: compare ddp.")
         with contextlib.ExitStack() as opened:
             listener = opened.enter_context(socket.socket(socket.AF_UNIX))
-            address = config.socket_path(config.rank)
+            address = socket_path(worker, worker.rank)
             listener.bind(str(address))
             opened.callback(address.unlink)
-            listener.listen(config.world_size)
+            listener.listen(worker.world_size)
             opened.enter_context(
-                config.cancellation.held(lambda: listener.shutdown(socket.SHUT_RDWR))
+                worker.cancellation.held(lambda: listener.shutdown(socket.SHUT_RDWR))
             )
             dist.barrier()  # takes part: every rank; all listen
             try:
-                self._peers = _connect(listener, config)
-                self._raw = _share_memory(self._peers, config)
+                self._peers = _connect(listener, worker, timeout_seconds)
+                self._raw = _share_memory(self._peers, worker)
                 """Shape (sets x ranks x ``CHUNK_BYTES``,)."""
             except OSError as error:
                 raise ConsequenceError("A rank did not come.") from error
         self._opened = contextlib.ExitStack()
-        self._opened.enter_context(config.cancellation.held(self._shut_down))
+        self._opened.enter_context(worker.cancellation.held(self._shut_down))
 
     def all_reduce(self, flat: Tensor) -> None:
         """Sum a tensor over all ranks, in place, to the same bits; takes part: every rank.
@@ -129,39 +131,37 @@ class SharedAllReduce:
             with self._meter.communicating("waiting"):
                 for peer in self._peers.values():
                     if not peer.recv(1):
-                        raise _rank_left()
+                        raise ConnectionResetError
         except BlockingIOError as error:
             raise RuntimeError("A rank was silent for too long in a shared sum.") from error
         except OSError as error:
-            raise _rank_left() from error
+            raise ConsequenceError("A rank left a shared sum.") from error
 
 
-def _rank_left() -> ConsequenceError:
-    return ConsequenceError("A rank left a shared sum.")
-
-
-def _connect(listener: socket.socket, config: WorkerConfig) -> dict[int, socket.socket]:
+def _connect(
+    listener: socket.socket, worker: Worker, timeout_seconds: float
+) -> dict[int, socket.socket]:
     """Return a connection to each other rank: made to lower ranks, accepted from higher ones."""
     peers: dict[int, socket.socket] = {}
-    set_timeout(listener, config.timeout_seconds)
-    for other in range(config.rank):
+    set_timeout(listener, timeout_seconds)
+    for other in range(worker.rank):
         peers[other] = socket.socket(socket.AF_UNIX)
-        set_timeout(peers[other], config.timeout_seconds)
-        peers[other].connect(str(config.socket_path(other)))
-        peers[other].sendall(HELLO.pack(config.rank))
-    for _ in range(config.rank + 1, config.world_size):
+        set_timeout(peers[other], timeout_seconds)
+        peers[other].connect(str(socket_path(worker, other)))
+        peers[other].sendall(HELLO.pack(worker.rank))
+    for _ in range(worker.rank + 1, worker.world_size):
         peer, _ = listener.accept()
-        set_timeout(peer, config.timeout_seconds)
+        set_timeout(peer, timeout_seconds)
         (other,) = HELLO.unpack(peer.recv(HELLO.size, socket.MSG_WAITALL))
         peers[other] = peer
     return dict(sorted(peers.items()))
 
 
-def _share_memory(peers: Mapping[int, socket.socket], config: WorkerConfig) -> Tensor:
+def _share_memory(peers: Mapping[int, socket.socket], worker: Worker) -> Tensor:
     """Return memory that rank 0 sends to all others."""
-    num_bytes = _NUM_SETS * config.world_size * CHUNK_BYTES
+    num_bytes = _NUM_SETS * worker.world_size * CHUNK_BYTES
     like = [torch.empty(num_bytes, dtype=torch.uint8, device="meta")]
-    if config.rank == 0:
+    if worker.rank == 0:
         memory = SharedMemory.create(like, num_copies=1)
         for peer in peers.values():
             memory.send(peer)

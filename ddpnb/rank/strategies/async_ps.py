@@ -34,6 +34,7 @@ Where rank 0, the server, dies, the run is over.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor
@@ -41,10 +42,11 @@ from torch import Tensor
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.collectives.link import NO_LINK
+from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.queue import NO_BOUND
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, ParameterStore
 from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.strategies.worker import Batch, Memory, Worker
+from ddpnb.rank.worker import Batch, Memory, Worker
 
 _OWN_WORKER_NOTE = (
     "Rank 0 trains beside the server, which it reaches without a link: over a slow one it takes "
@@ -74,17 +76,20 @@ class AsyncParameterServer(AsynchronousStrategy):
 
     def setup(self, worker: Worker) -> None:
         """Start or find the server, and pull for the first time; takes part: every rank."""
-        self.begin(
+        make_store = partial(
+            ParameterStore,
+            optimizer=worker.optimizer,
+            in_rounds=self._bound == 0,
+            compensation=self._compensation,
+        )
+        client = Client(
             worker,
             worker.world_size,
-            lambda copies: ParameterStore(
-                copies,
-                worker.optimizer,
-                in_rounds=self._bound == 0,
-                compensation=self._compensation,
-            ),
-            self._bound,
+            make_store,
+            timeout_seconds=self.timeout,
+            bound=self._bound,
         )
+        self.begin(worker, client)
         if worker.link is not NO_LINK and worker.world_size > 1:
             worker.notes.append(_OWN_WORKER_NOTE)
 

@@ -1,7 +1,7 @@
 """What asynchronous strategies share: a queue of shards, a life-cycle, one optimizer (ranks)."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.memory import Gradients, PackedTensors
-from ddpnb.rank.servers.queue import NO_BOUND, UpdateCounter, WorkQueue
+from ddpnb.rank.servers.queue import UpdateCounter
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.worker import Worker
 
 
 class AsynchronousStrategy(Strategy):
@@ -23,7 +23,7 @@ class AsynchronousStrategy(Strategy):
     The next worker that asks gets the next shard.  A worker that dies costs the shards that it
     holds, and may join anew.
 
-    In its ``setup`` a subclass calls ``begin``, and in each step ``client.step``.
+    In its ``setup`` a subclass makes a ``Client`` for ``begin``, and in each step ``client.step``.
 
     Args:
         momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
@@ -34,7 +34,7 @@ class AsynchronousStrategy(Strategy):
     """From ``begin``."""
 
     def __init__(self, *, momentum: float | None = None, timeout: float = 60.0) -> None:
-        self._timeout = timeout
+        self.timeout = timeout
         self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
@@ -42,40 +42,11 @@ class AsynchronousStrategy(Strategy):
         num = state.world_size
         return Plan(num_ranks=num, num_workers=num, synchronous=False, survives_deaths=True)
 
-    def begin(
-        self,
-        worker: Worker,
-        num_copies: int,
-        make_updates: Callable[[Sequence[PackedTensors]], UpdateCounter],
-        bound: int = NO_BOUND,
-    ) -> None:
-        """Connect to rank 0, and wait for all workers; takes part: every rank.
-
-        A worker that joins takes part alone.
-
-        Args:
-            worker: this rank's; its parameters then lie in memory of the run.
-            num_copies: of the parameters: one for each worker, or one that all update.
-            make_updates: makes, on rank 0, what workers read and write, from these copies.
-            bound: steps that a worker may be ahead of the slowest.
-        """
-
-        def make_queue(copies: Sequence[PackedTensors]) -> WorkQueue:
-            return WorkQueue(
-                make_updates(copies),
-                num_workers=worker.world_size,
-                num_shards=worker.num_steps * worker.world_size,
-                timeout_seconds=self._timeout,
-                num_prefetched=worker.num_prefetched,
-                bound=bound,
-            )
-
-        self.worker = worker
-        patience = 1.0 if worker.rank == 0 else 1.5  # the queue's own report comes first
-        config = worker.worker_config(patience * self._timeout)
-        client = Client(config, num_copies, make_queue, joins=worker.joins)
+    def begin(self, worker: Worker, client: Client) -> None:
+        """Wait for all workers; takes part: every rank, or a worker that joins."""
+        self.worker, self.queue = worker, client.queue
         self.client = self._opened.enter_context(contextlib.closing(client))
-        self.client.begin()
+        client.begin()
 
     def shards(self) -> Iterator[Shard]:
         """The shards that the queue names, until all are handed out."""
@@ -85,15 +56,6 @@ class AsynchronousStrategy(Strategy):
         """Take the parameters when all workers are done; takes part: every living rank."""
         self.client.finish()
         return self.worker.model
-
-    def num_shards_done(self) -> int | None:
-        """Return, on rank 0, how many shards all workers have trained on."""
-        return None if self.client.queue is None else self.client.queue.num_shards_done
-
-    def lost_shards(self) -> Sequence[Shard]:
-        """Return, on rank 0, the shards of workers that died."""
-        lost = () if self.client.queue is None else self.client.queue.lost_shards
-        return [self.worker.shard(number) for number in lost]
 
     def close(self) -> None:
         """Disconnect; report a failure unless this worker has finished."""

@@ -8,7 +8,7 @@ needs no base class: ``own.py`` has an example.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.strategies.worker import Batch, Memory, Worker
+from ddpnb.rank.servers.queue import WorkQueue
 from ddpnb.rank.tasks.batches import Shard, every_step
+from ddpnb.rank.worker import Batch, Memory, Worker
 
 State = dict[str, Any]
 """A model's ``state_dict``."""
@@ -33,6 +34,8 @@ class Strategy(ABC):
     """What ``setup`` got."""
     optimizer: torch.optim.Optimizer
     """Of this rank's parameters, from ``setup``."""
+    queue: WorkQueue | None = None
+    """On rank 0: who hands out the shards of an asynchronous run, and knows which are done."""
 
     def plan(self, state: RankState) -> Plan:
         """Return which ranks take part: by default all, in lockstep."""
@@ -78,17 +81,6 @@ class Strategy(ABC):
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         updated = [parameter for group in groups for parameter in group["params"]]
         return Memory.of({*self.worker.model.parameters(), *updated}, *optimizers)
-
-    def num_shards_done(self) -> int | None:
-        """Return how many shards all workers of an asynchronous run have trained on; None: unknown.
-
-        Rank 0 alone is asked.
-        """
-        return None
-
-    def lost_shards(self) -> Sequence[Shard]:
-        """Return, on rank 0, the shards of workers that died before they had trained on them."""
-        return ()
 
     def close(self) -> None:  # noqa: B027  most hold none
         """Release threads, files and sockets; may be called twice, and after any failure."""

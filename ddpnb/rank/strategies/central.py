@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ddpnb.rank.collectives.flat import FlatBuffer, gradients
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
+from ddpnb.rank.worker import Batch, Worker
 
 
 @final

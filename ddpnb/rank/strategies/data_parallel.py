@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.device_replicas import GpuReplicas, Replicas, ThreadReplicas
-from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.tasks.batches import Shard, every_step
+from ddpnb.rank.worker import Batch, Memory, Worker
 
 
 @final

@@ -9,12 +9,9 @@ With ``hook`` torch's own hooks compress gradients before they are sent:
 
     fp16        as float16: half the bytes of float32; values above 65504 become infinite
     bf16        as bfloat16: half the bytes, the range of float32, 8 bits of precision
-    powersgd    each matrix of gradients as the product of two thin ones of a given rank; the
-                error is added to the next step's gradients (error feedback); on CPUs in one bucket
 
-References: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", PVLDB 13(12), 2020; Vogels et al., "PowerSGD: Practical Low-Rank Gradient
-Compression for Distributed Optimization", NeurIPS 2019.
+Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", PVLDB 13(12), 2020.
 
 Messages per step: one all-reduce for each bucket of gradients (25 MB), sent while
 the backward pass still works on the next; with buffers (BatchNorm's statistics)
@@ -31,13 +28,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_hook,
     fp16_compress_hook,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
+from ddpnb.rank.worker import Batch, Worker
 
 _DEFAULT_CAP_MB: Final = 25.0
 
@@ -74,7 +69,6 @@ class Ddp(DdpStrategy):
         bucket_cap_mb: MB of gradients in one message; at torch's default, 25, the first bucket
             has 1 MB, so that sending begins early.
         hook: how gradients are compressed.
-        powersgd_rank: of the matrices that ``powersgd`` sends.
         find_unused_parameters: whether a step need not use all parameters.
     """
 
@@ -83,31 +77,18 @@ class Ddp(DdpStrategy):
         *,
         bucket_cap_mb: float = _DEFAULT_CAP_MB,
         hook: str = "none",
-        powersgd_rank: int = 1,
         find_unused_parameters: bool = False,
     ) -> None:
         self.cap_mb = None if bucket_cap_mb == _DEFAULT_CAP_MB else bucket_cap_mb
         self.hook = hook
-        self.powersgd_rank = powersgd_rank
         self.finds_unused = find_unused_parameters
 
     def setup(self, worker: Worker) -> None:
         """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
         super().setup(worker)
-        if self.hook == "powersgd" and worker.device.type == "cpu":
-            # One bucket: on CPUs torch's hook makes its later calls from other threads, and ranks
-            # would make those of several buckets in different orders.
-            self.cap_mb = num_bytes(worker.parameters) / 2**20 + 1
         self.wrap(worker, bucket_cap_mb=self.cap_mb, find_unused_parameters=self.finds_unused)
-        match self.hook:
-            case "fp16":
-                self.ddp.register_comm_hook(None, fp16_compress_hook)
-            case "bf16":
-                self.ddp.register_comm_hook(None, _bf16)
-            case "powersgd":
-                # Two steps without compression: DDP forms its final buckets after the first.
-                state = PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=2)
-                self.ddp.register_comm_hook(state, powerSGD_hook)
+        if self.hook != "none":
+            self.ddp.register_comm_hook(None, fp16_compress_hook if self.hook == "fp16" else _bf16)
 
 
 def _bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:

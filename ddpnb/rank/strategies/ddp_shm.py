@@ -25,7 +25,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ddpnb.rank.servers.shared_sum import SharedAllReduce
 from ddpnb.rank.strategies.ddp import DdpStrategy
-from ddpnb.rank.strategies.worker import Worker
+from ddpnb.rank.worker import Worker
 
 
 @final
@@ -37,7 +37,7 @@ class DdpShm(DdpStrategy):
     def setup(self, worker: Worker) -> None:
         """Wrap the model, and open the shared memory; takes part: every rank."""
         super().setup(worker)
-        self._sum = SharedAllReduce(worker.worker_config(default_pg_timeout.total_seconds()))
+        self._sum = SharedAllReduce(worker, default_pg_timeout.total_seconds())
         self.wrap(worker)
         self.ddp.register_comm_hook(self._sum, _all_reduce_bucket)
         self.divisor = 1  # the hook sums, and nothing divides

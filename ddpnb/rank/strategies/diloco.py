@@ -21,27 +21,22 @@ whole momentum would be added to a part of a round, and no later round corrects 
 Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
 Models", 2023, algorithm 1: ``diloco:every=500,outer_lr=0.7,outer_momentum=0.9``.
 
-Messages: one all-reduce of all weights every H-th step (one for each dtype), and one at
-the end if there were steps since.
-Bytes sent per rank: 2 (N - 1) / N * S in each H-th step, 0 in the others; S is the bytes
-of all parameters.
+Messages and bytes are those of ``local-sgd``: an outer step is made of the average of all weights,
+by every rank for itself.
 """
 
-from dataclasses import replace
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ddpnb.protocol.messages import RankState
-from ddpnb.rank.collectives.flat import FlatBuffer
-from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
+from ddpnb.rank.strategies.local_sgd import LocalSgd
+from ddpnb.rank.worker import Worker
 
 
 @final
-class DiLoCo(Strategy):
-    """Inner steps alone, outer steps together.
+class DiLoCo(LocalSgd):
+    """Local SGD with outer steps in place of averages.
 
     Args:
         every: H, the inner steps of an outer one.
@@ -52,19 +47,13 @@ class DiLoCo(Strategy):
     def __init__(
         self, *, every: int = 8, outer_lr: float = 0.5, outer_momentum: float = 0.5
     ) -> None:
-        self.every = every
+        super().__init__(every=every)
         self.outer_lr = outer_lr
         self.outer_momentum = outer_momentum
-        self.num_inner = 0
-
-    def plan(self, state: RankState) -> Plan:
-        """Every rank; they wait for each other only in outer steps."""
-        return replace(super().plan(state), num_steps_ahead=self.every, averages_weights=True)
 
     def setup(self, worker: Worker) -> None:
         """Make both optimizers; the outer one is in the same state on every rank."""
         super().setup(worker)
-        self.flat = FlatBuffer(worker.parameters)
         self.agreed = [nn.Parameter(p.detach().clone()) for p in worker.parameters]
         self.outer = torch.optim.SGD(
             self.agreed,
@@ -73,24 +62,6 @@ class DiLoCo(Strategy):
             nesterov=self.outer_momentum > 0,
         )
         worker.optimizers.append(self.outer)
-
-    def step(self, batch: Batch) -> Tensor:
-        """Train on this rank's slice of one global batch; every H-th ends with an outer step."""
-        worker = self.worker
-        # forward, backward, update: each rank alone
-        loss = worker.compute_gradients(batch)
-        worker.update(self.optimizer)
-        self.num_inner += 1
-        # agree: takes part: every rank
-        if self.num_inner == self.every:
-            self.agree()
-        return loss
-
-    def finish(self) -> nn.Module:
-        """Average if there were inner steps since the last outer one; takes part: every rank."""
-        if self.num_inner > 0:
-            self.flat.average(self.worker.parameters)
-        return self.worker.model
 
     @torch.no_grad()
     def agree(self) -> None:
@@ -102,4 +73,3 @@ class DiLoCo(Strategy):
         self.worker.update(self.outer)
         for agreed, parameter in zip(self.agreed, self.worker.parameters, strict=True):
             parameter.copy_(agreed)
-        self.num_inner = 0

@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, State, Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
+from ddpnb.rank.worker import Batch, Worker
 
 _NCCL_NOTE = "Over NCCL all communication counts as overlapped, even where the GPU waits for it."
 

@@ -25,9 +25,10 @@ from typing import final
 
 from torch import Tensor
 
+from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.queue import UpdateCounter
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, scaled_rate
-from ddpnb.rank.strategies.worker import Batch, Worker
+from ddpnb.rank.worker import Batch, Worker
 
 
 @final
@@ -36,7 +37,8 @@ class Hogwild(AsynchronousStrategy):
 
     def setup(self, worker: Worker) -> None:
         """Move the parameters to the one copy in shared memory; takes part: every rank."""
-        self.begin(worker, 1, lambda _: UpdateCounter())
+        client = Client(worker, 1, lambda _: UpdateCounter(), timeout_seconds=self.timeout)
+        self.begin(worker, client)
         self.optimizer = worker.optimizer(worker.parameters)
 
     def step(self, batch: Batch) -> Tensor:

@@ -8,23 +8,22 @@ is local.
 
 Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 
-Messages: one all-reduce of all weights every H-th step (one for each dtype), and one at the end.
+Messages: one all-reduce of all weights every H-th step (one for each dtype), and one at
+the end if there were steps since.
 Bytes sent per rank: 2 (N - 1) / N * S in each of these steps, 0 in the others; S is the
 bytes of all parameters.
 """
 
 from dataclasses import replace
-from typing import final
 
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
+from ddpnb.rank.worker import Batch, Worker
 
 
-@final
 class LocalSgd(Strategy):
     """Steps alone, averages together.
 
@@ -46,7 +45,7 @@ class LocalSgd(Strategy):
         self.flat = FlatBuffer(worker.parameters)
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on this rank's slice of one global batch; every H-th step ends with an average."""
+        """Train on this rank's slice of one global batch; every H-th one ends with an average."""
         worker = self.worker
         # forward, backward, update: each rank alone
         loss = worker.compute_gradients(batch)
@@ -54,10 +53,15 @@ class LocalSgd(Strategy):
         # agree: takes part: every rank
         self.num_steps += 1
         if self.num_steps % self.every == 0:
-            self.flat.average(worker.parameters)
+            self.agree()
         return loss
 
     def finish(self) -> nn.Module:
-        """Average once more; takes part: every rank."""
-        self.flat.average(self.worker.parameters)
+        """Average if there were steps since the ranks last agreed; takes part: every rank."""
+        if self.num_steps % self.every != 0:
+            self.flat.average(self.worker.parameters)
         return self.worker.model
+
+    def agree(self) -> None:
+        """Average all weights; takes part: every rank."""
+        self.flat.average(self.worker.parameters)

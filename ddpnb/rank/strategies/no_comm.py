@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Batch
+from ddpnb.rank.worker import Batch
 
 _NOTE = "no-comm sends nothing: its model has learnt from rank 0's share of the samples alone."
 

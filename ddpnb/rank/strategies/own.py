@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
+from ddpnb.rank.worker import Batch, Worker
 
 
 @final

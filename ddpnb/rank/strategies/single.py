@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks.batches import Shard, every_step
+from ddpnb.rank.worker import Batch, Worker
 
 
 @final

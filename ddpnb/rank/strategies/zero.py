@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ddpnb.compat.torch_internals import step_hooks
 from ddpnb.rank.strategies.ddp import DdpStrategy
-from ddpnb.rank.strategies.worker import Worker
+from ddpnb.rank.worker import Worker
 
 
 @final

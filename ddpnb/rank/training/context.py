@@ -17,17 +17,17 @@ from ddpnb.protocol.notation import check_fault_ranks, parse_strategy
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.link import NO_LINK, Link
-from ddpnb.rank.meter import Meter, NullTimer, Timer
+from ddpnb.rank.meter import Meter, Timer
 from ddpnb.rank.random_state import preserve_random, seed_everything
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
 from ddpnb.rank.tasks.samples import DatasetSamples
 from ddpnb.rank.training.optimizers import make_optimizer
 from ddpnb.rank.training.prefetching import NUM_PREFETCHED, prefetching
+from ddpnb.rank.worker import Batch, Worker
 
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
@@ -106,7 +106,7 @@ class RunContext:
             num_steps=num_steps,
             folder=self.folder,
             name=self.name(phase),
-            meter=Meter(timer or NullTimer()),
+            meter=Meter(timer),
             accumulate=self.spec.accumulate,
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
             link=self.link,

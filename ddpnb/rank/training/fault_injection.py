@@ -26,8 +26,8 @@ from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
 from ddpnb.protocol.notation import parse_kill, parse_slow
 from ddpnb.rank.meter import Timer, synchronize
 from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.training.context import RunContext
+from ddpnb.rank.worker import Batch, Worker
 
 KILL_TIMEOUT_SECONDS = 1.0
 """How long the kernel may take to kill a rank on purpose."""

@@ -26,14 +26,13 @@ import torch
 from torch import nn
 
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec
-from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.cancellation import CancellationToken, RunCancelledError
 from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard, Tree
 from ddpnb.rank.training.context import UNNAMED, build_context
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
@@ -44,6 +43,7 @@ from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.stop import Stop
 from ddpnb.rank.training.timing import Clock, StepReport
+from ddpnb.rank.worker import Worker
 
 CEILING_SECONDS = 4.0
 """How long a rank trains a ceiling, if the run is as long."""
@@ -109,8 +109,6 @@ def run(
         try:
             model, snapshots = _trained(metrics, should_stop, expects_stop)
         except RunOverError:
-            if rejoin_info is None:
-                raise
             return no_part
         # -- evaluate ---------------------------------------------------------------------
         if state.rank != 0 or spec.is_ceiling:
@@ -156,7 +154,7 @@ def _trained(
             metrics.clock.end()
         if not metrics.was_stopped:
             snapshots.average()
-        lost = strategy.lost_shards()
+        lost = [] if strategy.queue is None else map(worker.shard, strategy.queue.lost_shards)
         metrics.num_lost_samples = sum(len(context.schedule.indices(shard)) for shard in lost)
     return model, snapshots
 
@@ -180,7 +178,8 @@ def _train(
         if stop.before(step):
             metrics.was_stopped = True
             break
-        context.cancellation.check(is_waiting=False)  # a strategy may never wait for the others
+        if context.cancellation.is_aborted:  # a strategy may never wait for the others
+            raise RunCancelledError("This rank was ended with the others.")
         batch = context.batch(shard, tree)
         if fault_injector.is_kill_due:
             metrics.add(clock.stop())  # steps that a GPU has yet to finish

@@ -18,10 +18,10 @@ from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.notation import Choice, parse_strategy
 from ddpnb.rank.random_state import preserve_globals, seed_everything
 from ddpnb.rank.strategies.fsdp import layers_of
-from ddpnb.rank.strategies.worker import Batch, Worker, state_of
 from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, split_step
 from ddpnb.rank.tasks.batches import Tree, shape_of
 from ddpnb.rank.training.evaluation import number_of, pair_of
+from ddpnb.rank.worker import Batch, Worker, state_of
 
 NUM_TRIALS = 8
 """Seeds that a loss which draws random numbers is computed with."""
@@ -227,13 +227,10 @@ def _wraps_model(strategy: str) -> bool:
 
 def check_strategy(strategy: str, worker: Worker) -> None:
     """Refuse what a built-in strategy cannot train; the worker's model has made a step."""
-    choice, on_cpu = parse_strategy(strategy), worker.device.type == "cpu"
-    if not on_cpu:
+    choice = parse_strategy(strategy)
+    if worker.device.type != "cpu":
         _check_device(choice)
     name, options = choice.name, choice.options
-    has_powersgd = options.get("hook") == "powersgd"
-    if "powersgd_rank" in options and not has_powersgd:
-        raise UserError("ddp:powersgd_rank goes with ddp:hook=powersgd; give both, or neither.")
     if name == "zero" and not lists_step_hooks.works:
         raise UserError(f"{lists_step_hooks.sentence}.")
     layers = [list(layer.parameters()) for layer in layers_of(worker.model)]
@@ -257,12 +254,12 @@ def check_strategy(strategy: str, worker: Worker) -> None:
                 f"The gradient of {parameter_name} is sparse, and {name} exchanges dense ones: "
                 f"make the layer with sparse=False, or leave {name} out of the comparison."
             )
-        if (name == "fsdp" or has_powersgd) and parameter.ndim == 0:
+        if name == "fsdp" and parameter.ndim == 0:
             raise UserError(
-                f"{strategy} cuts parameters between their rows, and {parameter_name} is a single "
-                f"number: give it the shape (1,), or leave {strategy} out of the comparison."
+                f"fsdp cuts parameters between their rows, and {parameter_name} is a single "
+                "number: give it the shape (1,), or leave fsdp out of the comparison."
             )
-    at_once = [worker.parameters] if name == "zero" or (has_powersgd and on_cpu) else []
+    at_once = [worker.parameters] if name == "zero" else []
     if name == "fsdp":
         at_once = [*layers, [each for each in worker.model.parameters() if each not in in_layers]]
     if any(len({each.dtype for each in held if each.requires_grad}) > 1 for held in at_once):

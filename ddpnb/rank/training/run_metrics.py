@@ -9,11 +9,11 @@ from torch.optim import SGD, Optimizer
 
 from ddpnb.protocol.messages import Evaluating, Mark, RunHeader, RunReport, StepEvent
 from ddpnb.protocol.notation import parse_link
-from ddpnb.rank.strategies.worker import Memory, Worker
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock, StepTiming
+from ddpnb.rank.worker import Memory, Worker
 
 _CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import State, Strategy
-from ddpnb.rank.strategies.worker import Worker, state_of
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.evaluation import has_batchnorm
 from ddpnb.rank.training.run_metrics import RunMetrics
+from ddpnb.rank.worker import Worker, state_of
 
 MAX_BYTES = 1_000_000_000
 """The most that the copies of a rank take, in the memory of the host."""
@@ -106,8 +106,9 @@ class Snapshots:
         context, world_size = self._metrics.context, self._worker.world_size
         step, part = shard.step + 1, 0
         if not context.plan.synchronous:
-            done = self._strategy.num_shards_done()
-            step, part = divmod(shard.step * world_size + 1 if done is None else done, world_size)
+            queue = self._strategy.queue
+            done = shard.step * world_size + 1 if queue is None else queue.num_shards_done
+            step, part = divmod(done, world_size)
         in_part = context.schedule.size(step) * part // world_size
         return context.schedule.num_samples_before(step) + in_part
 

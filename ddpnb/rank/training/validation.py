@@ -18,11 +18,11 @@ import torch.distributed as dist
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RunSpec
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.training.context import UNNAMED, RunContext, build_context
 from ddpnb.rank.training.evaluation import Score, score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds
 from ddpnb.rank.training.model_checks import attempt, check_model, check_step, depends_on_batch
+from ddpnb.rank.worker import Batch, Worker
 
 CHECKS = "checks"
 """The folder, in that of a run, of the files that a class of the user's own makes in its check."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.strategies.device_replicas import ThreadReplicas
-from ddpnb.rank.strategies.worker import Worker
+from ddpnb.rank.worker import Worker
 
 
 class Experts(nn.Module):

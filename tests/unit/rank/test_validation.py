@@ -266,8 +266,6 @@ TWO_TYPES = GOOD + (
 @pytest.mark.parametrize(
     ("strategy", "source", "said"),
     [
-        ("ddp:hook=powersgd", TEMPERATURE, "temperature"),
-        ("ddp:hook=powersgd", TWO_TYPES, "powersgd"),
         ("zero", TWO_TYPES, "zero"),
         ("fsdp", TEMPERATURE, "temperature"),
         ("async", SPARSE, "0.weight .* async"),

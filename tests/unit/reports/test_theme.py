@@ -41,7 +41,7 @@ def test_line_and_marker_alone_tell_strategies_apart():
 
 
 def test_a_variant_differs_from_its_strategy_and_from_its_sisters():
-    names = ["ddp", "ddp:hook=fp16", "ddp:hook=powersgd", "ddp:bucket_cap_mb=1"]
+    names = ["ddp", "ddp:hook=fp16", "ddp:hook=bf16", "ddp:bucket_cap_mb=1"]
     styles = [style_of(name, names) for name in names]
     assert [style.is_hollow for style in styles] == [False, True, True, True]
     assert len({(style.colour, style.dashes) for style in styles}) == 4

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.collectives.link import NO_LINK, Link
-from ddpnb.rank.meter import Meter, NullTimer
-from ddpnb.rank.servers.rendezvous import WorkerConfig
+from ddpnb.rank.meter import Meter
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
 from ddpnb.rank.tasks.batches import Shard, Tree, rows
 
@@ -46,7 +45,7 @@ class Worker:
     """A directory that only the ranks of this host can reach."""
     name: str
     """Prefix of file names in ``folder``; no two trainings share it."""
-    meter: Meter = field(default_factory=lambda: Meter(NullTimer()))
+    meter: Meter = field(default_factory=Meter)
     """Counts seconds and bytes of communication; whatever carries messages reports to it."""
     accumulate: int = 1
     """Micro-batches that each batch is split into, for gradient accumulation."""
@@ -82,20 +81,6 @@ class Worker:
         """Make the task's optimizer for some parameters."""
         self.optimizers.append(self.make_optimizer(parameters))
         return self.optimizers[-1]
-
-    def worker_config(self, timeout_seconds: float) -> WorkerConfig:
-        """Return what reaches the other ranks outside the group; wait so long for a live one."""
-        return WorkerConfig(
-            rank=self.rank,
-            world_size=self.world_size,
-            folder=self.folder,
-            name=self.name,
-            timeout_seconds=timeout_seconds,
-            cancellation=self.cancellation,
-            parameters=self.parameters,
-            link=self.link,
-            meter=self.meter,
-        )
 
     def shard(self, number: int) -> Shard:
         """Return the shard of a number, where one queue hands out all slices in order."""
