@@ -12,7 +12,6 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.inspection import DdpReport, InspectSpec
 from ddpnb.protocol.messages import Checked, RejoinInfo, RunReport, RunSpec, StaleVariable
 from ddpnb.protocol.notation import parse_strategy
-from ddpnb.protocol.replicas import Part
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables
 from ddpnb.rank.engine import RankEngine
@@ -124,23 +123,9 @@ def give(
 # -- inspection ----------------------------------------------------------------------------
 
 
-def elements(
-    engine: RankEngine,
-    ranks: tuple[int, ...],
-    name: str,
-    part: Part,
-    tensor: str,
-    chunks: tuple[int, ...],
-) -> Any:
-    """Return the values in some chunks of a tensor, on some ranks; see ``replicas.elements``."""
-    if engine.group.rank not in ranks:
-        return None
-    return replicas.elements(name, part, tensor, chunks, engine.shell.user_ns)
-
-
 def inspect_ddp(engine: RankEngine, spec: InspectSpec, finds_unused: bool) -> DdpReport:
     """Make the steps of an inspection.  Takes part: every rank."""
-    group, filename = engine.group, task_file(engine, spec)
+    group, filename = engine.group, filename_of(spec.task, engine)
     with group.collective_checks.trusting_torch():
         return ddp_steps.measure(
             spec,
@@ -152,14 +137,9 @@ def inspect_ddp(engine: RankEngine, spec: InspectSpec, finds_unused: bool) -> Dd
         )
 
 
-def task_file(engine: RankEngine, spec: InspectSpec) -> str:
-    """Return a file name for the cell of an inspected task."""
-    return UNNAMED if spec.task is None else filename_of(spec.task, engine)
-
-
-def filename_of(spec: RunSpec, engine: RankEngine) -> str:
+def filename_of(spec: RunSpec | None, engine: RankEngine) -> str:
     """Return a file name for a comparison's cell that IPython shows as ``Cell In[n]``."""
-    if not spec.cell:
+    if spec is None or not spec.cell:
         return UNNAMED
     name: str = engine.shell.compile.cache(spec.source, spec.cell, spec.source)
     return name
@@ -193,7 +173,9 @@ USERS_CODE: dict[str, Callable[..., Any]] = {
     "digests": lambda engine, names: replicas.replica(
         names, engine.shell.user_ns, rank=engine.group.rank
     ),
-    "elements": elements,
+    "elements": lambda engine, ranks, *wanted: (
+        replicas.elements(engine.shell.user_ns, *wanted) if engine.group.rank in ranks else None
+    ),
     "samples": lambda engine, spec: samples.samples(
         spec,
         engine.shell.user_ns,
@@ -202,7 +184,7 @@ USERS_CODE: dict[str, Callable[..., Any]] = {
         device=engine.group.device,
     ),
     "find_inspected": lambda engine, spec: subject.find(
-        spec, engine.group.state(), engine.shell.user_ns, filename=task_file(engine, spec)
+        spec, engine.group.state(), engine.shell.user_ns, filename=filename_of(spec.task, engine)
     ),
     "inspect_ddp": inspect_ddp,
     "show_collective": lambda engine, spec: collective.show(spec, device=engine.group.device),

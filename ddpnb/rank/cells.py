@@ -10,6 +10,7 @@ import warnings
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -117,23 +118,16 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         return error
+    run = partial(run_script, spec.script, spec.source, namespace=shell.user_ns)
     try:
         with process_of(spec.script, engine.group.device):
-            return interruptible(lambda: execute_script(spec, shell))
-    finally:
-        gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
-
-
-def execute_script(spec: CellSpec, shell: Any) -> BaseException | None:
-    """Run a script in the process that is prepared for it; return the error that ended it."""
-    assert spec.script is not None
-    try:
-        run_script(spec.script, spec.source, namespace=shell.user_ns)
+            interruptible(run)
     except (Exception, SystemExit) as failure:  # noqa: BLE001  the edge of the user's code
         shell.showtraceback()
         return failure
     finally:
         shell.events.trigger("post_execute")  # as matplotlib's figures need it
+        gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
     return None
 
 

@@ -108,7 +108,7 @@ class Sending:
 
     def __init__(self, send: Callable[..., Any]) -> None:
         self._send = send
-        self._silent_cell = ""
+        self._silent_cell: str | None = None
         self.num_outputs = 0
         """How many messages were sent that are neither a call's result nor its begin or end."""
 
@@ -117,11 +117,8 @@ class Sending:
     ) -> Any:
         """Send a message, as ``Session.send`` does."""
         if msg_or_type == "status":
-            is_idle = content == {"execution_state": "idle"}
-            is_silent = (
-                bool(self._silent_cell) and id_of(options.get("parent")) == self._silent_cell
-            )
-            if content == {"execution_state": "busy"} or (is_idle and is_silent):
+            is_silent = id_of(options.get("parent")) == self._silent_cell
+            if is_silent or content == {"execution_state": "busy"}:
                 return None
         elif msg_or_type != "apply_reply":
             self.num_outputs += 1
@@ -132,7 +129,7 @@ class Sending:
         streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, DescriptorStream)]
         is_sent = not any(each.has_written for each in streams)
         is_silent = is_sent and self.num_outputs == num_outputs_before
-        self._silent_cell = cell if is_silent else ""
+        self._silent_cell = cell if is_silent else None
         return is_silent
 
 

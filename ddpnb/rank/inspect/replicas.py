@@ -45,7 +45,7 @@ def replica(names: Sequence[str], namespace: Mapping[str, Any], *, rank: int) ->
 
 @torch.no_grad()
 def elements(
-    name: str, part: Part, tensor: str, chunks: Sequence[int], namespace: Mapping[str, Any]
+    namespace: Mapping[str, Any], name: str, part: Part, tensor: str, chunks: Sequence[int]
 ) -> NDArray[Any]:
     """Return the values in some chunks of a tensor, one chunk after the other."""
     found = parts_of(name, namespace)[part][tensor]

@@ -18,7 +18,7 @@ from ddpnb.protocol.inspection import DEFAULT_CAP_MB, Found, InspectSpec, Parame
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.tasks.base import OptimizerFactory
+from ddpnb.rank.tasks.base import OptimizerFactory, split_step
 from ddpnb.rank.tasks.batches import Shard, copied
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.model_checks import check_inside
@@ -61,7 +61,8 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
                 f"{subject.title} cannot be copied and called with its batch: "
                 f"{summary_of(error).rstrip('.')}."
             ) from error
-        _check_loss(loss)
+        if not loss.requires_grad:
+            raise UserError("The loss does not depend on any parameter that needs a gradient.")
         check_inside(loss, model)
         model.zero_grad()
         loss.backward()
@@ -108,7 +109,7 @@ def _of_task(
 
     def loss_of(model: nn.Module, tree: Any) -> Tensor:
         with worker.autocast():
-            return worker.loss_in(worker.training_step(model, tree))
+            return split_step(worker.training_step(model, tree))[0]
 
     return Subject(
         title=spec.task.task if not spec.task.source else "the cell's model",
@@ -140,13 +141,4 @@ def _loss(spec: InspectSpec, namespace: Mapping[str, Any], model: nn.Module, bat
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, tuple) else model(batch)
-    loss: Tensor = value_of(spec.loss or MEAN, namespace, output=output)
-    return loss
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-        raise UserError(f"The loss is {found or kind_of(loss)}: --loss must give one number.")
-    if not loss.requires_grad:
-        raise UserError("The loss does not depend on any parameter that needs a gradient.")
+    return split_step(value_of(spec.loss or MEAN, namespace, output=output), "--loss")[0]
