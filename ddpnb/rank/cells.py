@@ -25,9 +25,8 @@ from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_cons
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
 from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.engine import RankEngine, id_of
-from ddpnb.rank.group import Group
 from ddpnb.rank.publisher import Publisher
-from ddpnb.rank.shell import questions, variable_names
+from ddpnb.rank.shell import questions
 from ddpnb.rank.stack import OWN_FOLDER, is_users
 from ddpnb.rank.torchrun import process_of, run_script
 
@@ -52,6 +51,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         opened.enter_context(engine.adopted_group.during())
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None
+    names = [name for name in engine.shell.user_ns if isinstance(name, str) and name[:1] != "_"]
     if errors and (isinstance(errors[0], KeyboardInterrupt) or is_consequence(errors[0])):
         for error in errors:
             release_frames(error)
@@ -60,7 +60,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         failure=failure,
         num_collectives=torch_internals.num_collectives(),
         num_batches_sent=publisher.num_batches,
-        names=variable_names(engine.shell),
+        names=tuple(names),
         trace=None if recorder is None else recorder.spans(),
         is_silent=engine.sending.end_cell(cell, num_outputs),
     )
@@ -90,7 +90,8 @@ def ignore(number: int, frame: object) -> None:
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     """Run a cell's source; return the errors of it, first the one that it failed with."""
     engine.shell.execution_count = spec.execution_count
-    was_aborted = engine.group.cancellation.is_aborted
+    cancellation = engine.group.cancellation
+    was_aborted = cancellation.is_aborted  # then the cell's own calls all raise
     warn_again()
     try:
         with (
@@ -103,8 +104,10 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
                 stream.settle(DRAIN_SECONDS)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         error = interrupt
-    ended_with = [] if error is None or is_success(error) else [error]
-    errors = [*shown, *ended_with] or aborted(engine.group, was_aborted=was_aborted)
+    errors = [*shown] if error is None or is_success(error) else [*shown, error]
+    is_aborted = engine.group.can_abort and cancellation.is_aborted and not was_aborted
+    if is_aborted and not errors:  # a collective was, and the cell saw meaningless tensors
+        errors = [ConsequenceError("This rank was freed from its wait.")]
     if isinstance(error, KeyboardInterrupt):
         # It ends the cell, whatever else went wrong or was interrupted while IPython noted it.
         errors.sort(key=lambda each: not isinstance(each, KeyboardInterrupt))
@@ -169,16 +172,6 @@ def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
 def is_success(error: BaseException | None) -> bool:
     """Return whether an exception is the end of code that has succeeded: ``sys.exit(0)``."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
-
-
-def aborted(group: Group, *, was_aborted: bool) -> list[BaseException]:
-    """Return an error if the cell saw meaningless tensors: a collective of it was aborted.
-
-    ``was_aborted``: whether the group was before the cell, whose own calls then all raise.
-    """
-    if group.can_abort and group.cancellation.is_aborted and not was_aborted:
-        return [ConsequenceError("This rank was freed from its wait.")]
-    return []
 
 
 # -- how code failed -----------------------------------------------------------------------

@@ -81,7 +81,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         await super().complete_registration(*args)
         self.session.send = self.sending = Sending(self.session.send)
         self.log.setLevel(self.log_level)  # ipyparallel had set it to DEBUG: five records a cell
-        self.kernel.pre_handler_hook = self.kernel.post_handler_hook = keep_signals
+        # SIGINT is left alone around a message, unlike in ipykernel: see cells.interruptible.
+        self.kernel.pre_handler_hook = self.kernel.post_handler_hook = lambda: None
         shell = self.kernel.shell
         prepare(shell)
         for name in ("ps1", "ps2", "ps3"):  # IPython's; by them libraries know a prompt
@@ -136,10 +137,6 @@ class Sending:
 def id_of(request: Any) -> str:
     """Return the id of a request to the rank; empty if there is none."""
     return str(request["header"].get("msg_id", "")) if request else ""
-
-
-def keep_signals() -> None:
-    """Leave SIGINT alone around a message, unlike ipykernel; see ``cells.interruptible``."""
 
 
 def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:

@@ -133,10 +133,10 @@ def optimizer_state(
     optimizer: Optimizer, namespace: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an optimizer's state, named after the parameters of the variables."""
-    modules = [each for each in trained(namespace).values() if isinstance(each, nn.Module)]
     names = {
         id(parameter): name.removeprefix("module.")  # DDP's
-        for module in modules
+        for module in trained(namespace).values()
+        if isinstance(module, nn.Module)
         for name, parameter in module.named_parameters()
     }
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
