@@ -23,15 +23,11 @@ from ddpnb.rank.tasks.batches import Shard, copied
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.model_checks import check_inside
 
-MEAN = "output.mean()"
-"""The loss of a model without ``--loss``."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """A model, its input and its optimizer; only copies of the model make steps."""
 
-    title: str
     make_model: Callable[[], nn.Module]
     """Makes a plain model, in training mode or not as the user's is."""
     make_optimizer: OptimizerFactory
@@ -58,7 +54,7 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
             raise
         except Exception as error:
             raise UserError(
-                f"{subject.title} cannot be copied and called with its batch: "
+                f"{spec.title} cannot be copied and called with its batch: "
                 f"{summary_of(error).rstrip('.')}."
             ) from error
         if not loss.requires_grad:
@@ -69,7 +65,6 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         return Found(
             rank=state.rank,
-            title=subject.title,
             parameters=tuple(
                 ParameterSize(name=name, shape=tuple(p.shape), num_bytes=num_bytes([p]))
                 for name, p in trained.items()
@@ -89,13 +84,12 @@ def subject_of(
         raise UserError(f"{spec.model} is {kind_of(model)} and no model, an nn.Module.")
     ddp = model if isinstance(model, DistributedDataParallel) else None
     return Subject(
-        title=spec.model,
         make_model=partial(copy.deepcopy, model if ddp is None else ddp.module),
         make_optimizer=partial(torch.optim.SGD, lr=0.01),
         loss_of=partial(_loss, spec, namespace),
         batch=value_of(spec.batch, namespace),
         cap_mb=float(f"{ddp.bucket_bytes_cap / 2**20:.3g}") if ddp else DEFAULT_CAP_MB,
-        finds_unused=ddp is not None and ddp.find_unused_parameters,
+        finds_unused=spec.finds_unused or (ddp is not None and ddp.find_unused_parameters),
     )
 
 
@@ -112,11 +106,11 @@ def _of_task(
             return split_step(worker.training_step(model, tree))[0]
 
     return Subject(
-        title=spec.task.task if not spec.task.source else "the cell's model",
         make_model=lambda: worker.make_model().train(),
         make_optimizer=worker.optimizer,
         loss_of=loss_of,
         batch=context.batch(shard, context.fetch(shard)).tree,
+        finds_unused=spec.finds_unused,
     )
 
 
@@ -141,4 +135,4 @@ def _loss(spec: InspectSpec, namespace: Mapping[str, Any], model: nn.Module, bat
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, tuple) else model(batch)
-    return split_step(value_of(spec.loss or MEAN, namespace, output=output), "--loss")[0]
+    return split_step(value_of(spec.loss or "output.mean()", namespace, output=output), "--loss")[0]
