@@ -25,6 +25,8 @@ class InspectSpec:
     bucket_caps: tuple[float, ...] = ()
     """In MB, besides the model's own."""
     link: str = ""
+    finds_unused: bool = False
+    """Whether DDP looks for parameters without a part in the loss: on some rank there are some."""
 
     def __post_init__(self) -> None:
         if self.task is None and not self.batch:
@@ -36,6 +38,13 @@ class InspectSpec:
             raise UserError("--bucket-cap takes sizes in MB above 0, such as 0.01,1,25.")
         if self.link:
             parse_link(self.link)
+
+    @property
+    def title(self) -> str:
+        """What is inspected, such as ``"model"``, ``"digits"``."""
+        if self.task is None:
+            return self.model
+        return "the cell's model" if self.task.source else self.task.task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +61,6 @@ class Found:
     """What a rank has found, alone: the model fits the batch, and has gradients."""
 
     rank: int
-    title: str
-    """Such as ``"model"``, ``"digits"``."""
     parameters: tuple[ParameterSize, ...]
     unused: tuple[str, ...]
     """Parameters that had no part in the loss."""

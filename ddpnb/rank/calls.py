@@ -4,15 +4,11 @@ import functools
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
-from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.inspection import DdpReport, InspectSpec
 from ddpnb.protocol.messages import Checked, RejoinInfo, RunReport, RunSpec, StaleVariable
-from ddpnb.protocol.notation import parse_strategy
-from ddpnb.protocol.replicas import Part
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables
 from ddpnb.rank.engine import RankEngine
@@ -78,9 +74,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = No
     engine.stop_wanted.clear()  # a late request was for the run before
     first_batch = rejoin_info.first_batch if rejoin_info else 0
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
-    is_built_in = parse_strategy(spec.strategy).name in STRATEGIES  # then torch calls as it should
-    trusting = group.collective_checks.trusting_torch() if is_built_in else nullcontext()
-    with closing(publisher), trusting, engine.adopted_group.during():
+    with closing(publisher), engine.adopted_group.during():
         report = cells.interruptible(
             lambda: loop.run(
                 spec,
@@ -124,42 +118,9 @@ def give(
 # -- inspection ----------------------------------------------------------------------------
 
 
-def elements(
-    engine: RankEngine,
-    ranks: tuple[int, ...],
-    name: str,
-    part: Part,
-    tensor: str,
-    chunks: tuple[int, ...],
-) -> Any:
-    """Return the values in some chunks of a tensor, on some ranks; see ``replicas.elements``."""
-    if engine.group.rank not in ranks:
-        return None
-    return replicas.elements(name, part, tensor, chunks, engine.shell.user_ns)
-
-
-def inspect_ddp(engine: RankEngine, spec: InspectSpec, finds_unused: bool) -> DdpReport:
-    """Make the steps of an inspection.  Takes part: every rank."""
-    group, filename = engine.group, task_file(engine, spec)
-    with group.collective_checks.trusting_torch():
-        return ddp_steps.measure(
-            spec,
-            group.state(),
-            engine.shell.user_ns,
-            finds_unused=finds_unused,
-            cancellation=group.cancellation,
-            filename=filename,
-        )
-
-
-def task_file(engine: RankEngine, spec: InspectSpec) -> str:
-    """Return a file name for the cell of an inspected task."""
-    return UNNAMED if spec.task is None else filename_of(spec.task, engine)
-
-
-def filename_of(spec: RunSpec, engine: RankEngine) -> str:
+def filename_of(spec: RunSpec | None, engine: RankEngine) -> str:
     """Return a file name for a comparison's cell that IPython shows as ``Cell In[n]``."""
-    if not spec.cell:
+    if spec is None or not spec.cell:
         return UNNAMED
     name: str = engine.shell.compile.cache(spec.source, spec.cell, spec.source)
     return name
@@ -193,7 +154,9 @@ USERS_CODE: dict[str, Callable[..., Any]] = {
     "digests": lambda engine, names: replicas.replica(
         names, engine.shell.user_ns, rank=engine.group.rank
     ),
-    "elements": elements,
+    "elements": lambda engine, ranks, *wanted: (
+        replicas.elements(engine.shell.user_ns, *wanted) if engine.group.rank in ranks else None
+    ),
     "samples": lambda engine, spec: samples.samples(
         spec,
         engine.shell.user_ns,
@@ -202,8 +165,14 @@ USERS_CODE: dict[str, Callable[..., Any]] = {
         device=engine.group.device,
     ),
     "find_inspected": lambda engine, spec: subject.find(
-        spec, engine.group.state(), engine.shell.user_ns, filename=task_file(engine, spec)
+        spec, engine.group.state(), engine.shell.user_ns, filename=filename_of(spec.task, engine)
     ),
-    "inspect_ddp": inspect_ddp,
+    "inspect_ddp": lambda engine, spec: ddp_steps.measure(
+        spec,
+        engine.group.state(),
+        engine.shell.user_ns,
+        cancellation=engine.group.cancellation,
+        filename=filename_of(spec.task, engine),
+    ),
     "show_collective": lambda engine, spec: collective.show(spec, device=engine.group.device),
 }

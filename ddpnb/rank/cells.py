@@ -10,6 +10,7 @@ import warnings
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -24,9 +25,8 @@ from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_cons
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
 from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.engine import RankEngine, id_of
-from ddpnb.rank.group import Group
 from ddpnb.rank.publisher import Publisher
-from ddpnb.rank.shell import questions, variable_names
+from ddpnb.rank.shell import questions
 from ddpnb.rank.stack import OWN_FOLDER, is_users
 from ddpnb.rank.torchrun import process_of, run_script
 
@@ -51,6 +51,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         opened.enter_context(engine.adopted_group.during())
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None
+    names = [name for name in engine.shell.user_ns if isinstance(name, str) and name[:1] != "_"]
     if errors and (isinstance(errors[0], KeyboardInterrupt) or is_consequence(errors[0])):
         for error in errors:
             release_frames(error)
@@ -59,7 +60,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         failure=failure,
         num_collectives=torch_internals.num_collectives(),
         num_batches_sent=publisher.num_batches,
-        names=variable_names(engine.shell),
+        names=tuple(names),
         trace=None if recorder is None else recorder.spans(),
         is_silent=engine.sending.end_cell(cell, num_outputs),
     )
@@ -89,7 +90,8 @@ def ignore(number: int, frame: object) -> None:
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     """Run a cell's source; return the errors of it, first the one that it failed with."""
     engine.shell.execution_count = spec.execution_count
-    was_aborted = engine.group.cancellation.is_aborted
+    cancellation = engine.group.cancellation
+    was_aborted = cancellation.is_aborted  # then the cell's own calls all raise
     warn_again()
     try:
         with (
@@ -102,8 +104,10 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
                 stream.settle(DRAIN_SECONDS)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         error = interrupt
-    ended_with = [] if error is None or is_success(error) else [error]
-    errors = [*shown, *ended_with] or aborted(engine.group, was_aborted=was_aborted)
+    errors = [*shown] if error is None or is_success(error) else [*shown, error]
+    is_aborted = engine.group.can_abort and cancellation.is_aborted and not was_aborted
+    if is_aborted and not errors:  # a collective was, and the cell saw meaningless tensors
+        errors = [ConsequenceError("This rank was freed from its wait.")]
     if isinstance(error, KeyboardInterrupt):
         # It ends the cell, whatever else went wrong or was interrupted while IPython noted it.
         errors.sort(key=lambda each: not isinstance(each, KeyboardInterrupt))
@@ -117,23 +121,16 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         return error
+    run = partial(run_script, spec.script, spec.source, namespace=shell.user_ns)
     try:
         with process_of(spec.script, engine.group.device):
-            return interruptible(lambda: execute_script(spec, shell))
-    finally:
-        gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
-
-
-def execute_script(spec: CellSpec, shell: Any) -> BaseException | None:
-    """Run a script in the process that is prepared for it; return the error that ended it."""
-    assert spec.script is not None
-    try:
-        run_script(spec.script, spec.source, namespace=shell.user_ns)
+            interruptible(run)
     except (Exception, SystemExit) as failure:  # noqa: BLE001  the edge of the user's code
         shell.showtraceback()
         return failure
     finally:
         shell.events.trigger("post_execute")  # as matplotlib's figures need it
+        gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
     return None
 
 
@@ -175,16 +172,6 @@ def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
 def is_success(error: BaseException | None) -> bool:
     """Return whether an exception is the end of code that has succeeded: ``sys.exit(0)``."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
-
-
-def aborted(group: Group, *, was_aborted: bool) -> list[BaseException]:
-    """Return an error if the cell saw meaningless tensors: a collective of it was aborted.
-
-    ``was_aborted``: whether the group was before the cell, whose own calls then all raise.
-    """
-    if group.can_abort and group.cancellation.is_aborted and not was_aborted:
-        return [ConsequenceError("This rank was freed from its wait.")]
-    return []
 
 
 # -- how code failed -----------------------------------------------------------------------

@@ -81,7 +81,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         await super().complete_registration(*args)
         self.session.send = self.sending = Sending(self.session.send)
         self.log.setLevel(self.log_level)  # ipyparallel had set it to DEBUG: five records a cell
-        self.kernel.pre_handler_hook = self.kernel.post_handler_hook = keep_signals
+        # SIGINT is left alone around a message, unlike in ipykernel: see cells.interruptible.
+        self.kernel.pre_handler_hook = self.kernel.post_handler_hook = lambda: None
         shell = self.kernel.shell
         prepare(shell)
         for name in ("ps1", "ps2", "ps3"):  # IPython's; by them libraries know a prompt
@@ -108,7 +109,7 @@ class Sending:
 
     def __init__(self, send: Callable[..., Any]) -> None:
         self._send = send
-        self._silent_cell = ""
+        self._silent_cell: str | None = None
         self.num_outputs = 0
         """How many messages were sent that are neither a call's result nor its begin or end."""
 
@@ -117,11 +118,8 @@ class Sending:
     ) -> Any:
         """Send a message, as ``Session.send`` does."""
         if msg_or_type == "status":
-            is_idle = content == {"execution_state": "idle"}
-            is_silent = (
-                bool(self._silent_cell) and id_of(options.get("parent")) == self._silent_cell
-            )
-            if content == {"execution_state": "busy"} or (is_idle and is_silent):
+            is_silent = id_of(options.get("parent")) == self._silent_cell
+            if is_silent or content == {"execution_state": "busy"}:
                 return None
         elif msg_or_type != "apply_reply":
             self.num_outputs += 1
@@ -132,17 +130,13 @@ class Sending:
         streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, DescriptorStream)]
         is_sent = not any(each.has_written for each in streams)
         is_silent = is_sent and self.num_outputs == num_outputs_before
-        self._silent_cell = cell if is_silent else ""
+        self._silent_cell = cell if is_silent else None
         return is_silent
 
 
 def id_of(request: Any) -> str:
     """Return the id of a request to the rank; empty if there is none."""
     return str(request["header"].get("msg_id", "")) if request else ""
-
-
-def keep_signals() -> None:
-    """Leave SIGINT alone around a message, unlike ipykernel; see ``cells.interruptible``."""
 
 
 def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:

@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 
 from ipyparallel.datapub import publish_data
 
@@ -45,8 +44,8 @@ class Publisher:
         self.run_id = run_id
         self.num_batches = first_batch
         self._events: deque[RunHeader | StepEvent | Mark | Evaluating] = deque()
-        self._num_logged = itertools.count()
-        self._started_seconds = time.perf_counter()
+        self.numbers = itertools.count()  # of calls of ``log``
+        self.began_seconds = time.perf_counter()
         self._stop = threading.Event()
         self._starting = threading.Lock()
         self._flushing = threading.Lock()
@@ -61,18 +60,6 @@ class Publisher:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ddpnb-publish", daemon=True)
                 self._thread.start()
-
-    def log(self, loss: float, samples: int, metrics: Mapping[str, float]) -> None:
-        """Publish one call of ``ddpnb.log``."""
-        self.publish(
-            StepEvent(
-                step=next(self._num_logged),
-                seconds=time.perf_counter() - self._started_seconds,
-                num_samples=samples,
-                loss=loss,
-                metrics=metrics,
-            )
-        )
 
     def close(self) -> None:
         """Send the rest of the queue and end the thread; may be called twice."""
@@ -128,5 +115,12 @@ def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
     publisher = RankEngine.instance().publisher
     if publisher is None or not publisher.run_id:
         raise UserError("ddpnb.log needs a run to add to: name one with %%ddp --name NAME.")
-    numbers = {name: float(value) for name, value in metrics.items()}
-    publisher.log(float(loss), int(samples), numbers)
+    publisher.publish(
+        StepEvent(
+            step=next(publisher.numbers),
+            seconds=time.perf_counter() - publisher.began_seconds,
+            num_samples=int(samples),
+            loss=float(loss),
+            metrics={name: float(value) for name, value in metrics.items()},
+        )
+    )

@@ -78,11 +78,6 @@ def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[s
     return source[start:offset], [(each.text, each.type or "") for each in found]
 
 
-def variable_names(shell: Any) -> tuple[str, ...]:
-    """Return the names of this rank's variables."""
-    return tuple(name for name in shell.user_ns if isinstance(name, str) and name[:1] != "_")
-
-
 def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, str]:
     """Return what ``name?`` shows about the name at an offset, as a MIME bundle; empty: unknown."""
     try:

@@ -162,8 +162,11 @@ def process_of(script: Script, device: torch.device) -> Iterator[None]:
         with preserve_globals(device):
             yield
     finally:
-        new = set(sys.modules) - before
-        _scripts_modules.update(name for name in new if _is_in(folder, sys.modules[name]))
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            is_own = file.startswith(f"{folder}{os.sep}") and INSTALLED not in file
+            if is_own and file.endswith(".py"):
+                _scripts_modules.add(name)
         if not script.keeps_variables:  # which may be objects of its classes
             _forget_modules()
         sys.modules["__main__"] = main
@@ -219,10 +222,3 @@ def _code_of(script: Script, source: str, main: ModuleType) -> CodeType:
 def _forget_modules() -> None:
     while _scripts_modules:
         sys.modules.pop(_scripts_modules.pop(), None)
-
-
-def _is_in(folder: Path, module: ModuleType) -> bool:
-    """Return whether a module was imported from a file of a user's folder."""
-    file = getattr(module, "__file__", None) or ""
-    is_users = file.startswith(f"{folder}{os.sep}") and INSTALLED not in file
-    return is_users and file.endswith(".py")

@@ -29,7 +29,6 @@ from ddpnb.protocol.variables import (
 REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
 """Functions, classes and constants: no training on this rank has changed one in place."""
 
-
 KINDS = (
     "DistributedDataParallel",
     "FullyShardedDataParallel",

@@ -268,12 +268,12 @@ def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> "DdpInspection":
 
     found = find(cluster, spec)
     unused = {name for each in found.values() for name in each.unused}
-    returned = ask(cluster, OnRank("inspect_ddp"), spec, bool(unused))
+    returned = ask(cluster, OnRank("inspect_ddp"), replace(spec, finds_unused=bool(unused)))
     reports = [returned[rank] for rank in sorted(returned)]
     assert all(isinstance(report, DdpReport) for report in reports)
     first = found[0]
     return DdpInspection(
-        title=first.title,
+        title=spec.title,
         parameters=first.parameters,
         unused={name: ranks_of(name, found) for name in first_order(first, unused)},
         reports=tuple(reports),
@@ -296,7 +296,7 @@ def find(cluster: Cluster, spec: InspectSpec) -> dict[int, Found]:
     others = [rank for rank, each in shapes.items() if each != shapes[0]]
     if others:
         raise UserError(
-            f"{found[0].title} has other parameters on {spoken_ranks(others)} than on rank 0: "
+            f"{spec.title} has other parameters on {spoken_ranks(others)} than on rank 0: "
             "DDP needs the same on every rank."
         )
     return found

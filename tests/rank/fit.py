@@ -17,7 +17,7 @@ from ddpnb.rank.servers.memory import PackedTensors, pack
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks.base import OptimizerFactory, Supervised, Task
-from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
+from ddpnb.rank.tasks.batches import BatchSchedule, every_step
 from ddpnb.rank.tasks.samples import TensorSamples
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import StepReport
@@ -125,7 +125,7 @@ class Fit:
     parameters: list[Tensor]
     buffers: list[Tensor]
     reports: list[StepReport]
-    lost: list[Shard] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
 
 

@@ -1,6 +1,7 @@
 """Does an inspection say what was sent, and does it leave everything as it was?"""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,8 @@ def inspected(state: RankState, folder: Path, is_ddp: bool, given: dict[str, Any
     names, spec = namespace_of(state, is_ddp=is_ddp), spec_of(given)
     before, sent = everything(names), bytes_sent()
     found = subject.find(spec, state, names)
-    report = ddp_steps.measure(
-        spec,
-        state,
-        names,
-        finds_unused=bool(found.unused),
-        cancellation=CancellationToken(),
-    )
+    spec = replace(spec, finds_unused=bool(found.unused))
+    report = ddp_steps.measure(spec, state, names, cancellation=CancellationToken())
     num_sent = (bytes_sent() or 0) - (sent or 0)
     assert all(map(torch.equal, before, everything(names)))
     return found, report, num_sent

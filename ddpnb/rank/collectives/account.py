@@ -1,6 +1,6 @@
 """How long does a run communicate, and how many bytes?  (ranks)
 
-The bytes are those of the usual algorithms, as ``comm.link`` lists them: what the busiest link
+The bytes are those of the usual algorithms, as ``table`` lists them: what the busiest link
 carries.  Where one rank has another part than the others, as the root of a broadcast has, the
 others count the bytes of their own tensors.
 """

@@ -1,7 +1,7 @@
 """An emulated network: exchanges are real, and end as late as over it (ranks).
 
 The backend really makes an exchange.  From its real end, or from when this rank's link is free of
-what came before, it takes the time of its messages (``costs``).  Who waits sleeps, so that the
+what came before, it takes the time of its messages (``table``).  Who waits sleeps, so that the
 cores are free, as they are where a network card does the work.  Each rank keeps the time of its own
 link, as a collective ends for all its ranks at about one time.
 """
@@ -16,9 +16,8 @@ from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LinkSpec, parse_link
 from ddpnb.rank.cancellation import CancellationToken, ConsequenceError
-from ddpnb.rank.collectives.costs import Messages
 from ddpnb.rank.collectives.intercept import Listener, listening
-from ddpnb.rank.collectives.table import Call
+from ddpnb.rank.collectives.table import Call, Messages
 
 
 def check(device: str) -> None:

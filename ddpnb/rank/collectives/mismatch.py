@@ -17,7 +17,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
@@ -31,8 +31,6 @@ from ddpnb.rank.collectives import intercept
 from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
 from ddpnb.rank.stack import users_line
 
-FILES: Final = "calls-{generation}-"
-"""How the name of a group's file begins."""
 NOT_COMPARED = -1
 """Stands for the size if tensors of different sizes may meet."""
 NUM_KEPT: Final = 64
@@ -58,12 +56,11 @@ class MismatchCheck(intercept.Listener):
     """Compares this process's collectives with the other ranks'."""
 
     def __init__(self) -> None:
-        self._folder = Path()
-        self._generation = -1
+        self._prefix = Path()
+        """How the path of a group's file begins."""
         self._logs: WeakKeyDictionary[Any, CollectiveLog | None] = WeakKeyDictionary()
         """By group; None: its calls are not compared."""
         self._num_opened: Counter[str] = Counter()
-        self._trusts_cpp = False
 
     def start(self, folder: Path, generation: int) -> None:
         """Start afresh with a new default group, and remove the files of older ones.
@@ -72,10 +69,10 @@ class MismatchCheck(intercept.Listener):
             folder: a private directory that all ranks of this host share.
             generation: how many default groups there were before.
         """
-        self._folder, self._generation = folder, generation
+        self._prefix = folder / f"calls-{generation}-"
         self._logs.clear()
         self._num_opened.clear()
-        for path in folder.glob(FILES.format(generation="*") + "*"):
+        for path in folder.glob("calls-*"):
             if int(path.name.split("-")[1]) < generation:
                 path.unlink(missing_ok=True)
         intercept.remove(self)
@@ -89,26 +86,13 @@ class MismatchCheck(intercept.Listener):
             found[group.group_name] = 0 if log is None else log.num_made
         return found
 
-    @contextlib.contextmanager
-    def trusting_torch(self) -> Iterator[None]:
-        """Return a context in which calls from torch's C++ code are not compared.
-
-        For a training that is known to make the same calls on all ranks: two calls from DDP
-        take 2 % of a step of 15 ms.
-        """
-        self._trusts_cpp = True
-        try:
-            yield
-        finally:
-            self._trusts_cpp = False
-
     def begin(self, call: Call) -> None:
         """Compare a call with the other ranks'.
 
         Raises:
             CollectiveMismatchError: another rank has made another call.
         """
-        if call.collective.is_message or (call.is_in_cpp and self._trusts_cpp):
+        if call.collective.is_message:
             return
         group = call.group
         log = self._logs[group] if group in self._logs else self._open(call)
@@ -132,8 +116,7 @@ class MismatchCheck(intercept.Listener):
             # Torch gives the name of a destroyed group to a new one.
             name = hashlib.sha256(f"{group.group_name} {sorted(ranks)}".encode()).hexdigest()[:16]
             self._num_opened[name] += 1
-            start = FILES.format(generation=self._generation)
-            path = self._folder / f"{start}{name}-{self._num_opened[name]}"
+            path = Path(f"{self._prefix}{name}-{self._num_opened[name]}")
             with contextlib.suppress(OSError):
                 log = CollectiveLog(path, place=group.rank(), ranks=ranks)
         self._logs[group] = log
@@ -171,15 +154,13 @@ def entry_of(call: Call, ranks: Sequence[int]) -> Entry:
     if call.root != NO_ROOT:
         name = f"{name} {call.collective.root_is} rank {ranks[call.root]}"
     if not tensors:
-        return _entry(name, None, NOT_COMPARED, ())
+        return Entry(zlib.crc32(name.encode()), NOT_COMPARED, name)
     size = sum(each.numel() for each in tensors) if call.are_sizes_equal else NOT_COMPARED
     return _entry(name, tensors[0].dtype, size, tensors[0].shape)
 
 
 @lru_cache(maxsize=1024)
-def _entry(name: str, dtype: torch.dtype | None, size: int, shape: tuple[int, ...]) -> Entry:
-    if dtype is None:
-        return Entry(zlib.crc32(name.encode()), size, name)
+def _entry(name: str, dtype: torch.dtype, size: int, shape: tuple[int, ...]) -> Entry:
     kind = torch.empty(0, dtype=dtype).type().split(".")[-1].removesuffix("Tensor")
     checksum = zlib.crc32(f"{name} {kind}".encode())
     return Entry(checksum, size, f"{name} with {kind} {list(shape)}")

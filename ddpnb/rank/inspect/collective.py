@@ -40,16 +40,13 @@ def show(spec: CollectiveSpec, *, device: torch.device) -> CollectiveShown | Non
     Returns:
         None on a rank that is not among the ``spec``'s.
     """
-    world = tuple(range(dist.get_world_size()))
-    group = dist.group.WORLD if spec.ranks == world else dist.new_group(list(spec.ranks))
+    group = dist.new_group(list(spec.ranks))
     if dist.get_rank() not in spec.ranks:
         return None
-    assert group is not None
     try:
         return _shown(spec, group, device)
     finally:
-        if spec.ranks != world:
-            dist.destroy_process_group(group)
+        dist.destroy_process_group(group)
 
 
 def _shown(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device) -> CollectiveShown:
@@ -74,8 +71,8 @@ def _shown(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device)
         after=_chunks(first.got, num_ranks if gathers else 1),
         num_given=0 if first.given is None else first.given.numel(),
         num_got=0 if first.got is None else first.got.numel(),
-        seconds=_median(spec, group, num, device),
-        small_seconds=_median(spec, group, num_chunks, device),
+        seconds=_median(_call(spec, group, num, device), group, device),
+        small_seconds=_median(_call(spec, group, num_chunks, device), group, device),
         num_bytes_sent=counted if backend == "gloo" else None,
         backend=backend,
     )
@@ -85,7 +82,8 @@ def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torc
     """Return a call with new tensors of ``num`` numbers."""
     rank, num_ranks, root, name = dist.get_rank(), len(spec.ranks), spec.from_rank, spec.name
     is_root, op = rank == root, getattr(dist.ReduceOp, spec.op.upper())
-    given = numbers(rank, num * num_ranks if name == "scatter" else num, device)
+    places = torch.arange(num * num_ranks if name == "scatter" else num, device=device)
+    given = 10.0 * (rank + 1) + places % 10
     parts, got, rows = list(given.chunk(num_ranks)), given.clone(), []
     if name in ("scatter", "reduce_scatter"):
         got = torch.zeros_like(parts[0])
@@ -109,16 +107,9 @@ def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torc
     return _Call(given if gives else None, got if gets else None, calls[name])
 
 
-def numbers(rank: int, num: int, device: torch.device) -> Tensor:
-    """Return what a rank gives: its tens show the rank, its ones the place."""
-    return 10.0 * (rank + 1) + torch.arange(num, device=device) % 10
-
-
-def _median(
-    spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torch.device
-) -> float:
+def _median(call: _Call, group: dist.ProcessGroup, device: torch.device) -> float:
     """Return how long a call takes here, when all ranks begin together."""
-    call, times = _call(spec, group, num, device), []
+    times = []
     if call.got is not None:
         call.got.zero_()  # else products grow beyond all numbers
     for _ in range(NUM_TIMED + 1):

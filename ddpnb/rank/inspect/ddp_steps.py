@@ -8,7 +8,6 @@ and ends, on the threads that run the backward pass and that complete the all-re
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, final
 
@@ -43,21 +42,18 @@ def measure(
     state: RankState,
     namespace: Mapping[str, Any],
     *,
-    finds_unused: bool,
     cancellation: CancellationToken,
     **task: Any,
 ) -> DdpReport:
     """Make steps with each value of ``bucket_cap_mb``.  Takes part: every rank.
 
-    All ranks give the same ``spec``, which ``find`` has accepted, and the same ``finds_unused``:
-    whether a parameter had no part in the loss of some rank.
+    All ranks give the same ``spec``, which ``find`` has accepted.
     """
     device = torch.device(state.device)
     if spec.link:
         emulated_link.check(state.device)
     with preserve_globals(device), emulated_link.opened(spec.link, cancellation):
         subject = subject_of(spec, state, namespace, **task)
-        subject = replace(subject, finds_unused=subject.finds_unused or finds_unused)
         caps = dict.fromkeys([subject.cap_mb, *spec.bucket_caps])
         reports = tuple(_with_cap(cap, subject, device) for cap in caps)
     return DdpReport(rank=state.rank, caps=reports)
@@ -108,7 +104,6 @@ class _Stepper:
         )
         self._device = device
         self._moment = Clock(device).moment
-        self._buckets: dict[int, Bucket] = {}
         self._ddp.register_comm_hook(None, self._send)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
@@ -127,6 +122,7 @@ class _Stepper:
         self._ready: dict[str, Moment] = {}
         self._sent: dict[int, tuple[Moment, Moment]] = {}
         self._synced: list[Moment] = []
+        self._buckets: dict[int, Bucket] = {}
         self._optimizer.zero_grad()
         batch = copied(self._subject.batch)
         synchronize(self._device)
@@ -153,8 +149,6 @@ class _Stepper:
         begun, index = self._moment(), bucket.index()
         names = tuple(self._names[id(each)] for each in bucket.parameters())
         self._buckets[index] = Bucket(names=names, num_bytes=num_bytes([bucket.buffer()]))
-        if bucket.is_last():  # rebuilt buckets may be fewer
-            self._buckets = {n: each for n, each in self._buckets.items() if n <= index}
 
         def end(sent: torch.futures.Future[Tensor]) -> Tensor:
             self._sent[index] = begun, self._moment()

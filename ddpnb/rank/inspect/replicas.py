@@ -45,7 +45,7 @@ def replica(names: Sequence[str], namespace: Mapping[str, Any], *, rank: int) ->
 
 @torch.no_grad()
 def elements(
-    name: str, part: Part, tensor: str, chunks: Sequence[int], namespace: Mapping[str, Any]
+    namespace: Mapping[str, Any], name: str, part: Part, tensor: str, chunks: Sequence[int]
 ) -> NDArray[Any]:
     """Return the values in some chunks of a tensor, one chunk after the other."""
     found = parts_of(name, namespace)[part][tensor]
@@ -133,10 +133,10 @@ def optimizer_state(
     optimizer: Optimizer, namespace: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an optimizer's state, named after the parameters of the variables."""
-    modules = [each for each in trained(namespace).values() if isinstance(each, nn.Module)]
     names = {
         id(parameter): name.removeprefix("module.")  # DDP's
-        for module in modules
+        for module in trained(namespace).values()
+        if isinstance(module, nn.Module)
         for name, parameter in module.named_parameters()
     }
     parameters = [each for group in optimizer.param_groups for each in group["params"]]

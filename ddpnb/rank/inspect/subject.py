@@ -18,20 +18,16 @@ from ddpnb.protocol.inspection import DEFAULT_CAP_MB, Found, InspectSpec, Parame
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.tasks.base import OptimizerFactory
+from ddpnb.rank.tasks.base import OptimizerFactory, split_step
 from ddpnb.rank.tasks.batches import Shard, copied
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.model_checks import check_inside
-
-MEAN = "output.mean()"
-"""The loss of a model without ``--loss``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """A model, its input and its optimizer; only copies of the model make steps."""
 
-    title: str
     make_model: Callable[[], nn.Module]
     """Makes a plain model, in training mode or not as the user's is."""
     make_optimizer: OptimizerFactory
@@ -58,17 +54,17 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
             raise
         except Exception as error:
             raise UserError(
-                f"{subject.title} cannot be copied and called with its batch: "
+                f"{spec.title} cannot be copied and called with its batch: "
                 f"{summary_of(error).rstrip('.')}."
             ) from error
-        _check_loss(loss)
+        if not loss.requires_grad:
+            raise UserError("The loss does not depend on any parameter that needs a gradient.")
         check_inside(loss, model)
         model.zero_grad()
         loss.backward()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         return Found(
             rank=state.rank,
-            title=subject.title,
             parameters=tuple(
                 ParameterSize(name=name, shape=tuple(p.shape), num_bytes=num_bytes([p]))
                 for name, p in trained.items()
@@ -88,13 +84,12 @@ def subject_of(
         raise UserError(f"{spec.model} is {kind_of(model)} and no model, an nn.Module.")
     ddp = model if isinstance(model, DistributedDataParallel) else None
     return Subject(
-        title=spec.model,
         make_model=partial(copy.deepcopy, model if ddp is None else ddp.module),
         make_optimizer=partial(torch.optim.SGD, lr=0.01),
         loss_of=partial(_loss, spec, namespace),
         batch=value_of(spec.batch, namespace),
         cap_mb=float(f"{ddp.bucket_bytes_cap / 2**20:.3g}") if ddp else DEFAULT_CAP_MB,
-        finds_unused=ddp is not None and ddp.find_unused_parameters,
+        finds_unused=spec.finds_unused or (ddp is not None and ddp.find_unused_parameters),
     )
 
 
@@ -108,14 +103,14 @@ def _of_task(
 
     def loss_of(model: nn.Module, tree: Any) -> Tensor:
         with worker.autocast():
-            return worker.loss_in(worker.training_step(model, tree))
+            return split_step(worker.training_step(model, tree))[0]
 
     return Subject(
-        title=spec.task.task if not spec.task.source else "the cell's model",
         make_model=lambda: worker.make_model().train(),
         make_optimizer=worker.optimizer,
         loss_of=loss_of,
         batch=context.batch(shard, context.fetch(shard)).tree,
+        finds_unused=spec.finds_unused,
     )
 
 
@@ -140,13 +135,4 @@ def _loss(spec: InspectSpec, namespace: Mapping[str, Any], model: nn.Module, bat
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, tuple) else model(batch)
-    loss: Tensor = value_of(spec.loss or MEAN, namespace, output=output)
-    return loss
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-        raise UserError(f"The loss is {found or kind_of(loss)}: --loss must give one number.")
-    if not loss.requires_grad:
-        raise UserError("The loss does not depend on any parameter that needs a gradient.")
+    return split_step(value_of(spec.loss or "output.mean()", namespace, output=output), "--loss")[0]

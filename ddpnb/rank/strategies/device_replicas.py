@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import gather, replicate
 
-from ddpnb.rank.collectives.costs import Messages
 from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.collectives.table import Messages
 from ddpnb.rank.tasks.base import StepFunction
 from ddpnb.rank.tasks.batches import moved
 from ddpnb.rank.worker import Worker, state_of

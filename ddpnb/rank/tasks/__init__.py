@@ -22,7 +22,12 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
     task = _loaded.get(spec.comparison)
     if task is None:
         forget()
-        task = _load(spec, namespace, filename)
+        choice = parse_task(spec.task)
+        if choice.name == CELL_TASK:
+            task = cell_task(spec.source, namespace, filename)
+        else:
+            build: Callable[..., Task] = TASKS[choice.name].load()
+            task = build(**choice.options)
         if spec.comparison:
             _loaded[spec.comparison] = task
     if task.optimizer and (spec.momentum or spec.own_momentum is not None):
@@ -36,11 +41,3 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
 def forget() -> None:
     """Free the data of the comparison that has ended."""
     _loaded.clear()
-
-
-def _load(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:
-    choice = parse_task(spec.task)
-    if choice.name == CELL_TASK:
-        return cell_task(spec.source, namespace, filename)
-    build: Callable[..., Task] = TASKS[choice.name].load()
-    return build(**choice.options)

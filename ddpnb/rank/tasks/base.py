@@ -14,9 +14,6 @@ from ddpnb.rank.tasks.samples import Samples
 ModelFactory = Callable[[], nn.Module]
 """Makes the plain model, with weights from torch's global random numbers."""
 
-LossFunction = Callable[[Any, Any], Tensor]
-"""Takes outputs and targets; returns the *mean* loss over the samples, a tensor of shape ()."""
-
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of the parameters that it is given."""
 
@@ -39,7 +36,8 @@ LOSS = "loss(outputs, targets)"
 class Supervised:
     """The step on batches of (inputs, targets): the model, then a loss of its outputs."""
 
-    loss: LossFunction = nn.functional.cross_entropy
+    loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy
+    """Takes outputs and targets; returns the *mean* over the samples, a tensor of shape ()."""
 
     def __call__(self, model: nn.Module, batch: Tree) -> Tensor:
         """Return the mean loss."""

@@ -34,7 +34,7 @@ def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> Re
         if each.first is not None and each.first.chunks:
             values = [
                 on_rank.elements(
-                    each.name, each.part, each.first.tensor, each.first.chunks, namespaces[rank]
+                    namespaces[rank], each.name, each.part, each.first.tensor, each.first.chunks
                 )
                 for rank in each.first.measured_ranks
             ]
