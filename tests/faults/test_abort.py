@@ -100,9 +100,12 @@ def cut_and_join_again(state: RankState, folder: Path):
 
 def test_a_wait_ends_by_an_abort_and_the_next_group_works():
     with closing(Ranks(0)) as ranks:
-        waiting, late = (ranks.start_outside(cut_and_join_again, rank) for rank in range(2))
-        errors, is_known, calls, total = waiting.result()
-        *_, total_there = late.result()
+        both = [ranks.outside(rank) for rank in range(2)]
+        for each in both:
+            each.begin(cut_and_join_again)
+        (errors, is_known, calls, total), (*_, total_there) = (each.end() for each in both)
+        for each in both:
+            each.process.kill()
     assert errors == [(f"{ABORTED} 0.", True)] * 2
     assert is_known, "the next call must report the abort, not that there is no group"
     assert calls == [["abort", "abort", "shutdown"]] * 2  # aborted, and again before it is left

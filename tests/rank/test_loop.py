@@ -172,7 +172,7 @@ def test_every_size_of_batch_is_compiled_before_the_clock_starts(fresh_ranks, st
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "async"])
 def test_a_step_in_which_something_is_compiled_counts_no_time(fresh_ranks, strategy):
-    spec = spec_of(strategy, source=AROUND_STEP, num_warmup_steps=0, num_epochs=10)
+    spec = spec_of(strategy, source=AROUND_STEP, num_warmup_steps=0, num_epochs=3)
     results = [each for each in fresh_ranks(2).call(train_job, spec) if each[0].num_steps]
     for result in results:
         uncounted = [step for step in steps_of(result) if step.parts == NO_PARTS]

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,15 @@ import torch
 from ddpnb.rank.cancellation import is_consequence
 from ddpnb.rank.meter import Meter, Timer
 from ddpnb.rank.servers.shared_sum import CHUNK_BYTES, SharedAllReduce
-from tests.rank.fit import Problem, worker_of
+from ddpnb.rank.strategies import make_strategy
+from tests.rank.fit import Problem
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
 def opened(state, folder: Path, timeout_seconds: float = 30.0, **fields) -> SharedAllReduce:
-    return SharedAllReduce(worker_of(Problem(), state, folder, **fields), timeout_seconds)
+    context = Problem().context(make_strategy("ddp-shm", {}), state, folder)
+    return SharedAllReduce(replace(context.worker("t", num_steps=1), **fields), timeout_seconds)
 
 
 def whole_numbers(rank: int, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
