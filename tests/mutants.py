@@ -98,7 +98,7 @@ MUTANTS = [
         "rank/collectives/table.py",
         "    number = 2 * (num_ranks - 1)",
         "    number = 2 * num_ranks - 1",
-        "tests/unit/rank/test_link.py",
+        "tests/unit/rank/test_laboratory.py",
     ),
     Mutant(
         "every epoch has the order of the first",

@@ -127,20 +127,6 @@ def next_kernel(operation: str) -> Callable[..., Any]:
     return lambda keys, *arguments: redispatch(keys & below, *arguments)
 
 
-@probe("torch", "`--link` cannot be used: the end of a collective cannot be delayed")
-def delays_collectives() -> bool:
-    """Whether a kernel can return other work than the backend's."""
-    done: Any = torch.futures.Future()
-    done.set_result(None)
-    return bool(unboxed_work(work_of(done)).wait())
-
-
-def work_of(future: Any) -> Any:
-    """Return the work that is done when a future is, as a kernel returns it."""
-    c10d: Any = torch._C._distributed_c10d
-    return c10d._create_work_from_future(future).boxed()
-
-
 def unboxed_work(boxed: Any) -> Any:
     """Return the work that a backend's kernel has returned."""
     work: Any = dist.Work
@@ -347,7 +333,6 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
 
 PROBES = (
     intercepts_collectives,
-    delays_collectives,
     skips_frames,
     records_collectives,
     counts_collectives,

@@ -106,7 +106,10 @@ class StrategySummary:
     """Losses that were NaN or infinite."""
     sees_exposed: bool = True
     """Whether communication that holds up the computing can be distinguished from the rest."""
-    is_on_cpu: bool = False
+    uses_cores: bool = False
+    """Whether its ranks communicate with the cores that they compute with."""
+    is_computed: bool = False
+    """Whether its times are those of emulated devices."""
     is_ceiling: bool = False
     """Whether it was added as the ceiling, for its speed alone."""
     is_emulated: bool = False
@@ -318,6 +321,7 @@ def _summary(
         0 if name == BASELINE else devices,
     )
     headers = [run.header for run in counted if run.header is not None]
+    is_computed = any(run.spec is not None and run.spec.devices != "" for run in counted)
     return StrategySummary(
         name=name,
         comparison=comparison,
@@ -350,11 +354,12 @@ def _summary(
         num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
         num_diverged=sum(num_diverged(run) for run in runs),
         sees_exposed=all(header.sees_exposed for header in headers),
-        is_on_cpu=any(header.device == "cpu" for header in headers),
+        uses_cores=any(header.device == "cpu" for header in headers) and not is_computed,
+        is_computed=is_computed,
         is_ceiling=any(run.spec is not None and run.spec.is_ceiling for run in counted),
         is_emulated=is_emulated(runs),
         has_even_shares=all(header.synchronous for header in headers),
-        is_short=any(map(_is_short, runs)),
+        is_short=not is_computed and any(map(_is_short, runs)),
         notes=_notes(runs) + stability_notes(counted, staleness_median(stale)),
     )
 

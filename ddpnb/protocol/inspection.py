@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from ddpnb.protocol.devices import Devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.protocol.notation import parse_link
 from ddpnb.protocol.trace import Span
 
 DEFAULT_CAP_MB = 25.0
@@ -24,7 +24,8 @@ class InspectSpec:
     """A scalar made of ``output``; empty: its mean."""
     bucket_caps: tuple[float, ...] = ()
     """In MB, besides the model's own."""
-    link: str = ""
+    devices: Devices | None = None
+    """Those whose time is computed; None: it is measured."""
     finds_unused: bool = False
     """Whether DDP looks for parameters without a part in the loss: on some rank there are some."""
 
@@ -36,8 +37,6 @@ class InspectSpec:
             )
         if any(cap <= 0 for cap in self.bucket_caps):
             raise UserError("--bucket-cap takes sizes in MB above 0, such as 0.01,1,25.")
-        if self.link:
-            parse_link(self.link)
 
     @property
     def title(self) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.notation import check_link, parse_strategy
+from ddpnb.protocol.notation import check_devices, parse_strategy
 from ddpnb.protocol.trace import RankSpans
 from ddpnb.protocol.training_options import TrainingSpec
 
@@ -92,7 +92,7 @@ class RunSpec(TrainingSpec):
 
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
-        check_link(self.strategy, self.link)
+        check_devices(self.strategy, self.devices, self.link)
 
     @property
     def model_file(self) -> Path | None:

@@ -269,13 +269,14 @@ def parse_link(text: str) -> LinkSpec:
     return LinkSpec(bits_per_second=rate, latency_seconds=latency)
 
 
-def check_link(strategy: str, link: str) -> None:
-    """Check that what a strategy exchanges can be timed as over a link; an empty one is none."""
+def check_devices(strategy: str, devices: str, link: str) -> None:
+    """Check that what a strategy exchanges can be timed on emulated devices, if there are any."""
     name = parse_strategy(strategy).name
-    if link and name in STRATEGIES and STRATEGIES[name].needs_shared_memory:
+    if (devices or link) and name in STRATEGIES and STRATEGIES[name].needs_shared_memory:
+        option = "--devices" if devices else "--link"
         raise UserError(
             f"{name} trains in memory that its ranks share, which no link offers: "
-            f"leave --link out, or {name} out of the comparison."
+            f"leave {option} out, or {name} out of the comparison."
         )
 
 

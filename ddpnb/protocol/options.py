@@ -6,6 +6,7 @@ panel's control and the signature in Python follow from the declaration.
 
 import functools
 import inspect
+import keyword
 import math
 import typing
 from collections.abc import Callable, Sequence
@@ -56,7 +57,8 @@ class Option:
     @property
     def keyword(self) -> str:
         """Its name in Python."""
-        return self.flag.lstrip("-").replace("-", "_")
+        name = self.flag.lstrip("-").replace("-", "_")
+        return f"{name}_" if keyword.iskeyword(name) else name
 
     @property
     def meaning(self) -> str:

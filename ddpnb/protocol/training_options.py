@@ -12,6 +12,7 @@ from inspect import Parameter
 from typing import Any, TypeVar
 
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
+from ddpnb.protocol.devices import MODELS, Devices, parse_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LINKS, parse_kills, parse_link, parse_slow, parse_task
 from ddpnb.protocol.options import OTHER_NAMES, Option
@@ -27,8 +28,9 @@ def _option(group: str, default: Any, flag: str, **described: Any) -> Any:
     return field(default=default, metadata={"option": option})
 
 
-_training, _steps, _data, _faults = (
-    partial(_option, group) for group in ("training", "steps", "data", "faults on purpose")
+_training, _steps, _devices, _data, _faults = (
+    partial(_option, group)
+    for group in ("training", "steps", "emulated devices", "data", "faults on purpose")
 )
 
 
@@ -150,13 +152,39 @@ class TrainingSpec:
         least=1,
         about="weak scaling: samples per step of each worker, in place of --batch-size",
     )
-    link: str = _steps(
+    devices: str = _devices(
+        "",
+        "--devices",
+        example="8xV100",
+        label="emulated devices",
+        about="time is computed for so many devices, each as fast as one idle core: 8; or for "
+        "cards, on two hosts: 16xV100/2; gradients and losses are real",
+    )
+    as_: str = _devices(
+        "",
+        "--as",
+        example="MODEL",
+        about=f"with cards: time and bytes are those published for {' | '.join(MODELS)}",
+    )
+    compute: str = _devices(
+        "",
+        "--compute",
+        example="0.4ms/sample,2ms",
+        about="what a device takes for a sample, and for a forward and backward pass",
+    )
+    device_link: str = _devices(
+        "",
+        "--device-link",
+        example="12GB/s,10us",
+        about="the link between devices of one host",
+    )
+    link: str = _devices(
         "",
         "--link",
         example="1Gbit,0.5ms",
         label="emulated link",
-        about="exchanges last as over such a network, rate and one-way latency; "
-        f"or {', '.join(LINKS)}",
+        about="the network between hosts, rate and one-way latency, with one host between its "
+        f"devices; or {', '.join(LINKS)}",
     )
     num_data_workers: int = _data(
         0,
@@ -203,8 +231,28 @@ class TrainingSpec:
         for text in self.slow:
             parse_slow(text)
         parse_kills(self.kill)
-        if self.link:
+        if self.devices:
+            assert self.emulated is not None
+        elif given := [name for name in ("as", "compute", "device-link") if self._has(name)]:
+            raise UserError(f"--{given[0]} describes emulated devices: add --devices 8xV100.")
+        elif self.link:
             parse_link(self.link)
+
+    def _has(self, name: str) -> bool:
+        return bool(getattr(self, {"as": "as_"}.get(name, name.replace("-", "_"))))
+
+    @property
+    def emulated(self) -> Devices | None:
+        """The devices whose time is computed; None: the time is measured."""
+        if not self.devices:
+            return None
+        return parse_devices(
+            self.devices,
+            model=self.as_,
+            compute=self.compute,
+            device_link=self.device_link,
+            link=self.link,
+        )
 
     def global_batch(self, num_workers: int) -> int:
         """Return the samples per step of so many workers together."""

@@ -8,10 +8,13 @@ through ``torch.distributed``, the servers for everything that goes through shar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, final
 
 import torch
+from torch import Tensor
+
+from ddpnb.protocol.messages import Parts
 
 Phase = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
 """What the time of a step can be spent on; the fields of ``messages.Parts`` that exclude each
@@ -25,6 +28,37 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done its work, before a clock is read; a CPU has done it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Traffic(NamedTuple):
+    """Bytes that a worker exchanged with others."""
+
+    sent: int = 0
+    received: int = 0
+
+
+class StepReport(NamedTuple):
+    """What a step of one worker returned and exchanged."""
+
+    loss: Tensor
+    """Mean loss over the worker's samples before the update; shape (), on the device, detached."""
+    num_samples: int
+    traffic: Traffic = Traffic()
+    staleness: int | None = None
+    metrics: Mapping[str, Tensor] = {}
+    """Further numbers of the task's step, each the mean over the worker's samples."""
+
+
+class StepTiming(NamedTuple):
+    """One finished step."""
+
+    report: StepReport
+    seconds: float
+    """Since the clock was started."""
+    loss: float
+    parts: Parts
+    metrics: Mapping[str, float]
+    """Further numbers of the step."""
 
 
 class Timer:
@@ -44,12 +78,29 @@ class Timer:
     def hide(self, begun: Moment, ended: Moment) -> None:
         """Count communication between two moments as hidden behind other work."""
 
+    # Where time is computed in place of measured (``laboratory``), these advance it.
 
-class Traffic(NamedTuple):
-    """Bytes that a worker exchanged with others."""
+    scale = 1.0
+    """Bytes of the emulated model for each byte of the one that is trained."""
 
-    sent: int = 0
-    received: int = 0
+    def begin_step(self, num_samples: int) -> None:
+        """Begin a step on so many samples of this worker."""
+
+    def compute(self, phase: Phase, num_samples: int) -> None:
+        """Begin a phase that computes on so many samples."""
+        self.begin(phase)
+
+    def produced(self, num_bytes: int) -> None:
+        """Note that the phase has made so many more bytes of gradients."""
+
+    def computed(self) -> None:
+        """Note that what this worker computes is needed now."""
+
+    def exchange(self, num_messages: int, num_bytes: float, *, is_scaled: bool = True) -> None:
+        """Exchange messages, of so many bytes together, with other devices of this process."""
+
+    def wait_until(self, end: float) -> None:
+        """Wait for another worker until a time."""
 
 
 @final

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankStatus
-from ddpnb.rank.collectives.link import is_exchanging
 from ddpnb.rank.group import Group
 from ddpnb.rank.servers import shared_sum
 from ddpnb.rank.stack import BACKWARD, is_users, outward
@@ -54,8 +53,6 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
         on_gpu = torch_internals.collective_on_gpu(group.joined_ns, GPU_SECONDS)
         pending = on_gpu or pending
     call = call or ("all_reduce" if in_shared_sum else pending.name if pending else "")
-    if is_exchanging():  # which ends by itself, however slow the emulated link is
-        call = ""
     users = next(filter(is_users, frames), None)
     path = users.f_code.co_filename if users else ""
     cell = cell_number(shell, path) if users else 0

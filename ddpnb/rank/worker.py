@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.collectives.link import NO_LINK, Link
+from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.meter import Meter
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
 from ddpnb.rank.tasks.batches import Shard, Tree, rows
@@ -51,8 +51,8 @@ class Worker:
     """Micro-batches that each batch is split into, for gradient accumulation."""
     amp: torch.dtype | None = None
     """Type of the forward pass where it is safe; None: the model's own."""
-    link: Link = NO_LINK
-    """An emulated network, for exchanges that are not calls of ``torch.distributed``."""
+    laboratory: Laboratory | None = None
+    """The emulated devices that it is one of; None: its time is measured."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """Those that ``optimizer`` has made, in order."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -124,16 +124,17 @@ class Worker:
         for number, micro_batch in enumerate(micro_batches, start=1):
             share = micro_batch.num_samples / batch.num_samples
             with unsynced() if number < len(micro_batches) else nullcontext():
-                timer.begin("forward")
+                timer.compute("forward", micro_batch.num_samples)
                 with self.autocast():
                     if loss_of is not None:
                         loss = loss_of(micro_batch, share)
                     else:
                         loss = self.loss_in(self.training_step(called, micro_batch.tree), share)
                 self.delay()
-                timer.begin("backward")
+                timer.compute("backward", micro_batch.num_samples)
                 (loss * (weight * share)).backward()
             total += share * loss.detach()
+        timer.computed()
         self.meter.backward_ended()
         return total
 

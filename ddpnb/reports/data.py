@@ -53,7 +53,7 @@ from ddpnb.protocol.messages import NO_STALENESS, Evaluation, Parts
 if TYPE_CHECKING:
     import pandas as pd
 
-SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed", "link")
+SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed", "devices", "link")
 CIRCUMSTANCES = ("momentum", "num_workers", "num_threads", "device", "backend", "num_parameters")
 STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_bytes_sent")
 

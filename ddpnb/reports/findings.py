@@ -25,7 +25,7 @@ from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import (
     NOTHING,
-    emulated_link,
+    emulated_devices,
     labels,
     listed,
     notes,
@@ -110,8 +110,8 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
     text = "; ".join(part for part in parts if part) or _alone(done, called)
     if not text:
         return "Nothing has finished yet."
-    if link := emulated_link(comparison):
-        text += f"; all of it {link}"
+    if devices := emulated_devices(comparison):
+        text += f"; all of it on {devices}"
     is_name = text.startswith(tuple(called.values()))  # names keep their lower case
     return f"{text if is_name else text[0].upper() + text[1:]}."
 
@@ -148,7 +148,7 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
             "in brackets: copies in shared memory, no PCIe, no devices; "
             "the real one's speed may be quite another"
         )
-    if any(s.split.parts.hidden > 0 and s.is_on_cpu for s in summaries):
+    if any(s.split.parts.hidden > 0 and s.uses_cores for s in summaries):
         found.append("communication hidden on a CPU still takes a core's time")
     if "exposed" in shown and any(s.split.exposed_share > 0 for s in summaries):
         found.append(
@@ -365,10 +365,14 @@ def _speeds(done: Sequence[StrategySummary], called: dict[int, str], ratios: Rat
         runs: dict[tuple[int, ...], str] = {(1,): "in this one run", (2,): "in these two repeats"}
         verbs = ["ran at ", *[""] * len(few)]
         texts = [f"{name} {v}{r.middle:.2f}×" for (name, r), v in zip(few, verbs, strict=False)]
-        parts.append(
-            f"{runs.get(nums, 'in one or two repeats')}, {listed(texts)} the samples/s of {base}, "
-            f"which may be chance: {FEWEST_REPEATS} or more repeats would show"
-        )
+        speeds = f"{listed(texts)} the samples/s of {base}"
+        if all(s.is_computed for s in done):
+            parts.append(speeds)
+        else:
+            parts.append(
+                f"{runs.get(nums, 'in one or two repeats')}, {speeds}, "
+                f"which may be chance: {FEWEST_REPEATS} or more repeats would show"
+            )
     return "; ".join(parts)
 
 

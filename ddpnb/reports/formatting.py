@@ -14,7 +14,6 @@ from ddpnb.history.summary import (
 )
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.protocol.notation import parse_link
 from ddpnb.protocol.training_options import training_options
 from ddpnb.reports.style import Style, style_of
 
@@ -119,21 +118,22 @@ def title(comparison: Comparison) -> str:
     devices = dict.fromkeys(header.device.split(":")[0] for header in headers)
     parts = [" and ".join(tasks)]
     parts += [f"global batch {' and '.join(batches)}"] if batches else []
-    if headers:
+    if headers and not emulated_devices(comparison):
         workers = counted(max(header.num_workers for header in headers), "worker")
         hosts = comparison.environment.get("hosts", "")
         of_hosts = f" of {len(hosts.split(','))} hosts" if hosts else ""
         parts.append(f"{workers} on {' and '.join(devices)}{of_hosts}")
-    parts += [emulated_link(comparison)]
+    if emulated := emulated_devices(comparison):
+        parts += [f"{emulated}; losses are real"]
     text = ", ".join(part for part in parts if part)
     return f"{comparison.name}: {text}" if text else comparison.name
 
 
-def emulated_link(comparison: Comparison) -> str:
-    """Return ``"over an emulated link of 1 Gbit/s and 0.5 ms"``; empty where there is none."""
+def emulated_devices(comparison: Comparison) -> str:
+    """Return ``"8 emulated V100, resnet50's clock"``; empty where time was measured."""
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
-    links = dict.fromkeys(parse_link(spec.link).text for spec in specs if spec.link)
-    return f"over an emulated link of {' or '.join(links)}" if links else ""
+    found = dict.fromkeys(each.text for spec in specs if (each := spec.emulated))
+    return " and ".join(found)
 
 
 def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tuple[str, ...]:

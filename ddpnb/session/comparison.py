@@ -30,6 +30,7 @@ from ddpnb.session.comparison_spec import ComparisonSpec, long_enough, with_mode
 from ddpnb.session.errors import CellInterrupt, HangError, RankError
 from ddpnb.session.evaluation_budget import budgeted
 from ddpnb.session.functions import NotebookFunctions
+from ddpnb.session.laboratory import with_compute, with_devices
 from ddpnb.session.variables import pull
 
 STOP_INTERVAL_SECONDS = 0.3
@@ -250,7 +251,7 @@ def prepare(
     """
     if cluster.spans_hosts:
         check_across_hosts(spec.strategies)
-    placed = with_models(spec.run_specs(), store)
+    placed = with_models([with_devices(cluster, each) for each in spec.run_specs()], store)
     if len(cluster.ranks) == 1:  # a rank alone never communicates
         placed = tuple(each for each in placed if not each.is_ceiling)
     own_id = new_id()
@@ -278,13 +279,13 @@ def prepare(
                 if name == BASELINE:
                     print(f"Not trained: {name}, the baseline. {error}", file=sys.stderr)
         _check_target(spec, checked.values())
+        specs = with_compute(cluster, [s for s in specs if s.strategy in checked], printed)
     except BaseException:
         clean_up(cluster)
         if shown_by is None:
             shown.vanish()
         printed.show()
         raise
-    specs = tuple(each for each in specs if each.strategy in checked)
     notes = tuple(dict.fromkeys(note for each in checked.values() for note in each.notes))
     skips_loss = any(each.skips_loss for each in checked.values())
     specs = tuple(replace(each, notes=notes, skips_loss=skips_loss) for each in specs)

@@ -11,7 +11,7 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import BASELINE, CEILING, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.protocol.notation import check_link
+from ddpnb.protocol.notation import check_devices
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.functions import NotebookFunctions
@@ -54,7 +54,7 @@ class ComparisonSpec:
     def _error_of(self, strategy: str) -> str:
         """Return what is wrong with a strategy; empty if it can be trained."""
         try:
-            check_link(strategy, self.training.link)
+            check_devices(strategy, self.training.devices, self.training.link)
         except UserError as error:
             return str(error)
         return ""

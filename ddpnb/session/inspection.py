@@ -27,6 +27,7 @@ from ddpnb.session.cells import ask, warn_stale
 from ddpnb.session.comparison import Training, prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt
+from ddpnb.session.laboratory import with_devices
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -158,14 +159,13 @@ def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | N
         request: what to inspect.
         last: the training of the latest comparison.
     """
-    link = request.training.link
     if request.model:
         spec = InspectSpec(
             model=request.model,
             batch=request.batch,
             loss=request.loss,
             bucket_caps=request.caps(),
-            link=link,
+            devices=with_devices(cluster, request.training).emulated,
         )
         return Inspection(inspect_ddp(cluster, spec))
     training = request.task(last)
@@ -177,7 +177,7 @@ def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | N
     spec = InspectSpec(
         task=RunSpec(run_id=new_id(), strategy="ddp", **chosen),
         bucket_caps=request.caps(),
-        link=training.link,
+        devices=with_devices(cluster, training).emulated,
     )
     return Inspection(inspect_ddp(cluster, spec))
 
@@ -277,7 +277,7 @@ def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> "DdpInspection":
         parameters=first.parameters,
         unused={name: ranks_of(name, found) for name in first_order(first, unused)},
         reports=tuple(reports),
-        link=spec.link,
+        devices="" if spec.devices is None else spec.devices.text,
     )
 
 

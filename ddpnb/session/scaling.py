@@ -13,7 +13,6 @@ from ddpnb.history.store import Store
 from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.notation import parse_link
 from ddpnb.protocol.processes import num_cores
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.scaling.calibrate import GLOO_LATENCY_SECONDS, Measured, SizeClass, calibrate
@@ -72,7 +71,7 @@ def measured_in(comparison: Comparison) -> Measured:
         variation=_variation(together),
         device=header.device.partition(":")[0],
         cores=int(environment) if environment.isdecimal() else num_cores(),
-        link=parse_link(spec.link) if spec.link else None,
+        link=spec.emulated.device_link if spec.emulated else None,
         short=tuple(name for name, each in summaries.items() if each.is_short),
     )
 

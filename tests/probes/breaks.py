@@ -111,7 +111,6 @@ def delete(*path: str) -> Callable[[Any], None]:
 
 BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "intercepts_collectives": ("torch.distributed", delete("ProcessGroup", "unbox")),
-    "delays_collectives": ("torch", delete("_C", "_distributed_c10d", "_create_work_from_future")),
     "skips_frames": ("torch", with_other_strategies),
     "records_collectives": ("torch", delete("_C", "_distributed_c10d", "_dump_fr_trace_json")),
     "counts_collectives": (

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.connections import bytes_sent
+from ddpnb.protocol.devices import parse_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RankState
@@ -58,7 +59,8 @@ def inspected(state: RankState, folder: Path, is_ddp: bool, given: dict[str, Any
     before, sent = everything(names), bytes_sent()
     found = subject.find(spec, state, names)
     spec = replace(spec, finds_unused=bool(found.unused))
-    report = ddp_steps.measure(spec, state, names, cancellation=CancellationToken())
+    cancellation = CancellationToken()
+    report = ddp_steps.measure(spec, state, names, cancellation=cancellation, folder=folder)
     num_sent = (bytes_sent() or 0) - (sent or 0)
     assert all(map(torch.equal, before, everything(names)))
     return found, report, num_sent
@@ -84,8 +86,8 @@ def test_the_buckets_carry_the_gradients_and_nothing_changes(ranks, is_ddp: bool
                 assert (names[:2], names[-1]) == (["forward", "backward"], "update")
 
 
-def test_the_traced_bytes_are_those_on_the_sockets_and_a_link_makes_buckets_late(ranks):
-    given = {"model": "nn.Linear(300, 300)", "batch": "x.new_ones(4, 300)", "link": "1Gbit,1ms"}
+def test_the_traced_bytes_are_those_on_the_sockets(ranks):
+    given = {"model": "nn.Linear(300, 300)", "batch": "x.new_ones(4, 300)"}
     answers = ranks(2).call(inspected, True, given)
     (cap,) = answers[0][1].caps
     (size,) = {sum(s.num_bytes or 0 for s in step) for step in cap.steps}
@@ -93,8 +95,16 @@ def test_the_traced_bytes_are_those_on_the_sockets_and_a_link_makes_buckets_late
     num_steps = ddp_steps.NUM_WARMUP_STEPS + len(cap.steps)
     by_formula = num_steps * 2 * size + size  # rank 0 sends the weights; each its gradients once
     assert by_formula <= sum(sent for _, _, sent in answers) <= 1.02 * by_formula + 100_000
-    sent = [s for step in cap.steps for s in step if s.name.startswith("bucket")]
-    assert min(s.seconds for s in sent) >= 2e-3  # two messages around the ring
+
+
+def test_a_bucket_takes_its_messages_on_emulated_devices(ranks):
+    devices = parse_devices("2", compute="1ms/sample", link="1Gbit,1ms")
+    given = {"model": "nn.Linear(300, 300)", "batch": "x.new_ones(4, 300)", "devices": devices}
+    (cap,) = ranks(2).call(inspected, True, given)[0][1].caps
+    (step,) = cap.steps
+    spans = {span.name: span for span in step}
+    assert spans["backward"].seconds == pytest.approx(4e-3 * 2 / 3)
+    assert spans["bucket 0"].seconds == pytest.approx(2 * (1e-3 + 4 * 90_300 / 2 * 8 / 1e9))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ import contextlib
 import pytest
 import torch.distributed as dist
 
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.trace import recording
@@ -74,7 +72,6 @@ RIGHT = {
 LISTENERS = {
     "account": lambda _: listening(Account(Meter())),
     "trace": recording,
-    "link": lambda _: emulated_link.opened("10Gbit,0.01ms", CancellationToken()),
 }
 
 

@@ -6,13 +6,12 @@ Python kernel comes before the backend's own.  The replaced methods bypass these
 stay in place once they are, and cost next to nothing while nobody listens.
 
 A listener overrides only what it needs to hear.  What no listener overrides is not done: the work
-that a call returns is the backend's own unless a wait is to be heard of, or an end to be held back.
+that a call returns is the backend's own unless a wait or an end is to be heard of.
 """
 
 import contextlib
 import functools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +19,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, final
 
-import torch
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
@@ -44,10 +42,7 @@ class Listener:
         return contextlib.nullcontext()
 
     def ended(self, call: Call) -> None:
-        """Hear that a call is complete, once, in any thread; may set ``call.held_until``."""
-
-    def hold(self, call: Call) -> None:
-        """Return once a complete call may end for its caller; may raise in place of that."""
+        """Hear that a call is complete, once, in any thread."""
 
 
 class _Audience(NamedTuple):
@@ -56,12 +51,11 @@ class _Audience(NamedTuple):
     every: tuple[Listener, ...] = ()
     waiting: tuple[Listener, ...] = ()
     ended: tuple[Listener, ...] = ()
-    hold: tuple[Listener, ...] = ()
 
     @property
     def follows(self) -> bool:
         """Whether anybody hears of what comes after a call was accepted."""
-        return bool(self.waiting or self.ended or self.hold)
+        return bool(self.waiting or self.ended)
 
 
 _audience = _Audience()
@@ -98,7 +92,7 @@ def _seat(every: Sequence[Listener]) -> None:
         silent = getattr(Listener, name)
         return tuple(each for each in every if getattr(type(each), name) is not silent)
 
-    _audience = _Audience(tuple(every), hear("waiting"), hear("ended"), hear("hold"))
+    _audience = _Audience(tuple(every), hear("waiting"), hear("ended"))
 
 
 @functools.cache
@@ -165,11 +159,8 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
             is_followed = boxed is not None and audience.follows
             return torch_internals.unboxed_work(boxed) if is_followed else None
 
-        work = _followed(call, audience, make)
-        if not isinstance(work, Exchange) or not audience.hold:
-            return made
-        held = torch_internals.work_of(work.get_future())
-        return (*made[:-1], held) if isinstance(made, tuple) else held
+        _followed(call, audience, make)
+        return made
 
     return kernel
 
@@ -187,7 +178,7 @@ def _followed(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
         return _issued(call, audience, make)
     if not call.is_blocking:
         work = _issued(call, audience, make)
-        is_over = call.is_in_cpp and not audience.ended and not audience.hold
+        is_over = call.is_in_cpp and not audience.ended
         return work if work is None or is_over else Exchange(work, call, audience)
     with _heard(call, audience):
         work = _issued(call, audience, make)
@@ -213,13 +204,11 @@ def _issued(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _heard(call: Call, audience: _Audience) -> Iterator[None]:
-    """Return a context for a wait; it lasts at least until the call may end."""
+    """Return a context for a wait."""
     with contextlib.ExitStack() as waits:
         for each in audience.waiting:
             waits.enter_context(each.waiting(call))
         yield
-        for each in audience.hold:
-            each.hold(call)
 
 
 _ending = threading.Lock()
@@ -241,9 +230,8 @@ class Exchange(dist.Work):
     def __init__(self, work: Any, call: Call, audience: _Audience) -> None:
         super().__init__()
         self._work, self._call, self._audience = work, call, audience
-        self._future: Any = None
-        if (audience.ended or audience.hold) and not call.collective.is_message:
-            self._future = self._followed_future()  # gloo's messages have none
+        if audience.ended and not call.collective.is_message:  # gloo's messages have no future
+            torch_internals.future_of(work).add_done_callback(lambda _: _end(call, audience))
         if not call.is_in_cpp:
             _kept.append(self)
 
@@ -265,35 +253,12 @@ class Exchange(dist.Work):
         if not self._work.is_completed():
             return False
         _end(self._call, self._audience)
-        return self._call.held_until <= time.monotonic()
+        return True
 
     def get_future(self) -> Any:
-        """Return the future of the result."""
-        return self._future or torch_internals.future_of(self._work)
-
-    def _followed_future(self) -> Any:
-        """Return a future that is complete once the call may end for its caller."""
-        call, audience = self._call, self._audience
-        future = torch_internals.future_of(self._work)
-        if not audience.hold:
-            future.add_done_callback(lambda _: _end(call, audience))
-            return future
-        complete: Any = torch.futures.Future()
-
-        def follow(_: object) -> None:
-            _end(call, audience)
-            # In a thread of its own: torch's PowerSGD waits for an exchange in what the end of the
-            # one before calls.
-            threading.Thread(target=complete.set_result, args=[None], daemon=True).start()
-
-        def held(_: object) -> Any:
-            for each in audience.hold:
-                each.hold(call)
-            return future.value()  # raises the backend's error
-
-        ended = complete.then(held)
-        future.add_done_callback(follow)
-        return ended
+        """Return the future of the result, which C++ may wait for."""
+        self._call.is_in_cpp = True
+        return torch_internals.future_of(self._work)
 
 
 def _forwarded(name: str) -> Callable[..., Any]:

@@ -158,8 +158,6 @@ class Call:
     """Whether torch's own C++ code calls, as DDP's in the backward pass."""
     is_ended: bool = False
     """Whether the backend is done with it."""
-    held_until: float = 0.0
-    """Until when, on the monotonic clock, its end is held back."""
     notes: dict[object, Any] = field(default_factory=dict)
     """What listeners keep of it, each under itself."""
 

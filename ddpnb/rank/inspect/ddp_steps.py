@@ -7,8 +7,11 @@ and ends, on the threads that run the backward pass and that complete the all-re
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -18,16 +21,20 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpnb.protocol.devices import Compute, Devices
 from ddpnb.protocol.inspection import DEFAULT_CAP_MB, Bucket, CapReport, DdpReport, InspectSpec
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.trace import Lane, Span
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.inspect.subject import Subject, subject_of
-from ddpnb.rank.meter import Moment, synchronize
+from ddpnb.rank.laboratory import Laboratory
+from ddpnb.rank.laboratory.clock import VirtualClock
+from ddpnb.rank.laboratory.exchanges import Exchanges
+from ddpnb.rank.meter import Meter, Moment, Timer, synchronize
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.tasks.batches import copied
+from ddpnb.rank.tasks.batches import copied, tensors_of
 from ddpnb.rank.training.timing import Clock, seconds_between
 
 NUM_WARMUP_STEPS: Final = 3
@@ -43,19 +50,27 @@ def measure(
     namespace: Mapping[str, Any],
     *,
     cancellation: CancellationToken,
+    folder: Path,
     **task: Any,
 ) -> DdpReport:
     """Make steps with each value of ``bucket_cap_mb``.  Takes part: every rank.
 
-    All ranks give the same ``spec``, which ``find`` has accepted.
+    All ranks give the same ``spec``, which ``find`` has accepted, and share ``folder``.
     """
     device = torch.device(state.device)
-    if spec.link:
-        emulated_link.check(state.device)
-    with preserve_globals(device), emulated_link.opened(spec.link, cancellation):
+    with preserve_globals(device):
         subject = subject_of(spec, state, namespace, **task)
         caps = dict.fromkeys([subject.cap_mb, *spec.bucket_caps])
-        reports = tuple(_with_cap(cap, subject, device) for cap in caps)
+        if spec.devices is None:
+            return DdpReport(
+                rank=state.rank, caps=tuple(_with_cap(cap, subject, device) for cap in caps)
+            )
+        laboratory = _laboratory(spec.devices, subject)
+        check = cancellation.check
+        reports = tuple(
+            _computed(cap, subject, laboratory, folder / f"inspect-{number}", check)
+            for number, cap in enumerate(caps)
+        )
     return DdpReport(rank=state.rank, caps=reports)
 
 
@@ -79,6 +94,41 @@ def _with_cap(cap_mb: float, subject: Subject, device: torch.device) -> CapRepor
     )
 
 
+def _computed(
+    cap_mb: float, subject: Subject, laboratory: Laboratory, path: Path, check: Callable[[], None]
+) -> CapReport:
+    """Make a step on emulated devices with one value; takes part: every rank."""
+    clock = laboratory.clock(dist.get_rank())
+    with closing(laboratory.exchanges(clock, Meter(clock), path, check)) as exchanges:
+        stepper = _Stepper(subject, cap_mb, torch.device("cpu"), clock, exchanges)
+        with listening(exchanges):
+            for _ in range(NUM_WARMUP_STEPS):  # ``clock`` learns what a step sends
+                step = stepper.step()
+    return CapReport(
+        cap_mb=cap_mb,
+        buckets=stepper.buckets,
+        steps=(step.spans,),
+        ready_seconds=dict(sorted(step.ready.items(), key=lambda item: item[1])),
+    )
+
+
+def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
+    """Return the devices, whose computing is measured where it is not given."""
+    model = subject.make_model()
+    num_samples = len(next(tensors_of(subject.batch)))
+    if devices.compute is None:
+        spent = []
+        for _ in range(1 + NUM_WARMUP_STEPS):
+            began = time.process_time()
+            subject.loss_of(model, copied(subject.batch)).backward()
+            spent.append(time.process_time() - began)
+        fastest = torch.tensor([min(spent)], dtype=torch.float64)
+        dist.all_reduce(fastest, op=dist.ReduceOp.MIN)  # takes part: every rank
+        devices = replace(devices, compute=Compute(fastest.item() / num_samples))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return Laboratory.of(devices, num_bytes=num_bytes(trained))
+
+
 class _Step(NamedTuple):
     spans: tuple[Span, ...]
     seconds: float
@@ -88,10 +138,27 @@ class _Step(NamedTuple):
 
 @final
 class _Stepper:
-    """Makes steps with a copy of the subject in a DDP of its own; hooks note what happens."""
+    """Makes steps with a copy of the subject in a DDP of its own; hooks note what happens.
 
-    def __init__(self, subject: Subject, cap_mb: float, device: torch.device) -> None:
+    Args:
+        subject: what makes them.
+        cap_mb: the ``bucket_cap_mb`` of its DDP.
+        device: of this rank.
+        clock: of an emulated device; None: moments are the device's own.
+        exchanges: what advances that clock.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        cap_mb: float,
+        device: torch.device,
+        clock: VirtualClock | None = None,
+        exchanges: Exchanges | None = None,
+    ) -> None:
         self._subject = subject
+        self._timer, self._exchanges = clock or Timer(), exchanges
+        self._num_samples = len(next(tensors_of(subject.batch)))
         self._model = subject.make_model()
         trained = [each for each in self._model.parameters() if each.requires_grad]
         self._optimizer = subject.make_optimizer(trained)
@@ -103,7 +170,7 @@ class _Stepper:
             find_unused_parameters=subject.finds_unused,
         )
         self._device = device
-        self._moment = Clock(device).moment
+        self._moment = (clock or Clock(device)).moment
         self._ddp.register_comm_hook(None, self._send)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
@@ -127,16 +194,36 @@ class _Stepper:
         batch = copied(self._subject.batch)
         synchronize(self._device)
         phases, self._base_seconds = [self._moment()], time.perf_counter()
+        if self._exchanges is not None:
+            self._base_seconds = phases[0]
+        self._timer.begin_step(self._num_samples)
+        self._timer.compute("forward", self._num_samples)
         loss = self._subject.loss_of(self._ddp, batch)
+        self._timer.compute("backward", self._num_samples)
         phases.append(self._moment())
+        self._start_spans()
         loss.backward()
+        self._timer.computed()
+        self._end_spans()
         phases.append(self._moment())
         self._optimizer.step()
         phases.append(self._moment())
         synchronize(self._device)
         return self._noted(phases)
 
-    def _note_gradient(self, name: str, _: Tensor) -> None:
+    def _start_spans(self) -> None:
+        if self._exchanges is not None:
+            self._exchanges.ends.clear()
+
+    def _end_spans(self) -> None:
+        """Put the computed end of each bucket's exchange in place of the real one."""
+        if self._exchanges is not None:
+            ends = list(self._exchanges.ends)  # of what DDP sends besides, behind the buckets
+            for (index, (begun, _)), end in zip(self._sent.items(), ends, strict=False):
+                self._sent[index] = begun, end
+
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        self._timer.produced(num_bytes([gradient]))
         self._ready[name] = self._moment()
 
     def _note_buffers(self, *_: Any) -> None:
@@ -147,6 +234,7 @@ class _Stepper:
     def _send(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Send a bucket as DDP does; note when it was full, and when it has come."""
         begun, index = self._moment(), bucket.index()
+        self._sent[index] = begun, begun
         names = tuple(self._names[id(each)] for each in bucket.parameters())
         self._buckets[index] = Bucket(names=names, num_bytes=num_bytes([bucket.buffer()]))
 

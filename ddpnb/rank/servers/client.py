@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.collectives.link import Link
 from ddpnb.rank.servers.memory import Gradients, PackedTensors, SharedMemory, pack
 from ddpnb.rank.servers.queue import (
     NO_BOUND,
@@ -108,7 +107,9 @@ class Client:
 
     def begin(self) -> None:
         """Wait for all workers; take the first parameters and shards."""
-        self._shards.extend(self._call(RequestKind.BEGIN).shards)
+        reply = self._call(RequestKind.BEGIN)
+        self._shards.extend(reply.shards)
+        self._worker.meter.timer.wait_until(reply.now)
 
     def shards(self) -> Iterator[int]:
         """Yield the numbers of this worker's shards, until all are handed out."""
@@ -126,16 +127,18 @@ class Client:
         with meter.communicating():
             asked_at = meter.timer.moment()
             reply = self._call(RequestKind.STEP, weight, gradients)
+            meter.timer.wait_until(reply.now)
             if isinstance(asked_at, float) and reply.waited_seconds > 0:  # the host's own clock
                 meter.timer.begin("waiting", at=asked_at)
                 meter.timer.begin("communication", at=asked_at + reply.waited_seconds)
-        meter.count(sent=self._num_bytes, received=self._num_bytes)
+        size = round(meter.timer.scale * self._num_bytes)
+        meter.count(sent=size, received=size)
         self._shards.extend(reply.shards)
         return reply.staleness
 
     def finish(self) -> None:
         """Wait until all workers are done; take the final parameters."""
-        self._call(RequestKind.DONE)
+        self._worker.meter.timer.wait_until(self._call(RequestKind.DONE).now)
         self._is_over = True
         for parameter in self._trained:
             if parameter.device.type == "cpu":
@@ -170,6 +173,7 @@ class Client:
                 num_shards=worker.num_steps * worker.world_size,
                 timeout_seconds=self._timeout,
                 num_prefetched=worker.num_prefetched,
+                order=worker.laboratory and worker.laboratory.order(worker.world_size),
                 bound=bound,
             )
             port = [self._serve(self.queue, num_remote, opened)]
@@ -200,7 +204,7 @@ class Client:
 
     def _serve_one(self, queue: WorkQueue, connected: socket.socket) -> None:
         """Serve one worker until it is done, is lost or has failed; in a thread of rank 0."""
-        connection = _Connection(connected, self._worker.link, self._timeout)
+        connection = _Connection(connected, self._timeout)
         with connected, contextlib.suppress(OSError):
             (rank,) = HELLO.unpack(connection.receive(HELLO.size))
             if connection.shares_memory:
@@ -239,7 +243,7 @@ class Client:
             connected.connect(str(socket_path(worker, SERVER_RANK)))
         opened.enter_context(connected)
         opened.enter_context(worker.cancellation.held(lambda: _shut_down(connected)))
-        self._connection = _Connection(connected, worker.link, self._timeout)
+        self._connection = _Connection(connected, self._timeout)
         self._connection.send(HELLO.pack(worker.rank))
         if port:
             self._copies = [pack(self._trained)] * self._num_copies  # whichever a reply names
@@ -300,13 +304,12 @@ class _Connection:
     Args:
         connected: the socket; where it leads to another process of this host, both ends share the
             tensors.
-        link: an emulated network between the ends.
         timeout_seconds: how long to wait for the other end.
     """
 
-    def __init__(self, connected: socket.socket, link: Link, timeout_seconds: float) -> None:
+    def __init__(self, connected: socket.socket, timeout_seconds: float) -> None:
         self.shares_memory = connected.family == socket.AF_UNIX
-        self._socket, self._link = connected, link
+        self._socket = connected
         if not self.shares_memory:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         set_timeout(connected, timeout_seconds)
@@ -328,7 +331,7 @@ class _Connection:
             self._socket.sendall(raw.numpy().data)
 
     def receive_tensor(self, raw: Tensor) -> None:
-        """Fill a tensor of bytes, where the ends do not share it; over a link, take its time."""
+        """Fill a tensor of bytes, where the ends do not share it."""
         if not self.shares_memory:
             left = raw.numpy().data
             while left:
@@ -336,7 +339,6 @@ class _Connection:
                 if num == 0:
                     raise ConnectionResetError
                 left = left[num:]
-        self._link.receive(raw.nbytes)
 
 
 def _shut_down(connected: socket.socket) -> None:

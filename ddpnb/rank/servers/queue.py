@@ -19,12 +19,13 @@ from enum import IntEnum
 from typing import NamedTuple, final
 
 from ddpnb.rank.cancellation import RankLostError
+from ddpnb.rank.laboratory.order import VirtualOrder
 from ddpnb.rank.servers.memory import Gradients
 
 SERVER_RANK = 0
 NO_RANK = -1
 NO_BOUND = -1
-REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqdqq")
+REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqdqqd")
 """A request's kind and weight, and the fields of ``Reply``, as bytes."""
 
 
@@ -56,6 +57,8 @@ class Reply(NamedTuple):
     """The lost rank that ended the run; then there are no parameters."""
     copy: int = 0
     """The copy of the parameters to train on."""
+    now: float = 0.0
+    """The virtual time at which an emulated worker has the reply."""
 
     @property
     def shards(self) -> range:
@@ -104,6 +107,11 @@ class _Worker:
     """What it holds and has not trained on, in order."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
+    """Whether it has made its last step."""
+    is_leaving: bool = False
+    """Whether it waits for the final parameters."""
+    is_held: bool = False
+    """Whether the bound holds it back."""
 
 
 @final
@@ -118,6 +126,7 @@ class WorkQueue:
         num_prefetched: shards that a worker holds besides the one that it trains on.
         bound: steps that a worker may be ahead of the slowest; ``NO_BOUND``: any number.
             At 0 one update is made of a whole round.
+        order: of the requests of emulated workers; None: as they come.
     """
 
     def __init__(
@@ -129,11 +138,14 @@ class WorkQueue:
         timeout_seconds: float,
         num_prefetched: int = 0,
         bound: int = NO_BOUND,
+        order: VirtualOrder | None = None,
     ) -> None:
         self.error: Exception | None = None
         """What went wrong in a thread of this rank, if anything did."""
         self.lost_shards: list[int] = []
         """What lost workers held."""
+        self.num_shards_done = 0
+        """Shards that workers had trained on when rank 0's own worker last read the parameters."""
         self._updates = updates
         self._num_workers = num_workers
         self._num_shards = num_shards
@@ -143,6 +155,7 @@ class WorkQueue:
         self._timeout = timeout_seconds
         self._num_prefetched = num_prefetched
         self._bound = bound
+        self._order = order
         self._changed = threading.Condition()
         """Held while ``updates`` are called."""
         self._workers: dict[int, _Worker] = {}
@@ -167,7 +180,7 @@ class WorkQueue:
             gradients: of its mean loss, with a step; none where it has made the update itself.
             incarnation: distinguishes its process from one that has died.
         """
-        asked_at = time.perf_counter()
+        asked_at = self._time()
         try:
             with self._changed:
                 if kind is RequestKind.BEGIN:
@@ -175,7 +188,8 @@ class WorkQueue:
                 worker = self._living(rank, incarnation)
                 if kind is RequestKind.DONE:
                     return self._finish(rank, worker)
-                waited_seconds = time.perf_counter() - asked_at
+                waited_seconds = 0.0 if self._order else self._time() - asked_at
+                self._take_turn(rank, worker)
                 staleness = self._updates.write(rank, gradients, weight)
                 waited_seconds += self._step(rank, worker)
                 shards = self._take(1)
@@ -205,12 +219,8 @@ class WorkQueue:
             self._fail(rank)
             self.error = self.error or error
 
-    @property
-    def num_shards_done(self) -> int:
-        """Shards that workers have trained on."""
-        with self._changed:
-            held = sum(len(worker.shards) for worker in self._workers.values())
-            return self._num_shards - len(self._shards) - held - len(self.lost_shards)
+    def _time(self) -> float:
+        return time.perf_counter() if self._order is None else self._order.now
 
     # From here on: under the lock.
 
@@ -219,7 +229,9 @@ class WorkQueue:
         self._check()
         if rank in self._workers:  # its death has not been noticed yet
             self._lose(rank)
-        if self._has_begun:
+        joins = self._has_begun
+        if joins:
+            self._take_turn(rank, None)
             shards = self._take(1 + self._num_prefetched)
         else:
             shards = self._first[rank :: self._num_workers]
@@ -228,7 +240,17 @@ class WorkQueue:
         self._note_progress()
         self._wait(lambda: self._has_begun)
         self._living(rank, incarnation)
-        return self._reply(rank, shards)
+        return self._reply(rank, shards, is_first=not joins)
+
+    def _take_turn(self, rank: int, worker: _Worker | None) -> None:
+        """Wait until no emulated worker's request comes earlier in virtual time."""
+        order = self._order
+        if order is None:
+            return
+        self._wait(lambda: order.is_next(rank) or self._workers.get(rank) is not worker)
+        if worker is not None:
+            self._living(rank, worker.incarnation)
+        order.arrive(rank)
 
     def _step(self, rank: int, worker: _Worker) -> float:
         """Note a step; wait as long as the bound demands, and return for how many seconds."""
@@ -239,25 +261,32 @@ class WorkQueue:
         if self._bound == NO_BOUND:  # no worker waits for this one
             return 0.0
         self._note_progress()
-        began = time.perf_counter()
-        self._wait(
-            lambda: (
-                worker.clock - self._slowest_clock() <= self._bound
-                or self._workers.get(rank) is not worker
-            )
-        )
+        began = self._time()
+        was_held = worker.is_held = self._is_ahead(worker)
+        self._wait(lambda: not self._is_ahead(worker) or self._workers.get(rank) is not worker)
         self._living(rank, worker.incarnation)  # it may have died in its wait
-        return time.perf_counter() - began
+        if was_held:
+            self._take_turn(rank, worker)
+        return self._time() - began
+
+    def _is_ahead(self, worker: _Worker) -> bool:
+        return worker.clock - self._slowest_clock() > self._bound
 
     def _finish(self, rank: int, worker: _Worker) -> Reply:
         """Wait until all workers are done; what a stopped worker still holds is not lost."""
         self._updates.release(rank)
-        worker.is_done = True
+        worker.is_leaving = True
         worker.shards.clear()
-        self._note_progress()
-        self._wait(lambda: not self._training_clocks())
+        self._note_done(rank, worker)
+        self._wait(lambda: all(each.is_leaving for each in self._workers.values()))
         self._updates.apply()
-        return Reply(copy=self._updates.read(rank))
+        return Reply(copy=self._updates.read(rank), now=self._order.now if self._order else 0.0)
+
+    def _note_done(self, rank: int, worker: _Worker) -> None:
+        worker.is_done = True
+        if self._order is not None:
+            self._order.leave(rank)
+        self._note_progress()
 
     def _check(self) -> None:
         if self._failed_rank != NO_RANK:
@@ -275,10 +304,27 @@ class WorkQueue:
         return shards
 
     def _reply(
-        self, rank: int, shards: range, staleness: int = 0, waited_seconds: float = 0.0
+        self,
+        rank: int,
+        shards: range,
+        staleness: int = 0,
+        waited_seconds: float = 0.0,
+        *,
+        is_first: bool = False,
     ) -> Reply:
+        copy, now, worker = self._updates.read(rank), 0.0, self._workers[rank]
+        if rank == SERVER_RANK:
+            held = sum(len(each.shards) for each in self._workers.values())
+            num_taken = self._num_shards - len(self._shards) - len(self.lost_shards)
+            self.num_shards_done = num_taken - held
+        if self._order is not None:
+            num = worker.shards[0] if worker.shards else None
+            now = self._order.reply(rank, num, is_first=is_first)
+            self._changed.notify_all()
+            if num is None:  # known here and now: the request that says so may come at any time
+                self._note_done(rank, worker)
         parts = shards.start, len(shards), shards.step
-        return Reply(staleness, *parts, waited_seconds, copy=self._updates.read(rank))
+        return Reply(staleness, *parts, waited_seconds, copy=copy, now=now)
 
     def _slowest_clock(self) -> int:
         """Return the clock of the slowest worker that still trains."""
@@ -292,6 +338,11 @@ class WorkQueue:
         self._progress_at = time.monotonic()
         if self._bound == 0 and len(set(self._training_clocks())) < 2:
             self._updates.apply()
+        for rank, worker in self._workers.items():
+            if worker.is_held and not self._is_ahead(worker):
+                worker.is_held = False
+                if self._order is not None:
+                    self._order.resume(rank)
         self._changed.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
@@ -309,6 +360,10 @@ class WorkQueue:
         if not self._has_begun:
             self._fail(min(set(range(self._num_workers)) - self._workers.keys()))
             return
+        absent = set(range(self._num_workers)) - self._workers.keys()
+        if self._order is not None and self._order.abandon(absent):
+            self._note_progress()
+            return
         training = [rank for rank, worker in self._workers.items() if not worker.is_done]
         self._lose(min(training, key=lambda rank: self._workers[rank].heard_at))
 
@@ -318,6 +373,8 @@ class WorkQueue:
         elif (worker := self._workers.pop(rank, None)) is not None:
             self._updates.release(rank)
             self.lost_shards.extend(worker.shards)
+            if self._order is not None:
+                self._order.lose(rank)
             self._note_progress()
 
     def _fail(self, rank: int) -> None:

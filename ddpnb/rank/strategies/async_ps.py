@@ -41,7 +41,6 @@ from torch import Tensor
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.collectives.link import NO_LINK
 from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.queue import NO_BOUND
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, ParameterStore
@@ -90,7 +89,7 @@ class AsyncParameterServer(AsynchronousStrategy):
             bound=self._bound,
         )
         self.begin(worker, client)
-        if worker.link is not NO_LINK and worker.world_size > 1:
+        if worker.laboratory is not None and worker.world_size > 1:
             worker.notes.append(_OWN_WORKER_NOTE)
 
     def step(self, batch: Batch) -> Tensor:

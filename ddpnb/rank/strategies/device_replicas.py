@@ -5,9 +5,8 @@ them on their slices of the batch, gather the outputs on the first, and sum the 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import gather, replicate
 
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.collectives.table import Messages
 from ddpnb.rank.tasks.base import StepFunction
-from ddpnb.rank.tasks.batches import moved
+from ddpnb.rank.tasks.batches import moved, tensors_of
 from ddpnb.rank.worker import Worker, state_of
 
 
@@ -27,6 +25,7 @@ class Replicas(ABC):
     def __init__(self, worker: Worker, devices: list[torch.device]) -> None:
         self.worker = worker
         self.devices = devices
+        self.timer = worker.meter.timer
         # Kept, because a new thread takes torch milliseconds.
         self.pool = ThreadPoolExecutor(len(devices), thread_name_prefix="ddpnb-replica")
 
@@ -36,9 +35,11 @@ class Replicas(ABC):
         with worker.meter.communicating():
             models = self.copies(devices)
             placed = list(map(moved, slices, devices))
+        self.timer.exchange(len(slices) - 1, _size(slices[1:]), is_scaled=False)
+        num_copied = (len(models) - 1) * self.timer.scale
         worker.meter.count(
-            sent=(len(models) - 1) * num_bytes(state_of(worker.model)),
-            received=(len(models) - 1) * num_bytes(worker.parameters),  # gradients are as large
+            sent=round(num_copied * num_bytes(state_of(worker.model))),
+            received=round(num_copied * num_bytes(worker.parameters)),  # gradients are as large
         )
 
         def run_one(model: nn.Module, part: Any, device: torch.device) -> Any:
@@ -62,6 +63,10 @@ class Replicas(ABC):
     def close(self) -> None:
         """End the threads; may be called twice."""
         self.pool.shutdown(cancel_futures=True)
+
+
+def _size(trees: list[Any]) -> int:
+    return sum(num_bytes(tensors_of(tree)) for tree in trees)
 
 
 # -- on several GPUs -----------------------------------------------------------------------
@@ -90,8 +95,8 @@ class GpuReplicas(Replicas):
 class ThreadReplicas(Replicas):
     """The same steps on one device.
 
-    Over an emulated link what passes between the first replica and the others takes its time: one
-    message for each other replica, one after the other, through the first one's link.
+    What passes between the first replica and the others is one message for each of these, one after
+    the other; on emulated devices it takes its time over the first one's link.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -103,10 +108,10 @@ class ThreadReplicas(Replicas):
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
         """Copy the parameters and buffers; as in torch, only the first's buffers last."""
         first, *others = map(state_of, self.models)
-        with self.lasting(others):
-            for other in others:
-                for mine, theirs in zip(first, other, strict=True):
-                    theirs.copy_(mine)
+        for other in others:
+            for mine, theirs in zip(first, other, strict=True):
+                theirs.copy_(mine)
+        self.timer.exchange(len(others), len(others) * num_bytes(first))
         return self.models
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
@@ -114,13 +119,14 @@ class ThreadReplicas(Replicas):
 
         def go_back(gradient: Tensor) -> None:
             slices = gradient.split([len(output) for output in outputs])
-            with self.lasting([each] for each in slices[1:]):
-                pass
+            self.timer.exchange(len(slices) - 1, num_bytes(slices[1:]), is_scaled=False)
             list(self.pool.map(Tensor.backward, outputs, slices))  # the list waits, and raises
             self.sum_gradients()
 
-        with self.worker.meter.communicating(), self.lasting([each] for each in outputs[1:]):
+        self.timer.computed()
+        with self.worker.meter.communicating():
             gathered = torch.cat([output.detach() for output in outputs]).requires_grad_()
+        self.timer.exchange(len(outputs) - 1, num_bytes(outputs[1:]), is_scaled=False)
         gathered.register_hook(go_back)
         return gathered
 
@@ -128,7 +134,9 @@ class ThreadReplicas(Replicas):
     def sum_gradients(self) -> None:
         """Add the gradients of the other replicas to the first one's."""
         first, *others = ([p for p in each.parameters() if p.requires_grad] for each in self.models)
-        with self.worker.meter.communicating(), self.lasting(others):
+        self.timer.computed()
+        self.timer.exchange(len(others), sum(map(num_bytes, others)))
+        with self.worker.meter.communicating():
             for other in others:
                 for mine, theirs in zip(first, other, strict=True):
                     if mine.grad is None:  # as of an expert that only the other replica has used
@@ -136,8 +144,3 @@ class ThreadReplicas(Replicas):
                     elif theirs.grad is not None:
                         mine.grad.add_(theirs.grad)
                     theirs.grad = None
-
-    def lasting(self, messages: Iterable[Iterable[Tensor]]) -> AbstractContextManager[None]:
-        """Have the body last as long as so many messages over the link."""
-        sizes = [num_bytes(message) for message in messages]
-        return self.worker.link.lasting(Messages(len(sizes), sum(sizes)))

@@ -107,6 +107,11 @@ class BatchSchedule:
         start = step % self.steps_per_epoch * self._batch_size
         return min(self._batch_size, self._num_used - start)
 
+    def num_in(self, shard: Shard) -> int:
+        """Return how many samples a shard has."""
+        least, num_larger = divmod(self.size(shard.step), shard.num_parts)
+        return least + (shard.part < num_larger)
+
     def indices(self, shard: Shard) -> Tensor:
         """Return the samples of a shard: int64 indices into the training split.
 

@@ -4,7 +4,7 @@ import contextlib
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -15,8 +15,8 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import check_fault_ranks, parse_strategy
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.collectives import link as emulated_link
-from ddpnb.rank.collectives.link import NO_LINK, Link
+from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.meter import Meter, Timer
 from ddpnb.rank.random_state import preserve_random, seed_everything
 from ddpnb.rank.strategies import make_strategy
@@ -49,8 +49,6 @@ class RunContext:
     """Where a strategy of the user's own is looked up."""
     rejoin_info: RejoinInfo | None = None
     """Where this rank joins, if the others train already."""
-    link: Link = NO_LINK
-    """An emulated network between the ranks."""
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
@@ -109,11 +107,35 @@ class RunContext:
             meter=Meter(timer),
             accumulate=self.spec.accumulate,
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
-            link=self.link,
+            laboratory=self.laboratory,
             delay=delay,
             joins=self.rejoin_info is not None,
             num_prefetched=NUM_PREFETCHED * self.num_data_workers,
             cancellation=self.cancellation,
+        )
+
+    @cached_property
+    def laboratory(self) -> Laboratory | None:
+        """The emulated devices; None: time is measured, or their speed is not known yet."""
+        emulated = self.spec.emulated
+        if emulated is None or emulated.compute is None:
+            return None
+        schedule, num_parts = self.schedule, self.state.world_size
+        trained = [each for each in self.make_model().parameters() if each.requires_grad]
+
+        def num_in_shard(number: int) -> int:
+            step, part = divmod(number, num_parts)
+            return schedule.num_in(Shard(step=step, part=part, num_parts=num_parts))
+
+        least = schedule.num_in(schedule.smallest_shard(self.plan.num_workers))
+        return Laboratory.of(
+            emulated,
+            num_bytes=num_bytes(trained),
+            num_in_shard=num_in_shard,
+            num_passes=min(self.spec.accumulate, least),
+            slow=self.spec.slow,
+            jitter=self.spec.jitter,
+            seed=self.spec.seed,
         )
 
     def barrier(self) -> None:
@@ -148,12 +170,11 @@ class RunContext:
     def batch(self, shard: Shard, tree: Tree) -> Batch:
         """Copy the samples of a shard to the device."""
         num_global = self.schedule.size(shard.step)
-        least, num_larger = divmod(num_global, shard.num_parts)
         return Batch(
             tree=moved(tree, self.device),
-            num_samples=least + (shard.part < num_larger),
+            num_samples=self.schedule.num_in(shard),
             num_global=num_global,
-            most_parts=least,
+            most_parts=num_global // shard.num_parts,
         )
 
     def usual_batch(self) -> Batch:
@@ -217,8 +238,6 @@ def build_context(
         Exception: whatever the cell itself raises, with its own traceback.
     """
     check_fault_ranks(spec.slow, spec.kill, state.world_size)
-    if spec.link:
-        emulated_link.check(state.device)
     # so that the data are the same on every rank, and in every repeat
     seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)
     task = load_task(spec, namespace, filename)

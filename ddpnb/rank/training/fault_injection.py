@@ -24,9 +24,11 @@ from typing import NoReturn, final
 
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
 from ddpnb.protocol.notation import parse_kill, parse_slow
-from ddpnb.rank.meter import Timer, synchronize
+from ddpnb.rank.laboratory.clock import VirtualClock
+from ddpnb.rank.meter import synchronize
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.training.context import RunContext
+from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Batch, Worker
 
 KILL_TIMEOUT_SECONDS = 1.0
@@ -52,39 +54,41 @@ class FaultInjector:
 
     Args:
         context: the run; a process that was restarted is not killed again.
-        timer: counts a delay as forward.
+        clock: of the run; counts a delay as forward.
         publish: takes a mark when a fault strikes.
     """
 
-    def __init__(self, context: RunContext, timer: Timer, publish: Callable[[Mark], None]) -> None:
+    def __init__(
+        self, context: RunContext, clock: Clock | VirtualClock, publish: Callable[[Mark], None]
+    ) -> None:
         spec, workers, is_new = context.spec, context.workers, context.rejoin_info is None
         self._workers = workers
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = [fault for fault in map(parse_kill, spec.kill) if fault.rank in workers and is_new]
         self._kill = min(kills, key=operator.attrgetter("seconds"), default=None)
+        self._is_emulated = context.laboratory is not None  # then its clock is slow, not this
         self._jitter = spec.jitter
         self._compute_seconds = 0.0
-        if self._jitter > 0 or any(fault.factor > 1 for fault in self._slow):
+        has_factor = self._jitter > 0 or any(fault.factor > 1 for fault in self._slow)
+        if has_factor and not self._is_emulated:
             alone = context.worker("m", num_steps=1)
             self._compute_seconds = measure_compute_seconds(alone, context.usual_batch())
         self._device = context.device
-        self._timer = timer
+        self._clock = clock
         self._publish = publish
         self._random = {worker: random.Random(f"{spec.seed} {worker}") for worker in workers}
         self._seconds = 0.0
-        self._began = time.perf_counter()
 
     def begin(self) -> None:
-        """Mark the slow ranks, and start counting the time until a kill."""
+        """Mark the slow ranks."""
         for fault in self._slow:
             self._publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
-        self._began = time.perf_counter()
 
     @property
     def is_kill_due(self) -> bool:
         """Whether this process is to die before its next step."""
         kill = self._kill
-        return kill is not None and time.perf_counter() - self._began >= kill.seconds
+        return kill is not None and self._clock.seconds >= kill.seconds
 
     def kill(self) -> NoReturn:
         """Publish that this process is to be killed, and wait until the kernel kills it.
@@ -92,14 +96,16 @@ class FaultInjector:
         If no kernel listens, it kills itself.
         """
         assert self._kill is not None, "no kill is due"
-        seconds = time.perf_counter() - self._began
-        self._publish(Mark(rank=self._kill.rank, seconds=seconds, kind=MarkKind.KILLED))
+        killed = Mark(rank=self._kill.rank, seconds=self._clock.seconds, kind=MarkKind.KILLED)
+        self._publish(killed)
         time.sleep(KILL_TIMEOUT_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
 
     def begin_step(self) -> None:
         """Draw the delay of the next step."""
+        if self._is_emulated:
+            return
         self._seconds = max((self._delay(worker) for worker in self._workers), default=0.0)
 
     def delay(self) -> None:
@@ -107,7 +113,7 @@ class FaultInjector:
         seconds, self._seconds = self._seconds, 0.0
         if seconds <= 0:
             return
-        self._timer.begin("forward")
+        self._clock.begin("forward")
         synchronize(self._device)  # else a GPU would go on with its queued work
         time.sleep(seconds)
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
-from dataclasses import replace
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import torch
@@ -27,9 +26,10 @@ from torch import nn
 
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec
 from ddpnb.rank.cancellation import CancellationToken, RunCancelledError
-from ddpnb.rank.collectives import link as emulated_link
 from ddpnb.rank.collectives.account import Account
-from ddpnb.rank.collectives.intercept import listening
+from ddpnb.rank.collectives.intercept import Listener, listening
+from ddpnb.rank.laboratory.clock import VirtualClock
+from ddpnb.rank.meter import StepReport
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
@@ -42,11 +42,12 @@ from ddpnb.rank.training.rehearsal import num_compiled, rehearse, release_memory
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.stop import Stop
-from ddpnb.rank.training.timing import Clock, StepReport
 from ddpnb.rank.worker import Worker
 
 CEILING_SECONDS = 4.0
 """How long a rank trains a ceiling, if the run is as long."""
+CEILING_STEPS = 30
+"""Steps of a ceiling on emulated devices, where each takes as long as the others."""
 
 
 def run(
@@ -100,9 +101,7 @@ def run(
         no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if state.rank >= context.plan.num_ranks:
             return no_part
-        opened_link = emulated_link.opened(spec.link, context.cancellation)
-        context = replace(context, link=opened.enter_context(opened_link))
-        metrics = RunMetrics(context=context, publish=publish, clock=Clock(context.device))
+        metrics = RunMetrics(context=context, publish=publish)
         if rejoin_info is None:
             opened.callback(release_memory, context.device)
         # -- rehearse ... finish ----------------------------------------------------------
@@ -125,7 +124,8 @@ def _trained(
     context = metrics.context
     with contextlib.ExitStack() as opened:
         # -- rehearse ---------------------------------------------------------------------
-        rehearse(context)
+        if context.spec.emulated is None:
+            rehearse(context)
         # -- prepare ----------------------------------------------------------------------
         fault_injector = FaultInjector(context, metrics.clock, metrics.publish)
         strategy = opened.enter_context(closing(context.strategy()))
@@ -145,18 +145,30 @@ def _trained(
         # -- barrier ----------------------------------------------------------------------
         context.barrier()
         # -- train ------------------------------------------------------------------------
-        with listening(Account(worker.meter)):
+        with listening(opened.enter_context(_heard_by(metrics, worker))):
             _train(metrics, strategy, worker, source, stop, fault_injector, snapshots)
             metrics.note_memory(strategy.memory())
             # -- finish -------------------------------------------------------------------
-            model = strategy.finish()
-        if context.plan.finish_is_timed:
-            metrics.clock.end()
+            is_timed = context.plan.finish_is_timed
+            with contextlib.nullcontext() if is_timed else metrics.clock.paused():
+                model = strategy.finish()
+            if is_timed:
+                metrics.clock.end()
         if not metrics.was_stopped:
             snapshots.average()
         lost = [] if strategy.queue is None else map(worker.shard, strategy.queue.lost_shards)
         metrics.num_lost_samples = sum(len(context.schedule.indices(shard)) for shard in lost)
     return model, snapshots
+
+
+def _heard_by(metrics: RunMetrics, worker: Worker) -> AbstractContextManager[Listener]:
+    """Return the context of what counts this rank's calls."""
+    clock, laboratory, context = metrics.clock, worker.laboratory, metrics.context
+    if laboratory is None or not isinstance(clock, VirtualClock):
+        return contextlib.nullcontext(Account(worker.meter))
+    path = worker.folder / worker.name
+    check = context.cancellation.check
+    return closing(laboratory.exchanges(clock, worker.meter, path, check))
 
 
 def _train(
@@ -170,7 +182,11 @@ def _train(
 ) -> None:
     """Make the measured steps: all of them, or those before a stop."""
     context, clock = metrics.context, metrics.clock
-    most_seconds = CEILING_SECONDS if context.spec.is_ceiling else math.inf
+    most_seconds = most_steps = math.inf
+    if context.spec.is_ceiling and context.spec.emulated:
+        most_steps = CEILING_STEPS
+    elif context.spec.is_ceiling:
+        most_seconds = CEILING_SECONDS
     compiled = num_compiled()
     metrics.start()
     fault_injector.begin()
@@ -185,6 +201,7 @@ def _train(
             metrics.add(clock.stop())  # steps that a GPU has yet to finish
             fault_injector.kill()
         fault_injector.begin_step()
+        clock.begin_step(batch.num_samples)
         loss = strategy.step(batch)
         fault_injector.delay()  # if the strategy itself has not called it
         traffic, numbers = worker.meter.take(), worker.metrics
@@ -196,6 +213,8 @@ def _train(
             metrics.mark(f"compiled anew in step {step + 1}, whose time is not counted")
         metrics.note_shard(shard)
         snapshots.after(shard)
-        if clock.seconds >= most_seconds:  # without the other ranks, which a ceiling has none of
+        if (
+            clock.seconds >= most_seconds or step + 1 >= most_steps
+        ):  # without the other ranks, which a ceiling has none of
             break
     metrics.add(clock.stop())

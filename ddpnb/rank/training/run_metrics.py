@@ -8,11 +8,12 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from ddpnb.protocol.messages import Evaluating, Mark, RunHeader, RunReport, StepEvent
-from ddpnb.protocol.notation import parse_link
+from ddpnb.rank.laboratory.clock import VirtualClock
+from ddpnb.rank.meter import StepTiming
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.timing import Clock, StepTiming
+from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Memory, Worker
 
 _CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
@@ -29,7 +30,8 @@ class RunMetrics:
 
     context: RunContext
     publish: Publish
-    clock: Clock
+    clock: Clock | VirtualClock = field(init=False)
+    """What measures the steps, or computes their time."""
     late_seconds: float = 0.0
     """How long the others had trained when this rank joined."""
     num_steps: int = 0
@@ -42,6 +44,14 @@ class RunMetrics:
     """Of shards that workers held when they died."""
     shards: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        context = self.context
+        if (laboratory := context.laboratory) is None:
+            self.clock = Clock(context.device)
+        else:
+            num_devices = context.plan.num_workers if context.plan.num_ranks == 1 else 1
+            self.clock = laboratory.clock(context.state.rank, num_devices)
+
     def note_shard(self, shard: Shard) -> None:
         """Note the first shards that this worker has trained on, if they were handed out to it."""
         if not self.context.plan.synchronous and len(self.shards) < MAX_SHARDS:
@@ -49,7 +59,7 @@ class RunMetrics:
 
     def start(self) -> None:
         """Start counting time."""
-        if self.context.rejoin_info is not None:
+        if self.context.rejoin_info is not None and self.context.laboratory is None:
             self.late_seconds = time.time() - self.context.rejoin_info.began_at
         if self.context.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.context.device)
@@ -108,7 +118,9 @@ class RunMetrics:
 def header_of(context: RunContext, worker: Worker, notes: tuple[str, ...]) -> RunHeader:
     """Return the header of a run, with more notes."""
     plan = context.plan
-    own_notes = plan.notes + tuple(worker.notes) + notes + context.task.notes + context.spec.notes
+    emulated = context.laboratory is not None
+    plan_notes = () if emulated else plan.notes
+    own_notes = plan_notes + tuple(worker.notes) + notes + context.task.notes + context.spec.notes
     return RunHeader(
         run_id=context.spec.run_id,
         strategy=context.spec.strategy,
@@ -122,7 +134,7 @@ def header_of(context: RunContext, worker: Worker, notes: tuple[str, ...]) -> Ru
         num_samples=context.schedule.num_samples,
         num_devices=_num_devices(context),
         sees_exposed=plan.sees_exposed,
-        is_emulated=plan.is_emulated,
+        is_emulated=plan.is_emulated and not emulated,
         notes=(_CEILING_NOTE,) if context.spec.is_ceiling else own_notes + tuple(_notes(context)),
     )
 
@@ -153,8 +165,4 @@ def _notes(context: RunContext) -> list[str]:
         found.append("Several ranks share one GPU.")
     if spec.num_data_workers and not context.num_data_workers:
         found.append("--data-workers has no effect: the data are tensors in memory.")
-    if spec.link:
-        found.append(
-            f"The network is emulated: exchanges last as over {parse_link(spec.link).text}."
-        )
     return found

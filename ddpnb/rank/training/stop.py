@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import final
 
 from ddpnb.compat.torch_internals import group_store
+from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock
 
@@ -31,7 +32,7 @@ class Stop:
     def __init__(
         self,
         context: RunContext,
-        clock: Clock,
+        clock: Clock | VirtualClock,
         wanted: Callable[[], bool],
         expected: Callable[[], bool],
     ) -> None:

@@ -8,41 +8,17 @@ few steps later, when the GPU has reached them.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from ddpnb.protocol.messages import NO_PARTS, Parts
-from ddpnb.rank.meter import Moment, Phase, Timer, Traffic, synchronize
+from ddpnb.rank.meter import Moment, Phase, StepReport, StepTiming, Timer, synchronize
 
 MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""
-
-
-class StepReport(NamedTuple):
-    """What a step of one worker returned and exchanged."""
-
-    loss: Tensor
-    """Mean loss over the worker's samples before the update; shape (), on the device, detached."""
-    num_samples: int
-    traffic: Traffic = Traffic()
-    staleness: int | None = None
-    metrics: Mapping[str, Tensor] = {}
-    """Further numbers of the task's step, each the mean over the worker's samples."""
-
-
-class StepTiming(NamedTuple):
-    """One finished step."""
-
-    report: StepReport
-    seconds: float
-    """Since the clock was started."""
-    loss: float
-    parts: Parts
-    metrics: Mapping[str, float]
-    """Further numbers of the step."""
 
 
 class _Pending(NamedTuple):

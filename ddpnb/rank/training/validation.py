@@ -3,18 +3,21 @@
 Each mistake is one sentence that says what to do about it.
 """
 
+import contextlib
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RunSpec
 from ddpnb.rank.random_state import preserve_globals
@@ -29,6 +32,9 @@ CHECKS = "checks"
 
 MIN_SECONDS_MARGIN = 1.1
 """By how much a run is planned longer than ``--min-seconds``."""
+
+NUM_TRIALS = 8
+"""Of each size of batch; the fastest counts."""
 
 NUM_FEW = 8
 """Samples that a loss is looked at with."""
@@ -114,6 +120,44 @@ def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked
     num_steps = MIN_SECONDS_MARGIN * (context.spec.min_seconds or 0.0) / seconds
     num_epochs = num_steps / context.schedule.steps_per_epoch
     return replace(result, num_epochs=num_epochs, seconds_per_trained=seconds / usual.num_samples)
+
+
+def measure_compute(spec: RunSpec, **options: Any) -> Compute:
+    """Return what a forward and backward pass takes one core; called on one rank.
+
+    The arguments are those of ``validate``.  Processor time is measured, so that other programs
+    hardly disturb it; a line through two sizes of batch, the largest and the smallest that a device
+    gets, has the time of a sample and that of a pass.
+    """
+    with preserve_globals(torch.device(options["state"].device)), one_thread():
+        context = build_context(spec, **options)
+        worker = context.worker("check", num_steps=1)
+        num_all = context.schedule.size(0)
+        num_few = max(1, num_all // max(2, context.state.world_size))
+        few, every = (context.first_batch(num) for num in (num_few, num_all))
+        seconds = dict.fromkeys((num_few, num_all), math.inf)
+        for batch in (few, every) * NUM_TRIALS:
+            began = time.process_time()
+            worker.compute_gradients(batch)
+            spent = time.process_time() - began
+            seconds[batch.num_samples] = min(seconds[batch.num_samples], spent)
+    num_more = num_all - num_few
+    per_sample = (seconds[num_all] - seconds[num_few]) / num_more if num_more else 0.0
+    per_pass = max(0.0, seconds[num_few] - num_few * per_sample)
+    if per_sample <= 0:
+        return Compute(seconds[num_all] / num_all)
+    return Compute(per_sample, per_pass)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Return a context in which torch computes on one core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _smallest_batch(context: RunContext) -> Batch:

@@ -66,7 +66,7 @@ class DdpInspection:
     """Parameters that had no part in the loss, and on which ranks."""
     reports: tuple[DdpReport, ...]
     """By rank."""
-    link: str = ""
+    devices: str = ""
 
     @property
     def caps(self) -> tuple[CapReport, ...]:
@@ -83,7 +83,7 @@ class DdpInspection:
         steps = [_spans(self.reports, index, k) for k in range(len(self.caps[index].steps))]
         by_length = sorted(steps, key=_length)
         cap = self.caps[index].cap_mb
-        over = f", over an emulated link of {self.link}" if self.link else ""
+        over = f", on {self.devices}" if self.devices else ""
         return Trace(
             title=f"One step of {self.title} with bucket_cap_mb={cap:g}{over}",
             num_ranks=len(self.reports),
@@ -135,8 +135,8 @@ class DdpInspection:
             f"parameters that need one have {self.gradient_bytes:,}."
         )
         notes.append(FORMULA)
-        if self.link:
-            notes.append(f"The link of {self.link} is emulated: exchanges last as over it.")
+        if self.devices:
+            notes.append(f"On {self.devices} time is computed; the gradients are real.")
         return [*notes, CLOCK]
 
     def figures(self, *, dark: bool = False) -> list[tuple[Figure, str]]:

@@ -430,15 +430,16 @@ def test_bytes_in_words():
     ]
 
 
-def test_an_emulated_link_is_named_wherever_results_are():
+def test_emulated_devices_are_named_wherever_results_are():
     runs = [fake_run("single").snapshot(), fake_run("ddp").snapshot()]
-    over = [replace(run, spec=replace(run.spec, link="1Gbit,0.5ms")) for run in runs]
-    link = "over an emulated link of 1 Gbit/s and 0.5 ms"
-    with_link, without = (Comparison(comparison_id="1", name="c", runs=r) for r in (over, runs))
-    assert link in results_table(with_link).text()
-    assert sentence(with_link).endswith(f"; all of it {link}.")
-    assert "link" not in results_table(without).text() + sentence(without)
-    assert list(runs_frame(with_link)["link"]) == ["1Gbit,0.5ms"] * 2
+    given = {"devices": "2xV100", "as_": "resnet50", "device_link": "1Gbit,0.5ms"}
+    over = [replace(run, spec=replace(run.spec, **given)) for run in runs]
+    named = "2 emulated V100, resnet50's clock, over 1 Gbit/s and 0.5 ms"
+    emulated, without = (Comparison(comparison_id="1", name="c", runs=r) for r in (over, runs))
+    assert f"{named}; losses are real" in results_table(emulated).text()
+    assert sentence(emulated).endswith(f"; all of it on {named}.")
+    assert "emulated" not in results_table(without).text() + sentence(without)
+    assert list(runs_frame(emulated)["devices"]) == ["2xV100"] * 2
 
 
 def column(table: Table, title: str) -> list[str]:

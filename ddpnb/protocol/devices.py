@@ -1,0 +1,250 @@
+"""Emulated devices: how fast each computes, and what lies between them.  (Every process.)
+
+8            eight devices, each as fast as one idle core of this machine
+8xV100       eight cards of a kind in ``CARDS``
+16xV100/2    the same on two hosts
+0.4ms/sample,2ms   the seconds of a sample, and of a forward and backward pass, however small
+
+Where a model is named, ``--as resnet50``, time and bytes are those published for it on that card,
+whatever is trained: see ``MODELS``.  ``docs/laboratory.md`` has each figure with its source.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.notation import LinkSpec, parse_link
+
+MAX_DEVICES = 64
+
+
+class Compute(NamedTuple):
+    """What a device needs for a model's forward and backward pass."""
+
+    seconds_per_sample: float
+    seconds_per_pass: float = 0.0
+    """However few samples it has: launching its kernels, or calling its layers."""
+
+    @property
+    def text(self) -> str:
+        """As ``parse_compute`` reads it."""
+        return f"{1e3 * self.seconds_per_sample:.6f}ms/sample,{1e3 * self.seconds_per_pass:.6f}ms"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedModel:
+    """A model with published figures."""
+
+    num_parameters: int
+    """In float32: four bytes of gradients for each."""
+    num_tensors: int
+    """Tensors that hold them."""
+    compute: Mapping[str, Compute]
+    """By card."""
+    ddp_seconds: float = 0.0
+    """What DDP itself adds to a step on one device: its hooks and the copies to its buckets."""
+
+
+class Card(NamedTuple):
+    """A kind of device."""
+
+    link: LinkSpec
+    """Between those of one host."""
+
+
+CARDS: Mapping[str, Card] = {
+    "V100": Card(LinkSpec(bits_per_second=960e9, latency_seconds=3.4e-6)),
+    "A100": Card(LinkSpec(bits_per_second=1840e9, latency_seconds=3.4e-6)),
+    "T4": Card(LinkSpec(bits_per_second=80e9, latency_seconds=5.7e-6)),
+}
+
+DDP_SECONDS_PER_TENSOR = 19e-6
+"""What DDP adds to a step where no figure of the model itself is published."""
+REPLICA_SECONDS_PER_TENSOR = 29e-6
+"""What Python takes to call one replica of DataParallel; its threads take turns."""
+
+HOST_LINK = LinkSpec(bits_per_second=96e9, latency_seconds=9.6e-6)
+"""Between hosts where no other is given: 100 Gbit/s, as NCCL reckons with."""
+
+CORE_LINK = LinkSpec(bits_per_second=12e9, latency_seconds=50e-6)
+"""Between devices that are as fast as a core: about what gloo reaches within a host."""
+
+_USUAL_LINKS = (CORE_LINK, *(card.link for card in CARDS.values()))
+
+MODELS: Mapping[str, PublishedModel] = {
+    "resnet18": PublishedModel(
+        num_parameters=11_689_512,
+        num_tensors=62,
+        compute={
+            "V100": Compute(0.82e-3, 3.6e-3),
+            "T4": Compute(2.92e-3),
+            "A100": Compute(0.29e-3, 12.7e-3),
+        },
+    ),
+    "resnet50": PublishedModel(
+        num_parameters=25_557_032,
+        num_tensors=161,
+        compute={
+            "V100": Compute(2.74e-3, 9.3e-3),
+            "T4": Compute(9.78e-3),
+            "A100": Compute(0.97e-3, 24.7e-3),
+        },
+        ddp_seconds=3e-3,
+    ),
+    "resnet101": PublishedModel(
+        num_parameters=44_549_160,
+        num_tensors=314,
+        compute={"V100": Compute(5.06e-3)},
+        ddp_seconds=9e-3,
+    ),
+    "gpt2-small": PublishedModel(
+        num_parameters=124_439_808,
+        num_tensors=148,
+        compute={"A100": Compute(4.69e-3)},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """Emulated devices, one for each rank."""
+
+    num: int
+    num_hosts: int = 1
+    card: str = ""
+    """Empty: each is as fast as a core of this machine."""
+    model: str = ""
+    """Whose published figures stand for those of the model that is trained; empty: its own."""
+    compute: Compute | None = None
+    """None: it is measured, once for all strategies of a comparison."""
+    device_link: LinkSpec = CORE_LINK
+    """Between devices of one host."""
+    host_link: LinkSpec = HOST_LINK
+
+    @property
+    def text(self) -> str:
+        """For users: ``"8 emulated V100, resnet50's clock"``."""
+        what = self.card or ("devices" if self.num > 1 else "device")
+        hosts = f" on {self.num_hosts} hosts" if self.num_hosts > 1 else ""
+        clock = f", {self.model}'s clock" if self.model else ""
+        given = [] if self.device_link in _USUAL_LINKS else [self.device_link]
+        given += [] if self.host_link == HOST_LINK else [self.host_link]
+        links = f", over {' and '.join(link.text for link in given)}" if given else ""
+        return f"{self.num} emulated {what}{hosts}{clock}{links}"
+
+    @property
+    def num_gradient_bytes(self) -> int:
+        """Bytes of the gradients of the model that is emulated; 0: those of the one trained."""
+        return 4 * MODELS[self.model].num_parameters if self.model else 0
+
+    @property
+    def wrapper_seconds(self) -> float:
+        """What DDP itself adds to a step on one device."""
+        if not self.model:
+            return 0.0
+        published = MODELS[self.model]
+        return published.ddp_seconds or DDP_SECONDS_PER_TENSOR * published.num_tensors
+
+    @property
+    def seconds_per_replica(self) -> float:
+        """What Python takes for each replica of DataParallel in a step."""
+        return REPLICA_SECONDS_PER_TENSOR * MODELS[self.model].num_tensors if self.model else 0.0
+
+    def link_between(self, ranks: Collection[int]) -> LinkSpec:
+        """Return the link over which ranks exchange; a ring of several hosts has both."""
+        per_host = -(-self.num // self.num_hosts)
+        if len({rank // per_host for rank in ranks}) < 2:
+            return self.device_link
+        return LinkSpec(
+            bits_per_second=min(self.device_link.bits_per_second, self.host_link.bits_per_second),
+            latency_seconds=max(self.device_link.latency_seconds, self.host_link.latency_seconds),
+        )
+
+
+_DEVICES = re.compile(r"(\d+)(?:x([A-Za-z]\w*))?(?:/(\d+))?")
+_COMPUTE = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)/sample(?:,(\d+(?:\.\d+)?)(us|ms|s))?")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kMG])B/s,(\d+(?:\.\d+)?)(us|ms|s)")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_BYTES = {"k": 1e3, "M": 1e6, "G": 1e9}
+
+
+def parse_devices(
+    text: str, *, model: str = "", compute: str = "", device_link: str = "", link: str = ""
+) -> Devices:
+    """Return the devices that the options name.
+
+    Args:
+        text: ``"8xV100"``.
+        model: ``"resnet50"``: of ``--as``.
+        compute: ``"0.4ms/sample,2ms"``.
+        device_link: ``"12GB/s,10us"``, or what ``parse_link`` takes: within a host.
+        link: between hosts; with one host, between its devices.
+    """
+    found = _DEVICES.fullmatch(text)
+    if found is None:
+        raise UserError(
+            f"There are no devices {text!r}: write a number, 8, or a number of cards, 8xV100, and "
+            "after a slash on how many hosts, 16xV100/2."
+        )
+    num, card, num_hosts = int(found[1]), found[2] or "", int(found[3] or 1)
+    if not 1 <= num <= MAX_DEVICES:
+        raise UserError(f"--devices {text}: emulate 1 to {MAX_DEVICES} devices.")
+    if card and card not in CARDS:
+        raise one_of("card", card, CARDS)
+    if num_hosts < 1 or num % num_hosts:
+        raise UserError(f"--devices {text}: {num} devices cannot be shared by {num_hosts} hosts.")
+    made = Devices(num=num, num_hosts=num_hosts, card=card)
+    if card:
+        made = replace(made, device_link=CARDS[card].link)
+    if model:
+        made = replace(made, model=model, compute=_published(model, card))
+    elif card and not compute:
+        raise UserError(
+            f"--devices {text} needs a model with published figures, --as {' | '.join(MODELS)}, "
+            "or --compute 0.4ms/sample,2ms."
+        )
+    if compute:
+        made = replace(made, compute=parse_compute(compute))
+    if device_link:
+        made = replace(made, device_link=_parse_device_link(device_link))
+    if link and num_hosts == 1 and not device_link:
+        made = replace(made, device_link=parse_link(link))
+    elif link:
+        made = replace(made, host_link=parse_link(link))
+    return made
+
+
+def parse_compute(text: str) -> Compute:
+    """Parse ``0.4ms/sample`` or ``0.4ms/sample,2ms``."""
+    found = _COMPUTE.fullmatch(text.replace(" ", ""))
+    if found is None:
+        raise UserError(
+            f"--compute {text}: write the time of a sample and of a pass, 0.4ms/sample,2ms."
+        )
+    each = float(found[1]) * _SECONDS[found[2]]
+    if each == 0:
+        raise UserError(f"--compute {text}: a sample takes more than 0 s.")
+    return Compute(each, float(found[3]) * _SECONDS[found[4]] if found[3] else 0.0)
+
+
+def _published(model: str, card: str) -> Compute:
+    if model not in MODELS:
+        raise one_of("model for --as", model, MODELS)
+    known = MODELS[model].compute
+    if not card:
+        raise UserError(f"--as {model} needs a card: --devices 8x{next(iter(known))}.")
+    if card not in known:
+        raise UserError(f"No figures of {model} on {card} are known, only on {', '.join(known)}.")
+    return known[card]
+
+
+def _parse_device_link(text: str) -> LinkSpec:
+    found = _RATE.fullmatch(text.replace(" ", ""))
+    if found is None:
+        return parse_link(text)
+    rate = 8 * float(found[1]) * _BYTES[found[2]]
+    if rate == 0:
+        raise UserError(f"--device-link {text}: give more than 0 bytes per second.")
+    return LinkSpec(bits_per_second=rate, latency_seconds=float(found[3]) * _SECONDS[found[4]])

@@ -1,0 +1,88 @@
+"""Emulated devices: every gradient is real, every second is computed (ranks)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+from ddpnb.protocol.devices import Devices
+from ddpnb.rank.laboratory.clock import VirtualClock
+from ddpnb.rank.laboratory.exchanges import Exchanges
+from ddpnb.rank.laboratory.order import VirtualOrder
+from ddpnb.rank.laboratory.times import ComputeTimes
+from ddpnb.rank.meter import Meter
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Laboratory:
+    """The emulated devices of one run, which train one model."""
+
+    devices: Devices
+    times: ComputeTimes
+    num_bytes: int
+    """Of the gradients of the model that is trained."""
+    num_in_shard: Callable[[int], int]
+    """Returns the samples of a shard, by its number in the queue of an asynchronous run."""
+
+    @classmethod
+    def of(
+        cls,
+        devices: Devices,
+        *,
+        num_bytes: int,
+        num_in_shard: Callable[[int], int] = lambda _: 0,
+        **varied: Any,
+    ) -> "Laboratory":
+        """Return devices whose computing is known; ``varied`` are further ``ComputeTimes``."""
+        assert devices.compute is not None, "it is measured before anything trains"
+        times = ComputeTimes(
+            seconds_per_sample=devices.compute.seconds_per_sample,
+            seconds_per_pass=devices.compute.seconds_per_pass,
+            seconds_per_replica=devices.seconds_per_replica,
+            wrapper_seconds=devices.wrapper_seconds,
+            **varied,
+        )
+        return cls(devices=devices, times=times, num_bytes=num_bytes, num_in_shard=num_in_shard)
+
+    @cached_property
+    def scale(self) -> float:
+        """Bytes of the emulated model for each byte of the one that is trained."""
+        return (self.devices.num_gradient_bytes or self.num_bytes) / max(self.num_bytes, 1)
+
+    def clock(self, rank: int, num_devices: int = 1) -> VirtualClock:
+        """Return the clock of a rank whose process has so many devices."""
+        return VirtualClock(
+            self.times,
+            rank,
+            num_devices=num_devices,
+            usual_bytes=self.scale * self.num_bytes,
+            link=self.devices.device_link,
+            scale=self.scale,
+        )
+
+    def exchanges(
+        self, clock: VirtualClock, meter: Meter, path: Path, check: Callable[[], None]
+    ) -> Exchanges:
+        """Return what advances a clock by the calls of its rank; see ``Exchanges``."""
+        return Exchanges(
+            clock,
+            meter,
+            self.devices,
+            path,
+            num_bytes=self.num_bytes,
+            scale=self.scale,
+            wrapper_seconds=self.times.wrapper_seconds,
+            check=check,
+        )
+
+    def order(self, num_workers: int) -> VirtualOrder:
+        """Return the order in which a server of rank 0 handles the workers' requests."""
+        return VirtualOrder(
+            self.times,
+            num_workers=num_workers,
+            link=self.devices.link_between,
+            num_bytes=self.scale * self.num_bytes,
+            num_samples=self.num_in_shard,
+        )

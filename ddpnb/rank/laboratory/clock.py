@@ -1,0 +1,226 @@
+"""The clock of an emulated device, which computes time in place of waiting for it (ranks).
+
+A phase that computes has a length when it begins.  What is issued within it is issued at a share of
+that length: the share of the phase's bytes that were issued by then.  So a bucket of DDP's is ready
+when that part of the backward pass is over.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import final
+
+from ddpnb.protocol.devices import CORE_LINK
+from ddpnb.protocol.messages import Parts
+from ddpnb.protocol.notation import LinkSpec
+from ddpnb.rank.laboratory.times import FORWARD_SHARE, ComputeTimes
+from ddpnb.rank.meter import Moment, Phase, StepReport, StepTiming, Timer
+
+
+@final
+class VirtualClock(Timer):
+    """The time of one device.
+
+    Args:
+        times: how long each device computes.
+        rank: whose device this is.
+        num_devices: devices of this process, which share each batch; the slowest one counts.
+        usual_bytes: of the gradients, which a phase is assumed to issue until one has ended.
+        link: between the devices of this process.
+        scale: bytes of the emulated model for each byte of the one that is trained.
+    """
+
+    num_steps_ahead = 0
+
+    def __init__(
+        self,
+        times: ComputeTimes,
+        rank: int,
+        *,
+        num_devices: int = 1,
+        usual_bytes: float = 0.0,
+        link: LinkSpec = CORE_LINK,
+        scale: float = 1.0,
+    ) -> None:
+        self.now = 0.0
+        """Virtual seconds since the run began."""
+        self.is_paused = False
+        """Whether exchanges take no time now."""
+        self._link = link
+        self.scale = scale
+        self._times = times
+        self._ranks = range(num_devices) if num_devices > 1 else range(rank, rank + 1)
+        self._usual_bytes = usual_bytes
+        self._phase: Phase = "data"
+        self._since = 0.0
+        self._spent: dict[str, float] = {}
+        self._step = 0
+        self._delay_left = 0.0
+        self.settle: Callable[[], None] = lambda: None
+        """Advances to the end of the exchanges that C++ has issued and waited for."""
+        self._unplanned = 0
+        """Samples of a step that has not computed yet."""
+        self._computing: Phase = "data"
+        """The phase that the length is of."""
+        self._length, self._progress = 0.0, 1.0
+        self._num_issued = self._num_produced = 0.0
+        """Bytes that the phase has issued, and has made."""
+        self._all_issued: dict[Phase, float] = {}
+        """Bytes that a phase had issued when it ended."""
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start counting, once for all steps of a run; a worker that joins has a time already."""
+        self._since = self.now
+        self._phase, self._spent = "data", {}
+
+    def begin_step(self, num_samples: int) -> None:
+        """Begin a step on so many samples of this worker."""
+        self._unplanned = num_samples
+        self._delay_left = max(self._times.delay(rank) for rank in self._ranks)
+
+    def begin(self, phase: Phase, at: Moment = None) -> Phase:
+        """Count the time from now on as ``phase``."""
+        before = self._phase
+        self._count(self.now if at is None else at)
+        self._phase = phase
+        return before
+
+    def compute(self, phase: Phase, num_samples: int) -> None:
+        """Begin a phase that computes on so many samples."""
+        self._unplanned = 0
+        self._compute_rest()
+        if phase == "backward":
+            self._delay()
+        self.begin(phase)
+        share = FORWARD_SHARE if phase == "forward" else 1 - FORWARD_SHARE
+        self._computing, self._progress, self._num_produced = phase, 0.0, 0.0
+        self._length = share * self._work(num_samples)
+        if phase == "forward" and len(self._ranks) > 1:
+            self._length += len(self._ranks) * self._times.seconds_per_replica
+
+    def produced(self, num_bytes: int) -> None:
+        """Advance to where the phase has made so many more bytes of gradients."""
+        self._num_produced += self.scale * num_bytes
+        self._advance(self._num_produced / self._usual_bytes)
+
+    def computed(self) -> None:
+        """Advance to the end of what computes, and of what C++ has sent meanwhile."""
+        self._compute_rest()
+        self.settle()
+
+    def moment(self) -> Moment:
+        """Return the virtual time."""
+        return self.now
+
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Add the time between."""
+        self._spent["hidden"] = self._spent.get("hidden", 0.0) + ended - begun
+
+    def timing(self, report: StepReport, *, counts: bool = True) -> list[StepTiming]:
+        """Record that a step was made, and return it."""
+        self.compute_unplanned()
+        self.computed()
+        self.begin("data")
+        parts, self._spent = Parts(**self._spent), {}
+        self._step += 1
+        metrics = {name: value.item() for name, value in report.metrics.items()}
+        return [StepTiming(report, self.seconds, report.loss.item(), parts, metrics)]
+
+    def stop(self) -> list[StepTiming]:
+        """Return the steps not yet returned: none."""
+        return []
+
+    def end(self) -> None:
+        """Count what has followed the last step too, which ``seconds`` has already."""
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count no time in this context: what is not of a step takes none."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
+    @property
+    def seconds(self) -> float:
+        """The virtual time since the run began."""
+        return self.now
+
+    # -- computing and exchanging -----------------------------------------------------------
+
+    def issue(self, num_bytes: float, *, is_needed: bool) -> tuple[float, float]:
+        """Advance to where a call is made; return when its first and last bytes are ready.
+
+        Args:
+            num_bytes: of the call.
+            is_needed: whether what follows needs the result, as the gathers of FSDP; else what went
+                before has made what is sent.
+        """
+        self.compute_unplanned()
+        if self._progress >= 1.0:
+            return self.now, self.now
+        usual = max(self._all_issued.get(self._computing, self._usual_bytes), 1.0)
+        begun = self._num_issued / usual
+        self._num_issued += num_bytes
+        first = self.now
+        self._advance(begun if is_needed else self._num_issued / usual)
+        return (self.now if is_needed else first), self.now
+
+    def _compute_rest(self) -> None:
+        """Advance to the end of the phase that computes, if one does."""
+        if self._progress < 1.0:
+            self._advance(1.0)
+        if self._num_issued:
+            self._all_issued[self._computing], self._num_issued = self._num_issued, 0.0
+
+    def compute_unplanned(self) -> None:
+        """Compute a whole step, where a strategy has not said which phase it computes."""
+        num_samples, self._unplanned = self._unplanned, 0
+        if num_samples:
+            self.compute("forward", num_samples)
+            self.compute("backward", num_samples)
+            self._compute_rest()
+
+    def exchange(self, num_messages: int, num_bytes: float, *, is_scaled: bool = True) -> None:
+        """Advance by messages between the devices of this process, one after the other.
+
+        Args:
+            num_messages: how many.
+            num_bytes: of all of them.
+            is_scaled: whether they hold parameters or gradients, not samples or outputs.
+        """
+        size = num_bytes * (self.scale if is_scaled else 1.0)
+        seconds = num_messages * self._link.latency_seconds + 8 * size / self._link.bits_per_second
+        self.wait_until(self.now + seconds)
+
+    def wait_until(self, end: float) -> None:
+        """Advance to a later time, counted as communication."""
+        if end > self.now:
+            before = self.begin("communication")
+            self.now = end
+            self.begin(before)
+
+    def spend(self, seconds: float) -> None:
+        """Advance by what this device does besides computing, in the phase that it is in."""
+        self.now += seconds
+
+    def _advance(self, progress: float) -> None:
+        progress = min(max(progress, self._progress), 1.0)
+        self.now += (progress - self._progress) * self._length
+        self._progress = progress
+
+    def _work(self, num_samples: int) -> float:
+        """Return the seconds of the slowest device of this process."""
+        each = -(-num_samples // len(self._ranks))
+        factors = (self._times.factor(rank, self._step) for rank in self._ranks)
+        return max(factors) * self._times.work(each)
+
+    def _delay(self) -> None:
+        self.now += self._delay_left
+        self._delay_left = 0.0
+
+    def _count(self, until: float) -> None:
+        self._spent[self._phase] = self._spent.get(self._phase, 0.0) + until - self._since
+        self._since = until

@@ -1,0 +1,228 @@
+"""What the calls of ``torch.distributed`` cost emulated devices (ranks).
+
+A collective begins when the last of its ranks is ready and this rank's link is free, and takes
+what its messages cost (``table``); a message begins when its sender is ready.  All of it passes
+through the one interceptor of collectives, so it holds for DDP's calls from C++, FSDP's gathers, a
+hand-written ring and a user's own class.
+"""
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from ddpnb.protocol.devices import Devices
+from ddpnb.protocol.notation import LinkSpec
+from ddpnb.rank.collectives.account import traffic_of
+from ddpnb.rank.collectives.intercept import Listener
+from ddpnb.rank.collectives.table import Call, Messages
+from ddpnb.rank.laboratory.board import Board
+from ddpnb.rank.laboratory.clock import VirtualClock
+from ddpnb.rank.meter import Meter
+
+BUCKET_BYTES = 25 * 2**20
+"""The size of DDP's buckets (``bucket_cap_mb``): larger exchanges are sent in parts."""
+GATHERS = ("all_gather", "broadcast", "scatter")
+"""Their result is needed by what the caller computes next."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """A call that has been issued, and whose end is not computed yet."""
+
+    call: Call
+    board: Board
+    number: int
+    places: range
+    messages: Messages
+    num_parts: int
+    link: LinkSpec
+    end: float = math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Message:
+    """A message that this rank sends, or one that it is to receive."""
+
+    sent_until: float | None = None
+    """When it has left; None: it is to be received."""
+    seconds: float = 0.0
+    latency: float = 0.0
+
+
+@final
+class Exchanges(Listener):
+    """Advances a rank's clock by what its exchanges cost.
+
+    Args:
+        clock: of this rank's device.
+        meter: counts the bytes.
+        devices: what lies between them.
+        path: prefix of the files in the run folder that the ranks share.
+        num_bytes: of the gradients of the model that is trained.
+        scale: bytes of the emulated model for each byte of the one that is trained.
+        wrapper_seconds: what DDP itself adds to a step.
+        check: raises where this rank should no longer wait.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        meter: Meter,
+        devices: Devices,
+        path: Path,
+        *,
+        num_bytes: int = 1,
+        scale: float = 1.0,
+        wrapper_seconds: float = 0.0,
+        check: Callable[[], None],
+    ) -> None:
+        self._clock = clock
+        self._meter = meter
+        self._devices = devices
+        self._path = path
+        self._num_bytes = max(num_bytes, 1)
+        self._scale = scale
+        self._wrapper_seconds = wrapper_seconds
+        self._check = check
+        clock.settle = self._settle_cpp
+        self._boards: dict[str, Board] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._pending: deque[_Pending] = deque()
+        self.ends: deque[float] = deque(maxlen=1000)
+        """When the latest collectives have ended."""
+        self._free = 0.0
+        """When this rank's link is free of collectives."""
+        self._sends_until = self._receives_until = 0.0
+
+    def begin(self, call: Call) -> None:
+        """Post when this rank is ready."""
+        if self._clock.is_paused:
+            return
+        sent, received = traffic_of(call)
+        self._meter.count(sent=round(sent * self._scale), received=round(received * self._scale))
+        if call.group.size() == 1:
+            return
+        if call.collective.is_message:
+            self._begin_message(call)
+            return
+        group, messages = call.group, call.messages
+        scaled = Messages(messages.number, messages.num_bytes * self._scale)
+        is_needed = call.name.startswith(GATHERS)
+        size = call.num_bytes * self._scale
+        is_of_ddp = call.is_in_cpp and not call.is_blocking
+        if is_of_ddp:
+            self._clock.spend(self._wrapper_seconds * call.num_bytes / self._num_bytes)
+        ready = self._clock.issue(size, is_needed=is_needed)
+        board = self._board(group.group_name, group.size())
+        number = self._next(group.group_name, -1)
+        board.post(number, group.rank(), ready)
+        parts = math.ceil(size / BUCKET_BYTES) if ready[1] > ready[0] else 1
+        pending = _Pending(
+            call=call,
+            board=board,
+            number=number,
+            places=range(group.size()),
+            messages=scaled,
+            num_parts=max(parts, 1),
+            link=self._devices.link_between(call.ranks),
+        )
+        call.notes[self] = pending
+        self._pending.append(pending)
+
+    def waiting(self, call: Call) -> AbstractContextManager[None]:
+        """Advance to the end of a call that Python code has waited for."""
+        return self._waited(call)
+
+    @contextlib.contextmanager
+    def _waited(self, call: Call) -> Iterator[None]:
+        yield
+        match call.notes.get(self):
+            case _Pending() as pending:
+                self._settle(pending)
+            case _Message() as message:
+                self._end_message(call, message)
+
+    def _settle(self, last: _Pending) -> None:
+        """Advance to the end of a call, and of those before it."""
+        while math.isnan(last.end):
+            self._end(self._pending.popleft())
+        self._clock.wait_until(last.end)
+
+    def _settle_cpp(self) -> None:
+        """Advance to the end of the calls that C++ has issued and waited for."""
+        waited_for = [each for each in self._pending if each.call.is_in_cpp]
+        if waited_for:
+            self._settle(waited_for[-1])
+
+    def _end(self, pending: _Pending) -> None:
+        """Compute when a call has ended; what the clock has passed by then was hidden."""
+        board, number = pending.board, pending.number
+        ready = [board.read(number, place) for place in pending.places]
+        num = pending.num_parts
+        part = Messages(pending.messages.number, pending.messages.num_bytes / num)
+        seconds, now = part.seconds(pending.link), self._clock.now
+        for k in range(1, num + 1):
+            begin = max(first + (last - first) * k / num for first, last in ready)
+            begin = max(begin, self._free)
+            self._free = begin + seconds
+            self._clock.hide(min(begin, now), min(self._free, now))
+        pending.end = self._free
+        self.ends.append(pending.end)
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def _begin_message(self, call: Call) -> None:
+        """Post when a message departs; note what is to be received."""
+        group, name = call.group, call.group.group_name
+        own, size = group.rank(), group.size()
+        link = self._devices.link_between(call.ranks)
+        seconds = self._scale * call.num_bytes * 8 / link.bits_per_second
+        self._clock.compute_unplanned()
+        self._clock.computed()
+        if call.collective.operation == "recv_any_source_":
+            return  # nobody knows yet from whom it comes
+        if call.name == "send":
+            place = own * size + call.arguments[1]
+            departs = max(self._clock.now, self._sends_until)
+            self._sends_until = departs + seconds
+            self._board(f"{name}.m", size * size).post(
+                self._next(name, place), place, (departs, departs)
+            )
+            call.notes[self] = _Message(sent_until=self._sends_until)
+        else:
+            call.notes[self] = _Message(seconds=seconds, latency=link.latency_seconds)
+
+    def _end_message(self, call: Call, message: "_Message") -> None:
+        """Advance to when a message has left, or has arrived."""
+        if message.sent_until is not None:
+            self._clock.wait_until(message.sent_until)
+            return
+        group, name = call.group, call.group.group_name
+        source = call.arguments[1]
+        place = source * group.size() + group.rank()
+        board = self._board(f"{name}.m", group.size() ** 2)
+        departed, _ = board.read(self._next(name, place), place)
+        begins = max(departed + message.latency, self._receives_until)
+        self._receives_until = begins + message.seconds
+        self._clock.wait_until(self._receives_until)
+
+    def close(self) -> None:
+        """Remove the files; may be called twice."""
+        for board in self._boards.values():
+            board.close()
+
+    def _board(self, group: str, num_places: int) -> Board:
+        if group not in self._boards:
+            path = self._path.with_name(f"{self._path.name}.{group}.clock")
+            self._boards[group] = Board(path, num_places, self._check)
+        return self._boards[group]
+
+    def _next(self, group: str, pair: int) -> int:
+        number = self._numbers.get((group, pair), 0)
+        self._numbers[group, pair] = number + 1
+        return number

@@ -1,0 +1,55 @@
+"""Which devices does a comparison emulate, and how fast is each?  (Kernel.)"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.protocol.devices import Compute
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import OnRank, RunSpec
+from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.reports.cell_output import PrintedLines
+from ddpnb.session.cells import ask
+
+Training = TypeVar("Training", bound=TrainingSpec)
+
+
+def with_devices(cluster: Cluster, spec: Training) -> Training:
+    """Return a training that names its devices where it names a link: one device for each rank.
+
+    Raises:
+        UserError: these ranks cannot stand for the devices.
+    """
+    num_ranks = len(cluster.ranks)
+    made = replace(spec, devices=str(num_ranks)) if spec.link and not spec.devices else spec
+    devices = made.emulated
+    if devices is None:
+        return made
+    if cluster.spans_hosts:
+        raise UserError(
+            "Emulated devices are ranks of one host: %ddp_start without --hosts, or leave "
+            "--devices and --link out."
+        )
+    if any(state.device != "cpu" for state in cluster.states):
+        raise UserError(
+            "Emulated devices are ranks on CPUs, and these are on GPUs, whose time is measured: "
+            "%ddp_start --device cpu, or leave --devices and --link out."
+        )
+    if devices.num != num_ranks:
+        raise UserError(
+            f"--devices {made.devices} takes {devices.num} ranks, and there are {num_ranks}: "
+            f"type %ddp_stop, then %ddp_start -n {devices.num}."
+        )
+    return made
+
+
+def with_compute(
+    cluster: Cluster, specs: Sequence[RunSpec], printed: PrintedLines
+) -> tuple[RunSpec, ...]:
+    """Return trainings that say how fast a device computes: measured once, the same for all."""
+    devices = specs[0].emulated if specs else None
+    if devices is None or devices.compute is not None:
+        return tuple(specs)
+    compute: Compute = ask(cluster, OnRank("measure_compute"), specs[0], printed=printed)[0]
+    return tuple(replace(spec, compute=compute.text) for spec in specs)

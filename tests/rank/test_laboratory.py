@@ -1,0 +1,80 @@
+"""Emulated devices on real ranks: the time is computed, and nothing else differs."""
+
+import pytest
+
+from ddpnb.protocol.messages import RunSpec
+from tests.rank import runs
+from tests.rank.runs import losses, run_job, steps_of
+
+CELL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 2, bias=False))
+
+def data(split):
+    x = torch.randn(96, 4)
+    return x, (x.sum(dim=1) > 0).long()
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.1)
+"""
+S = 4 * (5 * 300 + 2 * 300)
+LATENCY = 0.003
+TRANSFER = S * 8 / 1e6
+"""Seconds of all parameters over the link."""
+PASS, SAMPLE = 0.002, 0.001
+
+
+def spec_of(strategy: str, num_ranks: int, **changes) -> RunSpec:
+    given = {
+        "source": CELL,
+        "num_epochs": 2,
+        "batch_size": 24,
+        "devices": str(num_ranks),
+        "compute": "1ms/sample,2ms",
+        "link": "1Mbit,3ms",
+    }
+    return runs.spec_of(strategy, **given | changes)
+
+
+def ring(num_ranks: int, size: float = TRANSFER) -> float:
+    return 2 * (num_ranks - 1) * (LATENCY + size / num_ranks)
+
+
+def computing(num_ranks: int, num_samples: int = 24) -> float:
+    return PASS + SAMPLE * num_samples / num_ranks
+
+
+EXCHANGE = {
+    ("single", 2): PASS + SAMPLE * 24 - computing(2),
+    ("no-comm", 3): 0.0,
+    ("ddp", 2): ring(2),
+    ("ddp", 8): ring(8),
+    ("ddp-by-hand", 3): ring(3),
+    ("ring-by-hand", 3): ring(3),
+    ("central", 3): 4 * (LATENCY + TRANSFER),
+    ("gossip", 2): LATENCY + TRANSFER,
+    ("dp", 3): 2 * (5 * LATENCY + 2 * TRANSFER + 8 * (16 + 8 + 8) * 8 / 1e6),
+}
+"""Seconds of a step besides the computing: the messages that each strategy's file lists."""
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), EXCHANGE)
+def test_a_step_takes_what_its_messages_take(ranks, strategy, num_ranks):
+    results = ranks(num_ranks).call(run_job, spec_of(strategy, num_ranks))
+    before, last = steps_of(results[0])[-2:]  # DDP sends more in its first step
+    seconds = last.seconds - before.seconds
+    expected = computing(num_ranks) + EXCHANGE[strategy, num_ranks]
+    assert seconds == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["async", "async:bound=0", "async:bound=2"])
+def test_asynchronous_runs_are_the_same_to_the_bit(ranks, strategy):
+    spec = spec_of(strategy, 3, slow=("1:3x",), jitter=0.2)
+    first, second = (ranks(3).call(run_job, spec) for _ in range(2))
+    assert losses(first) == losses(second)
+    for (_, before), (_, after) in zip(first, second, strict=True):
+        assert before == after
+    assert len(steps_of(first[0])) > len(steps_of(first[1])) or "bound" in strategy
