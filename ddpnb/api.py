@@ -31,6 +31,8 @@ from ddpnb.session.session import this_session
 def start(
     n: int | None = None,
     *,
+    devices: str = "",
+    as_: str = "",
     device: str = "auto",
     backend: str = "auto",
     threads: int | None = None,
@@ -53,6 +55,8 @@ def start(
 
     Args:
         n: number of ranks; by default one per GPU, or up to four on the CPU's cores.
+        devices: ``"8xV100"``: a rank for each of these, which all comparisons emulate.
+        as_: ``"resnet50"``: whose published figures they have.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
         threads: CPU threads of each rank; by default the cores divided by the ranks.
@@ -77,6 +81,8 @@ def start(
     """
     spec = ClusterSpec(
         num_ranks=n,
+        devices=devices,
+        as_=as_,
         device=device,
         backend=backend,
         num_threads=threads,

@@ -139,6 +139,8 @@ def inspect(
     strategy: str = "ddp",
     bucket_cap: float | str = "",
     batch_size: int | str | None = None,
+    devices: str = "",
+    as_: str = "",
     link: str = "",
     slow: str = "",
     kill: str = "",
@@ -158,7 +160,9 @@ def inspect(
         strategy: ``"ddp"``, or ``"async"``, which may have options.
         bucket_cap: further values of DDP's ``bucket_cap_mb``, ``"0.01,1,25"``.
         batch_size: the task's global batch.
-        link: an emulated network, ``"1Gbit,0.5ms"``.
+        devices: emulated ones, ``"8xV100"``: the time of a step is computed.
+        as_: ``"resnet50"``: whose published figures they have.
+        link: the network between emulated devices, ``"1Gbit,0.5ms"``.
         slow: a straggler of an asynchronous run, ``"1:2x"``.
         kill: a death in an asynchronous run, ``"1@1s"``.
         run: a stored asynchronous run to draw.
@@ -170,7 +174,14 @@ def inspect(
         UserError: there is nothing to inspect, or the model does not fit the batch.
         RankError: the user's code failed on a rank.
     """
-    named = {"batch_size": batch_size, "link": link, "slow": slow, "kill": kill}
+    named = {
+        "batch_size": batch_size,
+        "devices": devices,
+        "as_": as_,
+        "link": link,
+        "slow": slow,
+        "kill": kill,
+    }
     given = {name: value for name, value in named.items() if value}
     task_or_any = {} if source else {"task": task or "digits"}
     training = make_training_spec(

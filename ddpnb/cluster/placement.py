@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpnb.protocol.devices import num_devices
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.processes import num_cores
 
@@ -30,6 +31,10 @@ class ClusterSpec:
     """The user's choices; ``None`` and ``"auto"`` leave them to ``place_ranks``."""
 
     num_ranks: int | None = None
+    devices: str = ""
+    """What the ranks stand for where a training names none: ``"8xV100"``; empty: themselves."""
+    as_: str = ""
+    """The model whose published figures count on these cards."""
     device: str = "auto"
     backend: str = "auto"
     num_threads: int | None = None
@@ -59,6 +64,10 @@ class ClusterSpec:
         return bool(self.hosts or self.engines or self.profile)
 
     def __post_init__(self) -> None:
+        if self.devices:
+            self._stand_for(num_devices(self.devices))
+        elif self.as_:
+            raise UserError(f"--as {self.as_} describes emulated devices: add --devices 8xV100.")
         if self.device not in DEVICES:
             raise one_of("device", self.device, DEVICES)
         if self.backend not in BACKENDS:
@@ -76,6 +85,16 @@ class ClusterSpec:
         if self.device == "cpu" and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
         self._check_hosts()
+
+    def _stand_for(self, num: int) -> None:
+        if self.num_ranks not in (None, num):
+            raise UserError(
+                f"--devices {self.devices} starts {num} ranks: leave -n {self.num_ranks} out."
+            )
+        if self.device == "cuda" or self.is_remote:
+            raise UserError("Emulated devices are ranks on the CPU of this host: leave one out.")
+        object.__setattr__(self, "num_ranks", num)
+        object.__setattr__(self, "device", "cpu")
 
     def _check_hosts(self) -> None:
         if self.engines and self.engines not in ENGINES:

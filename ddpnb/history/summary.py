@@ -321,7 +321,7 @@ def _summary(
         0 if name == BASELINE else devices,
     )
     headers = [run.header for run in counted if run.header is not None]
-    is_computed = any(run.spec is not None and run.spec.devices != "" for run in counted)
+    is_computed = any(run.spec is not None and run.spec.is_emulated for run in counted)
     return StrategySummary(
         name=name,
         comparison=comparison,

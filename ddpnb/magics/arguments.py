@@ -25,6 +25,7 @@ from ddpnb.cluster.profile import profiles
 from ddpnb.cluster.run_folder import detached
 from ddpnb.compat.python_internals import options_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
+from ddpnb.protocol.devices import CARDS, MODELS
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.notation import LINKS
 from ddpnb.protocol.options import Option
@@ -152,6 +153,8 @@ VALUES = {
     "--backend": BACKENDS,
     "--engines": ENGINES,
     "--link": tuple(LINKS),
+    "--devices": tuple(f"8x{card}" for card in CARDS),
+    "--as": tuple(MODELS),
     "--x": ACROSS,
 } | {option.flag: option.choices for _, option in training_options() if option.choices}
 """The values that an option takes."""

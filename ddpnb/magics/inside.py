@@ -93,7 +93,9 @@ class InsideMagics(Magics):
     @argument("--strategy", default="ddp", help="ddp | async, with options as async:bound=1")
     @argument("--bucket-cap", metavar="MB,MB", default="", help="also with these bucket_cap_mb")
     @argument("--batch-size", metavar="N", help="the task's global batch")
-    @argument("--link", default="", help="exchanges last as over such a network: 1Gbit,0.5ms")
+    @argument("--devices", metavar="8xV100", default="", help="on emulated devices")
+    @argument("--as", dest="as_", metavar="MODEL", default="", help="with its published figures")
+    @argument("--link", default="", help="over such a network between them: 1Gbit,0.5ms")
     @argument("--slow", metavar="1:2x", default="", help="async: rank 1 takes twice as long")
     @argument("--kill", metavar="1@1s", default="", help="async: rank 1 is killed after a second")
     @argument("--run", metavar="NAME", default="", help="async: draw this stored run")
@@ -115,6 +117,8 @@ class InsideMagics(Magics):
             strategy=args.strategy,
             bucket_cap=args.bucket_cap,
             batch_size=args.batch_size,
+            devices=args.devices,
+            as_=args.as_,
             link=args.link,
             slow=args.slow,
             kill=args.kill,

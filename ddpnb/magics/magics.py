@@ -62,6 +62,8 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("-n", type=int, help="number of ranks; by default one per GPU, or up to 4 on the CPU")
+    @argument("--devices", metavar="8xV100", default="", help="emulate these: a rank for each")
+    @argument("--as", dest="as_", metavar="MODEL", default="", help="whose figures they have")
     @argument("--device", default="auto", help=" | ".join(DEVICES))
     @argument("--backend", default="auto", help=" | ".join(BACKENDS))
     @argument("--threads", metavar="N", type=int, help="CPU threads of each rank")
@@ -82,6 +84,9 @@ class DdpMagics(Magics):
         It returns once every rank has finished an all-reduce.  A cluster that is already
         running is used as it is.
 
+        ``--devices 8xV100 --as resnet50`` starts eight ranks, and has all comparisons compute the
+        time of such devices, unless they say ``--devices real``: docs/laboratory.md.
+
         Ranks started with ``--detach 600`` outlive their kernel by ten minutes.  In the next
         kernel ``%ddp_start --attach`` takes them over, with all their variables; it needs the
         cluster's name only if several wait.
@@ -93,6 +98,8 @@ class DdpMagics(Magics):
         args = arguments(self.ddp_start, line)
         spec = ClusterSpec(
             num_ranks=args.n,
+            devices=args.devices,
+            as_=args.as_,
             device=args.device,
             backend=args.backend,
             num_threads=args.threads,

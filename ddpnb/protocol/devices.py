@@ -170,6 +170,25 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _BYTES = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 
+MEASURED = "real"
+"""In place of devices: the time is measured, though the ranks were started for devices."""
+
+
+def num_devices(text: str) -> int:
+    """Return how many devices ``"8xV100"`` names."""
+    found = _DEVICES.fullmatch(text)
+    if found is None:
+        raise UserError(
+            f"There are no devices {text!r}: write a number, 8, or a number of cards, 8xV100, and "
+            "after a slash on how many hosts, 16xV100/2."
+        )
+    if not 1 <= int(found[1]) <= MAX_DEVICES:
+        raise UserError(f"--devices {text}: emulate 1 to {MAX_DEVICES} devices.")
+    if found[2] and found[2] not in CARDS:
+        raise one_of("card", found[2], CARDS)
+    return int(found[1])
+
+
 def parse_devices(
     text: str, *, model: str = "", compute: str = "", device_link: str = "", link: str = ""
 ) -> Devices:
@@ -182,17 +201,9 @@ def parse_devices(
         device_link: ``"12GB/s,10us"``, or what ``parse_link`` takes: within a host.
         link: between hosts; with one host, between its devices.
     """
-    found = _DEVICES.fullmatch(text)
-    if found is None:
-        raise UserError(
-            f"There are no devices {text!r}: write a number, 8, or a number of cards, 8xV100, and "
-            "after a slash on how many hosts, 16xV100/2."
-        )
-    num, card, num_hosts = int(found[1]), found[2] or "", int(found[3] or 1)
-    if not 1 <= num <= MAX_DEVICES:
-        raise UserError(f"--devices {text}: emulate 1 to {MAX_DEVICES} devices.")
-    if card and card not in CARDS:
-        raise one_of("card", card, CARDS)
+    num, found = num_devices(text), _DEVICES.fullmatch(text)
+    assert found is not None, "num_devices has refused it"
+    card, num_hosts = found[2] or "", int(found[3] or 1)
     if num_hosts < 1 or num % num_hosts:
         raise UserError(f"--devices {text}: {num} devices cannot be shared by {num_hosts} hosts.")
     made = Devices(num=num, num_hosts=num_hosts, card=card)

@@ -12,7 +12,7 @@ from inspect import Parameter
 from typing import Any, TypeVar
 
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
-from ddpnb.protocol.devices import MODELS, Devices, parse_devices
+from ddpnb.protocol.devices import MEASURED, MODELS, Devices, parse_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LINKS, parse_kills, parse_link, parse_slow, parse_task
 from ddpnb.protocol.options import OTHER_NAMES, Option
@@ -158,7 +158,7 @@ class TrainingSpec:
         example="8xV100",
         label="emulated devices",
         about="time is computed for so many devices, each as fast as one idle core: 8; or for "
-        "cards, on two hosts: 16xV100/2; gradients and losses are real",
+        "cards, on two hosts: 16xV100/2; gradients and losses are real; real: it is measured",
     )
     as_: str = _devices(
         "",
@@ -231,20 +231,22 @@ class TrainingSpec:
         for text in self.slow:
             parse_slow(text)
         parse_kills(self.kill)
-        if self.devices:
-            assert self.emulated is not None
-        elif given := [name for name in ("as", "compute", "device-link") if self._has(name)]:
-            raise UserError(f"--{given[0]} describes emulated devices: add --devices 8xV100.")
-        elif self.link:
+        if self.emulated is not None:  # which is parsed
+            return
+        if self.link and self.devices == MEASURED:
+            raise UserError("--link is a network between emulated devices: leave --devices out.")
+        if self.link:
             parse_link(self.link)
 
-    def _has(self, name: str) -> bool:
-        return bool(getattr(self, {"as": "as_"}.get(name, name.replace("-", "_"))))
+    @property
+    def is_emulated(self) -> bool:
+        """Whether devices are emulated; unlike ``emulated``, also of a spec that was stored."""
+        return self.devices not in ("", MEASURED)
 
     @property
     def emulated(self) -> Devices | None:
         """The devices whose time is computed; None: the time is measured."""
-        if not self.devices:
+        if not self.is_emulated:
             return None
         return parse_devices(
             self.devices,

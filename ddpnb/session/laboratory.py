@@ -16,15 +16,21 @@ Training = TypeVar("Training", bound=TrainingSpec)
 
 
 def with_devices(cluster: Cluster, spec: Training) -> Training:
-    """Return a training that names its devices where it names a link: one device for each rank.
+    """Return a training with its devices: its own, those of the ranks, or what a link is between.
 
     Raises:
         UserError: these ranks cannot stand for the devices.
     """
     num_ranks = len(cluster.ranks)
-    made = replace(spec, devices=str(num_ranks)) if spec.link and not spec.devices else spec
+    made = spec
+    if not spec.devices and (cluster.spec.devices or spec.link):
+        given = cluster.spec.devices or str(num_ranks)
+        made = replace(spec, devices=given, as_=spec.as_ or cluster.spec.as_)
     devices = made.emulated
     if devices is None:
+        described = {"--as": made.as_, "--compute": made.compute, "--device-link": made.device_link}
+        for option in filter(described.get, described):
+            raise UserError(f"{option} describes emulated devices: add --devices 8xV100.")
         return made
     if cluster.spans_hosts:
         raise UserError(

@@ -122,7 +122,11 @@ class Session:
         if ranks is not None:
             return self._replace(ranks, progress)
         cluster = self._require(allow_lost=True)
-        spec = cluster.spec if num_ranks is None else replace(cluster.spec, num_ranks=num_ranks)
+        spec = (
+            cluster.spec
+            if num_ranks is None
+            else (replace(cluster.spec, num_ranks=num_ranks, devices="", as_=""))
+        )
         self.stop()
         return self.start(spec, progress=progress)
 

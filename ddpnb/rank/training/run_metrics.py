@@ -163,6 +163,8 @@ def _notes(context: RunContext) -> list[str]:
         )
     if context.state.shares_device and plan.num_ranks > 1:
         found.append("Several ranks share one GPU.")
+    if context.is_own and context.laboratory is not None:
+        found.append("What a class of one's own sleeps, or reads of a clock, is in real time.")
     if spec.num_data_workers and not context.num_data_workers:
         found.append("--data-workers has no effect: the data are tensors in memory.")
     return found

@@ -88,6 +88,11 @@ def test_what_the_machine_cannot_do_is_refused(
         ({"num_ranks": 257}, "-n must be between 1 and 256, not 257."),
         ({"num_threads": 0}, "--threads must be at least 1, not 0."),
         ({"device": "cpu", "backend": "nccl"}, "use --backend gloo with --device cpu."),
+        ({"devices": "8xH900"}, "There is no card 'H900'; choose one of: V100, A100, T4."),
+        ({"devices": "8", "num_ranks": 4}, "--devices 8 starts 8 ranks: leave -n 4 out."),
+        ({"devices": "8", "device": "cuda"}, "Emulated devices are ranks on the CPU of this host"),
+        ({"devices": "8", "hosts": "a:4,b:4"}, "Emulated devices are ranks on the CPU of this"),
+        ({"as_": "resnet50"}, "--as resnet50 describes emulated devices: add --devices 8xV100."),
     ],
 )
 def test_a_wrong_choice_is_refused_at_once(choices: dict[str, object], expected: str):
