@@ -21,7 +21,13 @@ def main(folder: str) -> None:
         print(api.start(devices="8xV100", as_="resnet50"), "\n")
         race = compare("dp", "ddp", "async", epochs=6, batch_size=256, name="demo")
         network = compare(
-            "ddp", "async", "local-sgd", epochs=6, batch_size=256, link="10Gbit,30us", name="network"
+            "ddp",
+            "async",
+            "local-sgd",
+            epochs=6,
+            batch_size=256,
+            link="10Gbit,30us",
+            name="network",
         )
         print(api.restart(2), "\n")
         cores = compare(

@@ -4,7 +4,7 @@ import pytest
 
 from ddpnb.protocol.messages import RunSpec
 from tests.rank import runs
-from tests.rank.runs import losses, run_job, steps_of
+from tests.rank.runs import losses, steps_of, train_job
 
 CELL = """
 import torch
@@ -63,7 +63,7 @@ EXCHANGE = {
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), EXCHANGE)
 def test_a_step_takes_what_its_messages_take(ranks, strategy, num_ranks):
-    results = ranks(num_ranks).call(run_job, spec_of(strategy, num_ranks))
+    results = ranks(num_ranks).call(train_job, spec_of(strategy, num_ranks))
     before, last = steps_of(results[0])[-2:]  # DDP sends more in its first step
     seconds = last.seconds - before.seconds
     expected = computing(num_ranks) + EXCHANGE[strategy, num_ranks]
@@ -73,7 +73,7 @@ def test_a_step_takes_what_its_messages_take(ranks, strategy, num_ranks):
 @pytest.mark.parametrize("strategy", ["async", "async:bound=0", "async:bound=2"])
 def test_asynchronous_runs_are_the_same_to_the_bit(ranks, strategy):
     spec = spec_of(strategy, 3, slow=("1:3x",), jitter=0.2)
-    first, second = (ranks(3).call(run_job, spec) for _ in range(2))
+    first, second = (ranks(3).call(train_job, spec) for _ in range(2))
     assert losses(first) == losses(second)
     for (_, before), (_, after) in zip(first, second, strict=True):
         assert before == after

@@ -129,7 +129,7 @@ def test_shards_are_dealt_in_turns_and_then_go_to_whoever_asks():
     assert [list(queue.handle(rank, STEP).shards) for rank in (1, 1, 1, 0)] == [[6], [7], [8], []]
     assert queue.num_shards_done == 4
     queue.lose(1)
-    assert queue.lost_shards == [6, 7]
+    assert queue.lost_shards == [6, 7, 8]
 
 
 def test_what_a_lost_worker_held_is_lost_once_and_a_stopped_ones_is_not():

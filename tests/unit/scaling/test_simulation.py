@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ddpnb.protocol.notation import parse_link
-from ddpnb.rank.collectives import costs as emulated
+from ddpnb.rank.collectives import table as emulated
 from ddpnb.scaling import links
 from ddpnb.scaling.simulate import (
     Bucket,
