@@ -323,7 +323,7 @@ def common_imports(placement: Placement | None) -> str:
     ranks do so at the same time; where they far outnumber the cores it is done once for all.
     """
     num = placement.devices.count("cpu") if placement else 0
-    return "torch._dynamo" if num > MAX_RANKS_PER_CORE * num_cores() else ""
+    return "torch._dynamo" if num >= MAX_RANKS_PER_CORE * num_cores() else ""
 
 
 def choose_backend(spec: ClusterSpec, num_ranks: int, num_gpus: int) -> str:
