@@ -124,7 +124,7 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
         ('--engines slurm -n 4 --slurm "nodes=3"', "--slurm nodes: leave it out"),
         ("-n two", "argument -n: invalid int value: 'two'; %ddp_start? explains it."),
         ("--hosts a:1 b:1", "ddp_start has no use for b:1: options begin with dashes, and several"),
-        ("--ranks 2", "ddp_start has no option --ranks; its options are: -n, "),
+        ("--wide 2", "ddp_start has no option --wide; its options are: -n, "),
     ],
 )
 def test_a_wrong_start_is_one_sentence_with_the_choices(
