@@ -262,7 +262,5 @@ def test_what_cannot_be_a_script_is_refused(compared: Cell, kernel: Kernel):
     assert "The cell uses top_secret, which it does not define" in refused
     own = CELL.replace("ddp async", "Own").replace("--name out", "--no-baseline --name a-class")
     assert not kernel.run(own + OWN).error
-    )
-    assert not kernel.run(own).error
     refused = kernel.run("%ddp_export a-class a-class.py").error_text
     assert "a-class trained with Own, a class of your own: compare ddp, too." in refused
