@@ -5,9 +5,11 @@ changes nothing.  Hooks note when each gradient is there and when each bucket's 
 and ends, on the threads that run the backward pass and that complete the all-reduce.
 """
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -61,55 +63,19 @@ def measure(
     with preserve_globals(device):
         subject = subject_of(spec, state, namespace, **task)
         caps = dict.fromkeys([subject.cap_mb, *spec.bucket_caps])
-        if spec.devices is None:
-            return DdpReport(
-                rank=state.rank, caps=tuple(_with_cap(cap, subject, device) for cap in caps)
-            )
-        laboratory = _laboratory(spec.devices, subject)
-        check = cancellation.check
-        reports = tuple(
-            _computed(cap, subject, laboratory, folder / f"inspect-{number}", check)
-            for number, cap in enumerate(caps)
-        )
-    return DdpReport(rank=state.rank, caps=reports)
-
-
-def _with_cap(cap_mb: float, subject: Subject, device: torch.device) -> CapReport:
-    """Make steps with one value of ``bucket_cap_mb``.  Takes part: every rank."""
-    stepper = _Stepper(subject, cap_mb, device)
-    fastest = min(stepper.step().seconds for _ in range(NUM_WARMUP_STEPS))
-    slowest = torch.tensor([fastest], device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks make as many steps
-    num_steps = min(max(int(MOST_SECONDS / slowest.item()), FEWEST_STEPS), MOST_STEPS)
-    steps = [stepper.step() for _ in range(num_steps)]
-    ready = {
-        name: statistics.median(each.ready[name] for each in steps if name in each.ready)
-        for name in steps[0].ready
-    }
-    return CapReport(
-        cap_mb=cap_mb,
-        buckets=stepper.buckets,
-        steps=tuple(each.spans for each in steps),
-        ready_seconds=dict(sorted(ready.items(), key=lambda item: item[1])),
-    )
-
-
-def _computed(
-    cap_mb: float, subject: Subject, laboratory: Laboratory, path: Path, check: Callable[[], None]
-) -> CapReport:
-    """Make a step on emulated devices with one value; takes part: every rank."""
-    clock = laboratory.clock(dist.get_rank())
-    with closing(laboratory.exchanges(clock, Meter(clock), path, check)) as exchanges:
-        stepper = _Stepper(subject, cap_mb, torch.device("cpu"), clock, exchanges)
-        with listening(exchanges):
-            for _ in range(NUM_WARMUP_STEPS):  # ``clock`` learns what a step sends
-                step = stepper.step()
-    return CapReport(
-        cap_mb=cap_mb,
-        buckets=stepper.buckets,
-        steps=(step.spans,),
-        ready_seconds=dict(sorted(step.ready.items(), key=lambda item: item[1])),
-    )
+        laboratory = None if spec.devices is None else _laboratory(spec.devices, subject)
+        reports = []
+        for number, cap in enumerate(caps):
+            with contextlib.ExitStack() as opened:
+                stepper = _Stepper(subject, cap, device, Clock(device))
+                if laboratory is not None:
+                    clock, path = laboratory.clock(state.rank), folder / f"inspect-{number}"
+                    exchanges = laboratory.exchanges(clock, Meter(clock), path, cancellation.check)
+                    opened.enter_context(closing(exchanges))
+                    opened.enter_context(listening(exchanges))
+                    stepper.emulate(clock, exchanges)
+                reports.append(stepper.report())
+    return DdpReport(rank=state.rank, caps=tuple(reports))
 
 
 def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
@@ -144,20 +110,15 @@ class _Stepper:
         subject: what makes them.
         cap_mb: the ``bucket_cap_mb`` of its DDP.
         device: of this rank.
-        clock: of an emulated device; None: moments are the device's own.
-        exchanges: what advances that clock.
+        timer: the device's clock.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        cap_mb: float,
-        device: torch.device,
-        clock: VirtualClock | None = None,
-        exchanges: Exchanges | None = None,
-    ) -> None:
+    def __init__(self, subject: Subject, cap_mb: float, device: torch.device, timer: Timer) -> None:
         self._subject = subject
-        self._timer, self._exchanges = clock or Timer(), exchanges
+        self._cap_mb = cap_mb
+        self._timer = timer
+        self._ends: deque[float] | None = None
+        """Of emulated devices: when the exchanges of the step have ended."""
         self._num_samples = len(next(tensors_of(subject.batch)))
         self._model = subject.make_model()
         trained = [each for each in self._model.parameters() if each.requires_grad]
@@ -170,7 +131,6 @@ class _Stepper:
             find_unused_parameters=subject.finds_unused,
         )
         self._device = device
-        self._moment = (clock or Clock(device)).moment
         self._ddp.register_comm_hook(None, self._send)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
@@ -184,6 +144,28 @@ class _Stepper:
         """Those of the last step, in the order in which they are sent."""
         return tuple(self._buckets[index] for index in sorted(self._buckets))
 
+    def emulate(self, clock: VirtualClock, exchanges: Exchanges) -> None:
+        """Have the time of steps computed, by a clock that exchanges advance."""
+        self._timer, self._ends = clock, exchanges.ends
+
+    def report(self) -> CapReport:
+        """Make steps, and report them.  Takes part: every rank."""
+        fastest = min(self.step().seconds for _ in range(NUM_WARMUP_STEPS))
+        slowest = torch.tensor([fastest], device=self._device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks make as many steps
+        num_steps = min(max(int(MOST_SECONDS / slowest.item()), FEWEST_STEPS), MOST_STEPS)
+        steps = [self.step() for _ in range(num_steps if self._ends is None else 1)]
+        ready = {
+            name: statistics.median(each.ready[name] for each in steps if name in each.ready)
+            for name in steps[0].ready
+        }
+        return CapReport(
+            cap_mb=self._cap_mb,
+            buckets=self.buckets,
+            steps=tuple(each.spans for each in steps),
+            ready_seconds=dict(sorted(ready.items(), key=lambda item: item[1])),
+        )
+
     def step(self) -> _Step:
         """Make a step.  Takes part: every rank."""
         self._ready: dict[str, Moment] = {}
@@ -193,53 +175,44 @@ class _Stepper:
         self._optimizer.zero_grad()
         batch = copied(self._subject.batch)
         synchronize(self._device)
-        phases, self._base_seconds = [self._moment()], time.perf_counter()
-        if self._exchanges is not None:
+        phases, self._base_seconds = [self._timer.moment()], time.perf_counter()
+        if self._ends is not None:
             self._base_seconds = phases[0]
         self._timer.begin_step(self._num_samples)
         self._timer.compute("forward", self._num_samples)
         loss = self._subject.loss_of(self._ddp, batch)
         self._timer.compute("backward", self._num_samples)
-        phases.append(self._moment())
-        self._start_spans()
+        phases.append(self._timer.moment())
+        if self._ends is not None:
+            self._ends.clear()
         loss.backward()
         self._timer.computed()
-        self._end_spans()
-        phases.append(self._moment())
+        for (index, (begun, _)), end in zip(self._sent.items(), self._ends or (), strict=False):
+            self._sent[index] = begun, end  # as computed; what DDP sends besides is behind them
+        phases.append(self._timer.moment())
         self._optimizer.step()
-        phases.append(self._moment())
+        phases.append(self._timer.moment())
         synchronize(self._device)
         return self._noted(phases)
 
-    def _start_spans(self) -> None:
-        if self._exchanges is not None:
-            self._exchanges.ends.clear()
-
-    def _end_spans(self) -> None:
-        """Put the computed end of each bucket's exchange in place of the real one."""
-        if self._exchanges is not None:
-            ends = list(self._exchanges.ends)  # of what DDP sends besides, behind the buckets
-            for (index, (begun, _)), end in zip(self._sent.items(), ends, strict=False):
-                self._sent[index] = begun, end
-
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
         self._timer.produced(num_bytes([gradient]))
-        self._ready[name] = self._moment()
+        self._ready[name] = self._timer.moment()
 
     def _note_buffers(self, *_: Any) -> None:
         """Note when DDP begins to send rank 0's buffers, and when the model begins."""
         if self._synced or self._ddp.will_sync_module_buffers():
-            self._synced.append(self._moment())
+            self._synced.append(self._timer.moment())
 
     def _send(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Send a bucket as DDP does; note when it was full, and when it has come."""
-        begun, index = self._moment(), bucket.index()
+        begun, index = self._timer.moment(), bucket.index()
         self._sent[index] = begun, begun
         names = tuple(self._names[id(each)] for each in bucket.parameters())
         self._buckets[index] = Bucket(names=names, num_bytes=num_bytes([bucket.buffer()]))
 
         def end(sent: torch.futures.Future[Tensor]) -> Tensor:
-            self._sent[index] = begun, self._moment()
+            self._sent[index] = begun, self._timer.moment()
             return sent.value()
 
         # type: DDP has no group of its own here, and the hook takes None for the default one

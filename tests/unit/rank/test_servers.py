@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.servers.memory import SharedMemory
-from ddpnb.rank.servers.queue import RequestKind, UpdateCounter, WorkQueue
+from ddpnb.rank.servers.queue import UpdateCounter, WorkQueue
+from ddpnb.rank.servers.requests import RequestKind
 from ddpnb.rank.strategies.asynchronous import ParameterStore, scaled_rate
 from tests.rank.fit import packed
 
