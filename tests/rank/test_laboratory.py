@@ -2,6 +2,7 @@
 
 import pytest
 
+from ddpnb.protocol.devices import MODELS, num_devices
 from ddpnb.protocol.messages import RunSpec
 from tests.rank import runs
 from tests.rank.runs import losses, steps_of, train_job
@@ -78,3 +79,33 @@ def test_asynchronous_runs_are_the_same_to_the_bit(ranks, strategy):
     for (_, before), (_, after) in zip(first, second, strict=True):
         assert before == after
     assert len(steps_of(first[0])) > len(steps_of(first[1])) or "bound" in strategy
+
+
+PUBLISHED = {
+    # https://github.com/pytorch/pytorch/blob/main/benchmarks/distributed/ddp/README.md
+    ("ddp", "resnet50", "8xV100", 32): 0.930,
+    ("ddp", "resnet101", "8xV100", 32): 0.904,
+    ("ddp", "resnet50", "16xV100/2", 32): 0.930,
+    ("ddp", "resnet101", "16xV100/2", 32): 0.904,
+    # https://github.com/ray-project/ray/blob/008ec7dc/doc/source/raysgd/raysgd_pytorch.rst
+    ("ddp", "resnet50", "4xV100", 128): 0.984,
+    ("ddp", "resnet50", "8xV100", 128): 0.981,
+    ("dp", "resnet50", "4xV100", 128): 0.906,
+    ("dp", "resnet50", "8xV100", 128): 0.886,
+}
+"""The rate of N cards over N times that of one, with as many samples for each: measured by others.
+
+No figure of several cards is an input of the clock."""
+MANY = CELL.replace("randn(96, 4)", "randn(1024, 4)")
+
+
+@pytest.mark.parametrize(("strategy", "model", "devices", "num_samples"), PUBLISHED)
+def test_cards_scale_as_others_have_measured(ranks, strategy, model, devices, num_samples):
+    num = num_devices(devices)
+    chosen = {"source": MANY, "devices": devices, "as_": model, "compute": "", "link": ""}
+    spec = spec_of(strategy, num, batch_size=num * num_samples, num_epochs=3, **chosen)
+    before, last = steps_of(ranks(num).call(train_job, spec)[0])[-2:]
+    compute = MODELS[model].compute["V100"]
+    alone = compute.seconds_per_pass + num_samples * compute.seconds_per_sample
+    efficiency = alone / (last.seconds - before.seconds)
+    assert efficiency == pytest.approx(PUBLISHED[strategy, model, devices, num_samples], abs=0.05)
