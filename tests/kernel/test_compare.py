@@ -102,6 +102,22 @@ def test_all_start_from_the_same_weights_and_see_the_same_samples(compared: Cell
     assert first == "1"
 
 
+def test_two_comparisons_on_emulated_devices_are_the_same(kernel: Kernel):
+    line = "dp ddp async --task digits --epochs 0.5 --devices 2 --slow 1:3x --eval-samples 90"
+    kernel.run(f"one = %ddp_compare {line} --compute 1ms/sample,2ms")
+    kernel.run(f"two = %ddp_compare {line} --compute 1ms/sample,2ms")
+    columns = "['samples_per_second', 'final_loss', 'held_out_loss', 'staleness_median']"
+    same = f"one.to_frame()[{columns}].equals(two.to_frame()[{columns}])"
+    assert kernel.value(same) == "True"
+    measured = kernel.run(f"%ddp_compare {line} --no-baseline")
+    assert "2 emulated devices; losses are real" in measured.text
+    assert "dp (emulated)" not in measured.text
+    refused = kernel.run(f"%ddp_compare {line.replace('--devices 2', '--devices 8')}").error_text
+    assert "--devices 8 takes 8 ranks, and there are 2" in refused
+    lonely = kernel.run("%ddp_compare ddp --task digits --compute 1ms/sample").error_text
+    assert "--compute describes emulated devices" in lonely
+
+
 def test_the_cell_form_and_assignment(kernel: Kernel):
     cell = kernel.run(CELL)
     assert not cell.error, cell.error_text
