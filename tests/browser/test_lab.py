@@ -131,7 +131,7 @@ def test_the_figure_changes_while_it_trains_and_the_table_stands_at_the_end(less
     race.locator("table").wait_for(timeout=10_000)
     race.locator("table").scroll_into_view_if_needed()
     text = race.locator("table").inner_text()
-    assert "dp (emulated)" in text
+    assert "8 emulated V100" in text
     assert "held-out accuracy" in text
     screenshot(lesson, "lesson-table")
 
