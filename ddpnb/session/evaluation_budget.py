@@ -3,7 +3,8 @@
 The check measures what judging one sample takes, and what training on one takes a worker.  From
 these and the planned samples follows, before the first run, one number for all runs: they are
 judged on the same samples.  The number is one of a few round ones, so that it hardly depends on how
-busy the machine is.  A short training of a small model is judged on everything.
+busy the machine is.  A short training of a small model is judged on everything.  On emulated
+devices it is always the same number.
 """
 
 import math
@@ -39,6 +40,8 @@ def budgeted(
             return tuple(specs)
         note = f"--eval-samples {num}: all {one.num_held_out:,} held-out samples are judged."
         return _noted(specs, note) if num > one.num_held_out else tuple(specs)
+    if spec.is_emulated:  # the same samples on every machine, however fast
+        return tuple(replace(each, eval_samples=DEFAULT_SIZES[1]) for each in specs)
     training = median(each.seconds_per_trained or 3 * judging for each in checked)
     seconds = training * spec.num_epochs * one.num_samples / num_ranks
     num_affordable = max(FREE_SECONDS, SHARE * seconds) / judging if judging > 0 else math.inf
