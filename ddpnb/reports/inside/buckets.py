@@ -137,7 +137,9 @@ class DdpInspection:
         notes.append(FORMULA)
         if self.devices:
             notes.append(f"On {self.devices} time is computed; the gradients are real.")
-        return [*notes, CLOCK]
+        else:
+            notes.append(CLOCK)
+        return notes
 
     def figures(self, *, dark: bool = False) -> list[tuple[Figure, str]]:
         """Return the pictures, each with its text: the buckets, then a step with each size."""
