@@ -8,7 +8,6 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
-from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.messages import Checked, RejoinInfo, RunReport, RunSpec, StaleVariable
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables
@@ -66,13 +65,6 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
         **run_options(engine, spec),
         num_calls=lambda: sum(each or 0 for each in checks.num_calls().values()),
     )
-
-
-def measure_compute(engine: RankEngine, spec: RunSpec) -> Compute | None:
-    """Return how fast one idle core computes; the ranks other than 0 are idle meanwhile."""
-    if engine.group.rank != 0:
-        return None
-    return validation.measure_compute(spec, **run_options(engine, spec))
 
 
 def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
@@ -158,7 +150,11 @@ ANSWERED: dict[str, Callable[..., Any]] = {
 
 USERS_CODE: dict[str, Callable[..., Any]] = {
     "validate": validate,
-    "measure_compute": measure_compute,
+    "measure_compute": lambda engine, spec: (  # on one core, while the others are idle
+        validation.measure_compute(spec, **run_options(engine, spec))
+        if engine.group.rank == 0
+        else None
+    ),
     "pull": lambda engine, expression, *more: give(engine, expression, engine.shell.user_ns, *more),
     "digests": lambda engine, names: replicas.replica(
         names, engine.shell.user_ns, rank=engine.group.rank

@@ -75,7 +75,12 @@ def test_jitter_comes_from_the_seed():
         context = build_context(spec, make_state(1, 2), {}, filename="here")
         injector = FaultInjector(context, Timer(), lambda _: None)
         injector._compute_seconds = 1.0
-        return [injector._delay(1) for _ in range(50)]
+
+        def drawn() -> float:
+            injector.begin_step()
+            return injector._seconds
+
+        return [drawn() for _ in range(50)]
 
     assert delays(0) == delays(0) != delays(1)
     assert 0 <= min(delays(0)) < 0.05 < 0.15 < max(delays(0)) <= 0.2

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -34,6 +35,7 @@ from ddpnb.rank.inspect.subject import Subject, subject_of
 from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges
+from ddpnb.rank.laboratory.times import measured
 from ddpnb.rank.meter import Meter, Moment, Timer, synchronize
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.batches import copied, tensors_of
@@ -69,7 +71,10 @@ def measure(
             with contextlib.ExitStack() as opened:
                 stepper = _Stepper(subject, cap, device, Clock(device))
                 if laboratory is not None:
-                    clock, path = laboratory.clock(state.rank), folder / f"inspect-{number}"
+                    clock, path = (
+                        laboratory.clock(range(state.rank, state.rank + 1)),
+                        folder / f"inspect-{number}",
+                    )
                     exchanges = laboratory.exchanges(clock, Meter(clock), path, cancellation.check)
                     opened.enter_context(closing(exchanges))
                     opened.enter_context(listening(exchanges))
@@ -81,16 +86,12 @@ def measure(
 def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
     """Return the devices, whose computing is measured where it is not given."""
     model = subject.make_model()
-    num_samples = len(next(tensors_of(subject.batch)))
     if devices.compute is None:
-        spent = []
-        for _ in range(1 + NUM_WARMUP_STEPS):
-            began = time.process_time()
-            subject.loss_of(model, copied(subject.batch)).backward()
-            spent.append(time.process_time() - began)
-        fastest = torch.tensor([min(spent)], dtype=torch.float64)
+        own = SimpleNamespace(num_samples=len(next(tensors_of(subject.batch))))
+        found = measured(lambda _: subject.loss_of(model, copied(subject.batch)).backward(), own)
+        fastest = torch.tensor([found.seconds_per_sample], dtype=torch.float64)
         dist.all_reduce(fastest, op=dist.ReduceOp.MIN)  # takes part: every rank
-        devices = replace(devices, compute=Compute(fastest.item() / num_samples))
+        devices = replace(devices, compute=Compute(fastest.item()))
     trained = [each for each in model.parameters() if each.requires_grad]
     return Laboratory.of(devices, num_bytes=num_bytes(trained))
 

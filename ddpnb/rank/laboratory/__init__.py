@@ -23,8 +23,8 @@ class Laboratory:
     times: ComputeTimes
     num_bytes: int
     """Of the gradients of the model that is trained."""
-    num_in_shard: Callable[[int], int]
-    """Returns the samples of a shard, by its number in the queue of an asynchronous run."""
+    num_in_shard: Callable[[Any], int]
+    """Returns the samples of a shard."""
 
     @classmethod
     def of(
@@ -32,7 +32,7 @@ class Laboratory:
         devices: Devices,
         *,
         num_bytes: int,
-        num_in_shard: Callable[[int], int] = lambda _: 0,
+        num_in_shard: Callable[[Any], int] = lambda _: 0,
         **varied: Any,
     ) -> "Laboratory":
         """Return devices whose computing is known; ``varied`` are further ``ComputeTimes``."""
@@ -51,12 +51,11 @@ class Laboratory:
         """Bytes of the emulated model for each byte of the one that is trained."""
         return (self.devices.num_gradient_bytes or self.num_bytes) / max(self.num_bytes, 1)
 
-    def clock(self, rank: int, num_devices: int = 1) -> VirtualClock:
-        """Return the clock of a rank whose process has so many devices."""
+    def clock(self, ranks: range) -> VirtualClock:
+        """Return the clock of a process that has the devices of these ranks."""
         return VirtualClock(
             self.times,
-            rank,
-            num_devices=num_devices,
+            ranks,
             usual_bytes=self.scale * self.num_bytes,
             link=self.devices.device_link,
             scale=self.scale,
@@ -77,12 +76,15 @@ class Laboratory:
             check=check,
         )
 
-    def order(self, num_workers: int) -> VirtualOrder:
-        """Return the order in which a server of rank 0 handles the workers' requests."""
+    def order(self, num_workers: int, shard: Callable[[int], Any]) -> VirtualOrder:
+        """Return the order in which a server of rank 0 handles the workers' requests.
+
+        ``shard`` returns that of a number in the queue.
+        """
         return VirtualOrder(
             self.times,
             num_workers=num_workers,
             link=self.devices.link_between,
             num_bytes=self.scale * self.num_bytes,
-            num_samples=self.num_in_shard,
+            num_samples=lambda number: self.num_in_shard(shard(number)),
         )

@@ -22,8 +22,7 @@ class VirtualClock(Timer):
 
     Args:
         times: how long each device computes.
-        rank: whose device this is.
-        num_devices: devices of this process, which share each batch; the slowest one counts.
+        ranks: whose devices this process has; they share each batch, and the slowest one counts.
         usual_bytes: of the gradients, which a phase is assumed to issue until one has ended.
         link: between the devices of this process.
         scale: bytes of the emulated model for each byte of the one that is trained.
@@ -34,9 +33,8 @@ class VirtualClock(Timer):
     def __init__(
         self,
         times: ComputeTimes,
-        rank: int,
+        ranks: range,
         *,
-        num_devices: int = 1,
         usual_bytes: float = 0.0,
         link: LinkSpec = CORE_LINK,
         scale: float = 1.0,
@@ -48,7 +46,7 @@ class VirtualClock(Timer):
         self._link = link
         self.scale = scale
         self._times = times
-        self._ranks = range(num_devices) if num_devices > 1 else range(rank, rank + 1)
+        self._ranks = ranks
         self._usual_bytes = usual_bytes
         self._phase: Phase = "data"
         self._since = 0.0

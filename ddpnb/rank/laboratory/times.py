@@ -8,11 +8,14 @@ p: the seconds of a pass, however few samples it has; f, s: the factor and the s
 Whoever knows these knows when a worker will be ready: nothing is measured while it trains.
 """
 
+import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, TypeVar, final
 
+from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.notation import parse_slow
 
 FORWARD_SHARE = 1 / 3
@@ -25,7 +28,7 @@ FORWARD_SHARE = 1 / 3
 class ComputeTimes:
     """The seconds that each emulated device computes."""
 
-    seconds_per_sample: float
+    seconds_per_sample: float = 0.0
     seconds_per_pass: float = 0.0
     """Of a forward and a backward pass, however few samples they have."""
     num_passes: int = 1
@@ -63,3 +66,39 @@ class ComputeTimes:
         passes = self.num_passes * self.seconds_per_pass
         computing = passes + self.seconds_per_sample * num_samples
         return self.factor(rank, step) * computing + self.delay(rank)
+
+
+NUM_TRIALS = 8
+"""Of each batch; the fastest counts."""
+
+
+class _Sized(Protocol):
+    @property
+    def num_samples(self) -> int: ...
+
+
+Sized = TypeVar("Sized", bound=_Sized)
+
+
+def measured(pass_over: Callable[[Sized], object], *batches: Sized) -> Compute:
+    """Return how fast this process computes: a line through a small batch and a large one.
+
+    Processor time is measured, so that other programs hardly disturb it.
+
+    Args:
+        pass_over: makes a forward and a backward pass over a batch.
+        batches: the smallest that a device gets, and the largest; or the only one.
+    """
+    few, every = batches[0], batches[-1]
+    fastest = {few.num_samples: math.inf, every.num_samples: math.inf}
+    for batch in (few, every) * NUM_TRIALS:
+        began = time.process_time()
+        pass_over(batch)
+        spent = time.process_time() - began
+        fastest[batch.num_samples] = min(fastest[batch.num_samples], spent)
+    num_more = every.num_samples - few.num_samples
+    least, most = fastest[few.num_samples], fastest[every.num_samples]
+    per_sample = (most - least) / num_more if num_more else 0.0
+    if per_sample <= 0:
+        return Compute(most / every.num_samples)
+    return Compute(per_sample, max(0.0, least - few.num_samples * per_sample))

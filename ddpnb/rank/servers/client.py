@@ -159,13 +159,14 @@ class Client:
             opened.callback(self._memory.close)
             self._copies = self._memory.copies
             self._copies[0].fill([parameter.detach() for parameter in self._trained])
+            laboratory = worker.laboratory
             self.queue = WorkQueue(
                 make_updates(self._copies),
                 num_workers=worker.world_size,
                 num_shards=worker.num_steps * worker.world_size,
                 timeout_seconds=self._timeout,
                 num_prefetched=worker.num_prefetched,
-                order=worker.laboratory and worker.laboratory.order(worker.world_size),
+                order=laboratory and laboratory.order(worker.world_size, worker.shard),
                 bound=bound,
             )
             port = [self._serve(self.queue, num_remote, opened)]

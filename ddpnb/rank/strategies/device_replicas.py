@@ -35,7 +35,7 @@ class Replicas(ABC):
         with worker.meter.communicating():
             models = self.copies(devices)
             placed = list(map(moved, slices, devices))
-        self.timer.exchange(len(slices) - 1, _size(slices[1:]), is_scaled=False)
+        self.timer.exchange(len(slices) - 1, num_bytes(tensors_of(slices[1:])), is_scaled=False)
         num_copied = (len(models) - 1) * self.timer.scale
         worker.meter.count(
             sent=round(num_copied * num_bytes(state_of(worker.model))),
@@ -63,10 +63,6 @@ class Replicas(ABC):
     def close(self) -> None:
         """End the threads; may be called twice."""
         self.pool.shutdown(cancel_futures=True)
-
-
-def _size(trees: list[Any]) -> int:
-    return sum(num_bytes(tensors_of(tree)) for tree in trees)
 
 
 # -- on several GPUs -----------------------------------------------------------------------

@@ -120,18 +120,13 @@ class RunContext:
         emulated = self.spec.emulated
         if emulated is None or emulated.compute is None:
             return None
-        schedule, num_parts = self.schedule, self.state.world_size
+        schedule = self.schedule
         trained = [each for each in self.make_model().parameters() if each.requires_grad]
-
-        def num_in_shard(number: int) -> int:
-            step, part = divmod(number, num_parts)
-            return schedule.num_in(Shard(step=step, part=part, num_parts=num_parts))
-
         least = schedule.num_in(schedule.smallest_shard(self.plan.num_workers))
         return Laboratory.of(
             emulated,
             num_bytes=num_bytes(trained),
-            num_in_shard=num_in_shard,
+            num_in_shard=schedule.num_in,
             num_passes=min(self.spec.accumulate, least),
             slow=self.spec.slow,
             jitter=self.spec.jitter,

@@ -3,8 +3,8 @@
     delay of a step  =  (f * (1 + u) - 1) * c + s
 
 c: the time of this worker's own forward and backward pass, measured before the run and without
-any communication, so that waiting for others is never multiplied; f, s: the factor and the seconds
-of ``--slow``; u: a new random number between 0 and the jitter.  The rank sleeps between its forward
+any communication, so that waiting for others is never multiplied; f, s, u: those of an emulated
+device (``laboratory.times``), whose own clock is slow instead.  The rank sleeps between its forward
 and its backward pass, so that its parameters grow older and its gradient arrives later.  The sleep
 counts as forward.
 
@@ -16,7 +16,6 @@ If one process holds several workers, as in DataParallel, the slowest delays its
 
 import operator
 import os
-import random
 import signal
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import NoReturn, final
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
 from ddpnb.protocol.notation import parse_kill, parse_slow
 from ddpnb.rank.laboratory.clock import VirtualClock
+from ddpnb.rank.laboratory.times import ComputeTimes
 from ddpnb.rank.meter import synchronize
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.training.context import RunContext
@@ -66,18 +66,16 @@ class FaultInjector:
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = [fault for fault in map(parse_kill, spec.kill) if fault.rank in workers and is_new]
         self._kill = min(kills, key=operator.attrgetter("seconds"), default=None)
-        self._is_emulated = context.laboratory is not None  # then its clock is slow, not this
-        self._jitter = spec.jitter
+        self._sleeps = context.laboratory is None and bool(self._slow or spec.jitter)
+        self._times = ComputeTimes(slow=spec.slow, jitter=spec.jitter, seed=spec.seed)
         self._compute_seconds = 0.0
-        has_factor = self._jitter > 0 or any(fault.factor > 1 for fault in self._slow)
-        if has_factor and not self._is_emulated:
+        if self._sleeps:
             alone = context.worker("m", num_steps=1)
             self._compute_seconds = measure_compute_seconds(alone, context.usual_batch())
         self._device = context.device
         self._clock = clock
         self._publish = publish
-        self._random = {worker: random.Random(f"{spec.seed} {worker}") for worker in workers}
-        self._seconds = 0.0
+        self._seconds, self._step = 0.0, 0
 
     def begin(self) -> None:
         """Mark the slow ranks."""
@@ -104,9 +102,9 @@ class FaultInjector:
 
     def begin_step(self) -> None:
         """Draw the delay of the next step."""
-        if self._is_emulated:
-            return
-        self._seconds = max((self._delay(worker) for worker in self._workers), default=0.0)
+        if self._sleeps:
+            self._seconds = max(map(self._delay, self._workers))
+            self._step += 1
 
     def delay(self) -> None:
         """Sleep for the delay; only the first call in a step does."""
@@ -118,11 +116,8 @@ class FaultInjector:
         time.sleep(seconds)
 
     def _delay(self, worker: int) -> float:
-        mine = [fault for fault in self._slow if fault.rank == worker]
-        factor = 1 + self._jitter * self._random[worker].random()
-        for fault in mine:
-            factor *= fault.factor
-        return (factor - 1) * self._compute_seconds + sum(fault.seconds for fault in mine)
+        factor = self._times.factor(worker, self._step)
+        return (factor - 1) * self._compute_seconds + self._times.delay(worker)
 
 
 def notes(spec: RunSpec, plan: Plan) -> tuple[str, ...]:

@@ -45,12 +45,8 @@ class RunMetrics:
     shards: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        context = self.context
-        if (laboratory := context.laboratory) is None:
-            self.clock = Clock(context.device)
-        else:
-            num_devices = context.plan.num_workers if context.plan.num_ranks == 1 else 1
-            self.clock = laboratory.clock(context.state.rank, num_devices)
+        laboratory, workers = self.context.laboratory, self.context.workers
+        self.clock = laboratory.clock(workers) if laboratory else Clock(self.context.device)
 
     def note_shard(self, shard: Shard) -> None:
         """Note the first shards that this worker has trained on, if they were handed out to it."""

@@ -3,11 +3,10 @@
 Each mistake is one sentence that says what to do about it.
 """
 
-import contextlib
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RunSpec
+from ddpnb.rank.laboratory.times import measured
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.training.context import UNNAMED, RunContext, build_context
 from ddpnb.rank.training.evaluation import Score, score
@@ -32,9 +32,6 @@ CHECKS = "checks"
 
 MIN_SECONDS_MARGIN = 1.1
 """By how much a run is planned longer than ``--min-seconds``."""
-
-NUM_TRIALS = 8
-"""Of each size of batch; the fastest counts."""
 
 NUM_FEW = 8
 """Samples that a loss is looked at with."""
@@ -123,41 +120,14 @@ def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked
 
 
 def measure_compute(spec: RunSpec, **options: Any) -> Compute:
-    """Return what a forward and backward pass takes one core; called on one rank.
-
-    The arguments are those of ``validate``.  Processor time is measured, so that other programs
-    hardly disturb it; a line through two sizes of batch, the largest and the smallest that a device
-    gets, has the time of a sample and that of a pass.
-    """
-    with preserve_globals(torch.device(options["state"].device)), one_thread():
+    """Return what a pass takes one core; called on one rank, with the arguments of ``validate``."""
+    with preserve_globals(torch.device(options["state"].device)):
+        torch.set_num_threads(1)
         context = build_context(spec, **options)
         worker = context.worker("check", num_steps=1)
         num_all = context.schedule.size(0)
-        num_few = max(1, num_all // max(2, context.state.world_size))
-        few, every = (context.first_batch(num) for num in (num_few, num_all))
-        seconds = dict.fromkeys((num_few, num_all), math.inf)
-        for batch in (few, every) * NUM_TRIALS:
-            began = time.process_time()
-            worker.compute_gradients(batch)
-            spent = time.process_time() - began
-            seconds[batch.num_samples] = min(seconds[batch.num_samples], spent)
-    num_more = num_all - num_few
-    per_sample = (seconds[num_all] - seconds[num_few]) / num_more if num_more else 0.0
-    per_pass = max(0.0, seconds[num_few] - num_few * per_sample)
-    if per_sample <= 0:
-        return Compute(seconds[num_all] / num_all)
-    return Compute(per_sample, per_pass)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Return a context in which torch computes on one core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        few = context.first_batch(max(1, num_all // max(2, context.state.world_size)))
+        return measured(worker.compute_gradients, few, context.first_batch(num_all))
 
 
 def _smallest_batch(context: RunContext) -> Batch:

@@ -36,7 +36,7 @@ class Rank:
 
     def __init__(self, folder, rank: int, num_ranks: int, times: ComputeTimes = TIMES) -> None:
         self.group = Group(rank, num_ranks)
-        self.clock = VirtualClock(times, rank, usual_bytes=SIZE)
+        self.clock = VirtualClock(times, range(rank, rank + 1), usual_bytes=SIZE)
         devices = Devices(num=num_ranks, device_link=LINK)
         self.exchanges = Exchanges(
             self.clock, Meter(self.clock), devices, folder / "run", scale=1.0, check=lambda: None
