@@ -66,15 +66,12 @@ def measure(
         subject = subject_of(spec, state, namespace, **task)
         caps = dict.fromkeys([subject.cap_mb, *spec.bucket_caps])
         laboratory = None if spec.devices is None else _laboratory(spec.devices, subject)
-        reports = []
+        reports, own = [], range(state.rank, state.rank + 1)
         for number, cap in enumerate(caps):
             with contextlib.ExitStack() as opened:
                 stepper = _Stepper(subject, cap, device, Clock(device))
                 if laboratory is not None:
-                    clock, path = (
-                        laboratory.clock(range(state.rank, state.rank + 1)),
-                        folder / f"inspect-{number}",
-                    )
+                    clock, path = laboratory.clock(own), folder / f"inspect-{number}"
                     exchanges = laboratory.exchanges(clock, Meter(clock), path, cancellation.check)
                     opened.enter_context(closing(exchanges))
                     opened.enter_context(listening(exchanges))

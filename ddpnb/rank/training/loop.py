@@ -163,11 +163,10 @@ def _trained(
 
 def _heard_by(metrics: RunMetrics, worker: Worker) -> AbstractContextManager[Listener]:
     """Return the context of what counts this rank's calls."""
-    clock, laboratory, context = metrics.clock, worker.laboratory, metrics.context
+    clock, laboratory = metrics.clock, worker.laboratory
     if laboratory is None or not isinstance(clock, VirtualClock):
         return contextlib.nullcontext(Account(worker.meter))
-    path = worker.folder / worker.name
-    check = context.cancellation.check
+    path, check = worker.folder / worker.name, worker.cancellation.check
     return closing(laboratory.exchanges(clock, worker.meter, path, check))
 
 
@@ -182,11 +181,9 @@ def _train(
 ) -> None:
     """Make the measured steps: all of them, or those before a stop."""
     context, clock = metrics.context, metrics.clock
-    most_seconds = most_steps = math.inf
-    if context.spec.is_ceiling and context.spec.emulated:
-        most_steps = CEILING_STEPS
-    elif context.spec.is_ceiling:
-        most_seconds = CEILING_SECONDS
+    is_short, is_emulated = context.spec.is_ceiling, context.spec.is_emulated
+    most_seconds = CEILING_SECONDS if is_short and not is_emulated else math.inf
+    most_steps = CEILING_STEPS if is_short and is_emulated else math.inf
     compiled = num_compiled()
     metrics.start()
     fault_injector.begin()

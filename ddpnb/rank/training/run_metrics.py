@@ -113,10 +113,9 @@ class RunMetrics:
 
 def header_of(context: RunContext, worker: Worker, notes: tuple[str, ...]) -> RunHeader:
     """Return the header of a run, with more notes."""
-    plan = context.plan
-    emulated = context.laboratory is not None
-    plan_notes = () if emulated else plan.notes
-    own_notes = plan_notes + tuple(worker.notes) + notes + context.task.notes + context.spec.notes
+    plan, is_emulated = context.plan, context.spec.is_emulated
+    of_plan = () if is_emulated else plan.notes
+    own_notes = (*of_plan, *worker.notes, *notes, *context.task.notes, *context.spec.notes)
     return RunHeader(
         run_id=context.spec.run_id,
         strategy=context.spec.strategy,
@@ -130,7 +129,7 @@ def header_of(context: RunContext, worker: Worker, notes: tuple[str, ...]) -> Ru
         num_samples=context.schedule.num_samples,
         num_devices=_num_devices(context),
         sees_exposed=plan.sees_exposed,
-        is_emulated=plan.is_emulated and not emulated,
+        is_emulated=plan.is_emulated and not is_emulated,
         notes=(_CEILING_NOTE,) if context.spec.is_ceiling else own_notes + tuple(_notes(context)),
     )
 
