@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import LinkSpec, parse_link
+from ddpnb.protocol.notation import UNIT_LATENCIES, UNIT_RATES, LinkSpec, parse_link
 
 MAX_DEVICES = 64
 
@@ -47,18 +47,12 @@ class PublishedModel:
     """What DDP itself adds to a step on one device: its hooks and the copies to its buckets."""
 
 
-class Card(NamedTuple):
-    """A kind of device."""
-
-    link: LinkSpec
-    """Between those of one host."""
-
-
-CARDS: Mapping[str, Card] = {
-    "V100": Card(LinkSpec(bits_per_second=960e9, latency_seconds=3.4e-6)),
-    "A100": Card(LinkSpec(bits_per_second=1840e9, latency_seconds=3.4e-6)),
-    "T4": Card(LinkSpec(bits_per_second=80e9, latency_seconds=5.7e-6)),
+CARDS: Mapping[str, LinkSpec] = {
+    "V100": LinkSpec(bits_per_second=960e9, latency_seconds=3.4e-6),
+    "A100": LinkSpec(bits_per_second=1840e9, latency_seconds=3.4e-6),
+    "T4": LinkSpec(bits_per_second=80e9, latency_seconds=5.7e-6),
 }
+"""The link between cards of a host."""
 
 DDP_SECONDS_PER_TENSOR = 19e-6
 """What DDP adds to a step where no figure of the model itself is published."""
@@ -71,7 +65,7 @@ HOST_LINK = LinkSpec(bits_per_second=96e9, latency_seconds=9.6e-6)
 CORE_LINK = LinkSpec(bits_per_second=12e9, latency_seconds=50e-6)
 """Between devices that are as fast as a core: about what gloo reaches within a host."""
 
-_USUAL_LINKS = (CORE_LINK, *(card.link for card in CARDS.values()))
+_USUAL_LINKS = (CORE_LINK, *CARDS.values())
 
 MODELS: Mapping[str, PublishedModel] = {
     "resnet18": PublishedModel(
@@ -166,8 +160,6 @@ class Devices:
 _DEVICES = re.compile(r"(\d+)(?:x([A-Za-z]\w*))?(?:/(\d+))?")
 _COMPUTE = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)/sample(?:,(\d+(?:\.\d+)?)(us|ms|s))?")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kMG])B/s,(\d+(?:\.\d+)?)(us|ms|s)")
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_BYTES = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 
 MEASURED = "real"
@@ -208,7 +200,7 @@ def parse_devices(
         raise UserError(f"--devices {text}: {num} devices cannot be shared by {num_hosts} hosts.")
     made = Devices(num=num, num_hosts=num_hosts, card=card)
     if card:
-        made = replace(made, device_link=CARDS[card].link)
+        made = replace(made, device_link=CARDS[card])
     if model:
         made = replace(made, model=model, compute=_published(model, card))
     elif card and not compute:
@@ -234,10 +226,10 @@ def parse_compute(text: str) -> Compute:
         raise UserError(
             f"--compute {text}: write the time of a sample and of a pass, 0.4ms/sample,2ms."
         )
-    each = float(found[1]) * _SECONDS[found[2]]
+    each = float(found[1]) * UNIT_LATENCIES[found[2]]
     if each == 0:
         raise UserError(f"--compute {text}: a sample takes more than 0 s.")
-    return Compute(each, float(found[3]) * _SECONDS[found[4]] if found[3] else 0.0)
+    return Compute(each, float(found[3]) * UNIT_LATENCIES[found[4]] if found[3] else 0.0)
 
 
 def _published(model: str, card: str) -> Compute:
@@ -255,7 +247,9 @@ def _parse_device_link(text: str) -> LinkSpec:
     found = _RATE.fullmatch(text.replace(" ", ""))
     if found is None:
         return parse_link(text)
-    rate = 8 * float(found[1]) * _BYTES[found[2]]
+    rate = 8 * float(found[1]) * UNIT_RATES[found[2].lower()]
     if rate == 0:
         raise UserError(f"--device-link {text}: give more than 0 bytes per second.")
-    return LinkSpec(bits_per_second=rate, latency_seconds=float(found[3]) * _SECONDS[found[4]])
+    return LinkSpec(
+        bits_per_second=rate, latency_seconds=float(found[3]) * UNIT_LATENCIES[found[4]]
+    )

@@ -219,8 +219,8 @@ def check_fault_ranks(slow: Sequence[str], kill: Sequence[str], world_size: int)
 _LINK = re.compile(
     r"(\d+(?:\.\d+)?)([kMG]?)bit(?:/s)?(?:,(\d+(?:\.\d+)?)(us|ms|s))?", re.IGNORECASE
 )
-_UNIT_BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_UNIT_LATENCY = _UNIT_SECONDS | {"us": 1e-6}
+UNIT_RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+UNIT_LATENCIES = _UNIT_SECONDS | {"us": 1e-6}
 MAX_LATENCY_SECONDS = 10.0
 
 
@@ -260,8 +260,8 @@ def parse_link(text: str) -> LinkSpec:
         )
     if found[3] is None:
         raise UserError(f"--link {text} has no latency: write both, as in {text},0.5ms.")
-    rate = float(found[1]) * _UNIT_BITS[found[2].lower()]
-    latency = float(found[3]) * _UNIT_LATENCY[found[4].lower()]
+    rate = float(found[1]) * UNIT_RATES[found[2].lower()]
+    latency = float(found[3]) * UNIT_LATENCIES[found[4].lower()]
     if rate == 0:
         raise UserError(f"--link {text}: nothing would ever arrive, give more than 0 bit/s.")
     if latency > MAX_LATENCY_SECONDS:

@@ -118,13 +118,13 @@ def title(comparison: Comparison) -> str:
     devices = dict.fromkeys(header.device.split(":")[0] for header in headers)
     parts = [" and ".join(tasks)]
     parts += [f"global batch {' and '.join(batches)}"] if batches else []
-    if headers and not emulated_devices(comparison):
+    emulated = emulated_devices(comparison)
+    if headers and not emulated:
         workers = counted(max(header.num_workers for header in headers), "worker")
         hosts = comparison.environment.get("hosts", "")
         of_hosts = f" of {len(hosts.split(','))} hosts" if hosts else ""
         parts.append(f"{workers} on {' and '.join(devices)}{of_hosts}")
-    if emulated := emulated_devices(comparison):
-        parts += [f"{emulated}; losses are real"]
+    parts += [f"{emulated}; losses are real"] if emulated else []
     text = ", ".join(part for part in parts if part)
     return f"{comparison.name}: {text}" if text else comparison.name
 

@@ -251,7 +251,8 @@ def prepare(
     """
     if cluster.spans_hosts:
         check_across_hosts(spec.strategies)
-    placed = with_models([with_devices(cluster, each) for each in spec.run_specs()], store)
+    spec = replace(spec, training=with_devices(cluster, spec.training))
+    placed = with_models(spec.run_specs(), store)
     if len(cluster.ranks) == 1:  # a rank alone never communicates
         placed = tuple(each for each in placed if not each.is_ceiling)
     own_id = new_id()

@@ -14,7 +14,6 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -84,8 +83,10 @@ def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
     """Return the devices, whose computing is measured where it is not given."""
     model = subject.make_model()
     if devices.compute is None:
-        own = SimpleNamespace(num_samples=len(next(tensors_of(subject.batch))))
-        found = measured(lambda _: subject.loss_of(model, copied(subject.batch)).backward(), own)
+        num_samples = len(next(tensors_of(subject.batch)))
+        found = measured(
+            {num_samples: lambda: subject.loss_of(model, copied(subject.batch)).backward()}
+        )
         fastest = torch.tensor([found.seconds_per_sample], dtype=torch.float64)
         dist.all_reduce(fastest, op=dist.ReduceOp.MIN)  # takes part: every rank
         devices = replace(devices, compute=Compute(fastest.item()))

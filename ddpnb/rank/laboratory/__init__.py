@@ -71,7 +71,6 @@ class Laboratory:
             self.devices,
             path,
             num_bytes=self.num_bytes,
-            scale=self.scale,
             wrapper_seconds=self.times.wrapper_seconds,
             check=check,
         )

@@ -12,6 +12,7 @@ from typing import final
 from ddpnb.protocol.devices import CORE_LINK
 from ddpnb.protocol.messages import Parts
 from ddpnb.protocol.notation import LinkSpec
+from ddpnb.rank.collectives.table import Messages
 from ddpnb.rank.laboratory.times import FORWARD_SHARE, ComputeTimes
 from ddpnb.rank.meter import Moment, Phase, StepReport, StepTiming, Timer
 
@@ -190,8 +191,7 @@ class VirtualClock(Timer):
             is_scaled: whether they hold parameters or gradients, not samples or outputs.
         """
         size = num_bytes * (self.scale if is_scaled else 1.0)
-        seconds = num_messages * self._link.latency_seconds + 8 * size / self._link.bits_per_second
-        self.wait_until(self.now + seconds)
+        self.wait_until(self.now + Messages(num_messages, size).seconds(self._link))
 
     def wait_until(self, end: float) -> None:
         """Advance to a later time, counted as communication."""

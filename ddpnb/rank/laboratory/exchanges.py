@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -37,7 +36,6 @@ class _Pending:
     call: Call
     board: Board
     number: int
-    places: range
     messages: Messages
     num_parts: int
     link: LinkSpec
@@ -64,7 +62,6 @@ class Exchanges(Listener):
         devices: what lies between them.
         path: prefix of the files in the run folder that the ranks share.
         num_bytes: of the gradients of the model that is trained.
-        scale: bytes of the emulated model for each byte of the one that is trained.
         wrapper_seconds: what DDP itself adds to a step.
         check: raises where this rank should no longer wait.
     """
@@ -77,7 +74,6 @@ class Exchanges(Listener):
         path: Path,
         *,
         num_bytes: int = 1,
-        scale: float = 1.0,
         wrapper_seconds: float = 0.0,
         check: Callable[[], None],
     ) -> None:
@@ -86,7 +82,6 @@ class Exchanges(Listener):
         self._devices = devices
         self._path = path
         self._num_bytes = max(num_bytes, 1)
-        self._scale = scale
         self._wrapper_seconds = wrapper_seconds
         self._check = check
         clock.settle = self._settle_cpp
@@ -104,16 +99,17 @@ class Exchanges(Listener):
         if self._clock.is_paused:
             return
         sent, received = traffic_of(call)
-        self._meter.count(sent=round(sent * self._scale), received=round(received * self._scale))
+        scale = self._clock.scale
+        self._meter.count(sent=round(sent * scale), received=round(received * scale))
         if call.group.size() == 1:
             return
         if call.collective.is_message:
             self._begin_message(call)
             return
         group, messages = call.group, call.messages
-        scaled = Messages(messages.number, messages.num_bytes * self._scale)
+        scaled = Messages(messages.number, messages.num_bytes * scale)
         is_needed = call.name.startswith(GATHERS)
-        size = call.num_bytes * self._scale
+        size = call.num_bytes * scale
         is_of_ddp = call.is_in_cpp and not call.is_blocking
         if is_of_ddp:
             self._clock.spend(self._wrapper_seconds * call.num_bytes / self._num_bytes)
@@ -126,7 +122,6 @@ class Exchanges(Listener):
             call=call,
             board=board,
             number=number,
-            places=range(group.size()),
             messages=scaled,
             num_parts=max(parts, 1),
             link=self._devices.link_between(call.ranks),
@@ -134,12 +129,9 @@ class Exchanges(Listener):
         call.notes[self] = pending
         self._pending.append(pending)
 
-    def waiting(self, call: Call) -> AbstractContextManager[None]:
-        """Advance to the end of a call that Python code has waited for."""
-        return self._waited(call)
-
     @contextlib.contextmanager
-    def _waited(self, call: Call) -> Iterator[None]:
+    def waiting(self, call: Call) -> Iterator[None]:
+        """Advance to the end of a call that Python code has waited for."""
         yield
         match call.notes.get(self):
             case _Pending() as pending:
@@ -161,8 +153,8 @@ class Exchanges(Listener):
 
     def _end(self, pending: _Pending) -> None:
         """Compute when a call has ended; what the clock has passed by then was hidden."""
-        board, number = pending.board, pending.number
-        ready = [board.read(number, place) for place in pending.places]
+        places = range(pending.call.group.size())
+        ready = [pending.board.read(pending.number, place) for place in places]
         num = pending.num_parts
         part = Messages(pending.messages.number, pending.messages.num_bytes / num)
         seconds, now = part.seconds(pending.link), self._clock.now
@@ -181,7 +173,7 @@ class Exchanges(Listener):
         group, name = call.group, call.group.group_name
         own, size = group.rank(), group.size()
         link = self._devices.link_between(call.ranks)
-        seconds = self._scale * call.num_bytes * 8 / link.bits_per_second
+        seconds = Messages(0, self._clock.scale * call.num_bytes).seconds(link)
         self._clock.compute_unplanned()
         self._clock.computed()
         if call.collective.operation == "recv_any_source_":

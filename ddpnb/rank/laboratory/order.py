@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Final, final
 
 from ddpnb.protocol.notation import LinkSpec
+from ddpnb.rank.collectives.table import Messages
 from ddpnb.rank.laboratory.times import ComputeTimes
 
 SERVER_RANK: Final = 0
@@ -124,4 +125,4 @@ class VirtualOrder:
         return max(ready, self._in_until) + self._seconds(link) + link.latency_seconds
 
     def _seconds(self, link: LinkSpec) -> float:
-        return 8 * self._num_bytes / link.bits_per_second
+        return Messages(0, self._num_bytes).seconds(link)

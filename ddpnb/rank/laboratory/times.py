@@ -11,12 +11,12 @@ Whoever knows these knows when a worker will be ready: nothing is measured while
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, final
+from typing import final
 
 from ddpnb.protocol.devices import Compute
-from ddpnb.protocol.notation import parse_slow
+from ddpnb.protocol.notation import Slow
 
 FORWARD_SHARE = 1 / 3
 """Of a step's computing: a backward pass has two matrix products for each of the forward pass
@@ -38,8 +38,7 @@ class ComputeTimes:
     of DataParallel take turns at it."""
     wrapper_seconds: float = 0.0
     """What DDP itself adds to a step: its hooks, and the copies to its buckets."""
-    slow: Sequence[str] = ()
-    """As ``--slow`` names them."""
+    slow: Sequence[Slow] = ()
     jitter: float = 0.0
     seed: int = 0
 
@@ -48,23 +47,22 @@ class ComputeTimes:
         factor = 1.0
         if self.jitter:
             factor += self.jitter * random.Random(f"{self.seed} {rank} {step}").random()
-        for fault in map(parse_slow, self.slow):
+        for fault in self.slow:
             if fault.rank == rank:
                 factor *= fault.factor
         return factor
 
     def delay(self, rank: int) -> float:
         """Return the seconds that ``--slow`` adds to each step of a rank."""
-        return sum(fault.seconds for fault in map(parse_slow, self.slow) if fault.rank == rank)
+        return sum(fault.seconds for fault in self.slow if fault.rank == rank)
 
-    def work(self, num_samples: int) -> float:
-        """Return the seconds of one pass over some samples on a device that is not slow."""
-        return self.seconds_per_pass + self.seconds_per_sample * num_samples
+    def work(self, num_samples: int, num_passes: int = 1) -> float:
+        """Return the seconds of passes over some samples together, on a device that is not slow."""
+        return num_passes * self.seconds_per_pass + self.seconds_per_sample * num_samples
 
     def step(self, rank: int, step: int, num_samples: int) -> float:
         """Return the seconds of a whole step, without any exchange."""
-        passes = self.num_passes * self.seconds_per_pass
-        computing = passes + self.seconds_per_sample * num_samples
+        computing = self.work(num_samples, self.num_passes)
         return self.factor(rank, step) * computing + self.delay(rank)
 
 
@@ -72,33 +70,22 @@ NUM_TRIALS = 8
 """Of each batch; the fastest counts."""
 
 
-class _Sized(Protocol):
-    @property
-    def num_samples(self) -> int: ...
-
-
-Sized = TypeVar("Sized", bound=_Sized)
-
-
-def measured(pass_over: Callable[[Sized], object], *batches: Sized) -> Compute:
-    """Return how fast this process computes: a line through a small batch and a large one.
+def measured(passes: Mapping[int, Callable[[], object]]) -> Compute:
+    """Return how fast this process computes: a line through the smallest and the largest batch.
 
     Processor time is measured, so that other programs hardly disturb it.
 
     Args:
-        pass_over: makes a forward and a backward pass over a batch.
-        batches: the smallest that a device gets, and the largest; or the only one.
+        passes: a forward and a backward pass over a batch, by its number of samples.
     """
-    few, every = batches[0], batches[-1]
-    fastest = {few.num_samples: math.inf, every.num_samples: math.inf}
-    for batch in (few, every) * NUM_TRIALS:
-        began = time.process_time()
-        pass_over(batch)
-        spent = time.process_time() - began
-        fastest[batch.num_samples] = min(fastest[batch.num_samples], spent)
-    num_more = every.num_samples - few.num_samples
-    least, most = fastest[few.num_samples], fastest[every.num_samples]
-    per_sample = (most - least) / num_more if num_more else 0.0
+    fastest = dict.fromkeys(passes, math.inf)
+    for _ in range(NUM_TRIALS):
+        for num_samples, make in passes.items():
+            began = time.process_time()
+            make()
+            fastest[num_samples] = min(fastest[num_samples], time.process_time() - began)
+    few, every = min(passes), max(passes)
+    per_sample = (fastest[every] - fastest[few]) / (every - few) if every > few else 0.0
     if per_sample <= 0:
-        return Compute(most / every.num_samples)
-    return Compute(per_sample, max(0.0, least - few.num_samples * per_sample))
+        return Compute(fastest[every] / every)
+    return Compute(per_sample, max(0.0, fastest[few] - few * per_sample))

@@ -105,7 +105,8 @@ class WorkQueue:
         """Shards that workers had trained on when rank 0's own worker last read the parameters."""
         self._updates = updates
         self._num_workers = num_workers
-        self._num_shards = num_shards
+        self._num_trained = 0
+        """Shards that workers have trained on."""
         num_first = num_workers * (1 + num_prefetched)
         self._first, self._shards = range(num_shards)[:num_first], range(num_shards)[num_first:]
         """What those who begin together are handed out, whole batches; and the rest, in order."""
@@ -214,6 +215,7 @@ class WorkQueue:
         worker.clock += 1
         if worker.shards:  # a step may be made on a shard that was not handed out
             worker.shards.popleft()
+            self._num_trained += 1
         worker.heard_at = self._progress_at = time.monotonic()
         if self._bound == NO_BOUND:  # no worker waits for this one
             return 0.0
@@ -271,9 +273,7 @@ class WorkQueue:
     ) -> Reply:
         copy, now, worker = self._updates.read(rank), 0.0, self._workers[rank]
         if rank == SERVER_RANK:
-            held = sum(len(each.shards) for each in self._workers.values())
-            num_taken = self._num_shards - len(self._shards) - len(self.lost_shards)
-            self.num_shards_done = num_taken - held
+            self.num_shards_done = self._num_trained
         if self._order is not None:
             num = worker.shards[0] if worker.shards else None
             now = self._order.reply(rank, num, is_first=is_first)

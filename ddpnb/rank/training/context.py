@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
-from ddpnb.protocol.notation import check_fault_ranks, parse_strategy
+from ddpnb.protocol.notation import check_fault_ranks, parse_slow, parse_strategy
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.laboratory import Laboratory
@@ -128,7 +128,7 @@ class RunContext:
             num_bytes=num_bytes(trained),
             num_in_shard=schedule.num_in,
             num_passes=min(self.spec.accumulate, least),
-            slow=self.spec.slow,
+            slow=tuple(map(parse_slow, self.spec.slow)),
             jitter=self.spec.jitter,
             seed=self.spec.seed,
         )

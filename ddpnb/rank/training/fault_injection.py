@@ -67,9 +67,9 @@ class FaultInjector:
         kills = [fault for fault in map(parse_kill, spec.kill) if fault.rank in workers and is_new]
         self._kill = min(kills, key=operator.attrgetter("seconds"), default=None)
         self._sleeps = context.laboratory is None and bool(self._slow or spec.jitter)
-        self._times = ComputeTimes(slow=spec.slow, jitter=spec.jitter, seed=spec.seed)
+        self._times = ComputeTimes(slow=self._slow, jitter=spec.jitter, seed=spec.seed)
         self._compute_seconds = 0.0
-        if self._sleeps:
+        if self._sleeps and (spec.jitter > 0 or any(fault.factor > 1 for fault in self._slow)):
             alone = context.worker("m", num_steps=1)
             self._compute_seconds = measure_compute_seconds(alone, context.usual_batch())
         self._device = context.device

@@ -124,7 +124,7 @@ def _trained(
     context = metrics.context
     with contextlib.ExitStack() as opened:
         # -- rehearse ---------------------------------------------------------------------
-        if context.spec.emulated is None:
+        if not context.spec.is_emulated:
             rehearse(context)
         # -- prepare ----------------------------------------------------------------------
         fault_injector = FaultInjector(context, metrics.clock, metrics.publish)
@@ -210,8 +210,7 @@ def _train(
             metrics.mark(f"compiled anew in step {step + 1}, whose time is not counted")
         metrics.note_shard(shard)
         snapshots.after(shard)
-        if (
-            clock.seconds >= most_seconds or step + 1 >= most_steps
-        ):  # without the other ranks, which a ceiling has none of
+        # a ceiling has no other ranks to end with
+        if clock.seconds >= most_seconds or step + 1 >= most_steps:
             break
     metrics.add(clock.stop())

@@ -126,8 +126,13 @@ def measure_compute(spec: RunSpec, **options: Any) -> Compute:
         context = build_context(spec, **options)
         worker = context.worker("check", num_steps=1)
         num_all = context.schedule.size(0)
-        few = context.first_batch(max(1, num_all // max(2, context.state.world_size)))
-        return measured(worker.compute_gradients, few, context.first_batch(num_all))
+        num_few = max(1, num_all // max(2, context.state.world_size))
+        return measured(
+            {
+                num: partial(worker.compute_gradients, context.first_batch(num))
+                for num in (num_few, num_all)
+            }
+        )
 
 
 def _smallest_batch(context: RunContext) -> Batch:

@@ -7,7 +7,7 @@ import torch
 
 from ddpnb.protocol.devices import Compute, Devices, parse_devices
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.notation import LinkSpec, parse_link
+from ddpnb.protocol.notation import LinkSpec, parse_link, parse_slow
 from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges
@@ -39,7 +39,7 @@ class Rank:
         self.clock = VirtualClock(times, range(rank, rank + 1), usual_bytes=SIZE)
         devices = Devices(num=num_ranks, device_link=LINK)
         self.exchanges = Exchanges(
-            self.clock, Meter(self.clock), devices, folder / "run", scale=1.0, check=lambda: None
+            self.clock, Meter(self.clock), devices, folder / "run", check=lambda: None
         )
         self.clock.start()
 
@@ -87,7 +87,7 @@ def test_buckets_are_sent_while_the_backward_pass_goes_on(tmp_path):
 
 
 def test_all_wait_for_the_slowest(tmp_path):
-    slow = ComputeTimes(seconds_per_sample=1e-3, slow=("1:3x", "1:5ms"))
+    slow = ComputeTimes(seconds_per_sample=1e-3, slow=tuple(map(parse_slow, ("1:3x", "1:5ms"))))
     ranks = [Rank(tmp_path, rank, 2, slow) for rank in range(2)]
     calls = []
     for each in ranks:
@@ -148,7 +148,7 @@ def test_one_server_saturates_where_its_link_is_full():
 
 
 def test_a_slow_worker_takes_fewer_shards():
-    slow = ComputeTimes(seconds_per_sample=1e-3, slow=("1:4x",))
+    slow = ComputeTimes(seconds_per_sample=1e-3, slow=(parse_slow("1:4x"),))
     took = [sum(rank == each for rank, _ in served(4, 400, slow)) for each in range(4)]
     assert took[0] / took[1] == pytest.approx(4, rel=0.25)
     assert served(4, 100, slow) == served(4, 100, slow)
