@@ -127,12 +127,8 @@ def measure_compute(spec: RunSpec, **options: Any) -> Compute:
         worker = context.worker("check", num_steps=1)
         num_all = context.schedule.size(0)
         num_few = max(1, num_all // max(2, context.state.world_size))
-        return measured(
-            {
-                num: partial(worker.compute_gradients, context.first_batch(num))
-                for num in (num_few, num_all)
-            }
-        )
+        batches = map(context.first_batch, (num_few, num_all))
+        return measured({b.num_samples: partial(worker.compute_gradients, b) for b in batches})
 
 
 def _smallest_batch(context: RunContext) -> Batch:
