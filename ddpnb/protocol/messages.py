@@ -191,6 +191,8 @@ class Evaluating(NamedTuple):
 
     num_done: int
     num_all: int
+    seconds: float
+    """What those that are done took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,11 +105,10 @@ def _numbers(run: RunSnapshot) -> list[str]:
 
 def _seconds_left(run: RunSnapshot, share: float) -> float | None:
     """Return the time that the current run still needs, or None if unknown."""
-    if run.aggregate.num_events == 0 or run.evaluating is not None or not run.is_running:
+    if run.aggregate.num_events == 0 or not run.is_running or not 0 < share < 1:
         return None
-    if not 0 < share < 1:
-        return None
-    return run.aggregate.seconds * (1 - share) / share
+    seconds = run.evaluating.seconds if run.evaluating else run.aggregate.seconds
+    return seconds * (1 - share) / share
 
 
 def _in_all(comparison: Comparison, left: float) -> str:

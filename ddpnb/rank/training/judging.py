@@ -4,6 +4,7 @@ Whatever fails or is interrupted here, the training itself is kept.
 """
 
 import io
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -73,6 +74,7 @@ class _Judge:
         self._snapshots = snapshots
         self._num_all = 2 + len(snapshots.kept)
         self._num_done = 0
+        self._began = time.monotonic()
 
     def estimate_batchnorm(self) -> None:
         """Estimate BatchNorm's statistics anew, where the weights are means."""
@@ -98,7 +100,8 @@ class _Judge:
 
     def score(self, *, is_held_out: bool, max_samples: int = MAX_SAMPLES) -> Score:
         """Evaluate the model on a split, and announce it."""
-        self._metrics.publish(Evaluating(self._num_done, self._num_all))
+        seconds = time.monotonic() - self._began
+        self._metrics.publish(Evaluating(self._num_done, self._num_all, seconds))
         self._num_done += 1
         context = self._metrics.context
         evaluate = partial(
