@@ -54,6 +54,12 @@ def measured_in(comparison: Comparison) -> Measured:
     spec, header = single[0].spec, together[0].header
     assert spec is not None
     assert header is not None
+    devices = spec.emulated
+    if devices is not None and (spec.slow or spec.kill):
+        raise UserError(
+            f"{comparison.name} was trained with --slow or --kill, which a prediction does not "
+            "have: compare without, or name another comparison with --run."
+        )
     split = step_split(single).parts
     passes = split.data + split.forward + split.backward
     environment = comparison.environment.get("CPU cores", "").split(",")[0]
@@ -62,7 +68,9 @@ def measured_in(comparison: Comparison) -> Measured:
         batch_size=spec.batch_per_worker or spec.batch_size,
         is_weak=bool(spec.batch_per_worker),
         num_ranks=header.num_workers,
-        num_bytes=_num_bytes(runs, header.num_parameters, header.num_workers),
+        num_bytes=FLOAT_BYTES * header.num_parameters
+        if devices is not None
+        else _num_bytes(runs, header.num_parameters, header.num_workers),
         alone=_sizes(single),
         together=_sizes(together),
         rates={name: each.samples_per_second.middle for name, each in summaries.items()},
@@ -71,7 +79,9 @@ def measured_in(comparison: Comparison) -> Measured:
         variation=_variation(together),
         device=header.device.partition(":")[0],
         cores=int(environment) if environment.isdecimal() else num_cores(),
-        link=spec.emulated.device_link if spec.emulated else None,
+        devices=devices,
+        jitter=spec.jitter,
+        num_passes=spec.accumulate,
         short=tuple(name for name, each in summaries.items() if each.is_short),
     )
 

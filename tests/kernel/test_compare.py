@@ -118,6 +118,22 @@ def test_two_comparisons_on_emulated_devices_are_the_same(kernel: Kernel):
     assert "--compute describes emulated devices" in lonely
 
 
+def test_a_prediction_goes_through_the_points_of_emulated_devices(kernel: Kernel):
+    given = "--devices 2xV100 --as resnet50 --task digits --epochs 2 --eval-samples 90"
+    kernel.run(f"%ddp_compare dp ddp zero local-sgd async {given} --batch-size 64 --name cards")
+    kernel.run("import ddpnb\nfound = ddpnb.predict('1,2,4', run='cards')")
+    kernel.run("seen = {each.strategy: each for each in found.prediction.measured}")
+    kernel.run("at = {name: row[1] for name, row in found.prediction.points.items()}")
+    kernel.run("at['single'] = found.prediction.points['ddp'][0]")
+    ratios = kernel.value(
+        "{name: seen[name].samples_per_second / at[name].samples_per_second for name in at}"
+    )
+    assert eval(str(ratios)) == pytest.approx(
+        dict.fromkeys(("dp", "ddp", "zero", "local-sgd", "async", "single"), 1.0), rel=0.01
+    )
+    assert kernel.run("found").text.startswith("Predicted: cards on up to 4 ranks, from 2 emulated")
+
+
 def test_the_cell_form_and_assignment(kernel: Kernel):
     cell = kernel.run(CELL)
     assert not cell.error, cell.error_text
