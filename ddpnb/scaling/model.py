@@ -58,6 +58,8 @@ class Workload:
     batch_size: float
     """Of all ranks; with ``is_weak`` of each."""
     is_weak: bool = False
+    batches: tuple[tuple[int, int], ...] = ()
+    """Sizes of the batches of all ranks, and how many have each; empty: all are whole."""
     num_bytes: float
     """Of the gradients, and of the parameters."""
     num_trained_bytes: float | None = None
@@ -150,17 +152,6 @@ def cost(work: Workload, machine: Machine, num_ranks: int) -> Cost:
     return Cost(*(a + share * (b - a) for a, b in zip(work.alone, work.together, strict=True)))
 
 
-def computing(work: Workload, machine: Machine, num_ranks: int, *, meets: bool) -> float:
-    """Return how long a step's computing takes on each of N ranks; ``meets``: all in step."""
-    samples = work.samples(num_ranks)
-    own = cost(work, machine, num_ranks).of(math.ceil(samples) if meets else samples)
-    here, cores = machine.on_host(num_ranks), machine.cores_per_host
-    if not meets:
-        return own * max(1.0, here / cores)
-    turns = on_cores(own, int(here), cores) if math.isfinite(here) else own
-    return turns + own * work.variation * expected_max(num_ranks)
-
-
 # -- the strategies ------------------------------------------------------------------------
 
 
@@ -183,8 +174,15 @@ class Situation:
         return float(value)
 
     def computing(self, *, meets: bool = True) -> float:
-        """Return the seconds of a step's computing."""
-        return computing(self.work, self.machine, self.num_ranks, meets=meets)
+        """Return the seconds that a rank computes in a step; ``meets``: all in step."""
+        work, machine, num = self.work, self.machine, self.num_ranks
+        samples = math.ceil(work.samples(num)) if meets else work.samples(num)
+        own = cost(work, machine, num).of(samples)
+        here, cores = machine.on_host(num), machine.cores_per_host
+        if not meets:
+            return own * max(1.0, here / cores)
+        turns = on_cores(own, int(here), cores) if math.isfinite(here) else own
+        return turns + own * work.variation * expected_max(num)
 
     def all_reduce(self, num_bytes: float) -> float:
         """Return how long an all-reduce takes."""
@@ -227,6 +225,7 @@ def _in_one(case: Situation) -> float:
 
 def _dp(case: Situation) -> float:
     """Parameters out, gradients in; samples and outputs count as messages without bytes."""
+    case = replace(case, machine=replace(case.machine, ranks_per_host=math.inf))  # one process
     python = case.num_ranks * case.work.replica_seconds
     sent = 2 * case.exchange("gather", case.size) + 3 * case.exchange("gather", 0.0)
     return case.computing() + python + sent
@@ -298,11 +297,24 @@ PREDICTABLE = (*FORMULAS, f"{SHARDED}=")
 
 
 def step_seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
-    """Return how long a step of a strategy takes on N ranks.
+    """Return how long a strategy takes for each whole batch on N ranks.
+
+    Where batches differ in size: for as many samples as a whole batch has.
 
     Raises:
         UserError: there is no such strategy, or it cannot be predicted.
     """
+    if not work.batches:
+        return _seconds(strategy, work, machine, num_ranks)
+    seconds = (
+        num * _seconds(strategy, replace(work, batch_size=size), machine, num_ranks)
+        for size, num in work.batches
+    )
+    return sum(seconds) * work.batch_size / sum(size * num for size, num in work.batches)
+
+
+def _seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
+    """Return how long a batch takes."""
     chosen, formula = _formula_of(strategy)
     if num_ranks == 1:
         return cost(work, machine, 1).of(work.samples(1))
@@ -319,8 +331,12 @@ def point(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> Po
     seconds = step_seconds(strategy, work, machine, num_ranks)
     trained = 1 if strategy == "single" else num_ranks
     rate = trained * work.samples(trained) / seconds
-    alone = work.samples(1) / work.alone.of(work.samples(1))
-    return Point(num_ranks, seconds, rate, rate / num_ranks / alone)
+    return Point(num_ranks, seconds, rate, rate / num_ranks / alone(work, machine))
+
+
+def alone(work: Workload, machine: Machine) -> float:
+    """Return the samples/s of one rank alone."""
+    return work.samples(1) / step_seconds("single", work, machine, 1)
 
 
 def stops_at(strategy: str, work: Workload, machine: Machine, most: int) -> int | None:

@@ -13,6 +13,7 @@ from ddpnb.scaling.model import (
     Machine,
     Point,
     Workload,
+    alone,
     amdahl,
     check_strategy,
     limit_of,
@@ -168,7 +169,7 @@ def predict(found: Calibration, question: Question) -> Prediction:
         for name, row in points.items()
         if question.samples is not None and question.critical_batch is not None
     }
-    alone = work.samples(1) / work.alone.of(work.samples(1))
+    one = alone(work, machine)
     return Prediction(
         title=f"{found.measured.name} on up to {max(question.ranks):,} ranks",
         ranks=question.ranks,
@@ -177,7 +178,7 @@ def predict(found: Calibration, question: Question) -> Prediction:
         stops={name: stops_at(name, work, machine, searched) for name in strategies},
         searched=searched,
         limits={name: limit_of(name, work, machine, max(able)) for name in strategies},
-        ideal=tuple((n, n * alone) for n in ends),
+        ideal=tuple((n, n * one) for n in ends),
         amdahl=() if work.is_weak else tuple((n, amdahl(work, n)) for n in ends),
         roof=tuple((n, link_ceiling(work, machine, n)) for n in ends if n > 1),
         measured=_seen(found, strategies),
@@ -190,7 +191,7 @@ def predict(found: Calibration, question: Question) -> Prediction:
 def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
     work, machine = found.work, found.here
     if question.batch_per_worker is not None:
-        work = replace(work, batch_size=question.batch_per_worker, is_weak=True)
+        work = replace(work, batch_size=question.batch_per_worker, is_weak=True, batches=())
     is_emulated = found.measured.devices is not None
     is_ring = found.measured.shares_cores or is_emulated
     algorithm = question.algorithm or ("ring" if is_ring else BEST)
@@ -292,6 +293,8 @@ def _assumptions(
     if (measured.batch_size, measured.is_weak) != (work.batch_size, work.is_weak):
         kind = "a rank" if measured.is_weak else "in all"
         lines.append(f"The measured points had batches of {measured.batch_size:g} {kind}.")
+    if len(work.batches) > 1:
+        lines.append(f"Some batches are smaller, as many as in {measured.name}.")
     if has_too_many:
         lines.append(f"More than {work.batch_size:g} ranks have no sample each, and are left out.")
     lines += _where(found, question, machine)
@@ -331,7 +334,7 @@ def _where(found: Calibration, question: Question, machine: Machine) -> list[str
     else:
         lines = [f"Every rank has a link of its own: {named}; {how}."]
     if not question.link:
-        return lines
+        return [*lines, "All devices of dp are in one host, as it is one process."]
     if question.cores:
         lines.append(f"The ranks of a host share {question.cores} cores like those measured.")
     else:

@@ -116,6 +116,7 @@ def test_two_comparisons_on_emulated_devices_are_the_same(kernel: Kernel):
     assert "--devices 8 takes 8 ranks, and there are 2" in refused
     lonely = kernel.run("%ddp_compare ddp --task digits --compute 1ms/sample").error_text
     assert "--compute describes emulated devices" in lonely
+    assert "was trained with --slow" in kernel.run("%ddp_predict").error_text
 
 
 def test_a_prediction_goes_through_the_points_of_emulated_devices(kernel: Kernel):

@@ -112,7 +112,8 @@ def test_cards_scale_as_others_have_measured(ranks, strategy, model, devices, nu
     alone = compute.seconds_per_pass + num_samples * compute.seconds_per_sample
     efficiency = alone / (last.seconds - before.seconds)
     assert efficiency == pytest.approx(PUBLISHED[strategy, model, devices, num_samples], abs=0.05)
-    found = calibrate(measured(devices=spec.emulated, batch_size=spec.batch_size, num_bytes=S))
+    given = {"devices": spec.emulated, "batch_size": spec.batch_size, "alone": (), "num_bytes": S}
+    found = calibrate(measured(**given))
     predicted = step_seconds(strategy, found.work, found.here, num)
     assert predicted == pytest.approx(last.seconds - before.seconds, rel=1e-3)
 
