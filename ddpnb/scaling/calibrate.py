@@ -66,11 +66,6 @@ class Measured:
     """Strategies that were trained too briefly for their rates to be certain."""
 
     @property
-    def batches(self) -> tuple[tuple[int, int], ...]:
-        """Sizes of the global batches, and how many have each; they stay where ranks share them."""
-        return () if self.is_weak else tuple((each[0], each.num_steps) for each in self.alone)
-
-    @property
     def shares_cores(self) -> bool:
         """Whether ranks compute on cores that they share where there are more ranks."""
         return self.device == "cpu" and self.devices is None
@@ -140,7 +135,7 @@ def _stated(measured: Measured, devices: Devices) -> tuple[Workload, Machine]:
         together=cost,
         batch_size=measured.batch_size,
         is_weak=measured.is_weak,
-        batches=measured.batches,
+        batches=tuple((each.num_samples, each.num_steps) for each in measured.alone),
         num_bytes=devices.num_gradient_bytes or measured.num_bytes,
         num_trained_bytes=measured.num_bytes,
         backward_share=(1 - FORWARD_SHARE) / measured.num_passes,  # the last one sends
@@ -168,7 +163,7 @@ def _fitted(measured: Measured, latency: float) -> tuple[Workload, Machine, bool
         num_together=measured.num_ranks,
         batch_size=measured.batch_size,
         is_weak=measured.is_weak,
-        batches=measured.batches,
+        batches=tuple((each.num_samples, each.num_steps) for each in measured.alone),
         num_bytes=measured.num_bytes,
         backward_share=measured.backward_share,
         optimizer_seconds=min(measured.optimizer_seconds, alone.fixed),

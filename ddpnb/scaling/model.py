@@ -59,7 +59,7 @@ class Workload:
     """Of all ranks; with ``is_weak`` of each."""
     is_weak: bool = False
     batches: tuple[tuple[int, int], ...] = ()
-    """Sizes of the batches of all ranks, and how many have each; empty: all are whole."""
+    """Sizes of the batches of all ranks, and how many have each; empty, or weak: all are whole."""
     num_bytes: float
     """Of the gradients, and of the parameters."""
     num_trained_bytes: float | None = None
@@ -304,7 +304,7 @@ def step_seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int
     Raises:
         UserError: there is no such strategy, or it cannot be predicted.
     """
-    if not work.batches:
+    if work.is_weak or not work.batches:
         return _seconds(strategy, work, machine, num_ranks)
     seconds = (
         num * _seconds(strategy, replace(work, batch_size=size), machine, num_ranks)

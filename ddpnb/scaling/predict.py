@@ -191,7 +191,7 @@ def predict(found: Calibration, question: Question) -> Prediction:
 def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
     work, machine = found.work, found.here
     if question.batch_per_worker is not None:
-        work = replace(work, batch_size=question.batch_per_worker, is_weak=True, batches=())
+        work = replace(work, batch_size=question.batch_per_worker, is_weak=True)
     is_emulated = found.measured.devices is not None
     is_ring = found.measured.shares_cores or is_emulated
     algorithm = question.algorithm or ("ring" if is_ring else BEST)
@@ -293,7 +293,7 @@ def _assumptions(
     if (measured.batch_size, measured.is_weak) != (work.batch_size, work.is_weak):
         kind = "a rank" if measured.is_weak else "in all"
         lines.append(f"The measured points had batches of {measured.batch_size:g} {kind}.")
-    if len(work.batches) > 1:
+    if len(work.batches) > 1 and not work.is_weak:
         lines.append(f"Some batches are smaller, as many as in {measured.name}.")
     if has_too_many:
         lines.append(f"More than {work.batch_size:g} ranks have no sample each, and are left out.")
