@@ -94,7 +94,8 @@ def calibrate(measured: Measured, latency: float = GLOO_LATENCY_SECONDS) -> Cali
     2. *Exchanges.*  At most half of what ``ddp`` takes beyond ``no-comm`` is waiting for
        stragglers.  The rest is the bytes a second of the link; on cores, which do both, nothing is
        hidden.
-    3. *Other strategies* that were trained have a factor on what they take beyond ``no-comm``.
+    3. *Other strategies* that were trained have a factor on what they take beyond ``no-comm``; on
+       emulated devices ``fsdp`` alone, whose layers the model does not know.
     """
     if measured.devices is not None:
         work, here = _stated(measured, measured.devices)
@@ -105,7 +106,7 @@ def calibrate(measured: Measured, latency: float = GLOO_LATENCY_SECONDS) -> Cali
     factors = {
         name: factor
         for name in measured.rates
-        if name not in ("single", "no-comm", "ddp")
+        if _has_factor(name, measured)
         and (factor := _factor(name, work, here, measured)) is not None
     }
     return Calibration(
@@ -259,6 +260,12 @@ def _closest(
 ) -> float:
     """Return the value at which a function comes closest to what is wanted."""
     return float(min(values.tolist(), key=lambda value: abs(seconds_at(value) - wanted)))
+
+
+def _has_factor(name: str, measured: Measured) -> bool:
+    if measured.devices is not None:
+        return name.startswith("fsdp")
+    return name not in ("single", "no-comm", "ddp")
 
 
 def _factor(name: str, work: Workload, here: Machine, measured: Measured) -> float | None:
