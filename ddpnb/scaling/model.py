@@ -363,8 +363,8 @@ def limit_of(strategy: str, work: Workload, machine: Machine, num_ranks: int) ->
         return "one device"
     whole = step_seconds(strategy, work, machine, num_ranks)
     without: dict[str, tuple[Workload, Machine]] = {
-        "bandwidth": (work, _with_links(machine, rate=1e6)),
-        "latency": (work, _with_links(machine, latency=0.0)),
+        "bandwidth": (work, _with_links(machine, bits_per_second=math.inf)),
+        "latency": (work, _with_links(machine, latency_seconds=0.0)),
         "stragglers": (replace(work, variation=0.0), machine),
         "cores": (work, replace(machine, cores_per_host=math.inf)),
         "a step's fixed cost": (_without_fixed(work), machine),
@@ -393,7 +393,7 @@ def link_ceiling(work: Workload, machine: Machine, num_ranks: int) -> float:
     A global batch for each all-reduce, of which only the bytes count: the slanted roof of Williams,
     Waterman and Patterson, "Roofline", CACM 52(4), 2009, with the link in place of the memory.
     """
-    free = _with_links(machine, latency=0.0)
+    free = _with_links(machine, latency_seconds=0.0)
     seconds = free.all_reduce(work.num_bytes, num_ranks)
     return num_ranks * work.samples(num_ranks) / seconds if seconds > 0 else math.inf
 
@@ -428,20 +428,10 @@ def _size(chosen: Choice, work: Workload) -> float:
     return work.num_bytes / 2 if halved else work.num_bytes
 
 
-def _with_links(machine: Machine, *, rate: float = 1.0, latency: float | None = None) -> Machine:
-    """Return a machine with links of ``rate`` times theirs, or of another latency."""
-
-    def changed(spec: LinkSpec | None) -> LinkSpec | None:
-        if spec is None:
-            return None
-        return LinkSpec(
-            bits_per_second=spec.bits_per_second * rate,
-            latency_seconds=spec.latency_seconds if latency is None else latency,
-        )
-
-    link = changed(machine.link)
-    assert link is not None
-    return replace(machine, link=link, inside=changed(machine.inside))
+def _with_links(machine: Machine, **changes: float) -> Machine:
+    """Return a machine with links of another rate or latency."""
+    inside = None if machine.inside is None else replace(machine.inside, **changes)
+    return replace(machine, link=replace(machine.link, **changes), inside=inside)
 
 
 def _without_fixed(work: Workload) -> Workload:
