@@ -116,6 +116,38 @@ def test_two_comparisons_on_emulated_devices_are_the_same(kernel: Kernel):
     assert "--devices 8 takes 8 ranks, and there are 2" in refused
     lonely = kernel.run("%ddp_compare ddp --task digits --compute 1ms/sample").error_text
     assert "--compute describes emulated devices" in lonely
+    assert "was trained with --slow" in kernel.run("%ddp_predict").error_text
+
+
+CLOSENESS = {
+    "single": 0.001,
+    "dp": 0.001,
+    "ddp": 0.005,
+    "central": 0.001,
+    "zero": 0.005,
+    "fsdp": 0.001,
+    "gossip": 0.02,
+    "local-sgd": 0.02,
+    "async": 0.05,
+}
+"""How far an emulated rate may be from what is predicted."""
+
+
+def test_a_prediction_goes_through_the_points_of_emulated_devices(kernel: Kernel):
+    devices = "--devices 2xV100 --as resnet50 --link 10Gbit,30us"
+    given = "--task digits --epochs 2 --batch-size 64 --eval-samples 90 --name cards"
+    cell = kernel.run(f"%ddp_compare {' '.join(CLOSENESS)} {given} {devices}")
+    assert not cell.error, cell.error_text
+    kernel.run("import ddpnb\nfound = ddpnb.predict('1,2,4', run='cards')")
+    kernel.run("seen = {each.strategy: each for each in found.prediction.measured}")
+    kernel.run("at = {name: row[1] for name, row in found.prediction.points.items()}")
+    kernel.run("at['single'] = found.prediction.points['ddp'][0]")
+    ratios = kernel.value(
+        "{name: seen[name].samples_per_second / at[name].samples_per_second for name in at}"
+    )
+    for name, ratio in eval(str(ratios)).items():
+        assert ratio == pytest.approx(1, abs=CLOSENESS[name]), name
+    assert kernel.run("found").text.startswith("Predicted: cards on up to 4 ranks, from 2 emulated")
 
 
 def test_the_cell_form_and_assignment(kernel: Kernel):

@@ -18,10 +18,6 @@ from typing import final
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.notation import Slow
 
-FORWARD_SHARE = 1 / 3
-"""Of a step's computing: a backward pass has two matrix products for each of the forward pass
-(Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)."""
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
