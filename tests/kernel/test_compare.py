@@ -115,6 +115,7 @@ def test_each_strategy_is_compared_at_its_best_learning_rate(kernel: Kernel):
             *[("ddp", 1, 0.001), ("ddp", 1, 0.1), ("ddp", 2, 0.1)],
         ]
     )
+    assert kernel.value("type(tuned.model('ddp')).__name__") == "Sequential"
     kernel.run(f"first = {frame}.query('repeat == 1')")
     best = "first.loc[first.groupby('strategy').held_out_loss.idxmin()]"
     assert kernel.value(f"{best}.is_compared.tolist()") == "[True, True]"
@@ -128,8 +129,6 @@ def test_each_strategy_is_compared_at_its_best_learning_rate(kernel: Kernel):
     stored = "ddpnb.load('tuned').comparison"
     kernel.run("import ddpnb")
     assert kernel.value(f"(len({stored}.runs), len({stored}.other_rates))") == "(4, 2)"
-    weights = "tuned.model('ddp').state_dict().values()"
-    assert kernel.value(f"all(bool(each.isfinite().all()) for each in {weights})") == "True"
 
 
 def test_learning_rates_cannot_be_tried_with_an_optimizer_of_ones_own(kernel: Kernel):
