@@ -120,6 +120,9 @@ def title(comparison: Comparison) -> str:
     devices = dict.fromkeys(header.device.split(":")[0] for header in headers)
     parts = [" and ".join(tasks)]
     parts += [f"global batch {' and '.join(batches)}"] if batches else []
+    nums = {len(s.rates) for s in specs if not s.is_ceiling}
+    if len(nums) == 1 and nums != {0}:
+        parts.append(f"best of {nums.pop()} lr")
     emulated = emulated_devices(comparison)
     if headers and not emulated:
         workers = counted(max(header.num_workers for header in headers), "worker")
@@ -176,16 +179,15 @@ def learning_rates(comparison: Comparison) -> dict[StrategyKey, str]:
 def choice_of_rates(comparison: Comparison) -> str:
     """Return how the strategies got their learning rates, as a clause; empty if from the user."""
     named, groups = labels(comparison), tried(comparison.all_runs)
-    best = [named[key] for key, runs in groups.items() if any(map(has_score, runs))]
+    won = {key for key, runs in groups.items() if any(has_score(r) and is_tried(r) for r in runs)}
+    best = [named[key] for key in groups if key in won]
     lost = [named[key] for key, runs in groups.items() if all(map(has_diverged, runs))]
     parts = []
     if best:
         who = best[0] if len(best) == 1 else f"{listed(best)} each"
         who = "each" if 1 < len(best) == len(learning_rates(comparison)) else who
         num = max(len(runs[0].spec.rates) for runs in groups.values() if runs[0].spec)
-        is_whole = all(
-            len([run for run in runs if is_tried(run)]) == num for runs in groups.values()
-        )
+        is_whole = all(sum(map(is_tried, runs)) == num for runs in groups.values())
         most = "" if is_whole else "at most "
         parts.append(f"{who} at its best of {most}{num} learning rates by held-out loss")
     if lost:

@@ -111,11 +111,12 @@ def test_a_column_has_the_rates_and_a_note_every_loss():
     assert "single 0.02: 0.300, 0.05: 0.350, 0.1: diverged; ddp 0.02: 0.400, 0.05: 0.300" in note
     assert not [note for note in table.notes if "differ in" in note]
     assert "each at its best of 3 learning rates by held-out loss" in sentence(tuned())
+    assert "best of 3 lr" in table.caption
 
 
 def test_rates_that_were_not_tried_are_no_claim():
     comparison = compared(run("single", 0.02, 0.3), run("ddp", 0.02, 0.4, status=STOPPED))
-    assert "each at its best of at most 3 learning rates" in sentence(comparison)
+    assert "single at its best of at most 3 learning rates" in sentence(comparison)
 
 
 def test_a_strategy_that_diverged_at_every_rate_is_named():
