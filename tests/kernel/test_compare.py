@@ -102,6 +102,43 @@ def test_all_start_from_the_same_weights_and_see_the_same_samples(compared: Cell
     assert first == "1"
 
 
+def test_each_strategy_is_compared_at_its_best_learning_rate(kernel: Kernel):
+    line = "ddp async --task digits --epochs 1 --batch-size 64 --lr 0.001,0.1 --repeats 2"
+    line += " --no-baseline --devices 2 --compute 1ms/sample,2ms --eval-samples 90 --name tuned"
+    shown = kernel.run(f"tuned = %ddp_compare {line}")
+    assert "each at its best of 2 learning rates by held-out loss" in shown.text
+    frame = "tuned.to_frame()"
+    runs = f"sorted(zip({frame}.strategy, {frame}.repeat, {frame}.learning_rate))"
+    assert kernel.value(runs) == str(
+        [
+            *[("async", 1, 0.001), ("async", 1, 0.1), ("async", 2, 0.1)],
+            *[("ddp", 1, 0.001), ("ddp", 1, 0.1), ("ddp", 2, 0.1)],
+        ]
+    )
+    assert kernel.value("type(tuned.model('ddp')).__name__") == "Sequential"
+    kernel.run(f"first = {frame}.query('repeat == 1')")
+    best = "first.loc[first.groupby('strategy').held_out_loss.idxmin()]"
+    assert kernel.value(f"{best}.is_compared.tolist()") == "[True, True]"
+    assert kernel.value("first.is_compared.sum() == 2") == "True"
+    kernel.run(
+        "one = %ddp_compare ddp --task digits --epochs 1 --batch-size 64 --lr 0.1 "
+        "--no-baseline --devices 2 --compute 1ms/sample,2ms --eval-samples 90"
+    )
+    same = "first.query('strategy == \"ddp\" and is_compared').held_out_loss.item()"
+    assert kernel.value(f"{same} == one.to_frame().held_out_loss.item()") == "True"
+    stored = "ddpnb.load('tuned').comparison"
+    kernel.run("import ddpnb")
+    assert kernel.value(f"(len({stored}.runs), len({stored}.other_rates))") == "(4, 2)"
+
+
+def test_learning_rates_cannot_be_tried_with_an_optimizer_of_ones_own(kernel: Kernel):
+    own = "\ndef optimizer(params):\n    return torch.optim.SGD(params, lr=0.1)\n"
+    refused = kernel.run(CELL.replace("--name lines", "--lr 0.1,0.2") + own).error_text
+    assert (
+        "A choice of --lr is for the default optimizer, and the cell defines optimizer" in refused
+    )
+
+
 def test_two_comparisons_on_emulated_devices_are_the_same(kernel: Kernel):
     line = "dp ddp async --task digits --epochs 0.5 --devices 2 --slow 1:3x --eval-samples 90"
     kernel.run(f"one = %ddp_compare {line} --compute 1ms/sample,2ms")
