@@ -160,12 +160,24 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
         if unknown := [s.name for s in judged if math.isnan(s.held_out_metrics[name].middle)]:
             found.append(f"held-out {name} is NaN for {listed(unknown)}")
     if "memory per rank" in shown:
-        found.append("memory per rank: parameters and optimizer state, then the state alone")
+        found.append(f"memory per rank, of the one that holds most: {_memory_parts(summaries)}")
     found += _intervals(summaries)
     known = [s for s in summaries if s.num_held_out and math.isfinite(s.held_out_accuracy.middle)]
     if known:
         found.append(f"held-out accuracy: standard error {_accuracy_error(known)}")
     return tuple(found)
+
+
+def _memory_parts(summaries: Sequence[StrategySummary]) -> str:
+    """Return what the memory consists of, and of each strategy how much that is."""
+    known = [s for s in summaries if s.memory.total]
+    has_activations = any(s.memory.activations for s in known)
+    parts = "parameters + gradients + optimizer state" + " + activations" * has_activations
+    num = 4 if has_activations else 3
+    each = [f"{s.name} {' + '.join(map(size, s.memory[:num]))}" for s in known]
+    computed = any(s.is_computed for s in known) and not has_activations
+    note = "; computed for the published model, whose activations are not known" if computed else ""
+    return f"{parts}{note} ({'; '.join(each)})"
 
 
 def _intervals(summaries: Sequence[StrategySummary]) -> Iterator[str]:
@@ -248,13 +260,10 @@ def _exposed(summary: StrategySummary) -> Cell:
 
 
 def _memory(summary: StrategySummary) -> Cell:
-    parameters, state = summary.parameter_bytes, summary.optimizer_bytes
-    if math.isfinite(summary.peak_bytes):
-        return Cell(text=size(summary.peak_bytes), quiet="peak")
-    if math.isnan(parameters) and math.isnan(state):
+    memory = summary.memory
+    if not memory.total:
         return Cell(text=NOTHING)
-    both = sum(part for part in (parameters, state) if math.isfinite(part))
-    return Cell(text=size(both), quiet=f"{size(state)} state" if state > 0 else "")
+    return Cell(text=size(memory.total), quiet="peak" if memory.peak else "")
 
 
 def _receives_as_it_sends(summary: StrategySummary) -> bool:
