@@ -19,7 +19,6 @@ from ddpnb.reports.figures.rows import SLOW, MemoryRow, RankRow, RateRow, Row, S
 from ddpnb.reports.figures.series import Series
 from ddpnb.reports.style import MUTED, SMALL_POINTS, Style, style_of
 
-
 MOST_COLUMNS = 4
 LEAST_DIFFERENCE = 1.1
 """How many times as much memory is worth a column."""
