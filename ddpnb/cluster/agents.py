@@ -73,9 +73,8 @@ class AgentProcesses(Processes):
         while not future.done():
             if self.ended.is_set() and not future.done():
                 version = importlib.metadata.version("ddpnb")
-                raise UserError(
-                    self._starter.explain(self.name, self._exit_code(), self.log, version)
-                )
+                code = self._exit_code(CHECK_SECONDS)
+                raise UserError(self._starter.explain(self.name, code, self.log, version))
             if time.monotonic() > deadline:
                 raise UserError(
                     f"Host {self.name} has not answered within {timeout:g} s: it is too slow, or "

@@ -63,6 +63,11 @@ class ClusterSpec:
         """Whether the ranks are started by agents, on hosts that may be others."""
         return bool(self.hosts or self.engines or self.profile)
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether no GPU is used, whatever this machine has."""
+        return self.device == "cpu" or bool(self.devices)
+
     def __post_init__(self) -> None:
         if self.devices:
             self._stand_for(num_devices(self.devices))
@@ -82,7 +87,7 @@ class ClusterSpec:
             raise UserError(
                 f"--detach must be a number of seconds, 0 or more, not {self.detach_seconds:g}."
             )
-        if self.device == "cpu" and self.backend == "nccl":
+        if self.is_on_cpu and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
         self._check_hosts()
 
@@ -94,7 +99,6 @@ class ClusterSpec:
         if self.device == "cuda" or self.is_remote:
             raise UserError("Emulated devices are ranks on the CPU of this host: leave one out.")
         object.__setattr__(self, "num_ranks", num)
-        object.__setattr__(self, "device", "cpu")
 
     def _check_hosts(self) -> None:
         if self.engines and self.engines not in ENGINES:
@@ -258,7 +262,7 @@ class Placement:
 def asks_for_gpus(spec: ClusterSpec) -> bool:
     """Return whether ranks can be placed only once the fork server has listed the GPUs."""
     may_have_some = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
-    return spec.device == "cuda" or (spec.device == "auto" and may_have_some)
+    return spec.device == "cuda" or (not spec.is_on_cpu and may_have_some)
 
 
 def place_ranks(spec: ClusterSpec, num_gpus: int) -> Placement:
@@ -269,7 +273,7 @@ def place_ranks(spec: ClusterSpec, num_gpus: int) -> Placement:
     """
     if spec.device == "cuda" and num_gpus == 0:
         raise UserError("There is no GPU on this machine: use --device cpu, or leave it out.")
-    on_gpus = num_gpus > 0 and spec.device != "cpu"
+    on_gpus = num_gpus > 0 and not spec.is_on_cpu
     default = num_gpus if on_gpus else max(2, min(num_cores(), MAX_DEFAULT_CPU_RANKS))
     num_ranks = spec.num_ranks or default
     devices = tuple(f"cuda:{rank % num_gpus}" if on_gpus else "cpu" for rank in range(num_ranks))
@@ -293,7 +297,7 @@ def place_on_hosts(spec: ClusterSpec, hosts: Sequence[HostReport]) -> Placement:
         raise UserError(
             f"Host {without[0]} has no GPU and another has: use --device cpu, or leave it out."
         )
-    on_gpus = not without and spec.device != "cpu"
+    on_gpus = not without and not spec.is_on_cpu
     sizes, devices, backends = [], [], []
     for host, (_, asked) in zip(hosts, parse_hosts(spec.hosts), strict=True):
         num_gpus = host.num_gpus if on_gpus else 0

@@ -271,9 +271,9 @@ class Processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def _exit_code(self) -> int | None:
+    def _exit_code(self, timeout: float = 1.0) -> int | None:
         try:
-            return self._server.wait(1.0)
+            return self._server.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
 

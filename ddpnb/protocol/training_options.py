@@ -232,6 +232,11 @@ class TrainingSpec:
             parse_slow(text)
         parse_kills(self.kill)
         if self.emulated is not None:  # which is parsed
+            if self.min_seconds:
+                raise UserError(
+                    "--min-seconds outlasts noise, which emulated devices have none of: say with "
+                    "--epochs how long to train."
+                )
             return
         if self.link and self.devices == MEASURED:
             raise UserError("--link is a network between emulated devices: leave --devices out.")

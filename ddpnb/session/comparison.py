@@ -31,6 +31,7 @@ from ddpnb.session.errors import CellInterrupt, HangError, RankError
 from ddpnb.session.evaluation_budget import budgeted
 from ddpnb.session.functions import NotebookFunctions
 from ddpnb.session.laboratory import with_compute, with_devices
+from ddpnb.session.machine import OtherPrograms, disturbance
 from ddpnb.session.variables import pull
 
 STOP_INTERVAL_SECONDS = 0.3
@@ -82,6 +83,7 @@ class Training:
             KeyboardInterrupt: it was interrupted; the ranks have stopped.
         """
         errors: dict[str, Exception] = {}
+        load = OtherPrograms(state.pid for state in self.cluster.states)
         try:
             for number, spec in enumerate(self.specs):
                 if self._is_stopped or spec.strategy in errors:
@@ -98,6 +100,9 @@ class Training:
             result = ComparisonResult(self.recorder.comparison, self.options, self._model_of)
             self.live.finish(result)
             self.printed.show()
+            is_on_cores = all(state.device == "cpu" for state in self.cluster.states)
+            if is_on_cores and not self.cluster.spans_hosts and not self.specs[0].is_emulated:
+                print(disturbance(load.share(), len(self.cluster.ranks)), end="", file=sys.stderr)
         if errors:
             (_, first), *others = errors.items()
             for name, other in others:

@@ -378,16 +378,18 @@ def test_torchs_rendezvous_leads_to_the_store_of_the_cluster(cluster):
 
 
 def test_a_host_without_power_is_lost_and_the_others_are_freed(cluster, hosts, tmp_path):
+    """One of the others may wait for the rest of a message, and is killed."""
     cell = reducing(cluster, tmp_path)
     with hosts.unplugged("b"):
         assert finish(cell).seconds < SECONDS
-        assert set(cell.lost) == {2, 3}
+        freed = sorted(cell.failures)
+        assert freed
+        assert set(cell.lost) == {0, 1, 2, 3} - set(freed)
         assert "was lost with host b" in cell.lost[2]
-        assert set(cell.failures) == {0, 1}
-        assert pull(cluster, "kept", ranks=[0, 1]) == ["of rank 0", "of rank 1"]
+        assert pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
         left = hosts.processes("b")
     wait_until_gone(left)  # they would have gone without the network too, a little later
-    cluster.bring_back([2, 3])
+    cluster.bring_back(list(cluster.dead))
     assert total(cluster) == [4.0] * 4
 
 

@@ -297,7 +297,7 @@ def test_progress_before_the_first_step_and_while_evaluating():
     assert "ddp: evaluating" in progress_of(fake_comparison(()).with_runs([done])).text
     judged = replace(done, evaluating=Evaluating(2, 10, seconds=3.0))
     line = progress_of(fake_comparison(()).with_runs([judged]))
-    assert "evaluating 3 of 10 · 12.0 s left" in line.text
+    assert "evaluating 3 of 10 · 12 s left" in line.text
     assert line.share == pytest.approx(0.2)
 
 

@@ -108,6 +108,11 @@ def test_a_least_time_is_greater_than_none(text: str):
         make_training_spec({"task": "digits", "min_seconds": text})
 
 
+def test_emulated_devices_have_no_noise_to_outlast():
+    with pytest.raises(UserError, match="--epochs"):
+        make_training_spec({"task": "digits", "min_seconds": "4", "devices": "8"})
+
+
 NAN = float("nan")
 NAMED = {"strategies": ("ddp",)}
 

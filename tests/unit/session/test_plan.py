@@ -1,5 +1,6 @@
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_cpu_ranks_share_no_gpu():
     assert plan.devices == ("cpu", "cpu")
     assert plan.backend == "gloo"
     assert not plan.shares_device(0)
+
+
+def test_ranks_are_on_gpus_again_once_they_stand_for_no_devices():
+    emulated = ClusterSpec(devices="8")
+    assert place_ranks(emulated, 4).devices == ("cpu",) * 8
+    measured = replace(emulated, num_ranks=2, devices="")
+    assert place_ranks(measured, 4).devices == ("cuda:0", "cuda:1")
 
 
 @pytest.mark.parametrize(

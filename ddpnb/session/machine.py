@@ -1,0 +1,56 @@
+"""How much of this machine did other programs take?  (Kernel.)"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+
+import psutil
+
+LEAST_SHARE = 0.2
+"""Of the cores: what other programs take without a word."""
+
+
+class OtherPrograms:
+    """The processor time that others than this kernel and the ranks use from now on.
+
+    Args:
+        ranks: the process ids of the ranks, which may have children.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._pids = [os.getpid(), *ranks]
+        self._began = time.monotonic()
+        self._before = _busy_seconds() - self._own_seconds()
+
+    def share(self) -> float:
+        """Return the share of all cores that they have used: 0 to 1."""
+        used = _busy_seconds() - self._own_seconds() - self._before
+        cores = (time.monotonic() - self._began) * (os.cpu_count() or 1)
+        return min(max(used / cores, 0.0), 1.0) if cores > 0 else 0.0
+
+    def _own_seconds(self) -> float:
+        return sum(map(_seconds_of, self._pids))
+
+
+def disturbance(share: float, num_ranks: int) -> str:
+    """Return what is to be said of a training whose time was measured; empty where little was."""
+    if share < LEAST_SHARE:
+        return ""
+    return (
+        f"Other programs took {share:.0%} of this machine's cores while it trained, so the times "
+        f"are not to be trusted: end them, or add --devices {num_ranks}, which nothing disturbs.\n"
+    )
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times[:8]) - times.idle - getattr(times, "iowait", 0.0))
+
+
+def _seconds_of(pid: int) -> float:
+    """Return what a process and its children have used; 0 where it has ended."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return sum(sum(each.cpu_times()[:4]) for each in (process, *process.children()))
+    return 0.0
