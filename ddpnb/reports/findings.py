@@ -160,24 +160,16 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
         if unknown := [s.name for s in judged if math.isnan(s.held_out_metrics[name].middle)]:
             found.append(f"held-out {name} is NaN for {listed(unknown)}")
     if "memory per rank" in shown:
-        found.append(f"memory per rank, of the one that holds most: {_memory_parts(summaries)}")
+        is_known = any(s.memory.activations for s in summaries)
+        is_published = not is_known and any(s.is_computed for s in summaries)
+        held = "memory per rank" + ", computed for the published model" * is_published
+        rest = "and activations" if is_known else "(activations are not known)"
+        found.append(f"{held}: parameters, gradients, optimizer state {rest}, where it is most")
     found += _intervals(summaries)
     known = [s for s in summaries if s.num_held_out and math.isfinite(s.held_out_accuracy.middle)]
     if known:
         found.append(f"held-out accuracy: standard error {_accuracy_error(known)}")
     return tuple(found)
-
-
-def _memory_parts(summaries: Sequence[StrategySummary]) -> str:
-    """Return what the memory consists of, and of each strategy how much that is."""
-    known = [s for s in summaries if s.memory.total]
-    has_activations = any(s.memory.activations for s in known)
-    parts = "parameters + gradients + optimizer state" + " + activations" * has_activations
-    num = 4 if has_activations else 3
-    each = [f"{s.name} {' + '.join(map(size, s.memory[:num]))}" for s in known]
-    computed = any(s.is_computed for s in known) and not has_activations
-    note = "; computed for the published model, whose activations are not known" if computed else ""
-    return f"{parts}{note} ({'; '.join(each)})"
 
 
 def _intervals(summaries: Sequence[StrategySummary]) -> Iterator[str]:
