@@ -1,9 +1,8 @@
 """Does ``%ddp_predict``, fitted at 1 and 2 ranks, say how long a step takes at 3 and 4?
 
 Each task is compared on two ranks: ``single`` and ``no-comm``, which run along, and ``ddp``.  From
-that alone its steps on three and four ranks are predicted, as the machine is and over
-emulated links, and then measured.  It takes under four minutes, on a machine that must do nothing
-else.
+that alone its steps on three and four ranks are predicted, and then measured.  It takes under four
+minutes, on a machine that must do nothing else.
 """
 
 import statistics
@@ -17,8 +16,8 @@ from benchmarks.measure import Figure
 SECONDS = 3
 """Of each training."""
 FITTED, PREDICTED = 2, (3, 4)
-LIMITS = {"": "<= 0.15", "link": "<= 0.10"}
-"""Of the median error, as the machine is and over emulated links."""
+LIMIT = "<= 0.15"
+"""Of the median error."""
 
 MLP = textwrap.dedent(
     """
@@ -42,7 +41,6 @@ TASKS = {
     "MLP, 5 MB of gradients": f"source={MLP!r}",
 }
 """Their last batches are smaller than 256, which shows what a step costs however small it is."""
-LINKS = {"digits": "1Gbit,1ms", "MLP, 5 MB of gradients": "500Mbit,1ms"}
 
 PREPARE = """
 import os
@@ -54,7 +52,7 @@ COMPARE = """
 %%local
 try:
     result = ddpnb.compare(
-        "ddp", {task}, {link} batch_size=256, baseline={baseline}, name={name!r},
+        "ddp", {task}, batch_size=256, baseline={baseline}, name={name!r},
         min_seconds={seconds}, eval_every=1000,
     )
     frame = result.to_frame().set_index("strategy")
@@ -69,62 +67,57 @@ print(json.dumps([point.step_seconds for point in points]))
 
 
 def measure() -> Iterator[Figure]:
-    cases = [(task, "") for task in TASKS] + list(LINKS.items())
     with tempfile.TemporaryDirectory(prefix="ddpnb-bench-") as folder, kernel() as running:
         running.run(PREPARE.format(folder=folder))
         running.run("%load_ext ddpnb")
         running.run(f"%ddp_start -n {FITTED} --device cpu")
         running.run("ddpnb.advise()")
-        for task, link in cases:
-            _step(running, task, link, FITTED)
-        wanted = {case: _predicted(running, *case) for case in cases}
-        found: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
+        for task in TASKS:
+            _step(running, task, FITTED)
+        wanted = {task: _predicted(running, task) for task in TASKS}
+        found: dict[str, list[float]] = {task: [] for task in TASKS}
         for num_ranks in PREDICTED:
             running.run(f"%ddp_restart -n {num_ranks}")
-            for task, link in cases:
-                found[task, link].append(_step(running, task, link, num_ranks))
+            for task in TASKS:
+                found[task].append(_step(running, task, num_ranks))
         running.run("%ddp_stop")
-    errors: dict[str, list[float]] = {"": [], "link": []}
-    for (task, link), steps in found.items():
-        for num_ranks, wants, step in zip(PREDICTED, wanted[task, link], steps, strict=True):
-            errors["link" if link else ""].append(abs(wants / step - 1))
-            over = f" over {link}" if link else ""
+    errors: list[float] = []
+    for task, steps in found.items():
+        for num_ranks, wants, step in zip(PREDICTED, wanted[task], steps, strict=True):
+            errors.append(abs(wants / step - 1))
             yield Figure(
-                name=f"a step of ddp, predicted and measured: {task}{over}, {num_ranks} ranks",
+                name=f"a step of ddp, predicted and measured: {task}, {num_ranks} ranks",
                 unit="ms",
                 ours=[1e3 * wants],
                 theirs=[1e3 * step],
             )
-    for kind, limit in LIMITS.items():
-        where = "over emulated links" if kind else "as the machine is"
-        yield Figure(
-            name=f"error of the predicted step at 3 and 4 ranks, median over tasks, {where}",
-            unit="share",
-            ours=errors[kind],
-            limit=limit,
-            note=f"mean {statistics.fmean(errors[kind]):.3f}",
-        )
+    yield Figure(
+        name="error of the predicted step at 3 and 4 ranks, median over tasks",
+        unit="share",
+        ours=errors,
+        limit=LIMIT,
+        note=f"mean {statistics.fmean(errors):.3f}",
+    )
 
 
-def _step(running: Kernel, task: str, link: str, num_ranks: int) -> float:
+def _step(running: Kernel, task: str, num_ranks: int) -> float:
     """Train, and return the seconds of a step of ``ddp``."""
     source = COMPARE.format(
         task=TASKS[task],
-        link=f"link={link!r}," if link else "",
         baseline=num_ranks == FITTED,
-        name=_name(task, link, num_ranks),
+        name=_name(task, num_ranks),
         seconds=SECONDS,
     )
     return float(str(running.value(source.lstrip())))
 
 
-def _predicted(running: Kernel, task: str, link: str) -> list[float]:
+def _predicted(running: Kernel, task: str) -> list[float]:
     ranks = ",".join(map(str, PREDICTED))
-    found = running.value(PREDICT.format(ranks=ranks, name=_name(task, link, FITTED)))
+    found = running.value(PREDICT.format(ranks=ranks, name=_name(task, FITTED)))
     assert isinstance(found, list)
     return found
 
 
-def _name(task: str, link: str, num_ranks: int) -> str:
-    words = "".join(letter if letter.isalnum() else "-" for letter in f"{task} {link}")
+def _name(task: str, num_ranks: int) -> str:
+    words = "".join(letter if letter.isalnum() else "-" for letter in task)
     return f"{words}-{num_ranks}"

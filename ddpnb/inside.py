@@ -224,7 +224,7 @@ def predict(
     Args:
         ranks: numbers of ranks, ``[1, 2, 64]`` or ``"1,2,64"``.
         link: between the ranks, or with ``hosts`` between hosts: ``"100GbE"`` or ``"1Gbit,0.5ms"``.
-            By default this machine, as it was measured.
+            By default this machine, as it was measured, or the devices that were emulated.
         strategies: ``"ddp,async,async-shards=4"``, or a list; by default those compared.
         hosts: ranks on each host.
         inside: the link between the ranks of a host.

@@ -95,9 +95,9 @@ MUTANTS = [
     ),
     Mutant(
         "an emulated all-reduce is one message too long",
-        "rank/collectives/table.py",
-        "    number = 2 * (num_ranks - 1)",
-        "    number = 2 * num_ranks - 1",
+        "protocol/costs.py",
+        "_halves(size, n, 2 * (n - 1)),",
+        "_halves(size, n, 2 * n - 1),",
         "tests/unit/rank/test_laboratory.py",
     ),
     Mutant(
@@ -199,11 +199,11 @@ MUTANTS = [
         "tests/unit/reports/test_tables.py",
     ),
     Mutant(
-        "gradients can be there before the backward pass ends",
-        "scaling/simulate.py",
-        "    ends = [backward]",
-        "    ends = [0.0]",
-        "tests/unit/scaling/test_simulation.py",
+        "a bucket is sent while the link still has another",
+        "protocol/costs.py",
+        "begin = max(last_ready, free)",
+        "begin = last_ready",
+        "tests/unit/test_costs.py -k one_link",
     ),
 ]
 

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from ddpnb.history.model import RunSnapshot
+from ddpnb.history.tuning import split
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.protocol.options import Option
@@ -38,7 +39,9 @@ class Comparison:
     specs: tuple[RunSpec, ...] = ()
     """All runs that were asked for, in the order of training."""
     runs: tuple[RunSnapshot, ...] = ()
-    """All runs that have begun."""
+    """The runs that have begun and are compared."""
+    other_rates: tuple[RunSnapshot, ...] = ()
+    """Those at learning rates that are not a strategy's best: see ``tuning``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     """Of several comparisons together: what is known not to be the same in their environments."""
@@ -50,13 +53,21 @@ class Comparison:
         return tuple(dict.fromkeys(names))
 
     @property
+    def all_runs(self) -> tuple[RunSnapshot, ...]:
+        """All runs that have begun, in this order."""
+        if not self.other_rates:
+            return self.runs
+        return tuple(sorted((*self.runs, *self.other_rates), key=lambda run: run.created))
+
+    @property
     def measured(self) -> tuple[str, ...]:
         """The names of the further numbers that steps of these runs reported beside the loss."""
         return tuple(dict.fromkeys(name for run in self.runs for name in run.metric_curves))
 
     def with_runs(self, runs: Sequence[RunSnapshot]) -> "Comparison":
         """Return this comparison with other runs, or the same runs at another moment."""
-        return replace(self, runs=tuple(runs))
+        compared, other_rates = split(runs)
+        return replace(self, runs=compared, other_rates=other_rates)
 
 
 def overlay(comparisons: Sequence[Comparison]) -> Comparison:
@@ -64,7 +75,7 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
     assert comparisons, "nothing to overlay"
     if len(comparisons) == 1:
         return comparisons[0]
-    runs = {run.run_id: run for comparison in comparisons for run in comparison.runs}
+    runs = {run.run_id: run for comparison in comparisons for run in comparison.all_runs}
     environments = [comparison.environment for comparison in comparisons]
     return Comparison(
         comparison_id="+".join(comparison.comparison_id for comparison in comparisons),
@@ -72,10 +83,9 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
         created=max(comparison.created for comparison in comparisons),
         task=_common([comparison.task for comparison in comparisons]),
         source=_common([comparison.source for comparison in comparisons]),
-        runs=tuple(runs.values()),
         environment=_common_items(environments),
         differing=_differing(environments),
-    )
+    ).with_runs(list(runs.values()))
 
 
 def environment() -> dict[str, str]:
@@ -216,5 +226,7 @@ def _words(spec: RunSpec) -> list[str]:
         if name == "batch_size" and spec.batch_per_worker is not None:
             continue
         elif name != "task":
-            words += option.words(getattr(spec, name))
+            words += option.words(
+                spec.rate_words if option.most_values > 1 else getattr(spec, name)
+            )
     return words

@@ -25,6 +25,7 @@ from ddpnb.cluster.profile import profiles
 from ddpnb.cluster.run_folder import detached
 from ddpnb.compat.python_internals import options_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
+from ddpnb.protocol.costs import ALL_REDUCES, BEST
 from ddpnb.protocol.devices import CARDS, MODELS
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.notation import LINKS
@@ -33,7 +34,6 @@ from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, TRACE
 from ddpnb.protocol.training_options import training_options
 from ddpnb.reports.script import EXPORTED
 from ddpnb.reports.style import ACROSS
-from ddpnb.scaling.links import ALGORITHMS, PRESETS
 from ddpnb.scaling.model import PREDICTABLE
 from ddpnb.session.session import this_session
 
@@ -153,6 +153,8 @@ VALUES = {
     "--backend": BACKENDS,
     "--engines": ENGINES,
     "--link": tuple(LINKS),
+    "--inside": tuple(LINKS),
+    "--device-link": tuple(LINKS),
     "--devices": tuple(f"8x{card}" for card in CARDS),
     "--as": tuple(MODELS),
     "--x": ACROSS,
@@ -207,13 +209,11 @@ def following(
             yield from of_kind("strategy", choices(exported, prefix))
         case _ if name == "ddp_run" and any(word.endswith(".py") for word in words):
             return  # the script's own arguments
-        case "--link" | "--inside" if name == "ddp_predict":
-            yield from of_kind("value", PRESETS)
         case "--y" if name == "ddp_plot":
             with contextlib.suppress(UserError):  # none of the words is a run
                 yield from of_kind("number", this_session().measured(words[1:]))
         case "--algorithm":
-            yield from of_kind("value", ALGORITHMS)
+            yield from of_kind("value", (*ALL_REDUCES, BEST))
         case "--strategies":
             before = prefix[: prefix.rfind(",") + 1]
             yield from of_kind("strategy", (f"{before}{each}" for each in PREDICTABLE))

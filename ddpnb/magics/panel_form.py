@@ -220,6 +220,8 @@ def _control(option: Option, value: Any) -> Any:
     if option.choices:
         return widgets.Dropdown(options=option.choices, value=value, **label)
     kinds = {bool: widgets.Checkbox, int: widgets.IntText, float: widgets.FloatText}
+    if option.most_values > 1:
+        return _text(value=f"{value:g}", **label)
     if value is not None and option.value_kind in kinds and option.from_text is None:
         return kinds[option.value_kind](value=value, **label)
     return _text(placeholder=option.example, **label)

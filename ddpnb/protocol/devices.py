@@ -15,9 +15,19 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import UNIT_LATENCIES, UNIT_RATES, LinkSpec, parse_link
+from ddpnb.protocol.notation import (
+    LINKS,
+    UNIT_LATENCIES,
+    UNIT_RATES,
+    LinkSpec,
+    parse_link,
+    slower_of,
+)
 
 MAX_DEVICES = 64
+FORWARD_SHARE = 1 / 3
+"""Of a step's computing: a backward pass has two matrix products for each of the forward pass
+(Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)."""
 
 
 class Compute(NamedTuple):
@@ -48,9 +58,9 @@ class PublishedModel:
 
 
 CARDS: Mapping[str, LinkSpec] = {
-    "V100": LinkSpec(bits_per_second=960e9, latency_seconds=3.4e-6),
-    "A100": LinkSpec(bits_per_second=1840e9, latency_seconds=3.4e-6),
-    "T4": LinkSpec(bits_per_second=80e9, latency_seconds=5.7e-6),
+    "V100": LINKS["NVLink-V100"],
+    "A100": LINKS["NVLink-A100"],
+    "T4": LINKS["pcie3"],
 }
 """The link between cards of a host."""
 
@@ -59,8 +69,8 @@ DDP_SECONDS_PER_TENSOR = 19e-6
 REPLICA_SECONDS_PER_TENSOR = 29e-6
 """What Python takes to call one replica of DataParallel; its threads take turns."""
 
-HOST_LINK = LinkSpec(bits_per_second=96e9, latency_seconds=9.6e-6)
-"""Between hosts where no other is given: 100 Gbit/s, as NCCL reckons with."""
+HOST_LINK = LINKS["100GbE"]
+"""Between hosts where no other is given."""
 
 CORE_LINK = LinkSpec(bits_per_second=12e9, latency_seconds=50e-6)
 """Between devices that are as fast as a core: about what gloo reaches within a host."""
@@ -146,15 +156,16 @@ class Devices:
         """What Python takes for each replica of DataParallel in a step."""
         return REPLICA_SECONDS_PER_TENSOR * MODELS[self.model].num_tensors if self.model else 0.0
 
+    @property
+    def num_per_host(self) -> int:
+        """How many devices a host has."""
+        return -(-self.num // self.num_hosts)
+
     def link_between(self, ranks: Collection[int]) -> LinkSpec:
         """Return the link over which ranks exchange; a ring of several hosts has both."""
-        per_host = -(-self.num // self.num_hosts)
-        if len({rank // per_host for rank in ranks}) < 2:
+        if len({rank // self.num_per_host for rank in ranks}) < 2:
             return self.device_link
-        return LinkSpec(
-            bits_per_second=min(self.device_link.bits_per_second, self.host_link.bits_per_second),
-            latency_seconds=max(self.device_link.latency_seconds, self.host_link.latency_seconds),
-        )
+        return slower_of(self.device_link, self.host_link)
 
 
 _DEVICES = re.compile(r"(\d+)(?:x([A-Za-z]\w*))?(?:/(\d+))?")

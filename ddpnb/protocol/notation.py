@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpnb.protocol.catalogue import CELL_TASK, REMOVED, STRATEGIES, TASKS, Entry
-from ddpnb.protocol.errors import UserError, advice, one_of
+from ddpnb.protocol.errors import UserError, advice, closest, one_of
 from ddpnb.protocol.options import Value
 
 # -- strategies and tasks ------------------------------------------------------------------
@@ -238,13 +238,34 @@ class LinkSpec:
         return f"{_bits(self.bits_per_second)} and {_milliseconds(self.latency_seconds)}"
 
 
+def _gigabits(rate: float, microseconds: float) -> LinkSpec:
+    return LinkSpec(bits_per_second=rate * 1e9, latency_seconds=microseconds * 1e-6)
+
+
 LINKS: Mapping[str, LinkSpec] = {
-    "10GbE": LinkSpec(bits_per_second=10e9, latency_seconds=20e-6),
-    "1GbE": LinkSpec(bits_per_second=1e9, latency_seconds=50e-6),
-    "wifi": LinkSpec(bits_per_second=200e6, latency_seconds=2e-3),
-    "pcie4": LinkSpec(bits_per_second=200e9, latency_seconds=10e-6),
+    "wifi": _gigabits(0.2, 2000),
+    "1GbE": _gigabits(1, 50),
+    "10GbE": _gigabits(10, 20),
+    "25GbE": _gigabits(25, 20),
+    "100GbE": _gigabits(96, 9.6),
+    "InfiniBand-HDR": _gigabits(200, 5),
+    "InfiniBand-NDR": _gigabits(400, 5),
+    "pcie3": _gigabits(80, 5.7),
+    "pcie4": _gigabits(200, 10),
+    "pcie5": _gigabits(400, 10),
+    "NVLink-V100": _gigabits(960, 3.4),
+    "NVLink-A100": _gigabits(1840, 3.4),
+    "NVLink-H100": _gigabits(2880, 3.4),
 }
-"""Typical links by name: what a TCP stream, or over PCIe 4.0 x16 a copy, really reaches."""
+"""Typical links by name; ``docs/laboratory.md`` says where each figure is from."""
+
+
+def slower_of(first: LinkSpec, second: LinkSpec) -> LinkSpec:
+    """Return the link of a ring that has both in it: the lower rate, the longer latency."""
+    return LinkSpec(
+        bits_per_second=min(first.bits_per_second, second.bits_per_second),
+        latency_seconds=max(first.latency_seconds, second.latency_seconds),
+    )
 
 
 def parse_link(text: str) -> LinkSpec:
@@ -254,9 +275,9 @@ def parse_link(text: str) -> LinkSpec:
         return LINKS[text]
     found = _LINK.fullmatch(text)
     if found is None:
+        named = closest(text, LINKS) or f"one of {', '.join(LINKS)}"
         raise UserError(
-            f"There is no link {text!r}: write rate and latency, as in 1Gbit,0.5ms, "
-            f"or one of {', '.join(LINKS)}."
+            f"There is no link {text!r}: write rate and latency, as in 1Gbit,0.5ms, or {named}."
         )
     if found[3] is None:
         raise UserError(f"--link {text} has no latency: write both, as in {text},0.5ms.")

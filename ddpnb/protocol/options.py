@@ -9,7 +9,7 @@ import inspect
 import keyword
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from numbers import Integral, Real
@@ -53,6 +53,8 @@ class Option:
     """A value, for the help."""
     label: str = ""
     """Of its control in the panel; empty: it has no control."""
+    most_values: int = 1
+    """How many values may be given, to be tried in turn."""
 
     @property
     def keyword(self) -> str:
@@ -105,6 +107,21 @@ class Option:
             except ValueError:
                 value = given  # refused below
         return self.validate(name, value, given)
+
+    def read_several(self, name: str, given: object) -> tuple[Any, ...]:
+        """Return the valid values in ``"0.02,0.05"`` or in a list; raises as ``read``."""
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            parts: list[Any] = given.split(",") if isinstance(given, str) else [given]
+        else:
+            parts = list(given)
+        if len(parts) > 1 and any(isinstance(part, str) and not part.strip() for part in parts):
+            raise UserError(f"{name} {given} lacks a value beside a comma: write 0.02,0.05.")
+        values = tuple(self.read(name, part) for part in parts)
+        if twice := [value for value in values if values.count(value) > 1]:
+            raise UserError(f"{name} has {twice[0]:g} twice: give each value once.")
+        if not 1 <= len(values) <= self.most_values:
+            raise UserError(f"{name} takes 1 to {self.most_values} values, not {len(values)}.")
+        return values
 
     def validate(self, name: str, value: object, given: object = None) -> Any:
         """Return a value, converted by ``as_kind``, if it is valid; raises as ``read``.

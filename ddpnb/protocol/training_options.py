@@ -80,8 +80,12 @@ class TrainingSpec:
         "--lr",
         above=0,
         label="learning rate",
-        about="learning rate of the default optimizer, SGD",
+        most_values=6,
+        about="learning rate of the default optimizer, SGD; of several, 0.02,0.05,0.1, each "
+        "strategy is compared at its best by held-out loss",
     )
+    rates: tuple[float, ...] = ()
+    """The learning rates that every strategy tries; empty: ``learning_rate`` alone."""
     momentum: float = _training(
         0.0,
         "--momentum",
@@ -268,6 +272,11 @@ class TrainingSpec:
         return self.batch_per_worker * num_workers
 
     @property
+    def rate_words(self) -> str:
+        """The learning rates as users write them: ``"0.05"``, ``"0.02,0.05"``."""
+        return ",".join(f"{rate:.12g}" for rate in self.rates or (self.learning_rate,))
+
+    @property
     def batch_words(self) -> str:
         """The global batch as users read it: ``"256"``, ``"64 per worker"``."""
         if self.batch_per_worker is None:
@@ -301,11 +310,16 @@ def make_training_spec(
             f"{fixed} fixes the global batch, and {grown} lets it grow with the workers: "
             "leave one of them out."
         )
-    fields = {
-        name: option.read(option.keyword if in_python else option.flag, choices[option.keyword])
-        for name, option in training_options()
-        if option.keyword in choices
-    }
+    fields = {}
+    for name, option in training_options():
+        if option.keyword not in choices:
+            continue
+        called, given = option.keyword if in_python else option.flag, choices[option.keyword]
+        if option.most_values == 1:
+            fields[name] = option.read(called, given)
+            continue
+        values = option.read_several(called, given)
+        fields |= {name: values[0], "rates": values if len(values) > 1 else ()}
     return TrainingSpec(**fields, **others)
 
 

@@ -88,12 +88,12 @@ def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
 
 
 class TrainedModels:
-    """The trained models of the latest comparison, the last one of each strategy (rank 0)."""
+    """The latest comparison's trained models, the last of each strategy and rate (rank 0)."""
 
     def __init__(self) -> None:
         self._comparison = ""
-        self._kept: dict[str, tuple[str, nn.Module, dict[str, Any]]] = {}
-        """By strategy: the run's id, its model, and the weights that it was trained to."""
+        self._kept: dict[tuple[str, float], tuple[str, nn.Module, dict[str, Any]]] = {}
+        """By strategy and learning rate: the run's id, its model, and the weights it ended with."""
 
     def keep(self, spec: RunSpec, model: object) -> None:
         """Keep a run's model in place of that of the repeat before."""
@@ -102,7 +102,7 @@ class TrainedModels:
             self._kept.clear()
         if isinstance(model, nn.Module):
             weights = copy.deepcopy(model.state_dict())  # the model is lent to the snapshots
-            self._kept[spec.strategy] = spec.run_id, model, weights
+            self._kept[spec.strategy, spec.learning_rate] = spec.run_id, model, weights
 
     def of(self, run_id: str) -> nn.Module:
         """Return the model of a run, on the CPU and without gradients."""

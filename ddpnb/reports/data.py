@@ -75,12 +75,15 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
         for run in comparison.runs
         if not run.is_running
     }
-    return pd.DataFrame(
+    frame = pd.DataFrame(
         [
             _run_row(run) | _efficiency(run, rates) | _speed_ratio(run, ratios)
-            for run in comparison.runs
+            for run in comparison.all_runs
         ]
     )
+    if comparison.other_rates:
+        frame["is_compared"] = [run in comparison.runs for run in comparison.all_runs]
+    return frame
 
 
 def evaluations_frame(comparison: Comparison) -> "pd.DataFrame":
@@ -120,7 +123,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
             "source": comparison.source,
             "environment": dict(comparison.environment),
         },
-        "runs": [_run(run) for run in comparison.runs],
+        "runs": [_run(run) for run in comparison.all_runs],
     }
 
 

@@ -25,8 +25,10 @@ from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import (
     NOTHING,
+    choice_of_rates,
     emulated_devices,
     labels,
+    learning_rates,
     listed,
     notes,
     number,
@@ -63,13 +65,16 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
         for key in [(s.comparison, s.name)]
     )
     columns = [(Column(title="strategy"), heads)]
+    if rates := learning_rates(comparison):
+        cells = tuple(Cell(text=rates.get((s.comparison, s.name), NOTHING)) for s in summaries)
+        columns.append((Column(title="lr", is_number=True), cells))
     is_classified = any(math.isfinite(s.held_out_accuracy.middle) for s in summaries)
     for name, cell_of in _columns_of(summaries).items():
         cells = tuple(map(cell_of, summaries))
         is_redundant = is_classified and name == "held-out loss"  # still in to_frame()
         is_redundant |= name == "workers" and not _workers_differ(summaries)
         is_redundant |= name == "received per step" and all(map(_receives_as_it_sends, summaries))
-        is_redundant |= name in ONLY_DIFFERENCES and len({cell.text for cell in cells}) == 1
+        is_redundant |= name == "memory per rank" and len({cell.text for cell in cells}) == 1
         if not is_redundant and any(cell.text != NOTHING for cell in cells):
             columns.append((Column(title=name, is_number=True), cells))
         if name == "samples/s" and target is not None:
@@ -110,6 +115,8 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
     text = "; ".join(part for part in parts if part) or _alone(done, called)
     if not text:
         return "Nothing has finished yet."
+    if rates := choice_of_rates(comparison):
+        text += f"; {rates}"
     if devices := emulated_devices(comparison):
         text += f"; all of it on {devices}"
     is_name = text.startswith(tuple(called.values()))  # names keep their lower case
@@ -329,14 +336,10 @@ def _last(name: str, summary: StrategySummary) -> Cell:
     return _of(summary.last_metrics.get(name, Spread()))
 
 
-ONLY_DIFFERENCES = ("memory per rank",)
-"""Columns that are left out where all rows are the same."""
-
-
 def _alone(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
     """Return the speeds of runs that cannot be compared with any other."""
-    known = [s for s in done if math.isfinite(_speed(s))]
-    return listed([f"{called[id(s)]} ran at {number(_speed(s))} samples/s" for s in known])
+    rates = [(called[id(s)], s.samples_per_second.middle) for s in done]
+    return listed([f"{name} ran at {number(r)} samples/s" for name, r in rates if math.isfinite(r)])
 
 
 def _speeds(done: Sequence[StrategySummary], called: dict[int, str], ratios: Ratios) -> str:
@@ -446,7 +449,3 @@ def _failures(summary: StrategySummary, name: str) -> str:
     if summary.status in (Status.FAILED, Status.STOPPED):
         parts.append(f"{name} {'failed' if summary.status is Status.FAILED else 'was stopped'}")
     return "; ".join(parts)
-
-
-def _speed(summary: StrategySummary) -> float:
-    return summary.samples_per_second.middle

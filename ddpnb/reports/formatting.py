@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ddpnb.history.comparison import Comparison, body_of
+from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.history.summary import (
     SHORT_SECONDS,
     StrategyKey,
@@ -12,6 +13,7 @@ from ddpnb.history.summary import (
     group_runs,
     is_emulated,
 )
+from ddpnb.history.tuning import has_diverged, has_score, held_out_loss, is_tried, tried
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import training_options
@@ -118,6 +120,9 @@ def title(comparison: Comparison) -> str:
     devices = dict.fromkeys(header.device.split(":")[0] for header in headers)
     parts = [" and ".join(tasks)]
     parts += [f"global batch {' and '.join(batches)}"] if batches else []
+    nums = {len(s.rates) for s in specs if not s.is_ceiling}
+    if len(nums) == 1 and nums != {0}:
+        parts.append(f"best of {nums.pop()} lr")
     emulated = emulated_devices(comparison)
     if headers and not emulated:
         workers = counted(max(header.num_workers for header in headers), "worker")
@@ -151,6 +156,9 @@ def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tup
         note if len(names) == len(summaries) and not is_alone else f"{', '.join(names)}: {note}"
         for note, names in strategies.items()
     ]
+    if groups := tried(comparison.all_runs):
+        each = [f"{named[key]} {', '.join(map(_at_rate, runs))}" for key, runs in groups.items()]
+        found.append(f"held-out loss by lr: {'; '.join(each)}")
     if short_ones := [named[s.comparison, s.name] for s in summaries if s.is_short]:
         which = "the runs" if len(short_ones) == len(summaries) else listed(short_ones)
         found.append(
@@ -158,6 +166,33 @@ def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tup
             f"--min-seconds {SHORT_SECONDS:g} makes runs longer"
         )
     return tuple(found)
+
+
+def learning_rates(comparison: Comparison) -> dict[StrategyKey, str]:
+    """Return the learning rate of each strategy; empty where it was one for all."""
+    specs = {key: runs[0].spec for key, runs in group_runs(comparison.runs).items()}
+    rates = {key: s.learning_rate for key, s in specs.items() if s and not s.is_ceiling}
+    is_one = len(set(rates.values())) == 1 and not any(s.rates for s in specs.values() if s)
+    return {} if is_one else {key: f"{rate:g}" for key, rate in rates.items()}
+
+
+def choice_of_rates(comparison: Comparison) -> str:
+    """Return how the strategies got their learning rates, as a clause; empty if from the user."""
+    named, groups = labels(comparison), tried(comparison.all_runs)
+    won = {key for key, runs in groups.items() if any(has_score(r) and is_tried(r) for r in runs)}
+    best = [named[key] for key in groups if key in won]
+    lost = [named[key] for key, runs in groups.items() if all(map(has_diverged, runs))]
+    parts = []
+    if best:
+        who = best[0] if len(best) == 1 else f"{listed(best)} each"
+        who = "each" if 1 < len(best) == len(learning_rates(comparison)) else who
+        num = max(len(runs[0].spec.rates) for runs in groups.values() if runs[0].spec)
+        is_whole = all(sum(map(is_tried, runs)) == num for runs in groups.values())
+        most = "" if is_whole else "at most "
+        parts.append(f"{who} at its best of {most}{num} learning rates by held-out loss")
+    if lost:
+        parts.append(f"{listed(lost)} diverged at every learning rate: the smallest is shown")
+    return "; ".join(parts)
 
 
 def differences(specs: Sequence[RunSpec]) -> list[str]:
@@ -172,6 +207,14 @@ def differences(specs: Sequence[RunSpec]) -> list[str]:
     return differing + (["the cell's code"] if len(cells) > 1 else [])
 
 
+def _at_rate(run: RunSnapshot) -> str:
+    """Return e.g. ``0.05: 0.31``, with the held-out loss or what came in its place."""
+    rate = f"{run.spec.learning_rate:g}" if run.spec else NOTHING
+    if run.status is not Status.FINISHED:
+        return f"{rate}: {run.status.value}"
+    return f"{rate}: {'diverged' if has_diverged(run) else number(held_out_loss(run))}"
+
+
 def listed(parts: Sequence[str]) -> str:
     """Return ``"a, b and c"``."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
@@ -181,4 +224,6 @@ def _choice(spec: RunSpec, name: str) -> object:
     value = getattr(spec, name)
     if name == "seed" and spec.data_seed is not None:  # each repeat has a seed of its own
         return spec.data_seed
+    if name == "learning_rate" and spec.rates:  # each strategy is compared at its best
+        return spec.rates
     return value

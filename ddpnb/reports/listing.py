@@ -83,6 +83,8 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
     run = repeats[0]
     style = style_of(run.name)
     endings = sorted({ending(repeat.status, repeat.detail) for repeat in repeats})
+    if run.spec and run.spec.rates:
+        endings.append(f"--lr {run.spec.rate_words}")
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
     return table_row(
         Cell(text=f"{run.comparison}/{run.name}", dot=style.colour, is_hollow=style.is_hollow),
@@ -142,26 +144,25 @@ class Details:
         settings = {"started": started, "strategies": " ".join(comparison.strategies)}
         specs = tuple(spec for spec in specs if not spec.is_ceiling) or specs
         hidden = ["run_id", "strategy", "repeat", "data_seed", "is_ceiling", "source", "cell"]
-        hidden += ["models"]
+        hidden += ["models", "rates"]
         for entry in dataclasses.fields(specs[0]) if specs else ():
             values = dict.fromkeys(_setting_text(getattr(spec, entry.name)) for spec in specs)
             if entry.name not in hidden:
                 settings[entry.name.removeprefix("num_").replace("_", " ")] = " and ".join(values)
         if specs:
             settings["repeats"] = str(max(spec.repeat for spec in specs) + 1)
-        settings |= {
-            f"model of {spec.strategy}#{spec.repeat + 1}": str(p) for spec, p in _models(specs)
-        }
+        settings |= {f"model of {name}": str(path) for name, path in _models(specs)}
         table = pairs_table(comparison.name, settings)
         return dataclasses.replace(table, notes=notes(comparison, summarise(comparison)))
 
 
-def _models(specs: Sequence[RunSpec]) -> Iterator[tuple[RunSpec, Path]]:
-    """Yield the runs that saved their trained model, each with its file."""
+def _models(specs: Sequence[RunSpec]) -> Iterator[tuple[str, Path]]:
+    """Yield the name of each run that saved its trained model, and the file."""
     for spec in specs:
         path = spec.model_file
+        at = f" at lr {spec.learning_rate:g}" if spec.rates and spec.repeat == 0 else ""
         if path is not None and path.is_file():
-            yield spec, path
+            yield f"{spec.strategy}#{spec.repeat + 1}{at}", path
 
 
 def _setting_text(value: object) -> str:

@@ -198,10 +198,10 @@ class LiveText:
         self._next_seconds = time.monotonic() + REDRAW_SECONDS
         if sys.stderr.isatty():
             self._guard.draw(lambda: sys.stderr.write(f"\r\x1b[K{progress_of(comparison)!r}"))
-        elif comparison.runs and comparison.runs[-1].run_id != self._last_run:
-            self._last_run = comparison.runs[-1].run_id
-            run, number = comparison.runs[-1], len(comparison.runs)
-            sys.stderr.write(f"run {number} of {len(comparison.specs)}: {run.name}\n")
+        elif (runs := comparison.all_runs) and runs[-1].run_id != self._last_run:
+            self._last_run = runs[-1].run_id
+            number, num_planned = len(runs), len(comparison.specs)
+            sys.stderr.write(f"run {number} of {num_planned}: {runs[-1].name}\n")
         sys.stderr.flush()
 
     def finish(self, result: ComparisonResult) -> None:

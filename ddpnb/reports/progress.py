@@ -52,16 +52,17 @@ def progress_of(comparison: Comparison) -> Progress:
     E.g. ``ddp, repeat 1 of 3: 63 % · 812 samples/s · loss 0.41 | run 2 of 12: 12 s left, about
     2 min 5 s in all``.
     """
-    num_planned = max(len(comparison.specs), len(comparison.runs))
-    if not comparison.runs:
+    runs = comparison.all_runs
+    num_planned = max(len(comparison.specs), len(runs))
+    if not runs:
         first = comparison.strategies[0] if comparison.strategies else "the first run"
         return Progress(text=f"{first}: starting", share=0.0, colour=style_of(first).colour)
-    run = comparison.runs[-1]
+    run = runs[-1]
     share = _share(run)
     text = " · ".join([_what(run, comparison) + f": {_state(run, share)}", *_numbers(run)])
     left = _seconds_left(run, share)
     if num_planned > 1:
-        text += f" | run {len(comparison.runs)} of {num_planned}"
+        text += f" | run {len(runs)} of {num_planned}"
         text += f": {duration(left)} left{_in_all(comparison, left)}" if left is not None else ""
     elif left is not None:
         text += f" · {duration(left)} left"
@@ -79,9 +80,10 @@ def _share(run: RunSnapshot) -> float:
 
 
 def _what(run: RunSnapshot, comparison: Comparison) -> str:
-    repeats = [spec for spec in comparison.specs if spec.strategy == run.name]
+    num = max((s.repeat + 1 for s in comparison.specs if s.strategy == run.name), default=1)
     label = labels(comparison)[run.comparison, run.name]
-    return f"{label}, repeat {run.repeat + 1} of {len(repeats)}" if len(repeats) > 1 else label
+    label += f" at lr {run.spec.learning_rate:g}" if run.spec and run.spec.rates else ""
+    return f"{label}, repeat {run.repeat + 1} of {num}" if num > 1 else label
 
 
 def _state(run: RunSnapshot, share: float) -> str:
@@ -116,7 +118,8 @@ def _in_all(comparison: Comparison, left: float) -> str:
 
     A planned run is expected to take as long as earlier runs of its strategy, or else of all.
     """
-    runs, to_come = comparison.runs, comparison.specs[len(comparison.runs) :]
+    runs = comparison.all_runs
+    to_come = comparison.specs[len(runs) :]
     seconds_of: dict[str, list[float]] = {}
     for run, following in pairwise(runs):
         seconds_of.setdefault(run.name, []).append(following.created - run.created)

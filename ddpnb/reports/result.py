@@ -321,7 +321,7 @@ def _settings(comparison: Comparison) -> str:
         "task": spec.task,
         "passes over the data": f"{spec.num_epochs:g}",
         "global batch": spec.batch_words,
-        "learning rate": f"{spec.learning_rate:g}",
+        "learning rate": spec.rate_words,
         "momentum": f"{spec.momentum:g}",
         "seed": str(spec.seed),
         "warm-up steps, not timed": str(spec.num_warmup_steps),

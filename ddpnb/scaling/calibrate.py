@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpnb.protocol.devices import FORWARD_SHARE, Devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LinkSpec
-from ddpnb.scaling.links import Network
 from ddpnb.scaling.model import Cost, Machine, Workload, cost, step_seconds
-from ddpnb.scaling.simulate import expected_max
+from ddpnb.scaling.waiting import expected_max
 
 GLOO_LATENCY_SECONDS = 30e-6
 """Of one message between processes of a host, where it was not measured."""
@@ -56,25 +56,29 @@ class Measured:
     """``"cpu"``, or that of a GPU."""
     cores: int
     """Of the machine that measured it."""
-    link: LinkSpec | None = None
-    """The emulated one; None: exchanges were as fast as they are here."""
+    devices: Devices | None = None
+    """Emulated ones, whose figures are the model's; None: the time was measured."""
+    jitter: float = 0.0
+    """Of emulated devices; see ``ComputeTimes``."""
+    num_passes: int = 1
+    """Micro-batches of a step."""
     short: tuple[str, ...] = ()
     """Strategies that were trained too briefly for their rates to be certain."""
 
     @property
     def shares_cores(self) -> bool:
         """Whether ranks compute on cores that they share where there are more ranks."""
-        return self.device == "cpu"
+        return self.device == "cpu" and self.devices is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The model's constants, from one comparison."""
+    """The model's constants, from one comparison; ``sees_fixed`` is of a measured one."""
 
     measured: Measured
     work: Workload
     here: Machine
-    """The machine as it is: its cores, and its link or the emulated one."""
+    """The machine as it is, or as it is emulated."""
     knows_link: bool
     """Whether an exchange was measured."""
     sees_fixed: bool
@@ -82,48 +86,34 @@ class Calibration:
 
 
 def calibrate(measured: Measured, latency: float = GLOO_LATENCY_SECONDS) -> Calibration:
-    """Fit the model.
+    """Fit the model; of emulated devices, take what their clocks are made of.
 
     1. *Computing.*  ``single`` takes fixed + per_sample b, ``no-comm`` the same times a factor k.
        The ratio of the two is fitted to the median steps of each size, k and the level to the
        rates.
     2. *Exchanges.*  At most half of what ``ddp`` takes beyond ``no-comm`` is waiting for
-       stragglers.  With an emulated link, ``overlap`` is what makes the model's ``ddp`` as fast
-       as the measured one; what is left then is DDP's own.  Else it is the bytes a second of the
-       link; on cores, which do both, nothing is hidden.
-    3. *Other strategies* that were measured have a factor on what they take beyond ``no-comm``.
+       stragglers.  The rest is the bytes a second of the link; on cores, which do both, nothing is
+       hidden.
+    3. *Other strategies* that were trained have a factor on what they take beyond ``no-comm``; on
+       emulated devices ``fsdp`` alone, whose layers the model does not know.
     """
-    ratio, sees_fixed = _fixed_over_per_sample(measured)
-    alone = _level(ratio, measured, "single", measured.alone, 1)
-    together = _level(ratio, measured, "no-comm", measured.together, measured.num_ranks)
-    work = Workload(
-        alone=alone,
-        together=together,
-        num_together=measured.num_ranks,
-        batch_size=measured.batch_size,
-        is_weak=measured.is_weak,
-        num_bytes=measured.num_bytes,
-        backward_share=measured.backward_share,
-        optimizer_seconds=min(measured.optimizer_seconds, alone.fixed),
-        variation=measured.variation,
-        overlap=0.0 if measured.link is None and measured.shares_cores else 1.0,
-    )
-    cores = float(measured.cores) if measured.shares_cores else math.inf
-    here = Machine(network=Network(link=measured.link or FREE), cores_per_host=cores)
-    if "ddp" in measured.rates:
-        work, here = _with_link(work, here, measured, latency)
+    if measured.devices is not None:
+        work, here = _stated(measured, measured.devices)
+        knows_link = sees_fixed = True
+    else:
+        work, here, sees_fixed = _fitted(measured, latency)
+        knows_link = "ddp" in measured.rates and measured.num_ranks > 1
     factors = {
         name: factor
         for name in measured.rates
-        if name not in ("single", "no-comm", "ddp")
+        if _has_factor(name, measured)
         and (factor := _factor(name, work, here, measured)) is not None
     }
     return Calibration(
         measured=measured,
         work=replace(work, factors=factors),
         here=here,
-        knows_link=measured.link is not None
-        or ("ddp" in measured.rates and measured.num_ranks > 1),
+        knows_link=knows_link,
         sees_fixed=sees_fixed,
     )
 
@@ -133,6 +123,59 @@ def seconds_of(measured: Measured, strategy: str) -> float:
     trained = 1 if strategy == "single" else measured.num_ranks
     batch = measured.batch_size * (trained if measured.is_weak else 1)
     return batch / measured.rates[strategy]
+
+
+def _stated(measured: Measured, devices: Devices) -> tuple[Workload, Machine]:
+    """Return what the clocks of emulated devices are made of."""
+    assert devices.compute is not None, "it is measured before anything trains"
+    mean = 1 + measured.jitter / 2
+    per_pass, per_sample = devices.compute.seconds_per_pass, devices.compute.seconds_per_sample
+    cost = Cost(mean * measured.num_passes * per_pass, mean * per_sample)
+    work = Workload(
+        alone=cost,
+        together=cost,
+        batch_size=measured.batch_size,
+        is_weak=measured.is_weak,
+        batches=tuple((each.num_samples, each.num_steps) for each in measured.alone),
+        num_bytes=devices.num_gradient_bytes or measured.num_bytes,
+        num_trained_bytes=measured.num_bytes,
+        backward_share=(1 - FORWARD_SHARE) / measured.num_passes,  # the last one sends
+        variation=measured.jitter / math.sqrt(12) / mean,  # drawn evenly from 0 to jitter
+        wrapper_seconds=devices.wrapper_seconds,
+        replica_seconds=devices.seconds_per_replica,
+    )
+    here = Machine(
+        link=devices.host_link,
+        inside=devices.device_link,
+        ranks_per_host=devices.num_per_host,
+        is_crowded=False,
+    )
+    return work, here
+
+
+def _fitted(measured: Measured, latency: float) -> tuple[Workload, Machine, bool]:
+    """Return the model that gives what was measured, and whether sizes have shown fixed costs."""
+    ratio, sees_fixed = _fixed_over_per_sample(measured)
+    alone = _level(ratio, measured, "single", measured.alone, 1)
+    together = _level(ratio, measured, "no-comm", measured.together, measured.num_ranks)
+    work = Workload(
+        alone=alone,
+        together=together,
+        num_together=measured.num_ranks,
+        batch_size=measured.batch_size,
+        is_weak=measured.is_weak,
+        batches=tuple((each.num_samples, each.num_steps) for each in measured.alone),
+        num_bytes=measured.num_bytes,
+        backward_share=measured.backward_share,
+        optimizer_seconds=min(measured.optimizer_seconds, alone.fixed),
+        variation=measured.variation,
+        overlaps=not measured.shares_cores,
+    )
+    cores = float(measured.cores) if measured.shares_cores else math.inf
+    here = Machine(link=FREE, cores_per_host=cores, is_link_of_cores=measured.shares_cores)
+    if "ddp" in measured.rates and measured.num_ranks > 1:
+        work, here = _with_link(work, here, measured, latency)
+    return work, here, sees_fixed
 
 
 def _fixed_over_per_sample(measured: Measured) -> tuple[float, bool]:
@@ -183,33 +226,18 @@ def _with_link(
 ) -> tuple[Workload, Machine]:
     num = measured.num_ranks
     wanted = seconds_of(measured, "ddp")
-    if num == 1:
-        return work, here
     work = _with_waiting(work, here, num, wanted)
-    if measured.link is not None:
-        overlap = _closest(
-            lambda share: step_seconds("ddp", replace(work, overlap=share), here, num),
-            np.linspace(0.0, 1.0, 101),
-            wanted,
-        )
-        work = replace(work, overlap=overlap)
-        left = max(0.0, wanted - step_seconds("ddp", work, here, num))
-        busy = max(1.0, num / here.cores_per_host)
-        return replace(work, wrapper_seconds=left / busy), here
     left = wanted - step_seconds("ddp", work, here, num)
     if left <= 0:
         return work, here
-    latency = min(latency, 0.25 * left / (num - 1))
+    busy = max(1.0, num / here.cores_per_host)
+    latency = min(latency, 0.25 * left / (num - 1)) / busy
 
     def over(seconds: float) -> Machine:
         """Return the machine if an all-reduce of everything takes so long, latencies apart."""
         moved = 2 * (num - 1) / num * work.num_bytes
-        link = LinkSpec(bits_per_second=8 * moved / seconds, latency_seconds=latency)
-        if not measured.shares_cores:
-            return replace(here, network=Network(link=link))
-        busy = max(1.0, num / measured.cores)  # the exchange itself is work for the cores
-        own = LinkSpec(bits_per_second=link.bits_per_second * busy, latency_seconds=latency / busy)
-        return replace(here, on_cores=own)
+        rate = 8 * moved / seconds * busy
+        return replace(here, link=LinkSpec(bits_per_second=rate, latency_seconds=latency))
 
     seconds = _closest(
         lambda seconds: step_seconds("ddp", work, over(seconds), num),
@@ -232,6 +260,12 @@ def _closest(
 ) -> float:
     """Return the value at which a function comes closest to what is wanted."""
     return float(min(values.tolist(), key=lambda value: abs(seconds_at(value) - wanted)))
+
+
+def _has_factor(name: str, measured: Measured) -> bool:
+    if measured.devices is not None:
+        return name.startswith("fsdp")
+    return name not in ("single", "no-comm", "ddp")
 
 
 def _factor(name: str, work: Workload, here: Machine, measured: Measured) -> float | None:

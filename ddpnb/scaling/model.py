@@ -3,7 +3,7 @@
 A step is what a rank computes, and the part of its exchanges that nothing hides:
 
     compute    c(b) = fixed + per_sample * b, b the samples of a rank; on shared cores in turns
-    exchanges  those of the table in docs/strategies.md, over a ``Network``
+    exchanges  those of each strategy, with the messages of ``protocol.costs``
     waiting    of N ranks the slowest: c * variation * expected_max(N)
 
 docs/prediction.md has every formula with its source.
@@ -15,14 +15,22 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.costs import (
+    ALL_REDUCES,
+    BEST,
+    BUCKET_BYTES,
+    COLLECTIVES,
+    Ready,
+    bucket_sizes,
+    in_turn,
+    num_parts,
+)
+from ddpnb.protocol.devices import FORWARD_SHARE
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import Choice, LinkSpec, parse_strategy
-from ddpnb.scaling.links import Network, broadcast, message
-from ddpnb.scaling.simulate import Bucket, expected_max, on_cores, overlapped, server_bound
+from ddpnb.protocol.notation import Choice, LinkSpec, parse_strategy, slower_of
+from ddpnb.scaling.waiting import expected_max, on_cores, server_bound
 
 MEGABYTE = 2**20
-FIRST_BUCKET_MB = 1.0
-"""DDP sends its first bucket early, so that the link is soon in use."""
 NO_GAIN = 1.1
 """Twice as many ranks that bring less than this times the throughput: it has stopped scaling."""
 
@@ -50,21 +58,24 @@ class Workload:
     batch_size: float
     """Of all ranks; with ``is_weak`` of each."""
     is_weak: bool = False
+    batches: tuple[tuple[int, int], ...] = ()
+    """Sizes of the batches of all ranks, and how many have each; empty, or weak: all are whole."""
     num_bytes: float
     """Of the gradients, and of the parameters."""
-    backward_share: float = 2 / 3
-    """Of forward and backward pass; 2/3 where it was not measured."""
+    num_trained_bytes: float | None = None
+    """Of the gradients of the model that is trained, where it stands for another."""
+    backward_share: float = 1 - FORWARD_SHARE
+    """Of forward and backward pass."""
     optimizer_seconds: float = 0.0
     """Of ``fixed``: what comes after the last exchange."""
     variation: float = 0.0
     """Of a rank's computing from step to step: standard deviation over mean."""
-    overlap: float = 1.0
-    """0: no bucket is sent before the backward pass has ended; 1: as soon as its bytes' share of
-    the backward pass is over."""
-    ready: tuple[Bucket, ...] = ()
-    """The real buckets, where they are known; else they are cut by DDP's rule."""
+    overlaps: bool = True
+    """Whether a bucket is sent as soon as its share of the backward pass is over."""
     wrapper_seconds: float = 0.0
-    """Of DDP itself, where its exchanges leave something unexplained."""
+    """What DDP itself adds to a step."""
+    replica_seconds: float = 0.0
+    """What Python takes for each replica of DataParallel in a step."""
     num_layers: int = 12
     """Parts in which FSDP gathers the parameters."""
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -79,18 +90,45 @@ class Workload:
 class Machine:
     """Where it is trained."""
 
-    network: Network
+    link: LinkSpec
+    """Between hosts; where nothing lies inside these, between all ranks."""
+    inside: LinkSpec | None = None
+    """Between the ranks of one host."""
+    ranks_per_host: float = math.inf
+    algorithm: str = "ring"
+    """Of all-reduces; ``BEST``: the faster one."""
     cores_per_host: float = math.inf
     """That the ranks of a host share; infinite: each rank has a device of its own."""
-    ranks_per_host: float = math.inf
-    on_cores: LinkSpec | None = None
-    """What an exchange costs the cores themselves, where they do the work of a network card."""
+    is_link_of_cores: bool = False
+    """Whether the cores do the work of a network card, so that exchanges share them too."""
     is_crowded: bool = True
     """Whether ranks of a host slow each other down as those measured here do."""
 
     def on_host(self, num_ranks: int) -> float:
         """Return how many ranks a host has."""
         return min(num_ranks, self.ranks_per_host)
+
+    def link_of(self, num_ranks: int) -> LinkSpec:
+        """Return the link over which ranks exchange; a ring of several hosts has both."""
+        link = self.link
+        if self.inside is not None:
+            is_one = num_ranks <= self.ranks_per_host
+            link = self.inside if is_one else slower_of(self.inside, link)
+        if not self.is_link_of_cores:
+            return link
+        busy = max(1.0, self.on_host(num_ranks) / self.cores_per_host)
+        return LinkSpec(
+            bits_per_second=link.bits_per_second / busy,
+            latency_seconds=link.latency_seconds * busy,
+        )
+
+    def all_reduce(self, num_bytes: float, num_ranks: int) -> float:
+        """Return how long an all-reduce takes."""
+        if num_ranks == 1:
+            return 0.0
+        names = ("ring", "double-tree") if self.algorithm == BEST else (self.algorithm,)
+        costs = (ALL_REDUCES[name].cost(num_bytes, num_ranks) for name in names)
+        return min(cost.seconds(self.link_of(num_ranks)) for cost in costs)
 
 
 class Point(NamedTuple):
@@ -112,33 +150,6 @@ def cost(work: Workload, machine: Machine, num_ranks: int) -> Cost:
     else:
         share = min(1.0, (busy - 1) / (measured - 1))
     return Cost(*(a + share * (b - a) for a, b in zip(work.alone, work.together, strict=True)))
-
-
-def computing(work: Workload, machine: Machine, num_ranks: int, *, meets: bool) -> float:
-    """Return how long a step's computing takes on each of N ranks; ``meets``: all in step."""
-    own = cost(work, machine, num_ranks).of(work.samples(num_ranks))
-    here, cores = machine.on_host(num_ranks), machine.cores_per_host
-    if not meets:
-        return own * max(1.0, here / cores)
-    turns = on_cores(own, int(here), cores) if math.isfinite(here) else own
-    return turns + own * work.variation * expected_max(num_ranks)
-
-
-def buckets_of(work: Workload, num_bytes: float, cap_mb: float) -> list[Bucket]:
-    """Return DDP's buckets, as if gradients came at an even rate; the last is ready at the end."""
-    if work.ready:
-        scale = num_bytes / sum(bucket.num_bytes for bucket in work.ready)
-        return [Bucket(each.num_bytes * scale, each.ready) for each in work.ready]
-    sizes: list[float] = []
-    left = num_bytes
-    while left > 0:
-        cap = (cap_mb if sizes else min(FIRST_BUCKET_MB, cap_mb)) * MEGABYTE
-        sizes.append(min(cap, left))
-        left -= sizes[-1]
-    ends = [sum(sizes[: at + 1]) / num_bytes for at in range(len(sizes))]
-    return [
-        Bucket(size, 1 - work.overlap * (1 - end)) for size, end in zip(sizes, ends, strict=True)
-    ]
 
 
 # -- the strategies ------------------------------------------------------------------------
@@ -163,40 +174,24 @@ class Situation:
         return float(value)
 
     def computing(self, *, meets: bool = True) -> float:
-        """Return the seconds of a step's computing."""
-        return computing(self.work, self.machine, self.num_ranks, meets=meets)
+        """Return the seconds that a rank computes in a step; ``meets``: all in step."""
+        work, machine, num = self.work, self.machine, self.num_ranks
+        samples = math.ceil(work.samples(num)) if meets else work.samples(num)
+        own = cost(work, machine, num).of(samples)
+        here, cores = machine.on_host(num), machine.cores_per_host
+        if not meets:
+            return own * max(1.0, here / cores)
+        turns = on_cores(own, int(here), cores) if math.isfinite(here) else own
+        return turns + own * work.variation * expected_max(num)
 
     def all_reduce(self, num_bytes: float) -> float:
-        """Return how long an all-reduce takes; the cores may be slower than the link."""
-        return self._of(lambda network: network.all_reduce(num_bytes, self.num_ranks))
+        """Return how long an all-reduce takes."""
+        return self.machine.all_reduce(num_bytes, self.num_ranks)
 
-    def once_around(self, num_bytes: float) -> float:
-        """Return how long an all-gather or a reduce-scatter takes."""
-        return self._of(lambda network: network.once_around(num_bytes, self.num_ranks))
-
-    def message(self, num_bytes: float, *, count: float = 1.0) -> float:
-        """Return how long messages between two ranks take."""
-        return message(self.far, num_bytes, count=count)
-
-    @property
-    def far(self) -> LinkSpec:
-        """The link between two ranks, or what the cores make of it where they are slower."""
-        link, own = self.machine.network.farthest(self.num_ranks), self.machine.on_cores
-        if own is None:
-            return link
-        return LinkSpec(
-            bits_per_second=min(link.bits_per_second, own.bits_per_second / self.busy),
-            latency_seconds=max(link.latency_seconds, own.latency_seconds * self.busy),
-        )
-
-    @property
-    def busy(self) -> float:
-        """Ranks that want each core at once."""
-        return max(1.0, self.machine.on_host(self.num_ranks) / self.machine.cores_per_host)
-
-    def _of(self, seconds: Callable[[Network], float]) -> float:
-        found, own = seconds(self.machine.network), self.machine.on_cores
-        return found if own is None else max(found, self.busy * seconds(Network(link=own)))
+    def exchange(self, name: str, num_bytes: float) -> float:
+        """Return how long another collective takes."""
+        messages = COLLECTIVES[name].cost(num_bytes, self.num_ranks)
+        return messages.seconds(self.machine.link_of(self.num_ranks))
 
 
 def _no_comm(case: Situation) -> float:
@@ -204,34 +199,53 @@ def _no_comm(case: Situation) -> float:
 
 
 def _ddp(case: Situation) -> float:
-    compute = case.computing()
-    after = min(case.work.optimizer_seconds, compute)
-    backward = (compute - after) * case.work.backward_share
-    buckets = buckets_of(case.work, case.size, case.option("bucket_cap_mb"))
-    wrapper = case.work.wrapper_seconds * case.busy
-    return compute - backward + overlapped(backward, buckets, case.all_reduce) + wrapper
+    return _in_buckets(case, case.option("bucket_cap_mb") * MEGABYTE)
+
+
+def _in_buckets(case: Situation, cap: float) -> float:
+    """A bucket is ready, and sent, as by the clocks of emulated devices."""
+    work, compute = case.work, case.computing()
+    backward = work.backward_share * (compute - min(work.optimizer_seconds, compute))
+    trained = work.num_trained_bytes or work.num_bytes
+    now = free = 0.0
+    for bucket in bucket_sizes(trained, cap):
+        share = bucket / trained
+        size, begun = share * case.size, now + share * work.wrapper_seconds
+        now = begun + share * backward
+        end = backward + work.wrapper_seconds
+        ready: Ready = (begun, now) if work.overlaps else (end, end)
+        number = num_parts(size, ready)
+        _, free = in_turn(case.all_reduce(size / number), number, [ready], free)[-1]
+    return compute - backward + max(now, free)
 
 
 def _in_one(case: Situation) -> float:
     return case.computing() + case.all_reduce(case.size)
 
 
-def _through_first(case: Situation) -> float:
-    sent = (case.num_ranks - 1) * case.size
-    return case.computing() + 2 * case.message(sent, count=case.num_ranks - 1)
+def _dp(case: Situation) -> float:
+    """Parameters out, gradients in; samples and outputs count as messages without bytes."""
+    case = replace(case, machine=replace(case.machine, ranks_per_host=math.inf))  # one process
+    python = case.num_ranks * case.work.replica_seconds
+    sent = 2 * case.exchange("gather", case.size) + 3 * case.exchange("gather", 0.0)
+    return case.computing() + python + sent
+
+
+def _central(case: Situation) -> float:
+    sent = case.exchange("reduce", case.size) + case.exchange("broadcast", case.size)
+    return case.computing() + sent
 
 
 def _zero(case: Situation) -> float:
-    parts = broadcast(case.far, case.size, case.num_ranks)
-    parts += (case.num_ranks - 1) * broadcast(case.far, 0.0, case.num_ranks)
-    return _in_one(case) + parts
+    each = case.exchange("broadcast", case.size / case.num_ranks)
+    return _in_buckets(case, BUCKET_BYTES) + case.num_ranks * each
 
 
 def _fsdp(case: Situation) -> float:
     layers = case.work.num_layers
-    one = case.once_around(case.size / layers)
+    one = case.exchange("reduce_scatter", case.size / layers)  # a gather takes as long
     compute, exchanged = case.computing(), 3 * layers * one
-    if case.work.overlap == 0:
+    if not case.work.overlaps:
         return compute + exchanged
     return max(compute, exchanged - 2 * one) + 2 * one  # the first gather and the last scatter
 
@@ -244,7 +258,7 @@ def _rounds(case: Situation) -> float:
 
 
 def _gossip(case: Situation) -> float:
-    return case.computing() + case.message(case.size)
+    return case.computing() + case.exchange("send", case.size)
 
 
 def _async(case: Situation, num_shards: int = 1) -> float:
@@ -253,7 +267,8 @@ def _async(case: Situation, num_shards: int = 1) -> float:
     num_away = case.num_ranks - (1 if num_shards == 1 else 0)
     rate = 1 / compute if num_shards == 1 else 0.0
     if num_away:
-        rate += server_bound(case.far, case.size, compute, num_away, num_shards=num_shards)
+        link = case.machine.link_of(case.num_ranks)
+        rate += server_bound(link, case.size, compute, num_away, num_shards=num_shards)
     return case.num_ranks / rate
 
 
@@ -263,8 +278,8 @@ FORMULAS: Mapping[str, Callable[[Situation], float]] = {
     "ddp": _ddp,
     "ddp-by-hand": _in_one,
     "ring-by-hand": _in_one,
-    "dp": _through_first,
-    "central": _through_first,
+    "dp": _dp,
+    "central": _central,
     "zero": _zero,
     "fsdp": _fsdp,
     "local-sgd": _rounds,
@@ -282,11 +297,24 @@ PREDICTABLE = (*FORMULAS, f"{SHARDED}=")
 
 
 def step_seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
-    """Return how long a step of a strategy takes on N ranks.
+    """Return how long a strategy takes for each whole batch on N ranks.
+
+    Where batches differ in size: for as many samples as a whole batch has.
 
     Raises:
         UserError: there is no such strategy, or it cannot be predicted.
     """
+    if work.is_weak or not work.batches:
+        return _seconds(strategy, work, machine, num_ranks)
+    seconds = (
+        num * _seconds(strategy, replace(work, batch_size=size), machine, num_ranks)
+        for size, num in work.batches
+    )
+    return sum(seconds) * work.batch_size / sum(size * num for size, num in work.batches)
+
+
+def _seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
+    """Return how long a batch takes."""
     chosen, formula = _formula_of(strategy)
     if num_ranks == 1:
         return cost(work, machine, 1).of(work.samples(1))
@@ -303,8 +331,12 @@ def point(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> Po
     seconds = step_seconds(strategy, work, machine, num_ranks)
     trained = 1 if strategy == "single" else num_ranks
     rate = trained * work.samples(trained) / seconds
-    alone = work.samples(1) / work.alone.of(work.samples(1))
-    return Point(num_ranks, seconds, rate, rate / num_ranks / alone)
+    return Point(num_ranks, seconds, rate, rate / num_ranks / alone(work, machine))
+
+
+def alone(work: Workload, machine: Machine) -> float:
+    """Return the samples/s of one rank alone."""
+    return work.samples(1) / step_seconds("single", work, machine, 1)
 
 
 def stops_at(strategy: str, work: Workload, machine: Machine, most: int) -> int | None:
@@ -331,8 +363,8 @@ def limit_of(strategy: str, work: Workload, machine: Machine, num_ranks: int) ->
         return "one device"
     whole = step_seconds(strategy, work, machine, num_ranks)
     without: dict[str, tuple[Workload, Machine]] = {
-        "bandwidth": (work, _with_links(machine, rate=1e6)),
-        "latency": (work, _with_links(machine, latency=0.0)),
+        "bandwidth": (work, _with_links(machine, bits_per_second=math.inf)),
+        "latency": (work, _with_links(machine, latency_seconds=0.0)),
         "stragglers": (replace(work, variation=0.0), machine),
         "cores": (work, replace(machine, cores_per_host=math.inf)),
         "a step's fixed cost": (_without_fixed(work), machine),
@@ -361,8 +393,8 @@ def link_ceiling(work: Workload, machine: Machine, num_ranks: int) -> float:
     A global batch for each all-reduce, of which only the bytes count: the slanted roof of Williams,
     Waterman and Patterson, "Roofline", CACM 52(4), 2009, with the link in place of the memory.
     """
-    free = _with_links(machine, latency=0.0)
-    seconds = free.network.all_reduce(work.num_bytes, num_ranks)
+    free = _with_links(machine, latency_seconds=0.0)
+    seconds = free.all_reduce(work.num_bytes, num_ranks)
     return num_ranks * work.samples(num_ranks) / seconds if seconds > 0 else math.inf
 
 
@@ -396,25 +428,10 @@ def _size(chosen: Choice, work: Workload) -> float:
     return work.num_bytes / 2 if halved else work.num_bytes
 
 
-def _with_links(machine: Machine, *, rate: float = 1.0, latency: float | None = None) -> Machine:
-    """Return a machine with links of ``rate`` times theirs, or of another latency."""
-
-    def changed(spec: LinkSpec | None) -> LinkSpec | None:
-        if spec is None:
-            return None
-        return LinkSpec(
-            bits_per_second=spec.bits_per_second * rate,
-            latency_seconds=spec.latency_seconds if latency is None else latency,
-        )
-
-    network = machine.network
-    link = changed(network.link)
-    assert link is not None
-    return replace(
-        machine,
-        network=replace(network, link=link, inside=changed(network.inside)),
-        on_cores=changed(machine.on_cores),
-    )
+def _with_links(machine: Machine, **changes: float) -> Machine:
+    """Return a machine with links of another rate or latency."""
+    inside = None if machine.inside is None else replace(machine.inside, **changes)
+    return replace(machine, link=replace(machine.link, **changes), inside=inside)
 
 
 def _without_fixed(work: Workload) -> Workload:

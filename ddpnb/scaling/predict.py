@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ddpnb.protocol.costs import ALL_REDUCES, BEST
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import LinkSpec
+from ddpnb.protocol.notation import LinkSpec, parse_link
 from ddpnb.scaling.calibrate import Calibration
-from ddpnb.scaling.links import ALGORITHMS, Network, link_named
 from ddpnb.scaling.model import (
     Machine,
     Point,
     Workload,
+    alone,
     amdahl,
     check_strategy,
     limit_of,
@@ -29,7 +30,7 @@ INSIDE = "pcie4"
 
 
 class Seen(NamedTuple):
-    """A measured point."""
+    """A point of the comparison."""
 
     strategy: str
     num_ranks: int
@@ -43,7 +44,7 @@ class Question:
     ranks: tuple[int, ...]
     strategies: tuple[str, ...] = ()
     link: str = ""
-    """Empty: this machine, as it was measured."""
+    """Empty: this machine, as it was measured, or the devices that were emulated."""
     ranks_per_host: int | None = None
     inside: str = ""
     cores: int | None = None
@@ -71,8 +72,8 @@ class Question:
         ):
             if value is not None and not value > 0:
                 raise UserError(f"{name} must be greater than 0, not {value:g}.")
-        if self.algorithm and self.algorithm not in ALGORITHMS:
-            raise one_of("algorithm", self.algorithm, ALGORITHMS)
+        if self.algorithm not in ("", BEST, *ALL_REDUCES):
+            raise one_of("algorithm", self.algorithm, (*ALL_REDUCES, BEST))
         if (self.samples is None) != (self.critical_batch is None):
             raise UserError(
                 "Time to a target needs both --samples, those that small batches need, and "
@@ -84,7 +85,7 @@ class Question:
         if self.inside and self.ranks_per_host is None:
             raise UserError("--inside goes with --hosts, the number of ranks on each host.")
         for link in filter(None, (self.link, self.inside)):
-            link_named(link)
+            parse_link(link)
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
@@ -118,7 +119,9 @@ class Prediction:
     roof: tuple[tuple[int, float], ...]
     """The link's ceiling: what an all-reduce's bytes alone let through."""
     measured: tuple[Seen, ...]
-    """Points of this machine."""
+    """Points of the comparison."""
+    devices: str
+    """Those that the comparison emulates, in words; empty: it was measured."""
     assumptions: tuple[str, ...]
     seconds_to_target: Mapping[str, tuple[float, ...]]
     """By strategy, at its ``points``; empty if nothing is known of the target."""
@@ -166,7 +169,7 @@ def predict(found: Calibration, question: Question) -> Prediction:
         for name, row in points.items()
         if question.samples is not None and question.critical_batch is not None
     }
-    alone = work.samples(1) / work.alone.of(work.samples(1))
+    one = alone(work, machine)
     return Prediction(
         title=f"{found.measured.name} on up to {max(question.ranks):,} ranks",
         ranks=question.ranks,
@@ -175,10 +178,11 @@ def predict(found: Calibration, question: Question) -> Prediction:
         stops={name: stops_at(name, work, machine, searched) for name in strategies},
         searched=searched,
         limits={name: limit_of(name, work, machine, max(able)) for name in strategies},
-        ideal=tuple((n, n * alone) for n in ends),
+        ideal=tuple((n, n * one) for n in ends),
         amdahl=() if work.is_weak else tuple((n, amdahl(work, n)) for n in ends),
         roof=tuple((n, link_ceiling(work, machine, n)) for n in ends if n > 1),
         measured=_seen(found, strategies),
+        devices=found.measured.devices.text if found.measured.devices else "",
         assumptions=_assumptions(found, question, work, machine, len(able) < len(question.ranks)),
         seconds_to_target=times,
     )
@@ -188,28 +192,21 @@ def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
     work, machine = found.work, found.here
     if question.batch_per_worker is not None:
         work = replace(work, batch_size=question.batch_per_worker, is_weak=True)
-    algorithm = question.algorithm or ("ring" if found.measured.shares_cores else "best")
+    is_emulated = found.measured.devices is not None
+    is_ring = found.measured.shares_cores or is_emulated
+    algorithm = question.algorithm or ("ring" if is_ring else BEST)
     if not question.link:
-        return work, replace(machine, network=replace(machine.network, algorithm=algorithm))
+        return work, replace(machine, algorithm=algorithm)
     per_host = question.ranks_per_host
-    network = Network(
-        link=link_named(question.link),
-        inside=link_named(question.inside or INSIDE) if per_host else None,
-        ranks_per_host=per_host or 1,
+    machine = Machine(
+        link=parse_link(question.link),
+        inside=parse_link(question.inside or INSIDE) if per_host else None,
         algorithm=algorithm,
-    )
-    was_emulated = found.measured.link is not None
-    work = replace(
-        work,
-        overlap=work.overlap if was_emulated else 1.0,
-        factors=work.factors if was_emulated else {},
-    )
-    return work, Machine(
-        network=network,
         cores_per_host=question.cores or math.inf,
         ranks_per_host=per_host or (math.inf if question.cores else 1),
         is_crowded=question.cores is not None,
     )
+    return (work if is_emulated else replace(work, overlaps=True, factors={})), machine
 
 
 def _can(strategy: str) -> bool:
@@ -269,9 +266,15 @@ def _assumptions(
 ) -> tuple[str, ...]:
     measured = found.measured
     share = work.alone.fixed / work.alone.of(work.samples(1))
+    if measured.devices is not None:
+        fitted = f"Computed as in {measured.name}: {measured.devices.text}."
+    else:
+        fitted = (
+            f"Fitted to {measured.name}: single on 1 rank, no-comm on {measured.num_ranks}, "
+            f"{measured.cores} cores."
+        )
     lines = [
-        f"Fitted to {measured.name}: single on 1 rank, no-comm on {measured.num_ranks}, "
-        f"{measured.cores} cores.",
+        fitted,
         f"A step costs {1e3 * work.alone.fixed:.3g} ms and {1e6 * work.alone.per_sample:.3g} µs a "
         f"sample on one rank; the first is {100 * share:.2g} % of it."
         + (
@@ -290,6 +293,8 @@ def _assumptions(
     if (measured.batch_size, measured.is_weak) != (work.batch_size, work.is_weak):
         kind = "a rank" if measured.is_weak else "in all"
         lines.append(f"The measured points had batches of {measured.batch_size:g} {kind}.")
+    if len(work.batches) > 1 and not work.is_weak:
+        lines.append(f"Some batches are smaller, as many as in {measured.name}.")
     if has_too_many:
         lines.append(f"More than {work.batch_size:g} ranks have no sample each, and are left out.")
     lines += _where(found, question, machine)
@@ -298,8 +303,9 @@ def _assumptions(
         "all wait for the slowest."
     )
     lines.append(
-        f"DDP sends buckets of 1 MB, then of bucket_cap_mb, ready at an even rate; "
-        f"{100 * work.overlap:.0f} % of the backward pass after a bucket can hide it."
+        "DDP sends buckets of 1 MB, then of bucket_cap_mb, ready at an even rate; "
+        + ("what is left of" if work.overlaps else "nothing of")
+        + " the backward pass hides them."
     )
     if question.samples is not None and question.critical_batch is not None:
         lines.append(
@@ -311,23 +317,24 @@ def _assumptions(
 
 
 def _where(found: Calibration, question: Question, machine: Machine) -> list[str]:
-    network, measured = machine.network, found.measured
-    how = f"all-reduces are by {network.algorithm}"
-    if not question.link:
+    measured, link = found.measured, machine.link
+    how = f"all-reduces are by {machine.algorithm}"
+    if not question.link and measured.devices is None:
         cores = f"{measured.cores} cores shared by all ranks" if measured.shares_cores else "GPUs"
-        if measured.link is not None:
-            return [f"This machine: {cores}; the emulated link of {measured.link.text}; {how}."]
-        link = machine.on_cores or network.link
         return [f"This machine: {cores}; an exchange costs them {_spoken(link)}, fitted; {how}."]
-    named = f"{question.link} ({network.link.text})"
-    if network.inside is not None:
-        inside = question.inside or f"{INSIDE}, as nothing was said"
+    named = f"{question.link} ({link.text})" if question.link else link.text
+    if machine.inside is not None:
+        unsaid = question.link and not question.inside
+        inside = f"{INSIDE}, as nothing was said" if unsaid else question.inside
+        inside = f"{inside} ({machine.inside.text})" if inside else machine.inside.text
         lines = [
-            f"Hosts of {network.ranks_per_host} ranks: {named} between hosts, shared by a host's "
-            f"ranks; {inside} ({network.inside.text}) inside; {how}."
+            f"Hosts of {machine.ranks_per_host:g} ranks: {inside} inside, {named} between, and a "
+            f"ring over several hosts is as slow as the slower of both; {how}."
         ]
     else:
         lines = [f"Every rank has a link of its own: {named}; {how}."]
+    if not question.link:
+        return [*lines, "All devices of dp are in one host, as it is one process."]
     if question.cores:
         lines.append(f"The ranks of a host share {question.cores} cores like those measured.")
     else:

@@ -89,7 +89,7 @@ class Training:
                 if self._is_stopped or spec.strategy in errors:
                     continue
                 try:
-                    self._train(spec)
+                    self._train(self._at_best_rate(spec))
                 except (UserError, RankError, HangError) as error:
                     errors[spec.strategy] = error
                     rest = [s.strategy for s in self.specs[number:] if s.strategy not in errors]
@@ -109,6 +109,14 @@ class Training:
                 print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
             raise first
         return result
+
+    def _at_best_rate(self, spec: RunSpec) -> RunSpec:
+        """Return a training; a later repeat has the rate that its strategy is compared at."""
+        if not spec.rates or spec.repeat == 0:
+            return spec
+        runs = self.recorder.comparison.runs
+        own = next(run.spec for run in runs if run.name == spec.strategy and run.spec)
+        return replace(spec, learning_rate=own.learning_rate)
 
     def _model_of(self, run_id: str) -> Any:
         """Return a trained model, which rank 0 keeps until the next comparison."""
@@ -285,6 +293,11 @@ def prepare(
                 if name == BASELINE:
                     print(f"Not trained: {name}, the baseline. {error}", file=sys.stderr)
         _check_target(spec, checked.values())
+        if spec.training.rates and any(each.skips_loss for each in checked.values()):
+            raise UserError(
+                f"The best of --lr {spec.training.rate_words} is that of the lowest held-out loss, "
+                "and there is none, as training_step calls collectives: give one learning rate."
+            )
         specs = with_compute(cluster, [s for s in specs if s.strategy in checked], printed)
     except BaseException:
         clean_up(cluster)

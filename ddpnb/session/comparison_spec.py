@@ -65,6 +65,9 @@ class ComparisonSpec:
         Strategies take turns, and each repeat begins with another one, so that none is favoured.
         Each repeat has a seed of its own, which all its strategies share: weights, order of
         samples and dropout differ between repeats, and the data do not.
+
+        Where several learning rates are tried, the first repeat is trained at each of them.  The
+        others get theirs when they begin.
         """
         added = [BASELINE] if self.baseline else []
         if self.baseline and not {BASELINE, CEILING}.issuperset(self.strategies):
@@ -72,18 +75,23 @@ class ComparisonSpec:
         names = list(dict.fromkeys([*added, *self.strategies]))
         seed = self.training.seed
         chosen = asdict(self.training) | {"data_seed": seed}
-        ceiling = chosen | {"is_ceiling": True, "save": False, "kill": ()}
+        ceiling = chosen | {"is_ceiling": True, "save": False, "kill": (), "rates": ()}
+        rates = self.training.rates or (self.training.learning_rate,)
+        turns = [(0, rate) for rate in rates]
+        turns += [(repeat, rates[0]) for repeat in range(1, self.num_repeats)]
         return tuple(
             RunSpec(
                 run_id=new_id(),
                 strategy=name,
                 repeat=repeat,
-                **(ceiling if name == CEILING and name not in self.strategies else chosen)
-                | {"seed": seed_of(seed, repeat)},
+                **(ceiling if is_ceiling else chosen)
+                | {"seed": seed_of(seed, repeat), "learning_rate": rate},
             )
-            for repeat in range(self.num_repeats)
+            for turn, (repeat, rate) in enumerate(turns)
             for position in range(len(names))
-            for name in [names[(position + repeat) % len(names)]]
+            for name in [names[(position + turn) % len(names)]]
+            for is_ceiling in [name == CEILING and name not in self.strategies]
+            if not is_ceiling or repeat > 0 or rate == rates[0]
         )
 
 

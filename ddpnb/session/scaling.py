@@ -41,7 +41,8 @@ def measured_in(comparison: Comparison) -> Measured:
     """Return what the model needs of a comparison.
 
     Raises:
-        UserError: ``single`` or ``no-comm`` is not in it, or has not finished.
+        UserError: ``single`` or ``no-comm`` is not in it, or has not finished; or its devices are
+            emulated, and some are slow or killed.
     """
     summaries = {each.name: each for each in summarise(comparison) if _counts(each)}
     if missing := [name for name in NEEDED if name not in summaries]:
@@ -54,6 +55,13 @@ def measured_in(comparison: Comparison) -> Measured:
     spec, header = single[0].spec, together[0].header
     assert spec is not None
     assert header is not None
+    devices = spec.emulated
+    if devices and (spec.slow or spec.kill):
+        raise UserError(
+            f"{comparison.name} was trained with --slow or --kill, which a prediction does not "
+            "have: compare without, or name another comparison with --run."
+        )
+    fewest = 1 if devices else FEWEST_STEPS
     split = step_split(single).parts
     passes = split.data + split.forward + split.backward
     environment = comparison.environment.get("CPU cores", "").split(",")[0]
@@ -62,17 +70,19 @@ def measured_in(comparison: Comparison) -> Measured:
         batch_size=spec.batch_per_worker or spec.batch_size,
         is_weak=bool(spec.batch_per_worker),
         num_ranks=header.num_workers,
-        num_bytes=_num_bytes(runs, header.num_parameters, header.num_workers),
-        alone=_sizes(single),
-        together=_sizes(together),
+        num_bytes=_num_bytes({} if devices else runs, header.num_parameters, header.num_workers),
+        alone=_sizes(single, fewest),
+        together=_sizes(together, fewest),
         rates={name: each.samples_per_second.middle for name, each in summaries.items()},
         backward_share=split.backward / passes if passes > 0 else 2 / 3,
         optimizer_seconds=split.optimizer,
         variation=_variation(together),
         device=header.device.partition(":")[0],
         cores=int(environment) if environment.isdecimal() else num_cores(),
-        link=spec.emulated.device_link if spec.emulated else None,
-        short=tuple(name for name, each in summaries.items() if each.is_short),
+        devices=devices,
+        jitter=spec.jitter,
+        num_passes=spec.accumulate,
+        short=tuple(name for name, each in summaries.items() if each.is_short and not devices),
     )
 
 
@@ -111,12 +121,12 @@ def _steps(runs: Sequence[RunSnapshot]) -> tuple[np.ndarray, np.ndarray, np.ndar
     return rows["num_samples"], seconds, rows["rank"]
 
 
-def _sizes(runs: Sequence[RunSnapshot]) -> tuple[SizeClass, ...]:
+def _sizes(runs: Sequence[RunSnapshot], fewest: int) -> tuple[SizeClass, ...]:
     samples, seconds, _ = _steps(runs)
     found = []
     for size in np.unique(samples[samples > 0]):
         own = seconds[samples == size]
-        if len(own) >= FEWEST_STEPS and np.median(own) > 0:
+        if len(own) >= fewest and np.median(own) > 0:
             found.append(SizeClass(int(size), float(np.median(own)), len(own)))
     if not found:
         found = [SizeClass(int(samples.max()), float(np.median(seconds)), len(samples))]

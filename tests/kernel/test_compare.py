@@ -102,6 +102,43 @@ def test_all_start_from_the_same_weights_and_see_the_same_samples(compared: Cell
     assert first == "1"
 
 
+def test_each_strategy_is_compared_at_its_best_learning_rate(kernel: Kernel):
+    line = "ddp async --task digits --epochs 1 --batch-size 64 --lr 0.001,0.1 --repeats 2"
+    line += " --no-baseline --devices 2 --compute 1ms/sample,2ms --eval-samples 90 --name tuned"
+    shown = kernel.run(f"tuned = %ddp_compare {line}")
+    assert "each at its best of 2 learning rates by held-out loss" in shown.text
+    frame = "tuned.to_frame()"
+    runs = f"sorted(zip({frame}.strategy, {frame}.repeat, {frame}.learning_rate))"
+    assert kernel.value(runs) == str(
+        [
+            *[("async", 1, 0.001), ("async", 1, 0.1), ("async", 2, 0.1)],
+            *[("ddp", 1, 0.001), ("ddp", 1, 0.1), ("ddp", 2, 0.1)],
+        ]
+    )
+    assert kernel.value("type(tuned.model('ddp')).__name__") == "Sequential"
+    kernel.run(f"first = {frame}.query('repeat == 1')")
+    best = "first.loc[first.groupby('strategy').held_out_loss.idxmin()]"
+    assert kernel.value(f"{best}.is_compared.tolist()") == "[True, True]"
+    assert kernel.value("first.is_compared.sum() == 2") == "True"
+    kernel.run(
+        "one = %ddp_compare ddp --task digits --epochs 1 --batch-size 64 --lr 0.1 "
+        "--no-baseline --devices 2 --compute 1ms/sample,2ms --eval-samples 90"
+    )
+    same = "first.query('strategy == \"ddp\" and is_compared').held_out_loss.item()"
+    assert kernel.value(f"{same} == one.to_frame().held_out_loss.item()") == "True"
+    stored = "ddpnb.load('tuned').comparison"
+    kernel.run("import ddpnb")
+    assert kernel.value(f"(len({stored}.runs), len({stored}.other_rates))") == "(4, 2)"
+
+
+def test_learning_rates_cannot_be_tried_with_an_optimizer_of_ones_own(kernel: Kernel):
+    own = "\ndef optimizer(params):\n    return torch.optim.SGD(params, lr=0.1)\n"
+    refused = kernel.run(CELL.replace("--name lines", "--lr 0.1,0.2") + own).error_text
+    assert (
+        "A choice of --lr is for the default optimizer, and the cell defines optimizer" in refused
+    )
+
+
 def test_two_comparisons_on_emulated_devices_are_the_same(kernel: Kernel):
     line = "dp ddp async --task digits --epochs 0.5 --devices 2 --slow 1:3x --eval-samples 90"
     kernel.run(f"one = %ddp_compare {line} --compute 1ms/sample,2ms")
@@ -116,6 +153,38 @@ def test_two_comparisons_on_emulated_devices_are_the_same(kernel: Kernel):
     assert "--devices 8 takes 8 ranks, and there are 2" in refused
     lonely = kernel.run("%ddp_compare ddp --task digits --compute 1ms/sample").error_text
     assert "--compute describes emulated devices" in lonely
+    assert "was trained with --slow" in kernel.run("%ddp_predict").error_text
+
+
+CLOSENESS = {
+    "single": 0.001,
+    "dp": 0.001,
+    "ddp": 0.005,
+    "central": 0.001,
+    "zero": 0.005,
+    "fsdp": 0.001,
+    "gossip": 0.02,
+    "local-sgd": 0.02,
+    "async": 0.05,
+}
+"""How far an emulated rate may be from what is predicted."""
+
+
+def test_a_prediction_goes_through_the_points_of_emulated_devices(kernel: Kernel):
+    devices = "--devices 2xV100 --as resnet50 --link 10Gbit,30us"
+    given = "--task digits --epochs 2 --batch-size 64 --eval-samples 90 --name cards"
+    cell = kernel.run(f"%ddp_compare {' '.join(CLOSENESS)} {given} {devices}")
+    assert not cell.error, cell.error_text
+    kernel.run("import ddpnb\nfound = ddpnb.predict('1,2,4', run='cards')")
+    kernel.run("seen = {each.strategy: each for each in found.prediction.measured}")
+    kernel.run("at = {name: row[1] for name, row in found.prediction.points.items()}")
+    kernel.run("at['single'] = found.prediction.points['ddp'][0]")
+    ratios = kernel.value(
+        "{name: seen[name].samples_per_second / at[name].samples_per_second for name in at}"
+    )
+    for name, ratio in eval(str(ratios)).items():
+        assert ratio == pytest.approx(1, abs=CLOSENESS[name]), name
+    assert kernel.run("found").text.startswith("Predicted: cards on up to 4 ranks, from 2 emulated")
 
 
 def test_the_cell_form_and_assignment(kernel: Kernel):

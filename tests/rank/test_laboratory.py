@@ -4,8 +4,11 @@ import pytest
 
 from ddpnb.protocol.devices import MODELS, num_devices
 from ddpnb.protocol.messages import RunSpec
+from ddpnb.scaling.calibrate import calibrate
+from ddpnb.scaling.model import step_seconds
 from tests.rank import runs
 from tests.rank.runs import losses, marks_of, steps_of, train_job
+from tests.unit.scaling.machines import measured
 
 CELL = """
 import torch
@@ -109,6 +112,10 @@ def test_cards_scale_as_others_have_measured(ranks, strategy, model, devices, nu
     alone = compute.seconds_per_pass + num_samples * compute.seconds_per_sample
     efficiency = alone / (last.seconds - before.seconds)
     assert efficiency == pytest.approx(PUBLISHED[strategy, model, devices, num_samples], abs=0.05)
+    given = {"devices": spec.emulated, "batch_size": spec.batch_size, "alone": (), "num_bytes": S}
+    found = calibrate(measured(**given))
+    predicted = step_seconds(strategy, found.work, found.here, num)
+    assert predicted == pytest.approx(last.seconds - before.seconds, rel=1e-3)
 
 
 SYNCHRONOUS = [

@@ -1,69 +1,16 @@
-"""Which calls of ``torch.distributed`` are there, and what does each exchange?  (ranks)
+"""Which calls of ``torch.distributed`` are there, and which collective is each?  (ranks)"""
 
-What an exchange costs is counted on the busiest link.  Each rank has one link to all others, with a
-latency (one way) and a rate in each direction.  A message of n bytes takes latency + n / rate;
-messages that go through one end in one direction follow each other.  This is the model of Thakur,
-Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA
-19(1), 2005, section 3, where the lists of messages are from; the ring's is in Patarasuk and Yuan,
-JPDC 69(2), 2009.
-"""
-
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.protocol.notation import LinkSpec
+from ddpnb.protocol.costs import Messages, algorithm_of
 from ddpnb.rank.collectives.flat import num_bytes
 
 NO_ROOT = -1
-
-
-class Messages(NamedTuple):
-    """What follows each other on the busiest link of an exchange."""
-
-    number: float
-    num_bytes: float = 0.0
-    """Of all of them."""
-
-    def seconds(self, spec: LinkSpec) -> float:
-        """Return how long they take."""
-        return self.number * spec.latency_seconds + self.num_bytes * 8 / spec.bits_per_second
-
-
-def all_reduce(size: int, num_ranks: int) -> Messages:
-    """Around the ring twice, an N-th of ``size`` bytes in each message."""
-    number = 2 * (num_ranks - 1)
-    return Messages(number, number * size / num_ranks)
-
-
-def ring(part: float, num_ranks: int) -> Messages:
-    """Around the ring once, ``part`` bytes in each message: all-gather."""
-    return Messages(num_ranks - 1, (num_ranks - 1) * part)
-
-
-def ring_of_whole(size: int, num_ranks: int) -> Messages:
-    """Around the ring once, an N-th of ``size`` in each message: reduce-scatter, all-to-all."""
-    return ring(size / num_ranks, num_ranks)
-
-
-def tree(size: int, num_ranks: int) -> Messages:
-    """Down a binomial tree of all ranks, or up: broadcast, reduce and barrier."""
-    rounds = math.ceil(math.log2(num_ranks))
-    return Messages(rounds, rounds * size)
-
-
-def rooted(part: int, num_ranks: int) -> Messages:
-    """``part`` bytes to or from each other rank, along such a tree: gather and scatter."""
-    return Messages(math.ceil(math.log2(num_ranks)), (num_ranks - 1) * part)
-
-
-def message(size: int, _: int) -> Messages:
-    """From one rank to another: send and receive."""
-    return Messages(1, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +22,6 @@ class Collective:
     operation: str
     num_tensors: int
     """Arguments of the operation before its group."""
-    cost: Callable[[int, int], Messages]
-    """Returns the messages, for the bytes of this rank's tensors and the number of ranks."""
     _: KW_ONLY
     tensor: int | None = 0
     """The index of the argument with what this rank gives, or gets if it need not give anything;
@@ -91,43 +36,33 @@ class Collective:
 
 
 METHODS = {
-    "allreduce": Collective("all_reduce", "allreduce_", 1, all_reduce),
-    "allreduce_coalesced": Collective(
-        "all_reduce_coalesced", "allreduce_coalesced_", 1, all_reduce
-    ),
-    "broadcast": Collective("broadcast", "broadcast_", 1, tree, root=0, root_is="from"),
-    "reduce": Collective("reduce", "reduce_", 1, tree, root=1, root_is="to"),
-    "allgather": Collective("all_gather", "allgather_", 2, ring, tensor=1, equal="on CPUs"),
-    "allgather_coalesced": Collective(
-        "all_gather_coalesced", "allgather_coalesced_", 2, ring, tensor=1
-    ),
-    "_allgather_base": Collective("all_gather_single", "_allgather_base_", 2, ring, tensor=1),
+    "allreduce": Collective("all_reduce", "allreduce_", 1),
+    "allreduce_coalesced": Collective("all_reduce_coalesced", "allreduce_coalesced_", 1),
+    "broadcast": Collective("broadcast", "broadcast_", 1, root=0, root_is="from"),
+    "reduce": Collective("reduce", "reduce_", 1, root=1, root_is="to"),
+    "allgather": Collective("all_gather", "allgather_", 2, tensor=1, equal="on CPUs"),
+    "allgather_coalesced": Collective("all_gather_coalesced", "allgather_coalesced_", 2, tensor=1),
+    "_allgather_base": Collective("all_gather_single", "_allgather_base_", 2, tensor=1),
     "allgather_into_tensor_coalesced": Collective(
-        "all_gather_coalesced", "allgather_into_tensor_coalesced_", 2, ring, tensor=1
+        "all_gather_coalesced", "allgather_into_tensor_coalesced_", 2, tensor=1
     ),
-    "gather": Collective(
-        "gather", "gather_", 2, rooted, tensor=1, root=0, root_is="to", equal="on CPUs"
-    ),
-    "scatter": Collective(
-        "scatter", "scatter_", 2, rooted, root=0, root_is="from", equal="on CPUs"
-    ),
-    "reduce_scatter": Collective(
-        "reduce_scatter", "reduce_scatter_", 2, ring_of_whole, tensor=1, equal="on CPUs"
-    ),
+    "gather": Collective("gather", "gather_", 2, tensor=1, root=0, root_is="to", equal="on CPUs"),
+    "scatter": Collective("scatter", "scatter_", 2, root=0, root_is="from", equal="on CPUs"),
+    "reduce_scatter": Collective("reduce_scatter", "reduce_scatter_", 2, tensor=1, equal="on CPUs"),
     "_reduce_scatter_base": Collective(
-        "reduce_scatter_single", "_reduce_scatter_base_", 2, ring_of_whole, tensor=1
+        "reduce_scatter_single", "_reduce_scatter_base_", 2, tensor=1
     ),
     "reduce_scatter_tensor_coalesced": Collective(
-        "reduce_scatter_coalesced", "reduce_scatter_tensor_coalesced_", 2, ring_of_whole, tensor=1
+        "reduce_scatter_coalesced", "reduce_scatter_tensor_coalesced_", 2, tensor=1
     ),
-    "alltoall": Collective("all_to_all", "alltoall_", 2, ring_of_whole, tensor=1, equal="never"),
+    "alltoall": Collective("all_to_all", "alltoall_", 2, tensor=1, equal="never"),
     "alltoall_base": Collective(
-        "all_to_all_single", "alltoall_base_", 2, ring_of_whole, tensor=1, equal="unless split"
+        "all_to_all_single", "alltoall_base_", 2, tensor=1, equal="unless split"
     ),
-    "barrier": Collective("barrier", "barrier", 1, tree, tensor=None),
-    "send": Collective("send", "send", 1, message, is_message=True),
-    "recv": Collective("recv", "recv_", 1, message, is_message=True),
-    "recv_anysource": Collective("recv", "recv_any_source_", 1, message, is_message=True),
+    "barrier": Collective("barrier", "barrier", 1, tensor=None),
+    "send": Collective("send", "send", 1, is_message=True),
+    "recv": Collective("recv", "recv_", 1, is_message=True),
+    "recv_anysource": Collective("recv", "recv_any_source_", 1, is_message=True),
 }
 """By their names in ``ProcessGroup``."""
 
@@ -198,8 +133,9 @@ class Call:
     @property
     def messages(self) -> Messages:
         """What follows each other on the busiest link; nothing where only one rank takes part."""
-        num_ranks = self.group.size()
-        return self.collective.cost(self.num_bytes, num_ranks) if num_ranks > 1 else Messages(0)
+        algorithm, num_ranks = algorithm_of(self.name), self.group.size()
+        assert algorithm is not None, "each collective of METHODS has one"
+        return algorithm.cost(self.num_bytes, num_ranks) if num_ranks > 1 else Messages(0)
 
 
 def tensors_in(argument: Any) -> list[Tensor]:

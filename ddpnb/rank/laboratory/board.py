@@ -13,14 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, final
 
+from ddpnb.protocol.costs import Ready
+
 NUM_CALLS: Final = 512
 """Calls that one rank may be ahead of another."""
 _PLACE: Final = struct.Struct("<qdd")
 _NUMBER: Final = struct.Struct("<q")
 _POLL_SECONDS: Final = 5e-5
-
-Ready = tuple[float, float]
-"""When the first and the last part of what a rank exchanges was ready, in virtual seconds."""
 
 
 @final

@@ -9,11 +9,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import final
 
-from ddpnb.protocol.devices import CORE_LINK
+from ddpnb.protocol.costs import Messages
+from ddpnb.protocol.devices import CORE_LINK, FORWARD_SHARE
 from ddpnb.protocol.messages import Parts
 from ddpnb.protocol.notation import LinkSpec
-from ddpnb.rank.collectives.table import Messages
-from ddpnb.rank.laboratory.times import FORWARD_SHARE, ComputeTimes
+from ddpnb.rank.laboratory.times import ComputeTimes
 from ddpnb.rank.meter import Moment, Phase, StepReport, StepTiming, Timer
 
 

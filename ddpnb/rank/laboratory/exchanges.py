@@ -1,7 +1,7 @@
 """What the calls of ``torch.distributed`` cost emulated devices (ranks).
 
 A collective begins when the last of its ranks is ready and this rank's link is free, and takes
-what its messages cost (``table``); a message begins when its sender is ready.  All of it passes
+what its messages cost (``costs``); a message begins when its sender is ready.  All of it passes
 through the one interceptor of collectives, so it holds for DDP's calls from C++, FSDP's gathers, a
 hand-written ring and a user's own class.
 """
@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from ddpnb.protocol.costs import Messages, in_turn, num_parts
 from ddpnb.protocol.devices import Devices
 from ddpnb.protocol.notation import LinkSpec
 from ddpnb.rank.collectives.account import traffic_of
 from ddpnb.rank.collectives.intercept import Listener
-from ddpnb.rank.collectives.table import Call, Messages
+from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.laboratory.board import Board
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.meter import Meter
 
-BUCKET_BYTES = 25 * 2**20
-"""The size of DDP's buckets (``bucket_cap_mb``): larger exchanges are sent in parts."""
 GATHERS = ("all_gather", "broadcast", "scatter")
 """Their result is needed by what the caller computes next."""
 
@@ -117,13 +116,12 @@ class Exchanges(Listener):
         board = self._board(group.group_name, group.size())
         number = self._next(group.group_name, -1)
         board.post(number, group.rank(), ready)
-        parts = math.ceil(size / BUCKET_BYTES) if ready[1] > ready[0] else 1
         pending = _Pending(
             call=call,
             board=board,
             number=number,
             messages=scaled,
-            num_parts=max(parts, 1),
+            num_parts=num_parts(size, ready),
             link=self._devices.link_between(call.ranks),
         )
         call.notes[self] = pending
@@ -158,12 +156,9 @@ class Exchanges(Listener):
         num = pending.num_parts
         part = Messages(pending.messages.number, pending.messages.num_bytes / num)
         seconds, now = part.seconds(pending.link), self._clock.now
-        for k in range(1, num + 1):
-            begin = max(first + (last - first) * k / num for first, last in ready)
-            begin = max(begin, self._free)
-            self._free = begin + seconds
-            self._clock.hide(min(begin, now), min(self._free, now))
-        pending.end = self._free
+        for begin, end in in_turn(seconds, num, ready, self._free):
+            self._clock.hide(min(begin, now), min(end, now))
+            self._free = pending.end = end
         self.ends.append(pending.end)
 
     # -- messages ---------------------------------------------------------------------------

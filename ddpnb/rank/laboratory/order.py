@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Collection
 from typing import Final, final
 
+from ddpnb.protocol.costs import Messages
 from ddpnb.protocol.notation import LinkSpec
-from ddpnb.rank.collectives.table import Messages
 from ddpnb.rank.laboratory.times import ComputeTimes
 
 SERVER_RANK: Final = 0

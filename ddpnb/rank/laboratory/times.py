@@ -18,10 +18,6 @@ from typing import final
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.notation import Slow
 
-FORWARD_SHARE = 1 / 3
-"""Of a step's computing: a backward pass has two matrix products for each of the forward pass
-(Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)."""
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,25 +62,29 @@ class ComputeTimes:
         return self.factor(rank, step) * computing + self.delay(rank)
 
 
-NUM_TRIALS = 8
-"""Of each batch; the fastest counts."""
+TRIAL_SECONDS = 2.0
+"""How long a core is measured; the fastest step of each size counts."""
+LEAST_TRIALS = 3
+"""The first is cold."""
 
 
-def measured(passes: Mapping[int, Callable[[], object]]) -> Compute:
-    """Return how fast this process computes: a line through the smallest and the largest batch.
+def measured(steps: Mapping[int, Callable[[], object]]) -> Compute:
+    """Return how fast this thread computes: a line through the smallest and the largest batch.
 
-    Processor time is measured, so that other programs hardly disturb it.
+    Its processor time is measured, and often, so that other programs hardly disturb it.
 
     Args:
-        passes: a forward and a backward pass over a batch, by its number of samples.
+        steps: makes a step on a batch, by its number of samples.
     """
-    fastest = dict.fromkeys(passes, math.inf)
-    for _ in range(NUM_TRIALS):
-        for num_samples, make in passes.items():
-            began = time.process_time()
+    fastest = dict.fromkeys(steps, math.inf)
+    trials, end = 0, time.monotonic() + TRIAL_SECONDS
+    while trials < LEAST_TRIALS or time.monotonic() < end:
+        trials += 1
+        for num_samples, make in steps.items():
+            began = time.thread_time()
             make()
-            fastest[num_samples] = min(fastest[num_samples], time.process_time() - began)
-    few, every = min(passes), max(passes)
+            fastest[num_samples] = min(fastest[num_samples], time.thread_time() - began)
+    few, every = min(steps), max(steps)
     per_sample = (fastest[every] - fastest[few]) / (every - few) if every > few else 0.0
     if per_sample <= 0:
         return Compute(fastest[every] / every)

@@ -1,6 +1,6 @@
 """The tasks that a comparison can train (ranks)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
 from ddpnb.protocol.errors import UserError
@@ -17,7 +17,7 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
     """Return the task that a spec names, with its data loaded once for all runs of a comparison.
 
     Raises:
-        UserError: as ``cell_task``, or the cell has an optimizer and the spec a momentum for it.
+        UserError: as ``cell_task``, or the cell has an optimizer and the spec options for one.
     """
     task = _loaded.get(spec.comparison)
     if task is None:
@@ -26,13 +26,13 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
         if choice.name == CELL_TASK:
             task = cell_task(spec.source, namespace, filename)
         else:
-            build: Callable[..., Task] = TASKS[choice.name].load()
-            task = build(**choice.options)
+            task = TASKS[choice.name].load()(**choice.options)
         if spec.comparison:
             _loaded[spec.comparison] = task
-    if task.optimizer and (spec.momentum or spec.own_momentum is not None):
+    if task.optimizer and (spec.momentum or spec.own_momentum is not None or spec.rates):
+        what = "A choice of --lr" if spec.rates else "Momentum"
         raise UserError(
-            "Momentum is for the default optimizer, and the cell defines optimizer(params): leave "
+            f"{what} is for the default optimizer, and the cell defines optimizer(params): leave "
             "one of them out."
         )
     return task

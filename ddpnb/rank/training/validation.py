@@ -120,15 +120,20 @@ def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked
 
 
 def measure_compute(spec: RunSpec, **options: Any) -> Compute:
-    """Return what a pass takes one core; called on one rank, with the arguments of ``validate``."""
+    """Return what a step takes one core; called on one rank, with the arguments of ``validate``."""
     with preserve_globals(torch.device(options["state"].device)):
         torch.set_num_threads(1)
         context = build_context(spec, **options)
         worker = context.worker("check", num_steps=1)
         num_all = context.schedule.size(0)
         num_few = max(1, num_all // max(2, context.state.world_size))
-        batches = map(context.first_batch, (num_few, num_all))
-        return measured({b.num_samples: partial(worker.compute_gradients, b) for b in batches})
+        optimizer = worker.optimizer(worker.parameters)
+
+        def make(num_samples: int) -> None:
+            worker.compute_gradients(context.first_batch(num_samples))
+            worker.update(optimizer)
+
+        return measured({num: partial(make, num) for num in (num_few, num_all)})
 
 
 def _smallest_batch(context: RunContext) -> Batch:

@@ -56,7 +56,7 @@ class Detail:
         self._layout = layout
         self._names: list[_Name] = []
         kinds: list[type[Row]] = [RateRow]
-        may_come = len(comparison.specs) > sum(not run.is_running for run in comparison.runs)
+        may_come = len(comparison.specs) > sum(not run.is_running for run in comparison.all_runs)
         if may_come or any(map(_is_split, comparison.runs)):
             kinds.append(SplitRow)
         if may_come or any(len(run.aggregate.ranks) > 1 for run in comparison.runs):

@@ -1,10 +1,9 @@
 """One collective as it ran: each rank's tensor before and after, time, bytes, formula (kernel)."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
+from ddpnb.protocol.costs import Algorithm, algorithm_of
 from ddpnb.protocol.trace import REDUCING, ROOTED, CollectiveShown, CollectiveSpec, Span
 from ddpnb.reports.formatting import counted, size
 from ddpnb.reports.inside.spans import MAX_RANKS, in_units
@@ -44,118 +43,10 @@ GAP = 0.1
 HEAD, FOOT = 1.25, 0.42
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    """How a backend carries a collective out, for N ranks that give B bytes each."""
-
-    name: str
-    formula: str
-    """The bytes that a rank sends."""
-    steps: str
-    """Messages that follow one another."""
-    sent: Callable[[float, int, int], float]
-    """From B, N and a rank's place after the root, which is 0, to the bytes that it sends."""
-    num_steps: Callable[[int], int]
-
-
-def _tree_children(num_ranks: int, place: int) -> int:
-    """Return to how many ranks one passes a message on in a binomial tree."""
-    return sum(
-        place < 2**k and place + 2**k < num_ranks for k in range(max(1, num_ranks.bit_length()))
-    )
-
-
-def _levels(num_ranks: int) -> int:
-    return math.ceil(math.log2(num_ranks)) if num_ranks > 1 else 0
-
-
-_RING = Algorithm(
-    name="ring: a reduce-scatter, then an all-gather",
-    formula="2 (N-1)/N x B",
-    steps="2 (N-1)",
-    sent=lambda b, n, _: 2 * (n - 1) / n * b,
-    num_steps=lambda n: 2 * (n - 1),
-)
-GLOO: Mapping[str, Algorithm] = {
-    "all_reduce": _RING,
-    "broadcast": Algorithm(
-        name="binomial tree",
-        formula="B for each rank that it passes the tensor on to; the root, to log2 N, rounded up",
-        steps="log2 N, rounded up",
-        sent=lambda b, n, place: b * _tree_children(n, place),
-        num_steps=_levels,
-    ),
-    "reduce": Algorithm(
-        name="ring: a reduce-scatter, then each part goes to the root",
-        formula="B, the root (N-1)/N x B",
-        steps="(N-1) + 1",
-        sent=lambda b, n, place: b * ((n - 1) / n + (1 / n if place and n > 1 else 0)),
-        num_steps=lambda n: n if n > 1 else 0,
-    ),
-    "scatter": Algorithm(
-        name="the root sends to each",
-        formula="(N-1) x B the root, 0 the others, where B is a rank's part",
-        steps="1",
-        sent=lambda b, n, place: 0.0 if place else (n - 1) * b,
-        num_steps=lambda n: min(1, n - 1),
-    ),
-    "gather": Algorithm(
-        name="each sends to the root",
-        formula="B, the root 0",
-        steps="1",
-        sent=lambda b, n, place: b if place else 0.0,
-        num_steps=lambda n: min(1, n - 1),
-    ),
-    "all_gather": Algorithm(
-        name="ring",
-        formula="(N-1) x B",
-        steps="N-1",
-        sent=lambda b, n, _: (n - 1) * b,
-        num_steps=lambda n: n - 1,
-    ),
-    "reduce_scatter": Algorithm(
-        name="an all-reduce of the whole by a ring, of which each rank keeps its chunk",
-        formula="2 (N-1)/N x B, twice what a reduce-scatter needs",
-        steps="2 (N-1)",
-        sent=lambda b, n, _: 2 * (n - 1) / n * b,
-        num_steps=lambda n: 2 * (n - 1),
-    ),
-    "all_to_all": Algorithm(
-        name="each sends to each",
-        formula="(N-1)/N x B",
-        steps="1, to all at once",
-        sent=lambda b, n, _: (n - 1) / n * b,
-        num_steps=lambda n: min(1, n - 1),
-    ),
-    "barrier": Algorithm(
-        name="dissemination: in step k a rank notifies the one 2^k places further",
-        formula="0, empty messages only",
-        steps="log2 N, rounded up",
-        sent=lambda *_: 0.0,
-        num_steps=_levels,
-    ),
-}
-"""What gloo does, as bytes counted on its sockets confirm."""
-NCCL = {
-    "reduce_scatter": Algorithm(
-        name="ring",
-        formula="(N-1)/N x B",
-        steps="N-1",
-        sent=lambda b, n, _: (n - 1) / n * b,
-        num_steps=lambda n: n - 1,
-    ),
-}
 ON_NCCL = (
     "NCCL chooses between rings and trees by size; the formula is the ring's.  Bytes on NVLink and "
     "PCIe are not counted."
 )
-
-
-def algorithm_of(name: str, backend: str = "gloo") -> Algorithm | None:
-    """Return how a backend carries a collective out; None for one that is not known."""
-    plain = name.removesuffix("_coalesced").removesuffix("_single")
-    return (NCCL if backend == "nccl" else {}).get(plain) or GLOO.get(plain)
 
 
 def all_sent(span: Span) -> float:
@@ -165,11 +56,11 @@ def all_sent(span: Span) -> float:
     """
     if span.name == "send":
         return float(span.num_bytes or 0)
-    algorithm = algorithm_of(span.name)
+    algorithm = algorithm_of(span.name, "gloo")
     num = len(span.group)
     if algorithm is None or num < 2 or not span.num_bytes:
         return 0.0
-    return sum(algorithm.sent(span.num_bytes, num, place) for place in range(num)) / num
+    return sum(algorithm.bytes_sent(span.num_bytes, num, place) for place in range(num)) / num
 
 
 @final
@@ -203,7 +94,7 @@ class CollectiveResult:
         ranks = self.spec.ranks
         root = self.spec.from_rank if self.spec.name in ROOTED else ranks[0]
         place = (ranks.index(rank) - ranks.index(root)) % len(ranks)
-        return self.algorithm.sent(self.num_bytes, len(ranks), place)
+        return self.algorithm.bytes_sent(self.num_bytes, len(ranks), place)
 
     def plot(self, *, dark: bool = False) -> "Figure":
         """Return the picture as a matplotlib figure."""
@@ -248,8 +139,9 @@ def notes_of(result: CollectiveResult) -> list[str]:
     amount = most if least == most else f"{least} to {most}"
     notes = [
         f"{first.backend}: {algorithm.name}.  Formula of the bytes that a rank sends: "
-        f"{algorithm.formula}; with N = {num}: {amount}.  Messages that follow one another: "
-        f"{algorithm.steps}; here {algorithm.num_steps(num)}."
+        f"{algorithm.sent or algorithm.num_bytes}; with N = {num}: {amount}.  Messages that follow "
+        f"one another on the busiest link: {algorithm.messages}; here "
+        f"{algorithm.cost(result.num_bytes, num).number:g}."
     ]
     counts = [each.num_bytes_sent for each in result.shown]
     known = [each for each in counts if each is not None]

@@ -107,7 +107,8 @@ class PredictionResult:
 
 def heading(prediction: Prediction) -> str:
     """Return the title."""
-    return f"Predicted: {prediction.title}"
+    devices = f", from {prediction.devices}" if prediction.devices else ""
+    return f"Predicted: {prediction.title}{devices}"
 
 
 def sentence(prediction: Prediction) -> str:
@@ -198,7 +199,7 @@ def draw(prediction: Prediction) -> "Figure":
     axes = figure.add_axes((LEFT, 0.8 / height, PLOT_WIDTH, 1 - 1.85 / height))
     _draw_bounds(axes, prediction, limits)
     _draw_strategies(axes, prediction)
-    _dress(axes, limits)
+    _dress(axes, limits, "emulated" if prediction.devices else "measured")
     _write_assumptions(figure, lines, height)
     figure.legend(
         loc="lower left",
@@ -274,12 +275,12 @@ def _draw_strategies(axes: "Axes", prediction: Prediction) -> None:
             markerfacecolor=style.colour,
             markeredgecolor=INK,
             markeredgewidth=1.2,
-            label=f"measured here: {each.strategy}",
+            label=f"{'emulated' if prediction.devices else 'measured here'}: {each.strategy}",
             zorder=4,
         )
 
 
-def _dress(axes: "Axes", limits: tuple[float, float]) -> None:
+def _dress(axes: "Axes", limits: tuple[float, float], filled: str) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter  # noqa: PLC0415  as above
 
     from ddpnb.reports.figures.axes import tick  # noqa: PLC0415  as above
@@ -290,7 +291,7 @@ def _dress(axes: "Axes", limits: tuple[float, float]) -> None:
     axes.set_ylim(*limits)
     axes.set_xlabel("ranks", fontsize=SMALL_POINTS, color=MUTED)
     axes.set_title(
-        "Samples per second (filled: measured; hollow: predicted)",
+        f"Samples per second (filled: {filled}; hollow: predicted)",
         loc="left",
         fontsize=SMALL_POINTS,
         color=INK,

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ddpnb.protocol.costs import COLLECTIVES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec, RankSpans, Span, Trace
-from ddpnb.reports.inside.collective import GLOO, CollectiveResult, all_sent
+from ddpnb.reports.inside.collective import CollectiveResult, all_sent
 from ddpnb.reports.inside.spans import TimeAxis, last_arrivals
 from ddpnb.reports.inside.timeline import draw_timeline, timeline_text
 from ddpnb.reports.inside.traces import TraceResult, chrome_trace, joined
@@ -180,7 +181,7 @@ def test_formulas_add_up_to_what_the_ranks_receive(num):
     """A tensor of B bytes must reach each rank that it is for: the least that all send."""
     least = {"broadcast": num - 1, "gather": num - 1, "scatter": num - 1, "all_gather": num - 1}
     for name, share in least.items():
-        total = sum(GLOO[name].sent(1.0, num, place) for place in range(num))
+        total = sum(COLLECTIVES[name].bytes_sent(1.0, num, place) for place in range(num))
         assert total == pytest.approx(share * (num if name == "all_gather" else 1))
     span = call(0, 0, 1, "all_reduce", group=tuple(range(num)), num_bytes=1000)
     assert all_sent(span) == pytest.approx(2 * (num - 1) / num * 1000)

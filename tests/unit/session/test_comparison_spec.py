@@ -1,6 +1,7 @@
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ddpnb.api import compare
@@ -100,6 +101,35 @@ def test_all_runs_have_the_same_training():
     for run in ComparisonSpec(strategies=("dp", "async"), training=training).run_specs():
         for name in TrainingSpec.__dataclass_fields__:
             assert getattr(run, name) == getattr(training, name)
+
+
+def test_the_first_repeat_tries_each_learning_rate_and_the_ceiling_one():
+    training = parse("ddp --task digits --seed 7 --lr 0.1,0.02")
+    assert (training.learning_rate, training.rates) == (0.1, (0.1, 0.02))
+    spec = ComparisonSpec(strategies=("ddp",), training=training, num_repeats=2)
+    runs = spec.run_specs()
+    assert [(run.strategy, run.repeat, run.seed, run.learning_rate) for run in runs] == [
+        ("single", 0, 7, 0.1),
+        ("no-comm", 0, 7, 0.1),
+        ("ddp", 0, 7, 0.1),
+        ("ddp", 0, 7, 0.02),
+        ("single", 0, 7, 0.02),
+        ("ddp", 1, 8, 0.1),  # or its best
+        ("single", 1, 8, 0.1),
+        ("no-comm", 1, 8, 0.1),
+    ]
+    assert differences(runs) == []
+
+
+@pytest.mark.parametrize("given", ["0.02, 0.1", (0.02, 0.1), np.array([0.02, 0.1])])
+def test_learning_rates_may_be_a_text_or_a_list(given: object):
+    made = make_training_spec({"task": "digits", "lr": given}, in_python=True)
+    assert made == TrainingSpec(task="digits", learning_rate=0.02, rates=(0.02, 0.1))
+    assert made.rate_words == "0.02,0.1"
+
+
+def test_one_learning_rate_in_a_list_is_one():
+    assert make_training_spec({"task": "digits", "lr": [0.05]}) == TrainingSpec(task="digits")
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "nan"])
@@ -218,6 +248,12 @@ WRONG_LINES = {
     "--batch-size 0": "--batch-size must be at least 1, not 0.",
     "--lr=-1": "--lr must be greater than 0, not -1.",
     "--lr nan": "--lr must be greater than 0",
+    "--lr 0.1,": "--lr 0.1, lacks a value beside a comma: write 0.02,0.05.",
+    "--lr 0.1,,0.2": "--lr 0.1,,0.2 lacks a value beside a comma: write 0.02,0.05.",
+    "--lr 0.1,abc": "--lr takes a number, not 'abc'.",
+    "--lr 0,0.1": "--lr must be greater than 0, not 0.",
+    "--lr 0.1,0.2,0.10": "--lr has 0.1 twice: give each value once.",
+    "--lr 1,2,3,4,5,6,7": "--lr takes 1 to 6 values, not 7.",
     "--momentum 1": "--momentum must be less than 1, not 1.",
     "--momentum 1.5": "--momentum must be less than 1, not 1.5.",
     "--momentum inf": "--momentum must be less than 1, not inf.",

@@ -4,6 +4,7 @@ from ddpnb.magics.arguments import arguments, following
 from ddpnb.magics.magics import DdpMagics, comparison_of
 from ddpnb.magics.panel_form import FormState
 from ddpnb.protocol.catalogue import CELL_TASK
+from ddpnb.protocol.notation import LINKS
 
 CHOSEN = {
     "strategies": ("single", "ddp"),
@@ -64,7 +65,7 @@ def test_the_users_own_cell_is_part_of_the_magic():
 
 def test_an_emulated_link_is_completed_and_chosen_in_the_panel():
     offered = following((DdpMagics,), ["%ddp_compare", "ddp", "--link"], {}, "")
-    assert [each.text for each in offered] == ["10GbE", "1GbE", "wifi", "pcie4"]
+    assert [each.text for each in offered] == list(LINKS)
     state = FormState(**(CHOSEN | {"choices": {"link": "1Gbit, 0.5ms"}}))
     assert state.line().endswith("--link 1Gbit,0.5ms")
     assert "--link" not in FormState(**(CHOSEN | {"choices": {"link": ""}})).line()

@@ -1,0 +1,77 @@
+"""Which learning rate of each strategy is compared, where several are tried?  (Kernel.)
+
+``--lr 0.02,0.05,0.1`` trains each strategy once at each rate, all with the first repeat's seed.
+The rate with the lowest held-out loss is the strategy's own: its run is the first repeat, and the
+other repeats train at the same rate.  A loss that is NaN or infinite never wins; where all are, the
+smallest rate is compared.
+"""
+
+import math
+from collections.abc import Sequence
+
+from ddpnb.history.model import RunSnapshot, Status
+
+
+def split(
+    runs: Sequence[RunSnapshot],
+) -> tuple[tuple[RunSnapshot, ...], tuple[RunSnapshot, ...]]:
+    """Return the runs that are compared, and those at other learning rates.
+
+    Strategies keep the order in which they began, whichever rate is best.
+    """
+    best = {key: _rate(min(group, key=_rank)) for key, group in _tuned(runs).items()}
+    others = tuple(run for run in runs if _rate(run) != best.get(_key(run), _rate(run)))
+    if not others:
+        return tuple(runs), ()
+    order = list(dict.fromkeys(map(_key, runs)))
+    compared = [run for run in runs if run not in others]
+    return tuple(sorted(compared, key=lambda run: order.index(_key(run)))), others
+
+
+def tried(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapshot]]:
+    """Return the run at each learning rate, by comparison and strategy, where several are tried."""
+    return _tuned([run for run in runs if run.repeat == 0])
+
+
+def held_out_loss(run: RunSnapshot) -> float:
+    """Return the loss of a run's trained model; NaN if it is not known."""
+    losses = [report.held_out_loss for report in run.reports]
+    return next((loss for loss in losses if not math.isnan(loss)), math.nan)
+
+
+def has_score(run: RunSnapshot) -> bool:
+    """Return whether a run may win: its held-out loss is a finite number."""
+    return math.isfinite(held_out_loss(run))
+
+
+def has_diverged(run: RunSnapshot) -> bool:
+    """Return whether a run trained to its end, and its model was judged at no finite loss."""
+    is_judged = any(report.num_held_out for report in run.reports)
+    return run.status is Status.FINISHED and is_judged and not has_score(run)
+
+
+def is_tried(run: RunSnapshot) -> bool:
+    """Return whether a run shows what its learning rate is good for: it was not cut short."""
+    return run.status in (Status.FINISHED, Status.FAILED)
+
+
+def _tuned(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapshot]]:
+    groups: dict[tuple[str, str], list[RunSnapshot]] = {}
+    for run in runs:
+        if run.spec is not None and run.spec.rates:
+            groups.setdefault(_key(run), []).append(run)
+    return groups
+
+
+def _rank(run: RunSnapshot) -> tuple[bool, bool, bool, float, float]:
+    """Return what orders the runs of a strategy: one that trains is first, so that it is drawn."""
+    loss = held_out_loss(run) if has_score(run) else math.inf
+    return not run.is_running, not has_score(run), not is_tried(run), loss, _rate(run)
+
+
+def _key(run: RunSnapshot) -> tuple[str, str]:
+    return run.comparison, run.name
+
+
+def _rate(run: RunSnapshot) -> float:
+    return 0.0 if run.spec is None else run.spec.learning_rate

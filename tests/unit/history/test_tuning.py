@@ -1,0 +1,146 @@
+"""Is each strategy compared at its best learning rate, and is nothing lost of the others?"""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from ddpnb.history.comparison import Comparison, magic_of
+from ddpnb.history.model import RunSnapshot, Status
+from ddpnb.reports.data import document, runs_frame
+from ddpnb.reports.findings import results_table, sentence
+from ddpnb.reports.formatting import notes
+from tests.unit.history.fake_runs import fake_run
+
+RATES = (0.02, 0.05, 0.1)
+NAN = math.nan
+
+
+def run(
+    name: str,
+    rate: float,
+    loss: float,
+    *,
+    repeat: int = 0,
+    status: Status = Status.FINISHED,
+    num_held_out: int = 360,
+) -> RunSnapshot:
+    made = fake_run(name, repeat=repeat, num_steps=20).snapshot()
+    assert made.spec is not None
+    scored = [replace(r, held_out_loss=loss, num_held_out=num_held_out) for r in made.reports]
+    return replace(
+        made,
+        run_id=f"{name}:{rate}:{repeat}",
+        spec=replace(made.spec, learning_rate=rate, rates=RATES),
+        status=status,
+        reports=tuple(scored),
+        created=made.created + rate,
+    )
+
+
+def compared(*runs: RunSnapshot) -> Comparison:
+    specs = tuple(run.spec for run in runs if run.spec)
+    start = Comparison(comparison_id="id", name="digits-1", task="digits", specs=specs)
+    return start.with_runs(runs)
+
+
+def rates_of(comparison: Comparison) -> dict[str, float]:
+    return {run.name: run.spec.learning_rate for run in comparison.runs if run.spec}
+
+
+STOPPED, FAILED, RUNNING = Status.STOPPED, Status.FAILED, Status.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("runs", "best"),
+    [
+        ([(0.02, 0.4), (0.05, 0.3), (0.1, 0.35)], 0.05),
+        ([(0.1, 0.3), (0.05, 0.3)], 0.05),
+        ([(0.02, NAN), (0.05, math.inf), (0.1, 2.0)], 0.1),
+        ([(0.1, NAN), (0.05, math.inf), (0.02, NAN)], 0.02),
+        ([(0.02, 0.4), (0.05, 0.1, STOPPED)], 0.02),
+        ([(0.02, NAN), (0.05, 0.5, STOPPED)], 0.05),
+        ([(0.02, NAN, FAILED), (0.05, 0.5)], 0.05),
+        ([(0.02, 0.4), (0.05, NAN, RUNNING)], 0.05),  # it is drawn while it trains
+    ],
+)
+def test_the_lowest_held_out_loss_wins_and_one_that_diverged_never(
+    runs: list[tuple[float, float, Status]] | list[tuple[float, float]], best: float
+):
+    made = [
+        run("ddp", rate, loss, status=status[0] if status else Status.FINISHED)
+        for rate, loss, *status in runs
+    ]
+    comparison = compared(*made)
+    assert rates_of(comparison) == {"ddp": best}
+    assert len(comparison.runs) == 1
+    assert comparison.all_runs == tuple(sorted(made, key=lambda run: run.created))
+
+
+def tuned() -> Comparison:
+    return compared(
+        run("single", 0.02, 0.30),
+        run("ddp", 0.02, 0.40),
+        run("single", 0.05, 0.35),
+        run("ddp", 0.05, 0.30),
+        run("single", 0.1, NAN),
+        run("ddp", 0.1, 0.50),
+        run("single", 0.02, 0.33, repeat=1),
+        run("ddp", 0.05, 0.90, repeat=1),
+    )
+
+
+def test_later_repeats_are_compared_with_the_run_that_won():
+    comparison = tuned()
+    assert [(r.name, r.repeat, r.spec.learning_rate) for r in comparison.runs if r.spec] == [
+        ("single", 0, 0.02),
+        ("single", 1, 0.02),
+        ("ddp", 0, 0.05),
+        ("ddp", 1, 0.05),
+    ]
+    assert len(comparison.other_rates) == 4
+    assert "--lr 0.02,0.05,0.1 " in magic_of(comparison)
+
+
+def test_a_column_has_the_rates_and_a_note_every_loss():
+    table = results_table(tuned())
+    at = [column.title for column in table.columns].index("lr")
+    assert [row[at].text for row in table.rows] == ["0.02", "0.05"]
+    assert "repeats" in table.rows[0][0].quiet
+    (note,) = [note for note in table.notes if "by lr" in note]
+    assert "single 0.02: 0.300, 0.05: 0.350, 0.1: diverged; ddp 0.02: 0.400, 0.05: 0.300" in note
+    assert not [note for note in table.notes if "differ in" in note]
+    assert "each at its best of 3 learning rates by held-out loss" in sentence(tuned())
+    assert "best of 3 lr" in table.caption
+
+
+def test_rates_that_were_not_tried_are_no_claim():
+    comparison = compared(run("single", 0.02, 0.3), run("ddp", 0.02, 0.4, status=STOPPED))
+    assert "single at its best of at most 3 learning rates" in sentence(comparison)
+
+
+def test_a_strategy_that_diverged_at_every_rate_is_named():
+    single = [run("single", rate, 0.3 + rate) for rate in RATES]
+    ddp = [run("ddp", rate, NAN) for rate in RATES]
+    comparison = compared(*single, *ddp)
+    assert rates_of(comparison) == {"single": 0.02, "ddp": 0.02}
+    text = sentence(comparison)
+    assert "single at its best of 3 learning rates" in text
+    assert "ddp diverged at every learning rate: the smallest is shown" in text
+    unknown = compared(*[run("ddp", rate, NAN, num_held_out=0) for rate in RATES])
+    assert "diverged" not in sentence(unknown) + " ".join(notes(unknown, ()))
+
+
+def test_runs_at_other_rates_are_in_the_data_of_all_runs():
+    frame = runs_frame(tuned())
+    assert len(frame) == len(document(tuned())["runs"]) == 8
+    best = frame[frame.is_compared].groupby("strategy").learning_rate.unique()
+    assert best.to_dict() == {"ddp": [0.05], "single": [0.02]}
+
+
+def test_one_rate_for_all_changes_nothing():
+    runs = [fake_run(name, num_steps=20).snapshot() for name in ("single", "ddp")]
+    comparison = Comparison(comparison_id="id", name="digits-1").with_runs(runs)
+    assert comparison.all_runs == comparison.runs == tuple(runs)
+    assert "lr" not in [column.title for column in results_table(comparison).columns]
+    assert "is_compared" not in runs_frame(comparison)

@@ -1,0 +1,48 @@
+"""Does every view have the one table of costs?"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ddpnb.protocol.costs import ALL_REDUCES, COLLECTIVES, GLOO, algorithm_of, bucket_sizes, in_turn
+from ddpnb.rank.collectives.table import METHODS
+
+LABORATORY = Path(__file__).parents[2] / "docs" / "laboratory.md"
+TABLE = {
+    **COLLECTIVES,
+    **{f"{name}, by gloo": each for name, each in GLOO.items()},
+    **{f"all_reduce, by {name}": each for name, each in ALL_REDUCES.items() if name != "ring"},
+}
+
+
+def test_the_page_has_the_table():
+    rows = [line for line in LABORATORY.read_text().splitlines() if line.startswith("| `")]
+    cells = {
+        name: (each.name, each.messages, each.num_bytes, each.sent or "the same")
+        for name, each in TABLE.items()
+    }
+    shown = [f"| `{name}` | {' | '.join(row)} |" for name, row in cells.items()]
+    assert [row for row in rows if row.removeprefix("| `").partition("`")[0] in TABLE] == shown
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(("num", "depth"), [(2, 1), (3, 2), (8, 3)])
+def test_formulas_are_what_is_computed(name, num, depth):
+    def value(formula: str) -> float:
+        products = re.sub(r"(?<=[\dNLB)]) (?=[(NLB])", "*", formula)
+        return eval(products, {"N": num, "L": depth, "B": 840})
+
+    found = TABLE[name].cost(840, num)
+    assert found == pytest.approx((value(TABLE[name].messages), value(TABLE[name].num_bytes)))
+
+
+def test_every_call_of_torch_is_in_it():
+    assert {algorithm_of(each.name) for each in METHODS.values()} == set(COLLECTIVES.values())
+
+
+def test_buckets_use_one_link_in_turn():
+    assert bucket_sizes(60 * 2**20, 25 * 2**20) == [2**20, 25 * 2**20, 25 * 2**20, 9 * 2**20]
+    # of two parts, the slower rank has one ready at 3 and one at 4
+    assert in_turn(2.0, 2, [(0.0, 1.0), (2.0, 4.0)], 0.0) == [(3.0, 5.0), (5.0, 7.0)]
+    assert in_turn(2.0, 1, [(1.0, 1.0)], 6.0) == [(6.0, 8.0)]
