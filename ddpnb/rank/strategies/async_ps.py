@@ -109,5 +109,5 @@ class AsyncParameterServer(AsynchronousStrategy):
         """The copy that this worker trains on; on rank 0 those of all, and the one optimizer."""
         worker, held = self.worker, super().memory()
         num_others = worker.world_size - 2 if worker.rank == 0 else 0  # the server's is one of them
-        others = num_others * num_bytes(worker.parameters)
-        return held._replace(parameters=held.parameters + others)
+        own = num_bytes(worker.parameters)  # as many of gradients; the server's come and go
+        return held._replace(parameters=held.parameters + num_others * own, gradients=own)

@@ -606,8 +606,10 @@ def test_a_live_figure_gets_held_out_panels_when_all_is_over():
 def holding(comparison: Comparison, **held: Memory) -> Comparison:
     """The same with ranks that hold so much."""
     return comparison.with_runs(
-        replace(r, reports=tuple(replace(each, memory=held[r.name]) for each in r.reports))
-        for r in comparison.runs
+        [
+            replace(r, reports=tuple(replace(each, memory=held[r.name]) for each in r.reports))
+            for r in comparison.runs
+        ]
     )
 
 
