@@ -10,7 +10,7 @@ from ddpnb.rank.training import loop
 
 NUM_RANKS = 2
 MEGABYTE = 1e6
-PARAMETERS, OPTIMIZER = "num_parameter_bytes", "num_optimizer_bytes"
+PARAMETERS, OPTIMIZER = "parameters", "optimizer"
 LIMIT = "<= 0.55"
 
 TRANSFORMER = """
@@ -80,8 +80,8 @@ def figure(
     what: str, ours: list[RunReport], ddp: list[RunReport], field: str, limit: str
 ) -> Figure:
     """Of the rank that holds most."""
-    held = [getattr(report, field) / MEGABYTE for report in ours]
-    whole = [getattr(report, field) / MEGABYTE for report in ddp]
+    held = [getattr(report.memory, field) / MEGABYTE for report in ours]
+    whole = [getattr(report.memory, field) / MEGABYTE for report in ddp]
     return Figure(
         name=f"{what}, 2 ranks, the one that holds most, against ddp",
         unit="MB",

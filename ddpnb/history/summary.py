@@ -24,6 +24,7 @@ from ddpnb.history.model import RunSnapshot, Status, ending
 from ddpnb.history.stability import stability_notes
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, RunReport
 from ddpnb.protocol.notation import Target, parse_kill
 
@@ -88,12 +89,8 @@ class StrategySummary:
     staleness_max: float = math.nan
     num_lost_samples: float = math.nan
     """Samples handed out without a gradient in return; NaN if there are none."""
-    parameter_bytes: float = math.nan
-    """The most that a rank holds of the parameters."""
-    optimizer_bytes: float = math.nan
-    """The most that a rank holds of the optimizer's state."""
-    peak_bytes: float = math.nan
-    """The most that tensors held on a rank's GPU, activations included; NaN on CPUs."""
+    memory: Memory = field(default_factory=Memory)
+    """Of the rank that holds most."""
     seconds_to_target: Spread = field(default_factory=Spread)
     """Until the target was reached: by the smoothed training loss, or on held-out samples."""
     samples_to_target: Spread = field(default_factory=Spread)
@@ -345,9 +342,7 @@ def _summary(
         staleness_median=staleness_median(stale),
         staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
         num_lost_samples=_greatest(counted, lambda report: report.num_lost_samples),
-        parameter_bytes=_greatest(counted, lambda report: report.num_parameter_bytes),
-        optimizer_bytes=_greatest(counted, lambda report: report.num_optimizer_bytes),
-        peak_bytes=_greatest(counted, lambda report: report.num_peak_bytes),
+        memory=memory_of(counted),
         seconds_to_target=spread([seconds for seconds, _ in reached]),
         samples_to_target=spread([samples for _, samples in reached]),
         samples_by_repeat=samples,
@@ -362,6 +357,12 @@ def _summary(
         is_short=not is_computed and any(map(_is_short, runs)),
         notes=_notes(runs) + stability_notes(counted, staleness_median(stale)),
     )
+
+
+def memory_of(runs: Sequence[RunSnapshot]) -> Memory:
+    """Return what the rank that holds most holds; all 0 before there is a report."""
+    held = (report.memory for run in runs for report in run.reports)
+    return max(held, key=lambda memory: memory.total, default=Memory())
 
 
 def is_emulated(runs: Sequence[RunSnapshot]) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.notation import check_devices, parse_strategy
 from ddpnb.protocol.trace import RankSpans
 from ddpnb.protocol.training_options import TrainingSpec
@@ -339,12 +340,7 @@ class RunReport:
     """Event batches sent, so that the kernel knows when it has them all."""
     num_lost_samples: int = 0
     """Samples handed out without a gradient in return, over all workers; on rank 0 only."""
-    num_parameter_bytes: int = 0
-    """What this rank holds of the parameters when training ends; 0 if not known."""
-    num_optimizer_bytes: int = 0
-    """What this rank holds of the optimizer's state."""
-    num_peak_bytes: int = 0
-    """The most memory that tensors had on its GPU while it trained; 0: not measured."""
+    memory: Memory = field(default_factory=Memory)
     was_stopped: bool = False
     """Whether it was stopped before its last step."""
     evaluation_was_cut: bool = False
@@ -355,6 +351,7 @@ class RunReport:
     def __post_init__(self) -> None:
         made = tuple(Evaluation(*each) for each in self.evaluations)  # stored ones are lists
         object.__setattr__(self, "evaluations", made)
+        object.__setattr__(self, "memory", Memory(*self.memory))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = No
     return replace(report, num_batches_sent=publisher.num_batches)
 
 
-def run_options(engine: RankEngine, spec: RunSpec) -> dict[str, Any]:
+def run_options(engine: RankEngine, spec: RunSpec | None) -> dict[str, Any]:
     """Return what a run, or its check, needs of this rank."""
     return {
         "state": engine.group.state(),
@@ -115,9 +115,6 @@ def give(
     return variables.give(expression, namespace, own, *more)
 
 
-# -- inspection ----------------------------------------------------------------------------
-
-
 def filename_of(spec: RunSpec | None, engine: RankEngine) -> str:
     """Return a file name for a comparison's cell that IPython shows as ``Cell In[n]``."""
     if spec is None or not spec.cell:
@@ -125,8 +122,6 @@ def filename_of(spec: RunSpec | None, engine: RankEngine) -> str:
     name: str = engine.shell.compile.cache(spec.source, spec.cell, spec.source)
     return name
 
-
-# ------------------------------------------------------------------------------------------
 
 PLAIN: dict[str, Callable[..., Any]] = {
     "state": lambda engine: engine.group.state(),
@@ -163,22 +158,11 @@ USERS_CODE: dict[str, Callable[..., Any]] = {
         replicas.elements(engine.shell.user_ns, *wanted) if engine.group.rank in ranks else None
     ),
     "samples": lambda engine, spec: samples.samples(
-        spec,
-        engine.shell.user_ns,
-        rank=engine.group.rank,
-        num_ranks=engine.group.world_size,
-        device=engine.group.device,
+        spec, engine.group.state(), engine.shell.user_ns
     ),
-    "find_inspected": lambda engine, spec: subject.find(
-        spec, engine.group.state(), engine.shell.user_ns, filename=filename_of(spec.task, engine)
-    ),
+    "find_inspected": lambda engine, spec: subject.find(spec, **run_options(engine, spec.task)),
     "inspect_ddp": lambda engine, spec: ddp_steps.measure(
-        spec,
-        engine.group.state(),
-        engine.shell.user_ns,
-        cancellation=engine.group.cancellation,
-        folder=engine.group.folder,
-        filename=filename_of(spec.task, engine),
+        spec, cancellation=engine.group.cancellation, **run_options(engine, spec.task)
     ),
     "show_collective": lambda engine, spec: collective.show(spec, device=engine.group.device),
 }

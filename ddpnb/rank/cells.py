@@ -25,7 +25,6 @@ from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_cons
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
 from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.engine import RankEngine, id_of
-from ddpnb.rank.group import Group
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions
 from ddpnb.rank.stack import OWN_FOLDER, is_users
@@ -91,12 +90,12 @@ def ignore(number: int, frame: object) -> None:
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     """Run a cell's source; return the errors of it, first the one that it failed with."""
     engine.shell.execution_count = spec.execution_count
-    was_aborted = engine.group.cancellation.is_aborted
+    group, was_aborted = engine.group, engine.group.cancellation.is_aborted
     warn_again()
     try:
         with (
             errors_shown_by(engine.shell) as shown,
-            questions(spec, engine.group.rank, engine.answers),
+            questions(spec, group.rank, engine.answers),
         ):
             error = execute(spec, engine)
         for stream in (sys.stdout, sys.stderr):
@@ -105,21 +104,12 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         error = interrupt
     errors = [*shown] if error is None or is_success(error) else [*shown, error]
-    errors = errors or aborted(engine.group, was_aborted=was_aborted)
+    if not errors and group.can_abort and group.cancellation.is_aborted and not was_aborted:
+        errors = [ConsequenceError("This rank was freed from its wait.")]  # its tensors are void
     if isinstance(error, KeyboardInterrupt):
         # It ends the cell, whatever else went wrong or was interrupted while IPython noted it.
         errors.sort(key=lambda each: not isinstance(each, KeyboardInterrupt))
     return errors
-
-
-def aborted(group: Group, *, was_aborted: bool) -> list[BaseException]:
-    """Return an error if the cell saw meaningless tensors: a collective of it was aborted.
-
-    ``was_aborted``: whether the group was before the cell, whose own calls then all raise.
-    """
-    if group.can_abort and group.cancellation.is_aborted and not was_aborted:
-        return [ConsequenceError("This rank was freed from its wait.")]
-    return []
 
 
 def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
@@ -228,7 +218,10 @@ def traceback_of(error: BaseException, shell: Any) -> list[str]:
         return []  # its message is enough
     if isinstance(error, CollectiveMismatchError | UserError):
         end_at_users(frames)
-    frames = frames or from_first(error.__traceback__, is_others)
+    own = (OWN_FOLDER, IPython.__path__[0])
+    frames = frames or from_first(
+        error.__traceback__, lambda frame: not frame.f_code.co_filename.startswith(own)
+    )
     if is_plain(error):
         frames = frames or error.__traceback__
         return "".join(traceback.format_exception(type(error), error, frames)).splitlines()
@@ -260,11 +253,6 @@ def from_first(
     while frames is not None and not is_wanted(frames.tb_frame):
         frames = frames.tb_next
     return frames
-
-
-def is_others(frame: FrameType) -> bool:
-    """Return whether a frame runs code that is neither ddpnb's nor IPython's."""
-    return not frame.f_code.co_filename.startswith((OWN_FOLDER, IPython.__path__[0]))
 
 
 def end_at_users(frames: TracebackType | None) -> None:

@@ -8,7 +8,8 @@ through ``torch.distributed``, the servers for everything that goes through shar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -28,6 +29,15 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done its work, before a clock is read; a CPU has done it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, until the device has done its work."""
+    synchronize(device)
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - began
 
 
 class Traffic(NamedTuple):

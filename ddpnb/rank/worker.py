@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from ddpnb.rank.activations import Activations
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.meter import Meter
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
@@ -39,6 +40,8 @@ class Worker:
     device: torch.device
     rank: int
     world_size: int
+    num_parts: int
+    """Ranks that share each global batch: all of them, or this one alone."""
     num_steps: int
     """Global batches to train on."""
     folder: Path
@@ -47,6 +50,8 @@ class Worker:
     """Prefix of file names in ``folder``; no two trainings share it."""
     meter: Meter = field(default_factory=Meter)
     """Counts seconds and bytes of communication; whatever carries messages reports to it."""
+    activations: Activations = field(default_factory=Activations)
+    """Measures what autograd keeps of one forward pass."""
     accumulate: int = 1
     """Micro-batches that each batch is split into, for gradient accumulation."""
     amp: torch.dtype | None = None
@@ -125,11 +130,9 @@ class Worker:
             share = micro_batch.num_samples / batch.num_samples
             with unsynced() if number < len(micro_batches) else nullcontext():
                 timer.compute("forward", micro_batch.num_samples)
+                forward = partial(loss_of or partial(self._loss_of, called), micro_batch, share)
                 with self.autocast():
-                    if loss_of is not None:
-                        loss = loss_of(micro_batch, share)
-                    else:
-                        loss = self.loss_in(self.training_step(called, micro_batch.tree), share)
+                    loss = self.activations.of(forward, self.model)
                 self.delay()
                 timer.compute("backward", micro_batch.num_samples)
                 (loss * (weight * share)).backward()
@@ -137,6 +140,9 @@ class Worker:
         timer.computed()
         self.meter.backward_ended()
         return total
+
+    def _loss_of(self, called: nn.Module, batch: Batch, share: float) -> Tensor:
+        return self.loss_in(self.training_step(called, batch.tree), share)
 
     def loss_in(self, result: Tensor | Mapping[str, Any], share: float = 1.0) -> Tensor:
         """Return the loss in what the task's step has returned; note its further numbers.
@@ -197,19 +203,3 @@ class Batch:
             parts.append(replace(self, tree=part, num_samples=size))
             begin += size
         return parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What one rank holds, in bytes; 0: not known."""
-
-    parameters: int = 0
-    optimizer: int = 0
-    """The optimizer's state: momentum and the like."""
-
-    @classmethod
-    def of(cls, parameters: Iterable[Tensor], *optimizers: torch.optim.Optimizer) -> Memory:
-        """Return the size of parameters and of optimizers' states on this rank."""
-        states = [state for optimizer in optimizers for state in optimizer.state.values()]
-        held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        return cls(parameters=num_bytes(parameters), optimizer=num_bytes(held))

@@ -2,7 +2,7 @@
 
 The JSON document:
 
-    {"format": 1,
+    {"format": 2,
      "comparison": {"name", "created", "task", "source", "environment": {...}},
      "runs": [{"comparison", "name", "repeat", "status", "detail", "created",
                "spec": {...} or null, "header": {...} or null,
@@ -37,6 +37,7 @@ from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import (
     bytes_received,
     evaluations,
+    memory_of,
     num_devices,
     reported,
     reported_metrics,
@@ -57,7 +58,7 @@ SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed", "device
 CIRCUMSTANCES = ("momentum", "num_workers", "num_threads", "device", "backend", "num_parameters")
 STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_bytes_sent")
 
-FORMAT = 1
+FORMAT = 2
 """Of the JSON document; raised whenever a field changes its meaning or is removed."""
 
 Point = tuple[str, int, float, float]
@@ -171,6 +172,7 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         **{f"{name}_seconds": getattr(split.parts, name) for name in Parts._fields},
         "bytes_sent_per_step": split.num_bytes_sent,
         "bytes_received_per_step": bytes_received([run]),
+        **{f"memory_{part}": value for part, value in memory_of([run])._asdict().items()},
         "notes": "; ".join(run.header.notes) if run.header else "",
     }
 

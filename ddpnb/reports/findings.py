@@ -167,7 +167,11 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
         if unknown := [s.name for s in judged if math.isnan(s.held_out_metrics[name].middle)]:
             found.append(f"held-out {name} is NaN for {listed(unknown)}")
     if "memory per rank" in shown:
-        found.append("memory per rank: parameters and optimizer state, then the state alone")
+        is_known = any(s.memory.activations for s in summaries)
+        is_published = not is_known and any(s.is_computed for s in summaries)
+        held = "memory per rank" + ", computed for the published model" * is_published
+        rest = "and activations" if is_known else "(activations are not known)"
+        found.append(f"{held}: parameters, gradients, optimizer state {rest}, where it is most")
     found += _intervals(summaries)
     known = [s for s in summaries if s.num_held_out and math.isfinite(s.held_out_accuracy.middle)]
     if known:
@@ -255,13 +259,10 @@ def _exposed(summary: StrategySummary) -> Cell:
 
 
 def _memory(summary: StrategySummary) -> Cell:
-    parameters, state = summary.parameter_bytes, summary.optimizer_bytes
-    if math.isfinite(summary.peak_bytes):
-        return Cell(text=size(summary.peak_bytes), quiet="peak")
-    if math.isnan(parameters) and math.isnan(state):
+    memory = summary.memory
+    if not memory.total:
         return Cell(text=NOTHING)
-    both = sum(part for part in (parameters, state) if math.isfinite(part))
-    return Cell(text=size(both), quiet=f"{size(state)} state" if state > 0 else "")
+    return Cell(text=size(memory.total), quiet="peak" if memory.peak else "")
 
 
 def _receives_as_it_sends(summary: StrategySummary) -> bool:

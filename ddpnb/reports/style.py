@@ -60,6 +60,14 @@ PART_COLOURS = {
 }
 """The parts of a step: cool colours for computing, warm ones for the cost of other ranks."""
 
+MEMORY_COLOURS = {
+    "parameters": "#4a7c6f",
+    "gradients": "#9cc5b5",
+    "optimizer": "#cdb65a",
+    "activations": "#b79cbd",
+}
+"""The parts of what a rank holds."""
+
 FONT_POINTS = 13.0
 SMALL_POINTS = 12.0
 TITLE_POINTS = 15.0

@@ -9,6 +9,7 @@ from playwright.sync_api import Browser, Page
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.query import StoredRun
+from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.findings import results_table
 from ddpnb.reports.listing import runs_table
@@ -39,8 +40,9 @@ def usual(repeats: int) -> Comparison:
             run = fake_run(name, repeat=repeat)
             report = replace(
                 run.snapshot().reports[0],
-                num_parameter_bytes=2_300_000 if name == "dp" else 1_200_000,
-                num_optimizer_bytes=1_100_000,
+                memory=Memory(
+                    1_200_000, 1_200_000, 1_100_000, 900_000 if name == "dp" else 450_000
+                ),
                 final_loss=0.0539 + 0.001 * repeat,
                 held_out_accuracy=0.9611 + 0.005 * repeat,
             )

@@ -86,28 +86,28 @@ while True:
 DIFFERENT = {
     "call": (
         "if rank < 2: dist.all_reduce(torch.ones(3))\nelse: dist.broadcast(torch.ones(3), 0)",
-        "ranks 0,1 call all_reduce with Float [3] (line 1)",
-        "ranks 2,3 call broadcast from rank 0 with Float [3] (line 2)",
+        "ranks 0-1 call all_reduce with Float [3] (line 1)",
+        "ranks 2-3 call broadcast from rank 0 with Float [3] (line 2)",
     ),
     "shape": (
         "dist.all_reduce(torch.ones(3 if rank < 2 else 4))",
-        "ranks 0,1 call all_reduce with Float [3] (line 1)",
-        "ranks 2,3 call all_reduce with Float [4] (line 1)",
+        "ranks 0-1 call all_reduce with Float [3] (line 1)",
+        "ranks 2-3 call all_reduce with Float [4] (line 1)",
     ),
     "type, which gloo does not notice": (
         "dist.all_reduce(torch.ones(4, dtype=torch.float if rank < 2 else torch.int))",
-        "ranks 0,1 call all_reduce with Float [4] (line 1)",
-        "ranks 2,3 call all_reduce with Int [4] (line 1)",
+        "ranks 0-1 call all_reduce with Float [4] (line 1)",
+        "ranks 2-3 call all_reduce with Int [4] (line 1)",
     ),
     "a call left out": (
         "if rank < 2: dist.all_reduce(torch.ones(3))\ndist.all_reduce(torch.ones(7))",
-        "ranks 0,1 call all_reduce with Float [3] (line 1)",
-        "ranks 2,3 call all_reduce with Float [7] (line 2)",
+        "ranks 0-1 call all_reduce with Float [3] (line 1)",
+        "ranks 2-3 call all_reduce with Float [7] (line 2)",
     ),
     "long tensors": (
         "dist.all_reduce(torch.ones(100_000 if rank < 2 else 300_000))",
-        "ranks 0,1 call all_reduce with Float [100000] (line 1)",
-        "ranks 2,3 call all_reduce with Float [300000] (line 1)",
+        "ranks 0-1 call all_reduce with Float [100000] (line 1)",
+        "ranks 2-3 call all_reduce with Float [300000] (line 1)",
     ),
     "a sub-group": (
         "pair = dist.new_group([1, 2])\ndist.all_reduce(torch.ones(3 + rank), group=pair)",

@@ -15,8 +15,8 @@ from ddpnb.rank.strategies.ddp_shm import DdpShm
 from ddpnb.rank.worker import Worker
 group, strategy = RankEngine.instance().group, DdpShm()
 strategy.setup(Worker(model=torch.nn.Linear(3, 2), make_model=None, make_optimizer=torch.optim.SGD,
-    device=torch.device('cpu'), rank=rank, world_size=world_size, num_steps=4, name='hang',
-    folder=group.folder, cancellation=group.cancellation))
+    device=torch.device('cpu'), rank=rank, world_size=world_size, num_parts=world_size,
+    num_steps=4, name='hang', folder=group.folder, cancellation=group.cancellation))
 net = strategy.ddp
 """
 BATCHES = "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()"

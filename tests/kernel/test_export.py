@@ -73,7 +73,7 @@ def test_json_holds_everything_and_no_nan(compared: Cell, kernel: Kernel):
     assert sorted(map(str, run["metrics"]["lr"])) == ["0.5", "0.5", "None", "None"]
     assert run["steps"]["staleness"] == [None] * 4
     whole = json.loads((kernel.folder / "out.json").read_text())
-    assert whole["format"] == 1
+    assert whole["format"] == 2
     assert "def model()" in whole["comparison"]["source"]
     assert whole["comparison"]["environment"]["backend"] == "gloo"
     assert [run["name"] for run in whole["runs"]] == ["single", "no-comm", "ddp", "async"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.account import Account
@@ -21,7 +22,6 @@ from ddpnb.rank.tasks.batches import BatchSchedule, every_step
 from ddpnb.rank.tasks.samples import TensorSamples
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import StepReport
-from ddpnb.rank.worker import Memory
 from tests.rank.runs import spec_of
 
 BeforeStep = Callable[[int, int], None]

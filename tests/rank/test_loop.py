@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.devices import MODELS
+from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import NO_PARTS
+from ddpnb.rank.tasks import digits
 from tests.rank import runs
 from tests.rank.runs import (
     ASYNCHRONOUS,
@@ -106,11 +109,56 @@ def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_ranks):
     assert reports[0].held_out_accuracy > 0.6
 
 
+def held(ranks, strategy: str, **changes) -> list[Memory]:
+    spec = spec_of(strategy, **{"task": "digits", "source": "", "momentum": 0.9} | changes)
+    results = ranks(2).call(train_job, replace(spec, num_epochs=0.1))
+    return [report.memory for report, _ in results if report.took_part]
+
+
 def test_a_report_says_what_each_rank_holds(ranks):
-    size = 4 * (16 * 5 + 2 * 17)
-    for word, parameters, state in (("ddp", size, size), ("fsdp", size // 2, size // 2)):
-        for report, _ in ranks(2).call(train_job, spec_of(word, num_epochs=1, momentum=0.9)):
-            assert (report.num_parameter_bytes, report.num_optimizer_bytes) == (parameters, state)
+    size = 4 * sum(each.numel() for each in digits.make_model().parameters())
+    ddp, zero, fsdp, dp, shared = (held(ranks, n) for n in ("ddp", "zero", "fsdp", "dp", "async"))
+    (single,) = held(ranks, "single")
+    of_ddp = ddp[0].activations
+    assert ddp == 2 * [Memory(size, size, size, of_ddp)]
+    assert [each[:3] for each in dp] == [(size, size, size)]  # of its first device
+    assert of_ddp < dp[0].activations < 1.02 * of_ddp  # which gathers the outputs of all
+    # Of 16 images per rank: the inputs of four layers, what the pooling took, and its indices.
+    features = 64 + 32 * 64 + 64 * 64 + 64 * 16 + 256
+    assert 4 * 16 * features < of_ddp < 2 * 4 * 16 * features
+    assert single[:3] == (size, size, size)
+    assert single.activations == pytest.approx(2 * of_ddp, rel=0.01)
+    assert all(each[:2] == (size, size) and each.activations == of_ddp for each in zero)
+    assert sum(each.optimizer for each in zero) == size
+    assert max(each.optimizer for each in zero) == 4 * 1024 * 256  # it deals out whole tensors
+    assert [sum(part) for part in list(zip(*fsdp, strict=True))[:3]] == [size, size, size]
+    assert max(each.parameters for each in fsdp) == pytest.approx(size / 2, rel=0.01)
+    assert all(each.activations == pytest.approx(of_ddp, rel=0.01) for each in fsdp)
+    assert [each[:3] for each in shared] == [(2 * size, size, size), (size, size, 0)]
+
+
+def test_what_a_rank_holds_of_a_published_model_is_computed(ranks):
+    size = 4 * MODELS["resnet50"].num_parameters
+    chosen = {"devices": "2xV100", "as_": "resnet50"}
+    assert held(ranks, "ddp", **chosen) == 2 * [Memory(size, size, size)]
+    assert held(ranks, "dp", **chosen) == [Memory(size, size, size)]
+    parts = held(ranks, "fsdp", **chosen)
+    assert sum(each.parameters for each in parts) == pytest.approx(size)
+    assert held(ranks, "ddp", devices="2")[0] == held(ranks, "ddp")[0]
+
+
+PER_SAMPLE = CELL + (
+    "def training_step(model, batch):\n"
+    "    gradient = torch.func.grad(lambda x: model(x).pow(2).sum())(batch[0])\n"
+    "    outputs = model(batch[0])\n"
+    "    return nn.functional.cross_entropy(outputs, batch[1]) + 0 * gradient.mean()\n"
+)
+
+
+def test_a_step_that_refuses_to_be_measured_is_trained(ranks):
+    for memory in held(ranks, "ddp-by-hand", task="cell", source=PER_SAMPLE):
+        assert memory.parameters > 0
+        assert memory.activations == 0
 
 
 def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):

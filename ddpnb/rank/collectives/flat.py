@@ -66,10 +66,10 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors; of a sharded one, those on this rank."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in map(_local, tensors))
+    return sum(tensor.numel() * tensor.element_size() for tensor in map(local, tensors))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """Return the part on this rank, without an import of ``DTensor``, which takes a second."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

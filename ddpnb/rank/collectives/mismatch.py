@@ -27,6 +27,7 @@ import torch
 
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
+from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.rank.collectives import intercept
 from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
 from ddpnb.rank.stack import users_line
@@ -244,9 +245,7 @@ class CollectiveLog:
         for rank in sorted(seen):
             calls.setdefault(seen[rank].text, []).append(rank)
         parts = [
-            f"rank {callers[0]} calls {call}"
-            if len(callers) == 1
-            else f"ranks {','.join(map(str, callers))} call {call}"
+            f"{spoken_ranks(callers)} {'calls' if len(callers) == 1 else 'call'} {call}"
             for call, callers in calls.items()
         ]
         raise CollectiveMismatchError(

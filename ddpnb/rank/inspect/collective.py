@@ -5,7 +5,6 @@ Bytes are those that the kernel has sent on this process's TCP connections, gloo
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ddpnb.protocol.connections import bytes_sent
 from ddpnb.protocol.trace import CHUNKED, Chunks, CollectiveShown, CollectiveSpec
-from ddpnb.rank.meter import synchronize
+from ddpnb.rank.meter import synchronize, timed
 
 NUM_TIMED = 7
 """Calls of which the median is shown; one before is not timed."""
@@ -114,11 +113,7 @@ def _median(call: _Call, group: dist.ProcessGroup, device: torch.device) -> floa
         call.got.zero_()  # else products grow beyond all numbers
     for _ in range(NUM_TIMED + 1):
         dist.barrier(group)
-        synchronize(device)
-        began = time.perf_counter()
-        call.make()
-        synchronize(device)
-        times.append(time.perf_counter() - began)
+        times.append(timed(call.make, device))
     return statistics.median(times[1:])
 
 

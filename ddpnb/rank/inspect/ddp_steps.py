@@ -90,8 +90,7 @@ def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
         fastest = torch.tensor([found.seconds_per_sample], dtype=torch.float64)
         dist.all_reduce(fastest, op=dist.ReduceOp.MIN)  # takes part: every rank
         devices = replace(devices, compute=Compute(fastest.item()))
-    trained = [each for each in model.parameters() if each.requires_grad]
-    return Laboratory.of(devices, num_bytes=num_bytes(trained))
+    return Laboratory.of(devices, model=model)
 
 
 class _Step(NamedTuple):

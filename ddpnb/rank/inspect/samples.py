@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from ddpnb.protocol.errors import UserError, kind_of
+from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
 from ddpnb.rank.inspect.subject import value_of
 from ddpnb.rank.random_state import preserve_globals
@@ -20,14 +21,7 @@ MAX_INDICES = 2_000_000
 """Of all epochs together, on one rank: 8 MB."""
 
 
-def samples(
-    spec: SamplerSpec,
-    namespace: Mapping[str, Any],
-    *,
-    rank: int,
-    num_ranks: int,
-    device: torch.device,
-) -> RankSamples:
+def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -> RankSamples:
     """Return the samples that this rank gets, by torch's own sampler, or a copy of the user's."""
     if spec.expression:
         held = sampler_in(spec.expression, namespace)
@@ -39,15 +33,15 @@ def samples(
         num_samples = spec.num_samples
         sampler = DistributedSampler(
             range(num_samples),  # type: ignore[arg-type]  # all that it needs is a length
-            num_replicas=num_ranks,
-            rank=rank,
+            num_replicas=state.world_size,
+            rank=state.rank,
             shuffle=spec.shuffle,
             drop_last=spec.drop_last,
         )
     layers = layers_of(sampler)
     settable = [each for each in layers if hasattr(each, "set_epoch")]
     epochs: list[Indices] = []
-    with preserve_globals(device):
+    with preserve_globals(torch.device(state.device)):
         for epoch in range(spec.num_epochs):
             for each in settable if spec.sets_epoch else ():
                 each.set_epoch(epoch)
@@ -59,7 +53,7 @@ def samples(
                     f"A rank gets {MAX_INDICES:,} samples or more: take --epochs 1, or fewer -n."
                 )
     return RankSamples(
-        rank=rank,
+        rank=state.rank,
         kind=type(layers[-1]).__name__,
         num_samples=num_samples,
         epochs=tuple(epochs),

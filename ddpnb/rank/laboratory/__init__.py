@@ -6,7 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
+from torch import nn
+
 from ddpnb.protocol.devices import Devices
+from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges
 from ddpnb.rank.laboratory.order import VirtualOrder
@@ -31,11 +34,12 @@ class Laboratory:
         cls,
         devices: Devices,
         *,
-        num_bytes: int,
+        model: nn.Module,
         num_in_shard: Callable[[Any], int] = lambda _: 0,
         **varied: Any,
     ) -> "Laboratory":
         """Return devices whose computing is known; ``varied`` are further ``ComputeTimes``."""
+        size = num_bytes(each for each in model.parameters() if each.requires_grad)
         assert devices.compute is not None, "it is measured before anything trains"
         times = ComputeTimes(
             seconds_per_sample=devices.compute.seconds_per_sample,
@@ -44,7 +48,7 @@ class Laboratory:
             wrapper_seconds=devices.wrapper_seconds,
             **varied,
         )
-        return cls(devices=devices, times=times, num_bytes=num_bytes, num_in_shard=num_in_shard)
+        return cls(devices=devices, times=times, num_bytes=size, num_in_shard=num_in_shard)
 
     @cached_property
     def scale(self) -> float:

@@ -31,6 +31,7 @@ from ddpnb.rank.servers.rendezvous import (
     hosts_of,
     server_address,
     set_timeout,
+    shut_down,
     socket_path,
 )
 from ddpnb.rank.servers.requests import NO_RANK, REPLY, REQUEST, Reply, RequestKind
@@ -235,7 +236,7 @@ class Client:
             connected = socket.socket(socket.AF_UNIX)
             connected.connect(str(socket_path(worker, SERVER_RANK)))
         opened.enter_context(connected)
-        opened.enter_context(worker.cancellation.held(lambda: _shut_down(connected)))
+        opened.enter_context(worker.cancellation.held(lambda: shut_down(connected)))
         self._connection = _Connection(connected, self._timeout)
         self._connection.send(HELLO.pack(worker.rank))
         if port:
@@ -332,8 +333,3 @@ class _Connection:
                 if num == 0:
                     raise ConnectionResetError
                 left = left[num:]
-
-
-def _shut_down(connected: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # not connected any more
-        connected.shutdown(socket.SHUT_RDWR)

@@ -52,6 +52,12 @@ def set_timeout(connected: socket.socket, seconds: float) -> None:
         connected.setsockopt(socket.SOL_SOCKET, option, value)
 
 
+def shut_down(connected: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """End every wait at a socket and at its other end, as long as they are connected."""
+    with contextlib.suppress(OSError):
+        connected.shutdown(how)
+
+
 @final
 class Server:
     """Calls a function with each connection, in a thread of its own.
@@ -79,13 +85,11 @@ class Server:
     def close(self) -> None:
         """Accept no more, disconnect, and wait until the last replies are on their way."""
         for listener in self._listeners:
-            with contextlib.suppress(OSError):  # as many as there can be have come
-                listener.shutdown(socket.SHUT_RDWR)
+            shut_down(listener)
         for thread in self._acceptors:
             thread.join(self._timeout)
         for connected in self._connected:
-            with contextlib.suppress(OSError):  # closed already
-                connected.shutdown(socket.SHUT_RD)  # a last reply can still be sent
+            shut_down(connected, socket.SHUT_RD)  # a last reply can still be sent
         for thread in self._threads:
             thread.join(self._timeout)
 

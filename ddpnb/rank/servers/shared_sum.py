@@ -25,7 +25,7 @@ from torch import Tensor
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.cancellation import ConsequenceError
 from ddpnb.rank.servers.memory import SharedMemory
-from ddpnb.rank.servers.rendezvous import HELLO, hosts_of, set_timeout, socket_path
+from ddpnb.rank.servers.rendezvous import HELLO, hosts_of, set_timeout, shut_down, socket_path
 from ddpnb.rank.worker import Worker
 
 CHUNK_BYTES: Final = 1 << 20
@@ -101,8 +101,7 @@ class SharedAllReduce:
     def _shut_down(self) -> None:
         """End every wait on both ends, even where a child process holds a copy of a socket."""
         for peer in self._peers.values():
-            with contextlib.suppress(OSError):  # the other end may be gone
-                peer.shutdown(socket.SHUT_RDWR)
+            shut_down(peer)
 
     def _sum_chunk(self, chunk: Tensor) -> None:
         own, num_ranks = self._rank, self._num_ranks

@@ -39,13 +39,14 @@ from typing import Any, final
 
 from torch import Tensor
 
+from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.queue import NO_BOUND
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, ParameterStore
 from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.worker import Batch, Memory, Worker
+from ddpnb.rank.worker import Batch, Worker
 
 _OWN_WORKER_NOTE = (
     "Rank 0 trains beside the server, which it reaches without a link: over a slow one it takes "
@@ -106,8 +107,7 @@ class AsyncParameterServer(AsynchronousStrategy):
 
     def memory(self) -> Memory:
         """The copy that this worker trains on; on rank 0 those of all, and the one optimizer."""
-        worker = self.worker
-        own = Memory.of(worker.model.parameters(), *worker.optimizers)
-        num_others = worker.world_size - 1 if worker.rank == 0 else 0
-        others = num_others * num_bytes(worker.parameters)
-        return replace(own, parameters=own.parameters + others)
+        worker, held = self.worker, super().memory()
+        num_others = worker.world_size - 2 if worker.rank == 0 else 0  # the server's is one of them
+        own = num_bytes(worker.parameters)  # as many of gradients; the server's come and go
+        return held._replace(parameters=held.parameters + num_others * own, gradients=own)

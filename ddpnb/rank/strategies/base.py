@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import RankState
+from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.servers.queue import WorkQueue
-from ddpnb.rank.tasks.batches import Shard, every_step
-from ddpnb.rank.worker import Batch, Memory, Worker
+from ddpnb.rank.tasks.batches import Shard, every_step, tensors_of
+from ddpnb.rank.worker import Batch, Worker
 
 State = dict[str, Any]
 """A model's ``state_dict``."""
@@ -52,7 +54,7 @@ class Strategy(ABC):
     def shards(self) -> Iterator[Shard]:
         """Yield the shards that this worker trains on, each after the step before it."""
         worker = self.worker
-        return every_step(worker.num_steps, part=worker.rank, num_parts=worker.world_size)
+        return every_step(worker.num_steps, part=worker.rank, num_parts=worker.num_parts)
 
     @abstractmethod
     def step(self, batch: Batch) -> Tensor:
@@ -77,10 +79,16 @@ class Strategy(ABC):
 
     def memory(self) -> Memory:
         """Return what this rank holds when training ends, before ``finish``."""
-        optimizers = self.worker.optimizers
+        worker, optimizers = self.worker, self.worker.optimizers
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        updated = [parameter for group in groups for parameter in group["params"]]
-        return Memory.of({*self.worker.model.parameters(), *updated}, *optimizers)
+        held = {*worker.model.parameters(), *(each for group in groups for each in group["params"])}
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        return Memory(
+            parameters=num_bytes(held),
+            gradients=num_bytes(each.grad for each in held if each.grad is not None),
+            optimizer=num_bytes(tensors_of(states)),
+            activations=worker.activations.num_bytes,
+        )
 
     def close(self) -> None:  # noqa: B027  most hold none
         """Release threads, files and sockets; may be called twice, and after any failure."""

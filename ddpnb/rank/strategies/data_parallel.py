@@ -25,8 +25,6 @@ summing the gradients too.  On GPUs that is a part of the backward pass.
 """
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import final
 
 import torch
@@ -36,8 +34,7 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.strategies.device_replicas import GpuReplicas, Replicas, ThreadReplicas
 from ddpnb.rank.tasks.base import Supervised
-from ddpnb.rank.tasks.batches import Shard, every_step
-from ddpnb.rank.worker import Batch, Memory, Worker
+from ddpnb.rank.worker import Batch, Worker
 
 
 @final
@@ -70,10 +67,6 @@ class DataParallel(Strategy):
         self.replicas = GpuReplicas(worker, gpus) if len(gpus) > 1 else ThreadReplicas(worker)
         self._opened.callback(self.replicas.close)
 
-    def shards(self) -> Iterator[Shard]:
-        """Every global batch, whole."""
-        return every_step(self.worker.num_steps, part=0, num_parts=1)
-
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""
         # forward: each replica on its slice, the loss on all outputs together
@@ -104,11 +97,6 @@ class DataParallel(Strategy):
             for result, own in zip(results, shares, strict=True)
         ]
         return self.replicas.gather(losses).sum()
-
-    def memory(self) -> Memory:
-        """The parameters of each replica, and one optimizer's state."""
-        one = super().memory()
-        return replace(one, parameters=len(self.replicas.devices) * one.parameters)
 
     def close(self) -> None:
         """End the replicas' threads."""

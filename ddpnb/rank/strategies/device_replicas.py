@@ -7,6 +7,7 @@ them on their slices of the batch, gather the outputs on the first, and sum the 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -42,12 +43,13 @@ class Replicas(ABC):
             received=round(num_copied * num_bytes(worker.parameters)),  # gradients are as large
         )
 
-        def run_one(model: nn.Module, part: Any, device: torch.device) -> Any:
+        def run_one(number: int, model: nn.Module, part: Any, device: torch.device) -> Any:
             index = device.index if device.type == "cuda" else -1
-            with torch.cuda.device(index), worker.autocast():  # which hold for one thread
+            measured = nullcontext() if number else worker.activations.hooks()
+            with torch.cuda.device(index), worker.autocast(), measured:  # which hold for one thread
                 return call(model, part)
 
-        return list(self.pool.map(run_one, models, placed, devices))
+        return list(self.pool.map(run_one, range(len(models)), models, placed, devices))
 
     @abstractmethod
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:

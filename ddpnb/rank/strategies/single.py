@@ -12,7 +12,6 @@ Messages per step: none.  Bytes sent per step: 0.
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
 
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.tasks.batches import Shard, every_step
 from ddpnb.rank.worker import Batch, Worker
 
 
@@ -54,10 +52,6 @@ class Single(Strategy):
             num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", worker.world_size))
             torch.set_num_threads(torch.get_num_threads() * num_ranks)
         super().setup(worker)
-
-    def shards(self) -> Iterator[Shard]:
-        """Every global batch, whole."""
-        return every_step(self.worker.num_steps, part=0, num_parts=1)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""

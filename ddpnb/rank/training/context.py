@@ -15,7 +15,6 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import check_fault_ranks, parse_slow, parse_strategy
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.meter import Meter, Timer
 from ddpnb.rank.random_state import preserve_random, seed_everything
@@ -101,6 +100,7 @@ class RunContext:
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
+            num_parts=self.plan.num_ranks,
             num_steps=num_steps,
             folder=self.folder,
             name=self.name(phase),
@@ -121,11 +121,10 @@ class RunContext:
         if emulated is None or emulated.compute is None:
             return None
         schedule = self.schedule
-        trained = [each for each in self.make_model().parameters() if each.requires_grad]
         least = schedule.num_in(schedule.smallest_shard(self.plan.num_workers))
         return Laboratory.of(
             emulated,
-            num_bytes=num_bytes(trained),
+            model=self.make_model(),
             num_in_shard=schedule.num_in,
             num_passes=min(self.spec.accumulate, least),
             slow=tuple(map(parse_slow, self.spec.slow)),

@@ -19,13 +19,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn, final
 
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
 from ddpnb.protocol.notation import parse_kill, parse_slow
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.times import ComputeTimes
-from ddpnb.rank.meter import synchronize
+from ddpnb.rank.meter import synchronize, timed
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock
@@ -38,14 +39,8 @@ NUM_TRIALS = 3
 
 def measure_compute_seconds(worker: Worker, batch: Batch) -> float:
     """Return how many seconds a forward and backward pass over a batch takes, at least."""
-    trials = []
-    for _ in range(1 + NUM_TRIALS):
-        synchronize(worker.device)
-        began = time.perf_counter()
-        worker.compute_gradients(batch)
-        synchronize(worker.device)
-        trials.append(time.perf_counter() - began)
-    return min(trials[1:])  # the first is cold
+    call = partial(worker.compute_gradients, batch)
+    return min(timed(call, worker.device) for _ in range(1 + NUM_TRIALS))  # the first is cold
 
 
 @final

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec
+from ddpnb.rank.activations import Activations
 from ddpnb.rank.cancellation import CancellationToken, RunCancelledError
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import Listener, listening
@@ -124,8 +125,9 @@ def _trained(
     context = metrics.context
     with contextlib.ExitStack() as opened:
         # -- rehearse ---------------------------------------------------------------------
+        activations = Activations(is_due=True)
         if not context.spec.is_emulated:
-            rehearse(context)
+            rehearse(context, activations)
         # -- prepare ----------------------------------------------------------------------
         fault_injector = FaultInjector(context, metrics.clock, metrics.publish)
         strategy = opened.enter_context(closing(context.strategy()))
@@ -136,6 +138,7 @@ def _trained(
             timer=metrics.clock,
             delay=fault_injector.delay,
         )
+        worker.activations = activations
         strategy.setup(worker)
         snapshots = Snapshots(metrics, strategy, worker)
         if context.state.rank == 0:

@@ -12,18 +12,20 @@ from contextlib import closing
 
 import torch
 
+from ddpnb.rank.activations import Activations
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.batches import Shard, every_step
 from ddpnb.rank.training.context import RunContext
 
 
-def rehearse(context: RunContext) -> None:
+def rehearse(context: RunContext, activations: Activations) -> None:
     """Make a few steps that leave no trace; takes part: every rank of the plan."""
     num_steps = min(context.spec.num_warmup_steps, context.schedule.num_steps)
     if num_steps == 0 or context.rejoin_info is not None:
         return
     with preserve_globals(context.device), closing(context.strategy()) as strategy:
         worker = context.worker("r", num_steps=num_steps)
+        worker.activations = activations
         strategy.setup(worker)
         for shard in _shards(context, num_steps):
             strategy.step(context.batch(shard, context.fetch(shard)))
@@ -51,7 +53,7 @@ def _shards(context: RunContext, num_steps: int) -> Iterator[Shard]:
     Every rank of the plan makes as many steps; nothing is taken from any queue.
     """
     plan, schedule = context.plan, context.schedule
-    part, num_parts = (0, 1) if plan.num_ranks == 1 else (context.state.rank, plan.num_ranks)
+    part, num_parts = context.state.rank, plan.num_ranks
     yield from every_step(num_steps, part=part, num_parts=num_parts)
     smallest = schedule.smallest_shard(1).step
     if plan.synchronous:

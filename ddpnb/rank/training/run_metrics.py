@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim import SGD, Optimizer
 
+from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluating, Mark, RunHeader, RunReport, StepEvent
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.meter import StepTiming
@@ -14,7 +15,7 @@ from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock
-from ddpnb.rank.worker import Memory, Worker
+from ddpnb.rank.worker import Worker
 
 _CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
 
@@ -39,7 +40,6 @@ class RunMetrics:
     num_bytes_received: int = 0
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
-    num_peak_bytes: int = 0
     num_lost_samples: int = 0
     """Of shards that workers held when they died."""
     shards: list[int] = field(default_factory=list)
@@ -82,10 +82,13 @@ class RunMetrics:
             self.num_bytes_received += timing.report.traffic.received
 
     def note_memory(self, memory: Memory) -> None:
-        """Note what this rank holds, and the most that it had on a GPU, activations included."""
+        """Note what this rank holds, or would of a published model; and the most on its GPU."""
+        context, laboratory = self.context, self.context.laboratory
+        if laboratory is not None and laboratory.devices.model:
+            memory = memory.scaled(laboratory.scale)
+        elif context.device.type == "cuda" and not context.plan.is_emulated:
+            memory = memory._replace(peak=torch.cuda.max_memory_allocated(context.device))
         self.memory = memory
-        if self.context.device.type == "cuda":
-            self.num_peak_bytes = torch.cuda.max_memory_allocated(self.context.device)
 
     def mark(self, text: str) -> None:
         """Publish something that has just happened on this rank."""
@@ -104,9 +107,7 @@ class RunMetrics:
             seconds=self.clock.seconds,
             was_stopped=self.was_stopped,
             shards=tuple(self.shards),
-            num_parameter_bytes=self.memory.parameters,
-            num_optimizer_bytes=self.memory.optimizer,
-            num_peak_bytes=self.num_peak_bytes,
+            memory=self.memory,
             num_lost_samples=self.num_lost_samples,
         )
 

@@ -10,12 +10,29 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
 from ddpnb.history.comparison import Comparison
+from ddpnb.history.metrics import absences, slowness
 from ddpnb.history.model import RunSnapshot
-from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.history.summary import group_runs, memory_of
+from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
 from ddpnb.reports.figures.layout import NAMES_LEFT, WIDTH, Layout, shortened
-from ddpnb.reports.figures.rows import RankRow, RateRow, Row, SplitRow, StaleRow
+from ddpnb.reports.figures.rows import SLOW, MemoryRow, RankRow, RateRow, Row, SplitRow, StaleRow
 from ddpnb.reports.figures.series import Series
 from ddpnb.reports.style import MUTED, SMALL_POINTS, Style, style_of
+
+MOST_COLUMNS = 4
+LEAST_DIFFERENCE = 1.1
+"""How many times as much memory is worth a column."""
+
+
+def memory_differs(comparison: Comparison) -> bool:
+    """Return whether a rank of one strategy holds more than that of another.
+
+    ``single``, whose batch is whole, and the ceiling are not looked at.
+    """
+    groups = group_runs(comparison.runs).items()
+    others = [r for (_, name), r in groups if name.partition(":")[0] not in (BASELINE, CEILING)]
+    totals = [total for runs in others if (total := memory_of(runs).total)]
+    return max(totals, default=0) > LEAST_DIFFERENCE * min(totals, default=0)
 
 
 def has_detail(comparison: Comparison) -> bool:
@@ -48,6 +65,11 @@ class Detail:
         may_be_stale = may_come and any(entry and entry.is_asynchronous for entry in planned)
         if may_be_stale or any(len(run.aggregate.staleness) for run in comparison.runs):
             kinds.append(StaleRow)
+        self.has_memory = memory_differs(comparison)
+        if self.has_memory:
+            kinds.append(MemoryRow)
+        if len(kinds) > MOST_COLUMNS:  # memory is in the table too
+            kinds.remove(RankRow if all(map(_is_even, comparison.runs)) else MemoryRow)
         self._columns = [FigureColumn(figure.add_axes((0, 0, 1, 1)), kind) for kind in kinds]
 
     def update(self, comparison: Comparison, series: Sequence[Series], seconds: float) -> None:
@@ -156,6 +178,12 @@ class _Name:
         self._text.set_text(shortened(label))
         self._text.set_color(style.ink if is_begun else MUTED)
         self._text.set_fontweight("bold" if is_begun else "normal")
+
+
+def _is_even(run: RunSnapshot) -> bool:
+    """Return whether no rank was slow or away."""
+    times = slowness(run.aggregate.ranks).values()
+    return max(times, default=0.0) < SLOW and not absences(run)
 
 
 def _is_split(run: RunSnapshot) -> bool:

@@ -21,7 +21,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.summary import StrategySummary, evaluations
 from ddpnb.reports import formatting
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
-from ddpnb.reports.figures.columns import Detail, has_detail
+from ddpnb.reports.figures.columns import Detail, has_detail, memory_differs
 from ddpnb.reports.figures.layout import (
     DPI,
     LEAST_LABEL_WIDTH,
@@ -128,8 +128,10 @@ class LiveFigure:
         self.update(comparison)
 
     def lacks_panels(self, comparison: Comparison) -> bool:
-        """Return whether a comparison has held-out curves that the figure has no panels for."""
-        return not self._held_out and bool(held_out_measures(comparison))
+        """Return whether a comparison has curves or columns that the figure has no room for."""
+        has_memory = self._detail is None or self._detail.has_memory
+        lacks_memory = not has_memory and memory_differs(comparison)
+        return lacks_memory or (not self._held_out and bool(held_out_measures(comparison)))
 
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now."""

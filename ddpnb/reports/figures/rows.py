@@ -19,8 +19,8 @@ from ddpnb.history.metrics import slowness
 from ddpnb.reports.figures.axes import add_line, prepare, round_up
 from ddpnb.reports.figures.panels import set_live
 from ddpnb.reports.figures.series import Series
-from ddpnb.reports.formatting import number, percent, short
-from ddpnb.reports.style import INK, MUTED, PART_COLOURS, SMALL_POINTS
+from ddpnb.reports.formatting import number, percent, short, size
+from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS
 
 BAR = 0.56
 """Height of a bar, as a share of its row."""
@@ -30,6 +30,8 @@ STACKED = ("data", "forward", "backward", "optimizer", "communication", "waiting
 
 LANE_POINTS = 80
 """Number of times in a rank's lane."""
+
+MB = 1e6
 
 SLOW = 1.25
 """A rank is named if its own work takes this many times as long as that of the fastest."""
@@ -169,27 +171,8 @@ class SplitRow(Row):
     def prepare(cls, axes: Axes) -> None:
         """Add a legend of the parts, in two lines below the axes."""
         super().prepare(axes)
-        for parts, inches_down in ((STACKED[:4], 0.3), ((*STACKED[4:], "hidden"), 0.53)):
-            down = ScaledTranslation(0, -inches_down, axes.figure.dpi_scale_trans)
-            legend = Legend(
-                axes,
-                [Rectangle((0, 0), 1, 1, **_look(part)) for part in parts],
-                parts,
-                loc="upper left",
-                bbox_to_anchor=(0.0, 0.0),
-                bbox_transform=axes.transAxes + down,
-                borderaxespad=0,
-                ncols=len(parts),
-                frameon=False,
-                fontsize=SMALL_POINTS,
-                labelcolor=MUTED,
-                handlelength=0.8,
-                handleheight=0.8,
-                handletextpad=0.3,
-                columnspacing=0.5,
-                borderpad=0,
-            )
-            axes.add_artist(legend)
+        _add_legend(axes, 0.3, {part: _look(part) for part in STACKED[:4]})
+        _add_legend(axes, 0.53, {part: _look(part) for part in (*STACKED[4:], "hidden")})
 
     @staticmethod
     def reach(series: Series) -> float:
@@ -214,11 +197,69 @@ class SplitRow(Row):
         return text + (f"  {percent(exposed)} exposed" if exposed >= 0.005 else "")
 
 
+def _add_legend(axes: Axes, inches_down: float, looks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add one line of a legend below the axes."""
+    down = ScaledTranslation(0, -inches_down, axes.figure.dpi_scale_trans)
+    legend = Legend(
+        axes,
+        [Rectangle((0, 0), 1, 1, **look) for look in looks.values()],
+        list(looks),
+        loc="upper left",
+        bbox_to_anchor=(0.0, 0.0),
+        bbox_transform=axes.transAxes + down,
+        borderaxespad=0,
+        ncols=len(looks),
+        frameon=False,
+        fontsize=SMALL_POINTS,
+        labelcolor=MUTED,
+        handlelength=0.8,
+        handleheight=0.8,
+        handletextpad=0.3,
+        columnspacing=0.5,
+        borderpad=0,
+    )
+    axes.add_artist(legend)
+
+
 def _look(part: str) -> dict[str, Any]:
     colour = PART_COLOURS[part]
     if part == "hidden":
         return {"facecolor": "white", "edgecolor": colour, "hatch": "//////"}
     return {"facecolor": colour}
+
+
+@final
+class MemoryRow(Row):
+    """What the rank that holds most holds; a GPU's peak is an outline around it."""
+
+    title = "Memory per rank, MB"
+    room = (1.0, 0.92)
+
+    def __init__(self, axes: Axes) -> None:
+        self._bars = [_rectangle(axes, facecolor=c, linewidth=0) for c in MEMORY_COLOURS.values()]
+        self._peak = _rectangle(axes, facecolor="none", edgecolor=MUTED, linewidth=1.0)
+        super().__init__(axes, *self._bars, self._peak)
+
+    @classmethod
+    def prepare(cls, axes: Axes) -> None:
+        """Add a legend of the parts, in two lines below the axes."""
+        super().prepare(axes)
+        looks = {part: {"facecolor": colour} for part, colour in MEMORY_COLOURS.items()}
+        for inches_down, parts in ((0.3, list(looks)[:2]), (0.53, list(looks)[2:])):
+            _add_legend(axes, inches_down, {part: looks[part] for part in parts})
+
+    @staticmethod
+    def reach(series: Series) -> float:
+        """Return all that the rank holds, rounded up."""
+        return round_up(series.summary.memory.total / MB * 1.01)
+
+    def _show(self, series: Series) -> str:
+        memory, low, left = series.summary.memory, self.middle - BAR / 2, 0.0
+        for bar, num_bytes in zip(self._bars, memory, strict=False):
+            _place(bar, left, low, num_bytes / MB, BAR)
+            left += num_bytes / MB
+        _place(self._peak, 0, low, memory.peak / MB, BAR)
+        return size(memory.total) if memory.total else ""
 
 
 @final

@@ -33,6 +33,7 @@ def test_the_gradient_of_an_expert_that_only_a_later_replica_uses_is_kept():
         device=torch.device("cpu"),
         rank=0,
         world_size=2,
+        num_parts=1,
         num_steps=1,
         folder=Path(),
         name="here",

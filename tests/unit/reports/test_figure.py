@@ -14,6 +14,7 @@ from PIL import Image
 from ddpnb.history.comparison import Comparison, overlay
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.summary import time_to_target
+from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, Parts
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.figures.figure import LiveFigure, draw
@@ -112,7 +113,11 @@ def test_axes_stay_in_place_and_only_grow_upwards():
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_no_text_covers_another_and_all_are_inside(repeats: int):
-    texts = shown_texts(fake_comparison(repeats=repeats))
+    check_apart(fake_comparison(repeats=repeats))
+
+
+def check_apart(comparison: Comparison) -> None:
+    texts = shown_texts(comparison)
     boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
     for index, (name, box) in enumerate(boxes):
         assert box.x0 > 0, name
@@ -587,12 +592,7 @@ def test_a_task_without_accuracy_has_the_held_out_loss_alone():
 
 
 def test_no_text_of_held_out_curves_covers_another():
-    texts = shown_texts(curved(fake_comparison()))
-    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
-    for index, (name, box) in enumerate(boxes):
-        assert box.x1 < 1390, name
-        for other, other_box in boxes[index + 1 :]:
-            assert not box.padded(-1).overlaps(other_box.padded(-1)), (name, other)
+    check_apart(curved(fake_comparison()))
 
 
 def test_a_live_figure_gets_held_out_panels_when_all_is_over():
@@ -601,6 +601,46 @@ def test_a_live_figure_gets_held_out_panels_when_all_is_over():
     assert not live.lacks_panels(comparison)
     assert live.lacks_panels(curved(comparison))
     assert not LiveFigure(curved(comparison)).lacks_panels(curved(comparison))
+
+
+def holding(comparison: Comparison, **held: Memory) -> Comparison:
+    """The same with ranks that hold so much."""
+    return comparison.with_runs(
+        [
+            replace(r, reports=tuple(replace(each, memory=held[r.name]) for each in r.reports))
+            for r in comparison.runs
+        ]
+    )
+
+
+def test_unlike_memory_has_a_bar_of_its_parts():
+    title, plain = "Memory per rank, MB", fake_comparison(("single", "ddp", "dp"))
+    ddp = Memory(4_000_000, 4_000_000, 4_000_000, 1_000_000)
+    alike = holding(plain, single=ddp._replace(activations=9_000_000), ddp=ddp, dp=ddp)
+    assert title not in titles(alike)
+    unlike = holding(
+        plain, single=ddp, ddp=ddp, dp=ddp._replace(parameters=1_000_000, peak=30_000_000)
+    )
+    live = LiveFigure(plain)
+    assert live.lacks_panels(unlike)
+    assert not live.lacks_panels(alike)
+    check_apart(unlike)
+    (axes,) = [each for each in draw(unlike).axes if each.get_title("left") == title]
+    widths = [each.get_width() for each in axes.patches if each.get_visible()]
+    assert widths == [4, 4, 4, 1, 4, 4, 4, 1, 1, 4, 4, 1, 30]  # the last one around its parts
+    assert {"13 MB", "30 MB"} <= {text.get_text() for text in axes.texts}
+
+
+def test_memory_takes_the_place_of_ranks_that_are_even():
+    held = {"single": Memory(9), "ddp": Memory(9), "async": Memory(18)}
+    even = holding(fake_comparison(tuple(held)), **held)
+    found = titles(even)
+    check_apart(even)
+    assert "Memory per rank, MB" in found
+    assert "Own work by rank" not in found
+    found = titles(holding(slowed(*held), **held))
+    assert "Memory per rank, MB" not in found
+    assert "Own work by rank" in found
 
 
 def test_when_an_accuracy_was_reached():

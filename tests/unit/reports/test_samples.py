@@ -13,14 +13,13 @@ from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from ddpnb.protocol.replicas import RankSamples, SamplerSpec
 from ddpnb.rank.inspect import samples as on_rank
 from ddpnb.reports.inside.samples import MAX_CELLS, Handout, handout_of, handout_of_run
+from tests.rank.ranks import make_state
 from tests.unit.history.fake_runs import fake_comparison
-
-CPU = torch.device("cpu")
 
 
 def handed_out(num_ranks: int, spec: SamplerSpec, **namespace: object) -> Handout:
     found = [
-        on_rank.samples(spec, dict(namespace), rank=rank, num_ranks=num_ranks, device=CPU)
+        on_rank.samples(spec, make_state(rank, num_ranks), dict(namespace))
         for rank in range(num_ranks)
     ]
     return handout_of(spec, found)

@@ -8,6 +8,7 @@ import pytest
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
 from ddpnb.history.query import StoredRun
+from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluating, RankState, StepEvent
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.data import runs_frame
@@ -383,20 +384,24 @@ def test_what_communication_cost_is_in_the_table():
 def test_lost_samples_and_unlike_memory_have_columns():
     text = results_table(
         of_runs(
-            reported("ddp", num_parameter_bytes=4_000_000, num_optimizer_bytes=4_000_000),
+            reported("ddp", memory=Memory(4_000_000, 4_000_000, 4_000_000, 1_000_000)),
             reported(
                 "async",
                 num_lost_samples=640,
-                num_parameter_bytes=4_000_000,
-                num_optimizer_bytes=2_000_000,
+                memory=Memory(4_000_000, 4_000_000, 2_000_000, 1_000_000),
             ),
         )
     ).text()
-    assert re.search(r"ddp .* 8\.0 MB \(4\.0 MB state\)", text)
-    assert re.search(r"async .* 640 +6\.0 MB \(2\.0 MB state\)", text)
-    same = results_table(of_runs(reported("ddp", num_parameter_bytes=9), reported("dp")))
+    assert re.search(r"ddp .* 13 MB", text)
+    assert re.search(r"async .* 640 +11 MB", text)
+    assert "optimizer state and activations" in text
+    computed = [reported(n, memory=Memory(s, s, s)) for n, s in (("ddp", 8_000), ("fsdp", 4_000))]
+    frame = runs_frame(of_runs(*computed))
+    assert frame["memory_gradients"].tolist() == [8_000, 4_000]
+    assert "(activations are not known)" in results_table(of_runs(*computed)).text()
+    same = results_table(of_runs(reported("ddp", memory=Memory(9)), reported("dp")))
     assert "memory per rank" in {column.title for column in same.columns}
-    equal = [reported(name, num_parameter_bytes=9) for name in ("ddp", "dp")]
+    equal = [reported(name, memory=Memory(9)) for name in ("ddp", "dp")]
     assert "memory per rank" not in {
         column.title for column in results_table(of_runs(*equal)).columns
     }
