@@ -49,7 +49,8 @@ def test_so_many_samples_are_judged_at_so_many_moments_and_that_is_announced(ran
     assert report.num_held_out == 30
     assert len(report.evaluations) == 2
     told = [event for event in events if isinstance(event, Evaluating)]
-    assert told == [(n, 4) for n in range(4)]
+    assert [(each.num_done, each.num_all) for each in told] == [(n, 4) for n in range(4)]
+    assert [each.seconds for each in told] == sorted(each.seconds for each in told)
 
 
 def test_a_curve_changes_nothing_that_is_trained(ranks):
