@@ -101,7 +101,8 @@ class Training:
             self.live.finish(result)
             self.printed.show()
             is_on_cores = all(state.device == "cpu" for state in self.cluster.states)
-            if is_on_cores and not self.cluster.spans_hosts and not self.specs[0].is_emulated:
+            is_measured = not any(spec.is_emulated for spec in self.specs)
+            if is_on_cores and is_measured and not self.cluster.spans_hosts:
                 print(disturbance(load.share(), len(self.cluster.ranks)), end="", file=sys.stderr)
         if errors:
             (_, first), *others = errors.items()
