@@ -80,6 +80,8 @@ class ComparisonResult:
         self.options = options
         self._model_of = model_of
         """Returns the trained model of a run; None: the ranks have none of these."""
+        self.remark = ""
+        """A sentence on how it was measured, shown below the others."""
         self.shown_in_cell: int | None = None
         """Number of the cell that already shows the result, so that it is not shown twice."""
 
@@ -117,7 +119,11 @@ class ComparisonResult:
 
     def summary_html(self) -> str:
         """Return the table and the sentence as HTML, to be shown below a figure."""
-        return f"{self.table().html()}<p>{escape(self.sentence())}</p>"
+        below = "".join(f"<p>{escape(each)}</p>" for each in self._sentences())
+        return f"{self.table().html()}{below}"
+
+    def _sentences(self) -> list[str]:
+        return [self.sentence(), *filter(None, [self.remark])]
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row per run, as a tidy DataFrame."""
@@ -178,7 +184,7 @@ class ComparisonResult:
         return page, picture, runs
 
     def __repr__(self) -> str:
-        return f"{self.table().text()}\n\n{self.sentence()}"
+        return "\n\n".join([self.table().text(), *self._sentences()])
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """Return figure and table together, and each alone as a fallback."""

@@ -98,12 +98,12 @@ class Training:
         finally:
             clean_up(self.cluster)
             result = ComparisonResult(self.recorder.comparison, self.options, self._model_of)
-            self.live.finish(result)
-            self.printed.show()
             is_on_cores = all(state.device == "cpu" for state in self.cluster.states)
             is_measured = not any(spec.is_emulated for spec in self.specs)
             if is_on_cores and is_measured and not self.cluster.spans_hosts:
-                print(disturbance(load.share(), len(self.cluster.ranks)), end="", file=sys.stderr)
+                result.remark = disturbance(load.share(), len(self.cluster.ranks))
+            self.live.finish(result)
+            self.printed.show()
         if errors:
             (_, first), *others = errors.items()
             for name, other in others:

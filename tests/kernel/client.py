@@ -45,11 +45,6 @@ class Cell:
         return self.stream("stderr")
 
     @property
-    def displays(self) -> list[Output]:
-        """All but the streams: a line of these says that this machine is busy, as tests make it."""
-        return [each for each in self.outputs if each["type"] != "stream"]
-
-    @property
     def lines(self) -> list[str]:
         return self.stdout.splitlines()
 

@@ -110,8 +110,8 @@ def test_one_that_ends_gives_its_result_and_shows_it_where_it_began(kernel: Kern
     assert not cell.error, cell.error_text
     done = kernel.run("short.wait(60).table()", timeout=90)
     assert not done.error, done.error_text
-    kernel.wait_until(lambda: len(cell.displays) == 2)
-    assert [set(output["data"]) for output in cell.displays] == [
+    kernel.wait_until(lambda: len(cell.outputs) == 2)
+    assert [set(output["data"]) for output in cell.outputs] == [
         {"image/png", "text/plain"},
         {"text/html", "text/plain"},
     ]

@@ -42,7 +42,7 @@ def kernel_module(shared_kernel: Kernel) -> Kernel:
 
 
 def test_a_comparison_ends_as_one_picture_and_one_table(compared: Cell):
-    assert len(compared.displays) == 2
+    assert len(compared.outputs) == 2
     assert len(compared.bundles("image/png")) == 1
     (html,) = compared.bundles("text/html")
     assert html.count("<table") == 1
@@ -195,7 +195,7 @@ def test_the_cell_form_and_assignment(kernel: Kernel):
     line = kernel.run(
         "mine = %ddp_compare ddp --task synthetic --epochs 0.1 --repeats 2 --no-baseline"
     )
-    assert len(line.displays) == 2
+    assert len(line.outputs) == 2
     assert kernel.value("list(mine.to_frame().strategy)") == "['ddp', 'ddp']"
     assert kernel.value("mine.to_frame()[['repeat', 'seed']].values.tolist()") == "[[1, 0], [2, 1]]"
 
