@@ -159,7 +159,7 @@ MUTANTS = [
     Mutant(
         "every repeat begins with the same strategy",
         "session/comparison_spec.py",
-        "names[(position + repeat) % len(names)]",
+        "names[(position + turn) % len(names)]",
         "names[position]",
         "tests/unit/session/test_comparison_spec.py -k repeat",
     ),
