@@ -23,20 +23,19 @@ class Activations:
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     def of(self, forward: Callable[[], Tensor], model: nn.Module) -> Tensor:
-        """Return the loss of a forward pass through a model; measure it if that is due."""
+        """Return the loss of the forward pass through a model that is measured."""
         try:
             with self.hooks():
                 loss = forward()
         except RuntimeError as error:
-            if not self.is_due or "saved tensor hooks" not in str(error):
+            if "saved tensor hooks" not in str(error):
                 raise
             self.is_due = False  # the functions of torch.func refuse such hooks
             return forward()
-        if self.is_due:
-            for parameter in map(local, model.parameters()):
-                self._kept.pop(parameter.untyped_storage().data_ptr(), None)
-            self.num_bytes = sum(storage.nbytes() for storage in self._kept.values())
-            self.is_due, self._kept = False, {}
+        for parameter in map(local, model.parameters()):
+            self._kept.pop(parameter.untyped_storage().data_ptr(), None)
+        self.num_bytes = sum(storage.nbytes() for storage in self._kept.values())
+        self.is_due, self._kept = False, {}
         return loss
 
     def hooks(self) -> AbstractContextManager[object]:

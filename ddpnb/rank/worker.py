@@ -132,7 +132,8 @@ class Worker:
                 timer.compute("forward", micro_batch.num_samples)
                 forward = partial(loss_of or partial(self._loss_of, called), micro_batch, share)
                 with self.autocast():
-                    loss = self.activations.of(forward, self.model)
+                    is_due = self.activations.is_due
+                    loss = self.activations.of(forward, self.model) if is_due else forward()
                 self.delay()
                 timer.compute("backward", micro_batch.num_samples)
                 (loss * (weight * share)).backward()
