@@ -19,8 +19,8 @@ from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.history.store import Store
 from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader, RunSpec
+from ddpnb.reports.drawing import MAX_SHARE, REDRAW_SECONDS
 from ddpnb.reports.figures.figure import LiveFigure
-from ddpnb.reports.live import MAX_SHARE, REDRAW_SECONDS
 
 STRATEGIES = ("single", "dp", "ddp", "async")
 NUM_REPORTING = {"single": 1, "dp": 1, "ddp": 2, "async": 2}

@@ -22,7 +22,27 @@ from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import failure_in
 from tests.cluster.rig import Ended, begin, finish, pull, run, started
-from tests.faults.test_freed import PREPARE, SETUP, WAITS
+
+SETUP = """
+import time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+kept = [rank, 0]
+"""
+WAITS = {
+    "all_reduce": "dist.all_reduce(torch.ones(1000))",
+    "broadcast": "dist.broadcast(torch.ones(1000), src=culprit)",
+    "barrier": "dist.barrier()",
+    "recv": "dist.recv(torch.ones(1000), src=culprit)",
+    "sub-group all_reduce": "dist.all_reduce(torch.ones(1000), group=pair)",
+    "DDP backward": "net(torch.ones(1, 9)).sum().backward()",
+}
+"""Calls that wait for ``culprit``; each rank that is not it makes the call."""
+PREPARE = {
+    "sub-group all_reduce": "pair = dist.new_group(list(range(world_size)))",
+    "DDP backward": "net = DDP(nn.Linear(9, 9))",
+}
 
 NUM_ROUNDS = 100
 NUM_KILLS = 20

@@ -150,6 +150,7 @@ class Trainer:
                 device=torch.device("cpu"),
                 rank=rank,
                 world_size=NUM_RANKS,
+                num_parts=NUM_RANKS,
                 num_steps=1,
                 folder=folder,
                 name="bench",
