@@ -39,7 +39,7 @@ def disturbance(share: float, num_ranks: int) -> str:
         return ""
     return (
         f"Other programs took {share:.0%} of this machine's cores while it trained, so the times "
-        f"are not to be trusted: end them, or add --devices {num_ranks}, which nothing disturbs."
+        f"are not to be trusted: end them, or add --devices {num_ranks}, which is hardly disturbed."
     )
 
 
