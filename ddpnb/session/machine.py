@@ -15,7 +15,7 @@ class OtherPrograms:
     """The processor time that others than this kernel and the ranks use from now on.
 
     Args:
-        ranks: the process ids of the ranks, which may have children.
+        ranks: the process ids of the ranks.  What these and the kernel have started is theirs.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -30,7 +30,13 @@ class OtherPrograms:
         return min(max(used / cores, 0.0), 1.0) if cores > 0 else 0.0
 
     def _own_seconds(self) -> float:
-        return sum(map(_seconds_of, self._pids))
+        own, seconds = set(self._pids), 0.0
+        for process in psutil.process_iter():  # by number, so that a parent comes first
+            with contextlib.suppress(psutil.Error):  # it has ended
+                if process.pid in own or process.ppid() in own:
+                    own.add(process.pid)
+                    seconds += sum(process.cpu_times()[:4])
+        return seconds
 
 
 def disturbance(share: float, num_ranks: int) -> str:
@@ -46,11 +52,3 @@ def disturbance(share: float, num_ranks: int) -> str:
 def _busy_seconds() -> float:
     times = psutil.cpu_times()
     return float(sum(times[:8]) - times.idle - getattr(times, "iowait", 0.0))
-
-
-def _seconds_of(pid: int) -> float:
-    """Return what a process and its children have used; 0 where it has ended."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return sum(sum(each.cpu_times()[:4]) for each in (process, *process.children()))
-    return 0.0
