@@ -238,8 +238,8 @@ class TrainingSpec:
         if self.emulated is not None:  # which is parsed
             if self.min_seconds:
                 raise UserError(
-                    "--min-seconds outlasts noise, which emulated devices have none of: say with "
-                    "--epochs how long to train."
+                    "--min-seconds is for measured times, and those of emulated devices are "
+                    "computed: leave it out, and say with --epochs how long to train."
                 )
             return
         if self.link and self.devices == MEASURED:

@@ -40,7 +40,7 @@ class OtherPrograms:
 
 
 def disturbance(share: float, num_ranks: int) -> str:
-    """Return what is to be said of a training whose time was measured; empty where little was."""
+    """Return the sentence on other programs' share of the cores; empty where it is small."""
     if share < LEAST_SHARE:
         return ""
     return (
