@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ ProcessGroup: Any = dist.ProcessGroup
 def intercepts_collectives() -> bool:
     """Whether methods of ``ProcessGroup`` and kernels of its operations can be replaced."""
     if not hasattr(torch.library.Library, "impl") or not hasattr(ProcessGroup, "unbox"):
+        return False
+    if not hasattr(ProcessGroup, "_get_backend"):
         return False
     ProcessGroup.allreduce = ProcessGroup.allreduce
     below_kernels()
@@ -131,6 +134,25 @@ def unboxed_work(boxed: Any) -> Any:
     """Return the work that a backend's kernel has returned."""
     work: Any = dist.Work
     return work.unbox(boxed)
+
+
+def is_sum(how: Any) -> bool:
+    """Return whether an all-reduce adds up, from the argument after its tensors."""
+    is_boxed = isinstance(how, torch.ScriptObject)
+    operation = how.op() if is_boxed else getattr(how, "reduceOp", how)
+    return bool(operation == dist.ReduceOp.SUM)
+
+
+def wait_for_all(group: Any) -> None:
+    """Wait, unheard, until all ranks of a group do; takes part: every rank of it."""
+    group._get_backend(torch.device("cpu")).barrier().wait()
+
+
+@functools.cache
+def lone_group() -> Any:
+    """Return a group of this process alone, whose calls are done at once."""
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo(dist.HashStore(), 0, 1, timedelta(minutes=1))
 
 
 def future_of(work: Any) -> Any:

@@ -31,6 +31,10 @@ class Listener:
     def begin(self, call: Call) -> None:
         """Hear of a call that the backend does not have yet; may wait, or refuse it by raising."""
 
+    def make(self, call: Call) -> Any:
+        """Make a call in place of the backend; return its work, None to leave it to the backend."""
+        return None
+
     def refused(self, call: Call, error: BaseException) -> None:
         """Hear that a call does not reach the backend."""
 
@@ -49,6 +53,7 @@ class _Audience(NamedTuple):
     """All listeners, and those that override a method."""
 
     every: tuple[Listener, ...] = ()
+    make: tuple[Listener, ...] = ()
     waiting: tuple[Listener, ...] = ()
     ended: tuple[Listener, ...] = ()
 
@@ -92,7 +97,7 @@ def _seat(every: Sequence[Listener]) -> None:
         silent = getattr(Listener, name)
         return tuple(each for each in every if getattr(type(each), name) is not silent)
 
-    _audience = _Audience(tuple(every), hear("waiting"), hear("ended"))
+    _audience = _Audience(tuple(every), hear("make"), hear("waiting"), hear("ended"))
 
 
 @functools.cache
@@ -127,7 +132,11 @@ def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..
             return original(group, *arguments, **options)
         blocks = not getattr(settings, "asyncOp", True)
         call = Call(collective, group, arguments, root, is_blocking=blocks)
-        make = partial(original, group, *arguments, **options)
+
+        def make() -> Any:
+            work = _made_by(audience, call)
+            return original(group, *arguments, **options) if work is None else work
+
         with torch_internals.below_kernels():
             return _followed(call, audience, make)
 
@@ -154,7 +163,8 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
 
         def make() -> Any:
             nonlocal made
-            made = backends_own(keys, *arguments)
+            work = _made_by(audience, call)
+            made = backends_own(keys, *arguments) if work is None else (arguments[0], work.boxed())
             boxed = made[-1] if isinstance(made, tuple) else made
             is_followed = boxed is not None and audience.follows
             return torch_internals.unboxed_work(boxed) if is_followed else None
@@ -163,6 +173,11 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
         return made
 
     return kernel
+
+
+def _made_by(audience: _Audience, call: Call) -> Any:
+    """Return the work of a call that a listener makes, None if none does."""
+    return next((work for each in audience.make if (work := each.make(call)) is not None), None)
 
 
 def _root_of(collective: Collective, arguments: Sequence[Any], settings: Any) -> int | None:
