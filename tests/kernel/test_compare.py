@@ -220,53 +220,12 @@ def test_the_cell_sees_the_ranks_variables_and_leaves_its_own_behind(kernel: Ker
 
 
 WRONG = {
-    "no model": ("def model", "def modell", "The cell defines no model()"),
-    "no data": ("def data", "def dates", "The cell defines no data()"),
-    "no parameters": ("nn.Linear(4, 2)", "nn.ReLU()", "empty parameter list"),
-    "not a model": ("nn.Linear(4, 2)", "5", "model() returned an int"),
-    "wrapped": ("nn.Linear(4, 2)", "nn.DataParallel(nn.Linear(4, 2))", "wrapped in DataParallel"),
-    "wrong shape": ("Linear(4, 2)", "Linear(5, 2)", "model(inputs) failed on a batch"),
-    "wrong data": (
-        "return inputs,",
-        "return inputs, 0,",
-        "data('train') returned a tuple with an int in it",
-    ),
-    "small batch": ("--batch-size 32", "--batch-size 1", "cannot be shared by 2 ranks"),
-    "large batch": ("--batch-size 32", "--batch-size 999", "larger than the training split"),
-    "loss is no function": ("import torch\n", "import torch\nloss = 3\n", "not a function"),
-    "unknown strategy": (
-        "compare ddp",
-        "compare dpp asinc",
-        "'dpp'; did you mean dp or ddp? There is no strategy 'asinc'; did you mean async?",
-    ),
-    "unknown option": (
-        "--epochs",
-        "--epoxs",
-        "ddp_compare has no option --epoxs; did you mean --epochs?",
-    ),
-    "no strategy": ("compare ddp", "compare", "Name the strategies to compare"),
-    "task and cell": ("compare ddp", "compare ddp --task digits", "leave one of them out"),
-    "no epochs": ("--epochs 1", "--epochs 0", "--epochs must be greater than 0"),
-    "wrong number": ("--epochs 1", "--epochs one", "--epochs takes a number, not 'one'."),
-    "no such rank": ("--epochs 1", "--epochs 1 --slow 7:3x", "there is no rank 7; the ranks are"),
-    "not a fault": ("--epochs 1", "--epochs 1 --kill 1", "Write --kill as 1@5s, rank and"),
-    "resumed": ("--epochs 1", "--epochs 1 --resume none", "has no option --resume any more"),
-    "judged on nothing": ("--epochs 1", "--epochs 1 --eval-samples 0", "must be at least 1"),
-    "unknown class": ("compare ddp", "compare Averaging", "There is no strategy 'Averaging'"),
-    "a strategy's name": ("--name lines", "--name dp", "'dp' is a strategy"),
-    "no accuracy": ("--epochs 1", "--target accuracy=1.2", "--target accuracy=1.2: an accuracy is"),
-    "no target": ("--epochs 1", "--target low", "--target is a training loss, e.g. 0.3, or"),
-    "no evaluation": (
-        "--epochs 1",
-        "--target accuracy=0.9 --eval-every 0",
-        "leave --eval-every 0 out",
-    ),
-    "no classes": (
-        "ddp --epochs 1 --batch-size 32 --name lines",
-        "ddp --target accuracy=0.9 --batch-size 32\ndef metric(outputs, targets): return 1.0",
-        "--target accuracy=0.9: this task has no held-out accuracy",
-    ),
+    "option": ("--epochs 1", "--epoxs 1", "did you mean --epochs?"),
+    "cell": ("Linear(4, 2)", "Linear(5, 2)", "model(inputs) failed on a batch"),
+    "target": ("--epochs 1", "--target accuracy=0.9 --eval-every 0", "leave --eval-every 0 out"),
+    "ranks": ("--epochs 1", "--slow 7:3x", "there is no rank 7; the ranks are 0-1"),
 }
+"""Mistakes that are found in the line, on the ranks, and beside what they found."""
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
@@ -284,22 +243,6 @@ def test_what_cannot_be_trained_is_one_sentence_before_anything_trains(
     assert not cell.bundles("image/png")
     assert kernel.run("%ddp_runs").text == before
     assert kernel.run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (
-            "ddp --task mnist",
-            "There is no task 'mnist'; choose one of: digits, cifar10, text, synthetic.",
-        ),
-        ("ddp", "Nothing to train: define model() and data(split) in the cell"),
-    ],
-)
-def test_the_line_form_says_what_is_missing(kernel: Kernel, line: str, expected: str):
-    cell = kernel.run(f"%ddp_compare {line}")
-    assert cell.error == "UserError"
-    assert expected in cell.error_text
 
 
 @pytest.mark.parametrize(
@@ -411,58 +354,22 @@ def test_no_run_lands_in_the_repository(compared: Cell, project: Path):
     assert list((project / "data" / "runs").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("%ddp_start?", ["--device", "--backend", "--threads", "auto | cpu | cuda"]),
-        ("%%ddp?", ["--ranks", "--no-wait", "--name", "--timeout"]),
-        ("%%ddp_compare?", ["--task", "--epochs", "--repeats", "single | dp | ddp | "]),
-        ("%ddp_compare?", ["faults on purpose:", "--slow <1:3x>", "[0.05]"]),
-        ("%ddp_pull?", ["--ranks", "--as", "expression"]),
-        ("%ddp_stop?", ["End every process of the cluster"]),
-    ],
-)
-def test_help_shows_what_a_magic_takes(shared_kernel: Kernel, source: str, expected: list[str]):
-    (page,) = shared_kernel.run(source).payload
+def test_help_shows_what_a_magic_takes(shared_kernel: Kernel):
+    (page,) = shared_kernel.run("%%ddp_compare?").payload
     text = ANSI.sub("", page["data"]["text/plain"])
-    for piece in expected:
+    for piece in ("--task", "single | dp | ddp | ", "faults on purpose:", "--slow <1:3x>"):
         assert piece in text
 
 
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("%ddp_st", {"%ddp_start", "%ddp_status", "%ddp_stop"}),
-        ("%ddp_start --", {"--device", "--backend", "--threads"}),
-        ("%ddp_start --device ", {"auto", "cpu", "cuda"}),
-        ("%ddp_start --backend g", {"gloo"}),
-        ("%ddp_start --engines ", {"slurm", "mpi"}),
-        ("%ddp_start --profile de", {"default"}),
-        ("%%ddp --n", {"--no-wait", "--name"}),
-        ("%ddp_compare d", {"dp", "ddp"}),
-        ("%%ddp_compare dp a", {"async"}),
-        ("%ddp_compare ddp --task ", {"digits", "synthetic"}),
-        ("result = %ddp_compare s", {"single"}),
-        ("%ddp_compare ddp --mom", {"--momentum"}),
-        ("%ddp_compare async:mo", {"async:momentum="}),
-        ("%ddp_compare ddp --batch", {"--batch-size", "--batch-per-worker"}),
-        ("%ddp_compare ddp --amp ", {"none", "bf16"}),
-        ("%ddp_compare ddp --task synthetic:", {"synthetic:samples=", "synthetic:compute="}),
-        ("%ddp_compare ddp --task synthetic:compute=1,p", {"synthetic:compute=1,parameters="}),
-        ("%ddp_source ddp-b", {"ddp-by-hand"}),
-        ("%ddp_auto ", {"on", "off"}),
-        ("%ddp_plot sma", {"small", "small/ddp", "small/async"}),
-        ("drawn = %ddp_plot sma", {"small", "small/ddp"}),
-        ("%ddp_plot small --x ", {"samples", "seconds"}),
-        ("%ddp_push shared_na", {"shared_name"}),
-    ],
-)
-def test_tab_completes(compared: Cell, shared_kernel: Kernel, typed: str, offered: set[str]):
+def test_tab_completes_in_a_kernel(compared: Cell, shared_kernel: Kernel):
+    """What is offered for which words is tested in tests/unit."""
+    kinds = shared_kernel.kinds("drawn = %ddp_plot sma")
+    assert {"small", "small/ddp"} <= set(kinds)
+    assert set(kinds.values()) == {"run"}
     shared_kernel.run("shared_name = 1")
-    found = shared_kernel.complete(typed)
-    assert offered <= set(found)
-    last = typed.split(" ")[-1]
-    assert all(name.startswith(last) for name in found)
+    assert shared_kernel.complete("%ddp_push shared_na") == ["shared_name"]
+    assert shared_kernel.complete("shared_na") == ["shared_name"]
+    assert "print" in shared_kernel.complete("%%ddp\npri")
 
 
 def test_a_check_is_announced_and_a_failed_one_leaves_its_error_alone(shared_kernel: Kernel):
@@ -472,22 +379,6 @@ def test_a_check_is_announced_and_a_failed_one_leaves_its_error_alone(shared_ker
     cell = shared_kernel.wait(request)
     assert cell.error == "RankError"
     assert "Checking" not in cell.text
-
-
-def test_tab_offers_names_first_and_says_what_each_is(shared_kernel: Kernel):
-    kinds = shared_kernel.kinds("%ddp_compare ")
-    words = list(kinds.values())
-    assert words == sorted(words, key=["strategy", "option"].index)
-    assert list(kinds)[:3] == ["single", "dp", "ddp"]
-    assert kinds["--epochs"] == "option"
-    assert set(shared_kernel.kinds("%ddp_compare ddp --task ").values()) == {"task"}
-    assert set(shared_kernel.kinds("%ddp_start --device ").values()) == {"value"}
-
-
-def test_tab_elsewhere_is_untouched(shared_kernel: Kernel):
-    shared_kernel.run("shared_name = 1")
-    assert shared_kernel.complete("shared_na") == ["shared_name"]
-    assert "print" in shared_kernel.complete("%%ddp\npri")
 
 
 def test_a_module_that_was_edited_is_loaded_anew_for_a_comparison(kernel: Kernel, tmp_path: Path):
