@@ -209,26 +209,6 @@ def test_two_kernels_in_one_folder(fresh_kernel: Kernel):
         second.stop()
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("--detach -1", "--detach must be a number of seconds, 0 or more, not -1."),
-        ("--detach inf", "--detach must be a number of seconds, 0 or more, not inf."),
-        (
-            "--detach soon",
-            "argument --detach: invalid float value: 'soon'; %ddp_start? explains it.",
-        ),
-        ("--attach -n 4", "--attach takes a cluster as it was started: leave out the other"),
-        ("--attach --device cpu", "--attach takes a cluster as it was started: leave out"),
-    ],
-)
-def test_a_wrong_start_is_one_sentence(bare_kernel: Kernel, line: str, expected: str):
-    cell = bare_kernel.run(f"%ddp_start {line}")
-    assert cell.error == "UserError"
-    assert expected in cell.error_text
-    assert "\n" not in cell.error_text
-
-
 def test_the_twin_refuses_what_the_magic_refuses(bare_kernel: Kernel):
     for options in ("2, attach=True", "attach='x', method='spawn'"):
         cell = bare_kernel.run(f"import ddpnb\nddpnb.start({options})")

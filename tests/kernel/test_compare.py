@@ -8,20 +8,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 
+from tests.cells import COMPARED
 from tests.kernel.client import ANSI, Cell, Kernel, both
-
-CELL = """%%ddp_compare ddp --epochs 1 --batch-size 32 --name lines
-import torch
-from torch import nn
-
-def model():
-    return nn.Linear(4, 2)
-
-def data(split):
-    generator = torch.Generator().manual_seed(len(split))
-    inputs = torch.randn(96, 4, generator=generator)
-    return inputs, (inputs.sum(1) > 0).long()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +121,7 @@ def test_each_strategy_is_compared_at_its_best_learning_rate(kernel: Kernel):
 
 def test_learning_rates_cannot_be_tried_with_an_optimizer_of_ones_own(kernel: Kernel):
     own = "\ndef optimizer(params):\n    return torch.optim.SGD(params, lr=0.1)\n"
-    refused = kernel.run(CELL.replace("--name lines", "--lr 0.1,0.2") + own).error_text
+    refused = kernel.run(COMPARED.replace("--name lines", "--lr 0.1,0.2") + own).error_text
     assert (
         "A choice of --lr is for the default optimizer, and the cell defines optimizer" in refused
     )
@@ -188,7 +176,7 @@ def test_a_prediction_goes_through_the_points_of_emulated_devices(kernel: Kernel
 
 
 def test_the_cell_form_and_assignment(kernel: Kernel):
-    cell = kernel.run(CELL)
+    cell = kernel.run(COMPARED)
     assert not cell.error, cell.error_text
     assert len(cell.bundles("image/png")) == len(cell.bundles("text/html")) == 1
     assert kernel.value("sorted(_.to_frame().strategy)") == "['ddp', 'no-comm', 'single']"
@@ -214,7 +202,7 @@ def test_a_least_time_makes_all_runs_as_many_epochs_longer(kernel: Kernel):
 
 def test_the_cell_sees_the_ranks_variables_and_leaves_its_own_behind(kernel: Kernel):
     kernel.run("%%ddp\nnum_inputs = 4\nmodel = 'a variable of mine'")
-    cell = kernel.run(CELL.replace("Linear(4, 2)", "Linear(num_inputs, 2)"))
+    cell = kernel.run(COMPARED.replace("Linear(4, 2)", "Linear(num_inputs, 2)"))
     assert not cell.error, cell.error_text
     assert kernel.run("%%ddp\nmodel").by_rank == both("'a variable of mine'")
 
@@ -235,8 +223,8 @@ def test_what_cannot_be_trained_is_one_sentence_before_anything_trains(
     kernel.run("%%ddp\nkept = rank")
     before = kernel.run("%ddp_runs").text
     old, new, expected = wrong
-    assert old in CELL
-    cell = kernel.run(CELL.replace(old, new))
+    assert old in COMPARED
+    cell = kernel.run(COMPARED.replace(old, new))
     assert cell.error == "UserError"
     assert expected in cell.error_text
     assert len(cell.error_text.splitlines()) == 1
@@ -254,7 +242,7 @@ def test_what_cannot_be_trained_is_one_sentence_before_anything_trains(
     ],
 )
 def test_an_error_in_the_cell_shows_the_users_lines_only(kernel: Kernel, new: str, expected: str):
-    cell = kernel.run(CELL.replace("nn.Linear(4, 2)", new))
+    cell = kernel.run(COMPARED.replace("nn.Linear(4, 2)", new))
     assert cell.error == "RankError"
     assert expected in cell.error_text
     assert "ddpnb/" not in cell.error_text

@@ -2,8 +2,8 @@
 
 import time
 
+from tests.cells import COMPARED
 from tests.kernel.client import Kernel
-from tests.kernel.test_compare import CELL
 
 FORM = "get_ipython().magics_manager.registry['DdpMagics'].panel._form"
 
@@ -12,7 +12,7 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
     first = kernel.run("%ddp_panel")
     assert not first.error, first.error_text
     assert len(first.outputs) == 3
-    compared = kernel.run(CELL.replace("--name lines", "--name before"))
+    compared = kernel.run(COMPARED.replace("--name lines", "--name before"))
     assert not compared.error, compared.error_text
     assert kernel.value(f"{FORM}._task.value") == "own cell"
     assert kernel.value(f"{FORM}._stored.options[:2]") == "('before/ddp', 'before/no-comm')"

@@ -13,6 +13,7 @@ from ddpnb.protocol.devices import MODELS
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import NO_PARTS
 from ddpnb.rank.tasks import digits
+from tests.cells import CELL, STEP, WITH_DROPOUT
 from tests.rank import runs
 from tests.rank.runs import (
     ASYNCHRONOUS,
@@ -24,7 +25,6 @@ from tests.rank.runs import (
     steps_of,
     train_job,
 )
-from tests.rank.sources import CELL, STEP, WITH_DROPOUT
 
 
 @pytest.mark.parametrize(

@@ -191,3 +191,17 @@ HEAVY = CELL.replace("16), nn.ReLU(),", "256), *[nn.Linear(256, 256), nn.Tanh()]
     "Linear(16", "Linear(256"
 )
 """Computing takes far longer than anything else in its steps."""
+
+COMPARED = """%%ddp_compare ddp --epochs 1 --batch-size 32 --name lines
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(4, 2)
+
+def data(split):
+    generator = torch.Generator().manual_seed(len(split))
+    inputs = torch.randn(96, 4, generator=generator)
+    return inputs, (inputs.sum(1) > 0).long()
+"""
+"""What is typed in a notebook; tests replace parts of it."""
