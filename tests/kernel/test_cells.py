@@ -144,12 +144,6 @@ def test_the_root_cause_comes_first_and_the_others_are_folded(kernel: Kernel):
     assert after.by_rank == {0: ["(10, 2.0)"], 1: ["(11, 2.0)"]}
 
 
-def test_different_errors_are_all_shown(kernel: Kernel):
-    cell = kernel.run("%%ddp\nraise KeyError('a') if rank else TypeError('b')")
-    assert "rank 1 failed: KeyError: 'a'" in cell.error_text
-    assert "rank 0 failed: TypeError: b" in cell.error_text
-
-
 @pytest.mark.parametrize("end", ["sys.exit(3)", "quit(3)"])
 def test_exit_with_another_status_fails_the_cell_and_ends_no_rank(kernel: Kernel, end: str):
     cell = kernel.run(f"%%ddp\nimport sys\n{end}")

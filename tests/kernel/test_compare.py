@@ -53,19 +53,13 @@ def test_the_result_is_the_cells_value_and_not_shown_twice(compared: Cell, kerne
 def test_efficiency_is_that_of_the_machine_times_that_of_communication(
     compared: Cell, kernel: Kernel
 ):
-    text = compared.text
-    parted = re.search(r"^ddp .* \(\d+ % × \d+ %\)", text, re.MULTILINE)
-    assert parted or "no-comm was measured slower than" in text  # as on a machine that is busy
-    (ceiling,) = re.findall(r"^no-comm .*$", text, re.MULTILINE)
-    assert "100 %" in ceiling
-    assert "the runs took less than 4 s, which is too short to time" in text
-    frame = "small.to_frame().set_index('strategy')"
-    product = f"({frame}.machine * {frame}.communication - {frame}.efficiency).abs().max() < 1e-9"
-    if parted:
-        assert "efficiency = machine × communication" in text
-        assert kernel.value(product) == "True"
-    assert kernel.value(f"{frame}.final_loss.isna()['no-comm']") == "True"  # it was not judged
-    assert kernel.value(f"{frame}.machine.isna()['single']") == "True"
+    kernel.run("frame = small.to_frame().set_index('strategy')")
+    off = "(frame.machine * frame.communication - frame.efficiency).abs().max()"
+    assert kernel.value(f"{off} < 1e-9 or {off} != {off}") == "True"  # NaN where it is not parted
+    assert kernel.value("frame.communication['no-comm'], frame.final_loss.isna()['no-comm']") == (
+        "1.0 True"
+    )
+    assert kernel.value("frame.machine.isna()['single']") == "True"
 
 
 def test_the_results_methods(compared: Cell, kernel: Kernel):
@@ -127,21 +121,16 @@ def test_learning_rates_cannot_be_tried_with_an_optimizer_of_ones_own(kernel: Ke
     )
 
 
-def test_two_comparisons_on_emulated_devices_are_the_same(kernel: Kernel):
-    line = "dp ddp async --task digits --epochs 0.5 --devices 2 --slow 1:3x --eval-samples 90"
-    kernel.run(f"one = %ddp_compare {line} --compute 1ms/sample,2ms")
-    kernel.run(f"two = %ddp_compare {line} --compute 1ms/sample,2ms")
-    columns = "['samples_per_second', 'final_loss', 'held_out_loss', 'staleness_median']"
-    same = f"one.to_frame()[{columns}].equals(two.to_frame()[{columns}])"
-    assert kernel.value(same) == "True"
-    measured = kernel.run(f"%ddp_compare {line} --no-baseline")
+def test_what_emulated_devices_need_is_said(kernel: Kernel):
+    line = "ddp --task digits --epochs 0.5 --devices 2 --slow 1:3x --eval-samples 90"
+    measured = kernel.run(f"%ddp_compare dp {line} --no-baseline")
     assert "2 emulated devices; losses are real" in measured.text
     assert "dp (emulated)" not in measured.text
+    assert "was trained with --slow" in kernel.run("%ddp_predict").error_text
     refused = kernel.run(f"%ddp_compare {line.replace('--devices 2', '--devices 8')}").error_text
     assert "--devices 8 takes 8 ranks, and there are 2" in refused
     lonely = kernel.run("%ddp_compare ddp --task digits --compute 1ms/sample").error_text
     assert "--compute describes emulated devices" in lonely
-    assert "was trained with --slow" in kernel.run("%ddp_predict").error_text
 
 
 CLOSENESS = {
