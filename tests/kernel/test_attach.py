@@ -78,8 +78,7 @@ def test_a_new_kernel_finds_the_ranks_of_the_old_one(own_kernel: Kernel, now: bo
     assert set(living(processes)) == set(processes)
     assert kernel.run("%%ddp\n1").error == "UserError"
 
-    attached = kernel.run("%ddp_start --attach")
-    assert not attached.error, attached.error_text
+    attached = kernel.run("%ddp_start --attach").passed
     assert "2 ranks of 2 alive" in attached.text
     assert attached.text.count("idle") == 2
     assert name_in(attached.text) == name_in(started.text)
@@ -104,7 +103,7 @@ def test_a_question_of_an_earlier_kernel_is_over(own_kernel: Kernel):
     kernel.begin(f"%%ddp --debug 1\nkept = rank + 10\n{asking}", allow_stdin=True)
     assert kernel.client.get_stdin_msg(timeout=30)["content"]["prompt"] == "[1] ? "
     kernel.restart(now=True)
-    assert not kernel.run("%ddp_start --attach").error
+    assert kernel.run("%ddp_start --attach").passed
     assert kernel.run(ALL_REDUCE).by_rank == both("2.0")
     assert kernel.run("%%ddp\nkept").by_rank == {0: ["10"], 1: ["11"]}
     kernel.run("%ddp_stop")
@@ -173,8 +172,7 @@ def test_attach_and_detach_where_a_cluster_runs(kernel: Kernel):
         "UserError: A cluster is already running here: %ddp_stop ends it, "
         "then --attach takes another."
     )
-    kept = kernel.run("%%ddp\nkept = 3\n")
-    assert not kept.error
+    assert kernel.run("%%ddp\nkept = 3\n").passed
     changed = kernel.run("import ddpnb; ddpnb.start(detach=60)")
     assert "it is used as it is, but for --detach." in changed.stdout
     assert "outlives the kernel by 60 s" in changed.text

@@ -12,8 +12,7 @@ def stored(kernel_of_module: Kernel) -> Cell:
         "%ddp_compare ddp --task digits --epochs 0.5 --repeats 2 --name past\n"
         "%ddp_compare async --task synthetic --epochs 0.1 --no-baseline --name gone",
         timeout=120,
-    )
-    assert not cell.error, cell.error_text
+    ).passed
     return cell
 
 
@@ -26,8 +25,7 @@ def test_runs_are_listed_by_what_they_are(stored: Cell, kernel: Kernel):
 
 
 def test_all_that_is_needed_to_repeat_one_is_shown(stored: Cell, kernel: Kernel):
-    cell = kernel.run("%ddp_runs --show past")
-    assert not cell.error, cell.error_text
+    cell = kernel.run("%ddp_runs --show past").passed
     magic = (
         "%ddp_compare ddp --task digits --epochs 0.5 --batch-size 256 --lr 0.05 --momentum 0 "
         "--seed 0 --repeats 2"
