@@ -122,10 +122,10 @@ def test_learning_rates_cannot_be_tried_with_an_optimizer_of_ones_own(kernel: Ke
 
 def test_what_emulated_devices_need_is_said(kernel: Kernel):
     line = "ddp --task digits --epochs 0.5 --devices 2 --slow 1:3x --eval-samples 90"
-    measured = kernel.run(f"%ddp_compare dp {line} --no-baseline")
+    measured = kernel.run(f"%ddp_compare dp {line} --name slowed")
     assert "2 emulated devices; losses are real" in measured.text
     assert "dp (emulated)" not in measured.text
-    assert "was trained with --slow" in kernel.run("%ddp_predict").error_text
+    assert "was trained with --slow" in kernel.run("%ddp_predict --run slowed").error_text
     refused = kernel.run(f"%ddp_compare {line.replace('--devices 2', '--devices 8')}").error_text
     assert "--devices 8 takes 8 ranks, and there are 2" in refused
     lonely = kernel.run("%ddp_compare ddp --task digits --compute 1ms/sample").error_text
