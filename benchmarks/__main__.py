@@ -1,23 +1,21 @@
 """Run benchmarks and keep their figures: ``python -m benchmarks [start memory cells ...]``.
 
 A benchmark that takes options has them after a colon: ``claims:num=20,part=power``.
+``python -m benchmarks table`` measures nothing: it writes the table of README.md.
 """
 
 import importlib
-import itertools
-import json
 import os
 import platform
 import re
 import subprocess
 import sys
-import time
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
 from benchmarks.measure import HEAD, Figure
+from benchmarks.table import keep, write
 
 ALL = (
     "start",
@@ -35,7 +33,6 @@ ALL = (
     "monitor",
 )
 """Those that need no GPU and end soon.  Others, such as ``claims``, are asked for by name."""
-RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, str]:
@@ -62,22 +59,16 @@ def gpus() -> dict[str, str]:
     return {"gpus": ", ".join(names), "cuda": str(torch.version.cuda), "nccl": nccl}
 
 
-def main(names: list[str]) -> None:
-    figures: list[Figure] = []
+def main(words: list[str]) -> None:
     print(HEAD)
-    for word in names or ALL:
+    for word in words or ALL:
         name, _, given = word.partition(":")
         options = dict(part.split("=", 1) for part in given.split(",") if part)
-        for figure in _measure(name, options):
+        figures = _measure(name, options)
+        for figure in figures:
             print(figure.row(), flush=True)
-            figures.append(figure)
-    if not figures:
-        return
-    content = {"machine": machine(), "figures": [figure.to_json() for figure in figures]}
-    called = "-".join(re.sub(r"[:=,]", "-", word) for word in names) or "all"
-    path = free_path(f"{time.strftime('%Y-%m-%d')}-{called}")
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\n{path}")
+        if figures:
+            print(keep(re.sub(r"[:=,]", "-", word), machine(), figures))
 
 
 def _measure(name: str, options: dict[str, str]) -> list[Figure]:
@@ -87,11 +78,7 @@ def _measure(name: str, options: dict[str, str]) -> list[Figure]:
     return list(function(**{key: kinds[key](value) for key, value in options.items()}))
 
 
-def free_path(stem: str) -> Path:
-    """Return where no earlier figures lie: those of another machine may be of the same day."""
-    RESULTS.mkdir(exist_ok=True)
-    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    return next(path for name in names if not (path := RESULTS / f"{name}.json").exists())
-
-
-main(sys.argv[1:])
+if sys.argv[1:] == ["table"]:
+    write()
+else:
+    main(sys.argv[1:])

@@ -22,6 +22,8 @@ from pathlib import Path
 from scipy.special import bdtr
 
 from benchmarks.measure import Figure
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.store import Store
 from ddpnb.protocol.training_options import TrainingSpec
@@ -29,7 +31,6 @@ from ddpnb.reports.findings import sentence
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
-from tests.cluster.rig import DYNAMO, Cluster, started
 
 PAIR = ("ddp", "ddp:bucket_cap_mb=25")
 """One strategy under two names: 25 MB is the default."""
@@ -56,11 +57,13 @@ class Unseen:
 
 def measure(num: int = 100, seconds: float = 1.0, part: str = "", slow: str = SLOW) -> list[Figure]:
     figures = []
+    cluster = Cluster.start(ClusterSpec(num_ranks=2, device="cpu"))
     with (
-        started(2, environment=DYNAMO) as cluster,
+        contextlib.ExitStack() as opened,
         tempfile.TemporaryDirectory() as folder,
         contextlib.closing(Store(Path(folder))) as store,
     ):
+        opened.callback(cluster.stop)
         for each in (part,) if part else PARTS:
             with busy() if each == "load" else contextlib.nullcontext():
                 slowed = slow if each == "power" else ""

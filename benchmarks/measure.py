@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +34,23 @@ class Figure:
         return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
 
     def row(self) -> str:
+        """Return the figure as a row of a table, which may go on."""
+
         def spread(values: Sequence[float]) -> str:
-            if not values:
-                return "-"
+            if len(values) < 2:
+                return "".join(f"{value:.4g}" for value in values) or "-"
             middle, low, high = statistics.median(values), min(values), max(values)
             return f"{middle:.4g} ({low:.4g} to {high:.4g})"
 
-        kept = ("kept" if self.kept else "MISSED") if self.limit else "-"
+        promise = self.limit if self.kept else f"{self.limit}, **missed**"
         return (
-            f"| {self.name} | {spread(self.ours)} | {spread(self.theirs)} | {self.unit} "
-            f"| {self.value:.3f} | {self.limit or '-'} | {kept} |"
+            f"| {self.name} | {spread(self.ours)} | {spread(self.theirs)} | {self.unit or '-'} "
+            f"| {self.value:.3f} | {promise or '-'} |"
         )
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self) | {"value": self.value, "kept": self.kept}
 
 
 HEAD = (
-    "| what | ddpnb: median (range) | other: median (range) | unit | ratio or value | promise | |\n"
+    "| what | ddpnb: median (range) | other: median (range) | unit | value | promise | on |\n"
     "|---|---|---|---|---|---|---|"
 )
 

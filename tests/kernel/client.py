@@ -70,6 +70,19 @@ class Cell:
         lines = next((o["traceback"] for o in self.outputs if o["type"] == "error"), [])
         return ANSI.sub("", "\n".join(lines))
 
+    @property
+    def passed(self) -> "Cell":
+        """The cell itself, which has to have ended well."""
+        assert not self.error, self.error_text
+        return self
+
+    @property
+    def refusal(self) -> str:
+        """The one sentence of a cell that a ``UserError`` has to have ended."""
+        assert self.error == "UserError", self.text
+        (sentence,) = self.error_text.splitlines()
+        return sentence
+
     def bundles(self, mime: str) -> list[str]:
         return [o["data"][mime] for o in self.outputs if mime in o.get("data", {})]
 

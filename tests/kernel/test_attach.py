@@ -78,8 +78,7 @@ def test_a_new_kernel_finds_the_ranks_of_the_old_one(own_kernel: Kernel, now: bo
     assert set(living(processes)) == set(processes)
     assert kernel.run("%%ddp\n1").error == "UserError"
 
-    attached = kernel.run("%ddp_start --attach")
-    assert not attached.error, attached.error_text
+    attached = kernel.run("%ddp_start --attach").passed
     assert "2 ranks of 2 alive" in attached.text
     assert attached.text.count("idle") == 2
     assert name_in(attached.text) == name_in(started.text)
@@ -104,7 +103,7 @@ def test_a_question_of_an_earlier_kernel_is_over(own_kernel: Kernel):
     kernel.begin(f"%%ddp --debug 1\nkept = rank + 10\n{asking}", allow_stdin=True)
     assert kernel.client.get_stdin_msg(timeout=30)["content"]["prompt"] == "[1] ? "
     kernel.restart(now=True)
-    assert not kernel.run("%ddp_start --attach").error
+    assert kernel.run("%ddp_start --attach").passed
     assert kernel.run(ALL_REDUCE).by_rank == both("2.0")
     assert kernel.run("%%ddp\nkept").by_rank == {0: ["10"], 1: ["11"]}
     kernel.run("%ddp_stop")
@@ -117,21 +116,6 @@ def test_without_detach_a_restart_ends_everything(own_kernel: Kernel):
     assert kernel.restart().text == ""
     assert not living(processes)
     assert kernel.run("%ddp_start --attach nobody").error == "UserError"
-
-
-def test_a_cell_that_the_old_kernel_left_running_is_shown_and_interrupted(own_kernel: Kernel):
-    kernel = own_kernel
-    kernel.run(DETACHABLE)
-    kernel.run("%%ddp\nkept = rank + 1")
-    kernel.run("%%ddp --no-wait\nimport time\nwhile rank: time.sleep(0.1)")
-    kernel.restart()
-    attached = kernel.run("%ddp_start --attach")
-    assert "Rank 1 still runs a call of the earlier kernel" in attached.stdout
-    assert "busy" in attached.text
-    assert kernel.run("%ddp_pull kept --ranks 0 --as here\nprint(here)").stdout == "1\n"
-    kernel.run("%ddp_interrupt")
-    assert kernel.run("%%ddp\nkept").by_rank == {0: ["1"], 1: ["2"]}
-    assert "busy" not in kernel.run("%ddp_status").text
 
 
 def test_stop_ends_what_was_left_running_without_another_word(own_kernel: Kernel):
@@ -161,45 +145,18 @@ def test_the_next_cell_waits_for_what_was_left_and_an_interrupt_stops_both(own_k
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
 
 
-def test_a_rank_that_died_meanwhile_is_dead_and_comes_back(own_kernel: Kernel):
-    kernel = own_kernel
-    kernel.run(DETACHABLE)
-    kernel.run("%%ddp\nkept = rank + 1")
-    kernel.run("%ddp_pull __import__('os').getpid() --ranks 1 --as pid")
-    rank = psutil.Process(int(kernel.value("pid")))
-    kernel.restart()
-    rank.kill()
-    psutil.wait_procs([rank], timeout=10)  # reaped by the fork server
-    attached = kernel.run("%ddp_start --attach")
-    assert "1 rank of 2 alive" in attached.text
-    assert "was killed by SIGKILL" in attached.text
-    assert "2 ranks ready" in kernel.run("%ddp_restart --ranks 1").text
-    assert kernel.run(ALL_REDUCE).by_rank == both("2.0")
-    assert kernel.run("%%rank 0\nkept").stdout == "[0] 1\n"
-    assert "outlives the kernel by 600 s" in kernel.run("%ddp_restart").text  # as it was started
-
-
 def test_two_kernels_in_one_folder(fresh_kernel: Kernel):
     first, second = fresh_kernel, Kernel(fresh_kernel.folder)
     try:
         name = name_in(first.run(DETACHABLE).text)
         first.run("%%ddp\nwho = 'first'")
         second.run("%load_ext ddpnb")
-        held = second.run(f"%ddp_start --attach {name}")
-        assert held.error_text.startswith(
-            f"UserError: The cluster {name} is in use by another kernel, p"
-        )
+        assert second.run(f"%ddp_start --attach {name}").error == "UserError"
         other = name_in(second.run(DETACHABLE).text)
         second.run("%%ddp\nwho = 'second'")
         for kernel in (first, second):
             kernel.restart()
-        doubt = first.run("%ddp_start --attach")
-        assert doubt.error == "UserError"
-        assert (
-            "clusters wait for a kernel, choose one with %ddp_start --attach NAME"
-            in doubt.error_text
-        )
-        assert doubt.error_text.count(f"in {first.folder}") == 2
+        assert first.run("%ddp_start --attach").error == "UserError"
         assert {name, other} <= set(first.complete("%ddp_start --attach "))
         first.run(f"%ddp_start --attach {other}")
         second.run("import ddpnb; ddpnb.start(attach=True)")
@@ -209,40 +166,13 @@ def test_two_kernels_in_one_folder(fresh_kernel: Kernel):
         second.stop()
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("--detach -1", "--detach must be a number of seconds, 0 or more, not -1."),
-        ("--detach inf", "--detach must be a number of seconds, 0 or more, not inf."),
-        (
-            "--detach soon",
-            "argument --detach: invalid float value: 'soon'; %ddp_start? explains it.",
-        ),
-        ("--attach -n 4", "--attach takes a cluster as it was started: leave out the other"),
-        ("--attach --device cpu", "--attach takes a cluster as it was started: leave out"),
-    ],
-)
-def test_a_wrong_start_is_one_sentence(bare_kernel: Kernel, line: str, expected: str):
-    cell = bare_kernel.run(f"%ddp_start {line}")
-    assert cell.error == "UserError"
-    assert expected in cell.error_text
-    assert "\n" not in cell.error_text
-
-
-def test_the_twin_refuses_what_the_magic_refuses(bare_kernel: Kernel):
-    for options in ("2, attach=True", "attach='x', method='spawn'"):
-        cell = bare_kernel.run(f"import ddpnb\nddpnb.start({options})")
-        assert cell.error_text.startswith("UserError: --attach takes a cluster as it was started")
-
-
 def test_attach_and_detach_where_a_cluster_runs(kernel: Kernel):
     cell = kernel.run("%ddp_start --attach")
     assert cell.error_text == (
         "UserError: A cluster is already running here: %ddp_stop ends it, "
         "then --attach takes another."
     )
-    kept = kernel.run("%%ddp\nkept = 3\n")
-    assert not kept.error
+    assert kernel.run("%%ddp\nkept = 3\n").passed
     changed = kernel.run("import ddpnb; ddpnb.start(detach=60)")
     assert "it is used as it is, but for --detach." in changed.stdout
     assert "outlives the kernel by 60 s" in changed.text

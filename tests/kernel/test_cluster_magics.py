@@ -15,21 +15,7 @@ def test_load_ext_is_instant_and_brings_the_magics(bare_kernel: Kernel):
         assert f"'ddp_{name}'" in magics
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "%%ddp\n1",
-        "%%rank 0\n1",
-        "%ddp_status",
-        "%ddp_restart",
-        "%ddp_interrupt",
-        "here = 1\n%ddp_push here",
-        "%ddp_pull here",
-        "%ddp_compare ddp --task digits",
-        "import ddpnb\nddpnb.status()",
-        "import ddpnb\nddpnb.run_cell('1')",
-    ],
-)
+@pytest.mark.parametrize("source", ["%%rank 0\n1", "%ddp_restart", "import ddpnb\nddpnb.status()"])
 def test_before_start_each_magic_says_what_to_do(bare_kernel: Kernel, source: str):
     cell = bare_kernel.run(source)
     assert cell.error == "UserError"
@@ -113,27 +99,18 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("line", "named"),
     [
-        ("--device tpu", "There is no device 'tpu'; choose one of: auto, cpu, cuda."),
-        ("--backend mpi", "There is no backend 'mpi'; choose one of: auto, gloo, nccl."),
-        ("-n 0", "-n must be between 1 and 256, not 0."),
-        ("--threads 0", "--threads must be at least 1, not 0."),
-        ("--device cpu --backend nccl", "NCCL works on GPUs only: use --backend gloo"),
-        ("--engines pbs", "--engines is slurm or mpi, not 'pbs': for another batch system"),
-        ('--engines slurm -n 4 --slurm "nodes=3"', "--slurm nodes: leave it out"),
-        ("-n two", "argument -n: invalid int value: 'two'; %ddp_start? explains it."),
-        ("--hosts a:1 b:1", "ddp_start has no use for b:1: options begin with dashes, and several"),
-        ("--wide 2", "ddp_start has no option --wide; its options are: -n, "),
+        ("-n 0", "between 1 and 256"),
+        ("-n two", "'two'"),
+        ("--hosts a:1 b:1", "no use for b:1"),
+        ("--detach inf", "--detach"),
+        ("--attach -n 4", "--attach"),
     ],
 )
-def test_a_wrong_start_is_one_sentence_with_the_choices(
-    bare_kernel: Kernel, line: str, expected: str
-):
+def test_a_wrong_start_is_one_sentence(bare_kernel: Kernel, line: str, named: str):
     cell = bare_kernel.run(f"%ddp_start {line}")
-    assert cell.error == "UserError"
-    assert expected in cell.error_text
-    assert "\n" not in cell.error_text
+    assert named in cell.refusal
     assert "No cluster was running" in bare_kernel.run("%ddp_stop").stdout
 
 
@@ -155,7 +132,6 @@ def test_the_python_twins(bare_kernel: Kernel):
 
 
 def test_the_default_start_needs_no_options(bare_kernel: Kernel):
-    cell = bare_kernel.run("import ddpnb\n%ddp_start")
-    assert not cell.error
+    assert bare_kernel.run("import ddpnb\n%ddp_start").passed
     assert int(bare_kernel.value("len(ddpnb.status().rows)")) >= 2
     bare_kernel.run("%ddp_stop")

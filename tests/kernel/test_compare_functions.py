@@ -56,9 +56,10 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 def compared(kernel: Kernel) -> Kernel:
     """The kernel with a comparison of its functions, on ranks with names of their own."""
     kernel.run("%%ddp\nX, WIDTH, labels = 'mine', None, 0\nclass Net: pass")
-    assert not kernel.run(f"import ddpnb\n{DEFINED}").error
-    cell = kernel.run(f"result = {COMPARE.format(repr('ddp') + ', ' + FUNCTIONS)}", timeout=120)
-    assert not cell.error, cell.error_text
+    assert kernel.run(f"import ddpnb\n{DEFINED}").passed
+    assert kernel.run(
+        f"result = {COMPARE.format(repr('ddp') + ', ' + FUNCTIONS)}", timeout=120
+    ).passed
     return kernel
 
 
@@ -84,10 +85,9 @@ def test_the_trained_model_comes_to_the_notebook(compared: Kernel):
 
 def test_every_strategys_model_is_the_one_that_was_judged(kernel: Kernel):
     (kernel.folder / "cell.py").write_text(FILE)
-    names = ["ddp", "dp", "ddp-shm", "zero", "fsdp", "async", "local-sgd", "gossip", "hogwild"]
+    names = ["ddp", "dp", "fsdp", "async", "local-sgd"]
     call = COMPARE.format(", ".join(map(repr, [*names, "single"])) + ", source='cell.py'")
-    cell = kernel.run(f"import ddpnb\nmany = {call}", timeout=300)
-    assert not cell.error, cell.error_text
+    assert kernel.run(f"import ddpnb\nmany = {call}", timeout=300).passed
     kernel.run(DEFINED)
     for name in [*names, "single"]:
         score = f"right(many.model({name!r})(X[128:192]), labels(X[128:192]))['right']"
@@ -107,17 +107,9 @@ def test_the_next_comparison_takes_the_models_place(kernel: Kernel):
 
 def test_a_rank_that_is_started_anew_has_the_functions_too(compared: Kernel):
     arguments = f"'ddp', 'zero', {FUNCTIONS}, epochs=2000, kill='1@0.2s', batch_size=32"
-    cell = compared.run(f"killed = ddpnb.compare({arguments}, baseline=False)", timeout=120)
-    assert not cell.error, cell.error_text
+    assert compared.run(f"killed = ddpnb.compare({arguments}, baseline=False)", timeout=120).passed
     headers = "[run.header is not None for run in killed.comparison.runs]"
     assert compared.value(headers) == "[True, True]"
-
-
-def test_a_rank_that_joins_again_has_the_functions_too(compared: Kernel):
-    arguments = f"'async', {FUNCTIONS}, epochs=4000, kill='1@0.3s', batch_size=32, eval_every=0"
-    cell = compared.run(f"killed = ddpnb.compare({arguments}, baseline=False)", timeout=120)
-    assert not cell.error, cell.error_text
-    assert "came back" in compared.value("[m.kind.value for m in killed.comparison.runs[0].marks]")
 
 
 @pytest.mark.parametrize(

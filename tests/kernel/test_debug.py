@@ -105,17 +105,10 @@ def test_without_a_prompt_the_debugger_ends(kernel: Kernel):
 
 
 @pytest.mark.parametrize(
-    ("source", "sentence"),
-    [
-        ("%ddp_debug 5", "There is no rank 5: the ranks are 0-1."),
-        ("%%ddp --debug 1 --no-wait\n1", "--debug needs the notebook's prompt"),
-        ("%%ddp --debug 1 --ranks 0\n1", "--debug 1: the cell does not run on rank 1."),
-    ],
+    "line", ["%ddp_debug 5", "%%ddp --debug 1 --no-wait", "%%ddp --debug 1 --ranks 0"]
 )
-def test_bad_input(kernel: Kernel, source: str, sentence: str):
-    cell = kernel.run(source)
-    assert cell.error == "UserError"
-    assert sentence in cell.error_text
+def test_bad_input(kernel: Kernel, line: str):
+    assert kernel.run(f"{line}\n1" if line.startswith("%%") else line).error == "UserError"
 
 
 def test_a_script_stops_too(kernel: Kernel):

@@ -48,10 +48,6 @@ def stop_a_rank_then_kill(kernel: Kernel, server: int) -> None:
     kill(kernel, server)
 
 
-def restart(kernel: Kernel, server: int) -> None:
-    kernel.manager.restart_kernel(now=False)
-
-
 def restart_now(kernel: Kernel, server: int) -> None:
     kernel.manager.restart_kernel(now=True)
 
@@ -62,7 +58,7 @@ def shut_down(kernel: Kernel, server: int) -> None:
 
 @pytest.mark.parametrize(
     "end",
-    [kill, kill_fork_server_first, stop_a_rank_then_kill, restart, restart_now, shut_down],
+    [kill_fork_server_first, stop_a_rank_then_kill, restart_now, shut_down],
     ids=lambda end: end.__name__,
 )
 def test_nothing_of_a_cluster_outlives_its_kernel(

@@ -2,28 +2,25 @@
 
 import time
 
+from tests.cells import COMPARED
 from tests.kernel.client import Kernel
-from tests.kernel.test_compare import CELL
 
 FORM = "get_ipython().magics_manager.registry['DdpMagics'].panel._form"
 
 
 def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel):
-    first = kernel.run("%ddp_panel")
-    assert not first.error, first.error_text
+    first = kernel.run("%ddp_panel").passed
     assert len(first.outputs) == 3
-    compared = kernel.run(CELL.replace("--name lines", "--name before"))
-    assert not compared.error, compared.error_text
+    assert kernel.run(COMPARED.replace("--name lines", "--name before")).passed
     assert kernel.value(f"{FORM}._task.value") == "own cell"
     assert kernel.value(f"{FORM}._stored.options[:2]") == "('before/ddp', 'before/no-comm')"
-    again = kernel.run("%ddp_panel")
-    assert not again.error, again.error_text
+    again = kernel.run("%ddp_panel").passed
     setting = (
         f"form = {FORM}\nchoices = form._choices\n"
         "choices['num_epochs'].value, choices['batch_size'].value = 1, 32\n"
         "form._strategies['async'].value = False\nform._name.value = 'paneled'\nform._run.click()"
     )
-    assert not kernel.run(setting).error
+    assert kernel.run(setting).passed
     assert kernel.value("form._magic.value.splitlines()[0]") == (
         "%%ddp_compare ddp --epochs 1 --batch-size 32 --lr 0.05 --momentum 0 --name paneled"
     )

@@ -37,8 +37,7 @@ def test_a_script_a_cell_and_a_comparison_find_the_files_of_the_new_folder(moved
     assert moved.run("%ddp_run script.py").by_rank == both("4 2")
     cell = moved.run("%%ddp\nimport beside\nprint(beside.VALUE, open('sizes.txt').read())")
     assert cell.by_rank == both("7 4 2"), cell.text
-    compared = moved.run(COMPARED, timeout=120)
-    assert not compared.error, compared.error_text
+    assert moved.run(COMPARED, timeout=120).passed
 
 
 def test_a_folder_that_a_cell_has_chosen_stays_until_the_notebook_moves(moved: Kernel):

@@ -11,7 +11,7 @@ import torch
 
 from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
 from ddpnb.rank.training import loop
-from tests.rank.sources import CELL
+from tests.cells import CELL
 
 FEATURED = ["ddp", "fsdp", "async", "dp"]
 """Strategies that between them have every way in which the loop treats one."""

@@ -11,12 +11,12 @@ from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import TensorSamples
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, estimate_batchnorm
-from tests.rank import sources
+from tests import cells
 from tests.rank.ranks import make_state
 from tests.rank.runs import header_of, spec_of, train_job
 
 CELL = (
-    sources.CELL.replace("nn.ReLU()", "nn.BatchNorm1d(16), nn.ReLU()")
+    cells.CELL.replace("nn.ReLU()", "nn.BatchNorm1d(16), nn.ReLU()")
     .replace("    x = torch", "    x = 5 + 3 * torch")
     .replace("> 0", "> 20")
     .replace("50", "100")
@@ -42,7 +42,7 @@ def with_exact_statistics(folder: Path) -> tuple[nn.Module, float]:
     ("word", "source", "is_averaged"),
     [
         ("local-sgd", CELL, True),
-        ("diloco", CELL + sources.STEP, True),
+        ("diloco", CELL + cells.STEP, True),
         ("gossip", CELL, True),
         ("ddp", CELL, False),
         ("async", CELL, False),

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpnb.rank.strategies.ddp_overlap_by_hand import DdpOverlapByHand, buckets_of
+from tests.cells import ROWS
 from tests.rank.fit import Problem, by_hand, by_strategy, distance, drive
 from tests.rank.runs import spec_of, steps_of, train_job
-from tests.rank.sources import ROWS
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])

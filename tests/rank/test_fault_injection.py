@@ -9,9 +9,9 @@ from ddpnb.rank.meter import Timer
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.fault_injection import FaultInjector, notes
+from tests.cells import HEAVY
 from tests.rank.ranks import make_state
 from tests.rank.runs import header_of, losses, marks_of, spec_of, steps_of, train_job
-from tests.rank.sources import HEAVY
 
 
 def step_seconds(result) -> float:

@@ -12,9 +12,9 @@ import torch
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.prefetching import prefetching
+from tests.cells import DATASET, RAGGED
 from tests.rank import runs
 from tests.rank.runs import losses, steps_of, train_job
-from tests.rank.sources import DATASET, RAGGED
 
 
 def spec_of(strategy: str, **changes):

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.devices import MODELS
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import NO_PARTS
 from ddpnb.rank.tasks import digits
+from tests.cells import CELL, STEP, WITH_DROPOUT
 from tests.rank import runs
 from tests.rank.runs import (
     ASYNCHRONOUS,
@@ -24,12 +24,14 @@ from tests.rank.runs import (
     steps_of,
     train_job,
 )
-from tests.rank.sources import CELL, STEP, WITH_DROPOUT
+
+OTHERS = ["single", "no-comm", "local-sgd", "hogwild"]
+"""Strategies that exchange nothing, or at other times than ``FEATURED``."""
 
 
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
-    [("ddp", 1), *((name, 2) for name in STRATEGIES), *((name, 3) for name in FEATURED)],
+    [("ddp", 1), *((name, 2) for name in (*FEATURED, *OTHERS)), *((name, 3) for name in FEATURED)],
 )
 def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
     results = ranks(num_ranks).call(train_job, spec_of(strategy, source=WITH_DROPOUT))

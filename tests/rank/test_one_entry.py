@@ -9,8 +9,8 @@ import ddpnb
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies import make_strategy
+from tests.cells import CELL
 from tests.rank.runs import losses, spec_of, train_job
-from tests.rank.sources import CELL
 
 ADDED = """
 from ddpnb.protocol import catalogue

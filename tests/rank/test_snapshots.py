@@ -8,8 +8,8 @@ import pytest
 
 from ddpnb.protocol.messages import Evaluating
 from ddpnb.rank.training import snapshots
+from tests.cells import WITH_DROPOUT
 from tests.rank.runs import ASYNCHRONOUS, FEATURED, losses, spec_of, steps_of, train_job
-from tests.rank.sources import WITH_DROPOUT
 
 
 @pytest.mark.parametrize("strategy", [*FEATURED, "local-sgd"])
@@ -31,9 +31,7 @@ def test_a_curve_has_about_ten_points_on_rank_0(ranks, strategy):
     assert abs(found[-1].loss - first.held_out_loss) < 0.2
 
 
-@pytest.mark.parametrize(
-    "strategy", ["dp", "ddp", "fsdp", "central", "no-comm", "local-sgd", "diloco:every=7", "gossip"]
-)
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "fsdp", "diloco:every=7", "gossip"])
 def test_a_point_is_the_model_that_a_run_would_end_with_there(ranks, strategy):
     longer = spec_of(strategy, num_epochs=2, eval_every=1)
     (at_one_epoch,) = ranks(2).call(train_job, longer)[0][0].evaluations

@@ -1,4 +1,4 @@
-"""Can every benchmark still be begun?"""
+"""Can every benchmark still be begun, and is the table that of the figures?"""
 
 import importlib
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks
+from benchmarks import table
 
 NAMES = sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("[a-z]*.py"))
 
@@ -13,3 +14,8 @@ NAMES = sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("[a-z
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_benchmark_calls_is_there(name: str):
     importlib.import_module(f"benchmarks.{name}")
+
+
+def test_the_table_is_what_the_newest_figures_make():
+    text = table.README.read_text()
+    assert table.with_table(text) == text

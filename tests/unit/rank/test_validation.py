@@ -13,8 +13,8 @@ from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks import forget
 from ddpnb.rank.tasks.cell import cell_task
 from ddpnb.rank.training import validation
+from tests.cells import DATA, GOOD, MODEL, STEP
 from tests.rank.ranks import make_state
-from tests.rank.sources import DATA, GOOD, MODEL, STEP
 
 NO_NAMES = MappingProxyType({})
 

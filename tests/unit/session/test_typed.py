@@ -14,60 +14,44 @@ from ddpnb.history.database import to_text
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.comparison_spec import ComparisonSpec
 
-WRONG = {
-    "epochs takes a number, not 'two'.": lambda: api.compare("ddp", task="digits", epochs="two"),
-    "repeats takes a whole number, not 1.5.": lambda: api.compare("ddp", repeats=1.5),
-    "each of strategies takes a text, not a class: write its name, 'Callable'.": (
-        lambda: api.compare(Callable, task="digits")
-    ),
-    "each of strategies takes a text, not a list.": lambda: api.compare(["ddp"], task="digits"),
-    "each of slow takes a text, not 1.": lambda: api.compare("ddp", slow=[1]),
-    "clip takes a number, not 'one'.": lambda: api.compare("ddp", clip="one"),
-    "slow takes a text or a list of texts, not 3.": lambda: api.compare("ddp", slow=3),
-    "save takes True or False, not 1.": lambda: api.compare("ddp", save=1),
-    "save takes on or off, not 'yes'.": lambda: api.compare("ddp", save="yes"),
-    "wait takes True or False, not 3.": lambda: api.run_cell("1", wait=3),
-    "lr must be greater than 0, not 0.": lambda: api.compare("ddp", lr=0),
-    "target takes a number, not an object.": lambda: api.compare("ddp", target=object()),
-    "n takes a whole number, not True.": lambda: api.start(True),
-    "attach takes a text, not 3.": lambda: api.start(attach=3),
-    "source takes a text, not None.": lambda: api.run_cell(None),
-    "arguments takes a list of texts, such as ['--epochs', '3'].": (
-        lambda: api.run_script("train.py", "--epochs 3")
-    ),
-    "ranks takes a text, not 3.": lambda: api.push(3, a=1),
-    "Write --ranks as 1,2,4,8, not 1,two.": lambda: inside.predict([1, "two"]),
-    "path takes a text, not 3.": lambda: api.export("race", 3),
-    "epochs is too large a number.": lambda: api.compare("ddp", epochs=10**400),
-    "compare: got an unexpected keyword argument 'epoch'; did you mean epochs?": lambda: (
-        api.compare("ddp", epoch=3)
-    ),
-    "compare: got an unexpected keyword argument 'learning_rate'; did you mean lr?": lambda: (
-        api.compare("ddp", learning_rate=0.1)
-    ),
-    "compare: got an unexpected keyword argument 'strategies'; ddpnb.compare? explains it.": (
-        lambda: api.compare(strategies=("ddp",))
-    ),
-    "restart: got an unexpected keyword argument 'lucky'; ddpnb.restart? explains it.": lambda: (
-        api.restart(lucky=1)
-    ),
-    "stop: got an unexpected keyword argument 'now'; ddpnb.stop? explains it.": lambda: api.stop(
-        now=True
-    ),
-    "stop: too many positional arguments; ddpnb.stop? explains it.": lambda: api.stop(1),
-    "pull: missing a required argument: 'expression'; ddpnb.pull? explains it.": lambda: api.pull(),
-    "start: multiple values for argument 'n'; ddpnb.start? explains it.": lambda: api.start(2, n=3),
-    "There is no method 'threads'; choose one of: fork, spawn.": (
-        lambda: api.start(method="threads")
-    ),
-}
+WRONG = [
+    (["epochs", "'two'"], lambda: api.compare("ddp", task="digits", epochs="two")),
+    (["repeats", "1.5"], lambda: api.compare("ddp", repeats=1.5)),
+    (["strategies", "'Callable'"], lambda: api.compare(Callable, task="digits")),
+    (["strategies", "a list"], lambda: api.compare(["ddp"], task="digits")),
+    (["each of slow", "1"], lambda: api.compare("ddp", slow=[1])),
+    (["clip", "'one'"], lambda: api.compare("ddp", clip="one")),
+    (["slow", "3"], lambda: api.compare("ddp", slow=3)),
+    (["save", "True or False", "1"], lambda: api.compare("ddp", save=1)),
+    (["save", "on or off", "'yes'"], lambda: api.compare("ddp", save="yes")),
+    (["wait", "3"], lambda: api.run_cell("1", wait=3)),
+    (["lr", "greater than 0"], lambda: api.compare("ddp", lr=0)),
+    (["target", "an object"], lambda: api.compare("ddp", target=object())),
+    (["n ", "True"], lambda: api.start(True)),
+    (["source", "None"], lambda: api.run_cell(None)),
+    (["arguments", "a list"], lambda: api.run_script("train.py", "--epochs 3")),
+    (["ranks", "3"], lambda: api.push(3, a=1)),
+    (["--ranks", "1,two"], lambda: inside.predict([1, "two"])),
+    (["epochs", "too large"], lambda: api.compare("ddp", epochs=10**400)),
+    (["'epoch'", "epochs"], lambda: api.compare("ddp", epoch=3)),
+    (["'learning_rate'", " lr?"], lambda: api.compare("ddp", learning_rate=0.1)),
+    (["restart", "'lucky'"], lambda: api.restart(lucky=1)),
+    (["stop", "positional"], lambda: api.stop(1)),
+    (["pull", "'expression'"], lambda: api.pull()),
+    (["start", "'n'"], lambda: api.start(2, n=3)),
+    (["'threads'", "fork, spawn"], lambda: api.start(method="threads")),
+]
+"""What the one sentence names, and the call."""
 
 
-@pytest.mark.parametrize("sentence", WRONG)
-def test_what_is_of_another_type_is_refused_in_a_sentence(sentence: str):
+@pytest.mark.parametrize(("named", "call"), WRONG)
+def test_what_is_of_another_type_is_refused_in_a_sentence(
+    named: list[str], call: Callable[[], object]
+):
     with pytest.raises(UserError) as raised:
-        WRONG[sentence]()
-    assert str(raised.value) == sentence
+        call()
+    assert all(word in str(raised.value) for word in named)
+    assert "\n" not in str(raised.value)
 
 
 def test_numbers_of_numpy_are_stored_as_any_others():

@@ -1,0 +1,45 @@
+"""Where are the newest figures of each benchmark, and which table do they make in README.md?"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.measure import HEAD, Figure
+
+RESULTS = Path(__file__).with_name("results")
+README = Path(__file__).with_name("README.md")
+BEGIN, END = "<!-- what follows is written by: python -m benchmarks table -->\n", "<!-- end -->\n"
+
+
+def keep(name: str, machine: dict[str, str], figures: Sequence[Figure]) -> Path:
+    """Write the figures of a benchmark in the place of its earlier ones, and the table."""
+    lines = ",\n".join(f"  {json.dumps(asdict(figure))}" for figure in figures)
+    head = f'"date": "{time.strftime("%Y-%m-%d")}",\n "machine": {json.dumps(machine)}'
+    path = RESULTS / f"{name}.json"
+    path.write_text(f'{{\n {head},\n "figures": [\n{lines}\n ]\n}}\n')
+    write()
+    return path
+
+
+def write() -> None:
+    """Bring the table of README.md up to date."""
+    README.write_text(with_table(README.read_text()))
+
+
+def with_table(text: str) -> str:
+    """Return a text with the table of all promises between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
+
+
+def table() -> str:
+    """Return one row for each figure for which something is promised."""
+    rows = [HEAD]
+    for path in sorted(RESULTS.glob("*.json")):
+        content = json.loads(path.read_text())
+        cpu = content["machine"]["cpu"].replace("(R)", "").partition(" Processor")[0]
+        found = [Figure(**each) for each in content["figures"]]
+        rows += [f"{each.row()} {content['date']}, {cpu} |" for each in found if each.limit]
+    return "\n".join(rows) + "\n"

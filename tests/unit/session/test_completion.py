@@ -1,0 +1,49 @@
+"""What Tab offers after which words of a magic's line."""
+
+import pytest
+
+from ddpnb.magics.arguments import following
+from ddpnb.magics.inside import InsideMagics
+from ddpnb.magics.magics import DdpMagics
+
+OFFERED = {
+    "%ddp_start --": ["--device", "--backend", "--threads"],
+    "%ddp_start --device ": ["auto", "cpu", "cuda"],
+    "%ddp_start --backend g": ["gloo"],
+    "%ddp_start --engines ": ["slurm", "mpi"],
+    "%ddp_start --profile de": ["default"],
+    "%%ddp --n": ["--no-wait", "--name"],
+    "%%ddp_compare dp a": ["async"],
+    "%ddp_compare ddp --task s": ["synthetic"],
+    "%ddp_compare async:mo": ["async:momentum="],
+    "%ddp_compare ddp --batch": ["--batch-size", "--batch-per-worker"],
+    "%ddp_compare ddp --amp ": ["none", "bf16"],
+    "%ddp_compare ddp --task synthetic:": ["synthetic:samples=", "synthetic:compute="],
+    "%ddp_compare ddp --task synthetic:compute=1,p": ["synthetic:compute=1,parameters="],
+    "%ddp_inspect --strategy ddp --": ["--batch", "--bucket-cap"],
+    "%ddp_source ddp-b": ["ddp-by-hand"],
+    "%ddp_auto ": ["on", "off"],
+    "%ddp_plot small --x ": ["samples", "seconds"],
+    "%ddp_push he": ["here"],
+    "%time he": [],
+}
+
+
+def after(line: str) -> dict[str, str]:
+    """Return what may follow, in order, and its kind."""
+    *words, last = line.split(" ")
+    found = following((DdpMagics, InsideMagics), words, {"here": 1}, last)
+    return {each.text: each.type for each in found if each.text.startswith(last)}
+
+
+@pytest.mark.parametrize("line", OFFERED)
+def test_what_may_follow_is_offered(line: str):
+    assert set(OFFERED[line]) <= set(after(line))
+    assert bool(OFFERED[line]) == bool(after(line))
+
+
+def test_names_come_before_options_and_each_has_its_kind():
+    kinds = after("%ddp_compare ")
+    assert list(kinds)[:3] == ["single", "dp", "ddp"]
+    assert list(dict.fromkeys(kinds.values())) == ["strategy", "option"]
+    assert set(after("%ddp_compare ddp --task ").values()) == {"task"}
