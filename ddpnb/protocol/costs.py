@@ -67,11 +67,6 @@ class Algorithm:
         return self.cost(size, num_ranks).num_bytes
 
 
-def _halves(size: float, num_ranks: int, messages: float) -> Messages:
-    """A reduce-scatter and an all-gather, of (N - 1) / N of all bytes each."""
-    return Messages(messages, 2 * (num_ranks - 1) * size / num_ranks)
-
-
 def _rooted(size: float, num_ranks: int) -> Messages:
     """The root's link has a message for each other rank."""
     return Messages(num_ranks - 1, (num_ranks - 1) * size)
@@ -96,7 +91,7 @@ RING = Algorithm(
     name="ring: a reduce-scatter, then an all-gather",
     messages="2 (N - 1)",
     num_bytes="2 (N - 1) B / N",
-    cost=lambda size, n: _halves(size, n, 2 * (n - 1)),
+    cost=lambda size, n: Messages(2 * (n - 1), 2 * (n - 1) * size / n),
 )
 
 COLLECTIVES: Mapping[str, Algorithm] = {
@@ -109,12 +104,12 @@ COLLECTIVES: Mapping[str, Algorithm] = {
         name="each sends to each", messages="N - 1", num_bytes="(N - 1) B / N", cost=_once
     ),
     "broadcast": Algorithm(
-        name="binomial tree",
-        messages="L",
-        num_bytes="L B",
-        cost=_down,
-        sent="B for each rank that it passes the tensor on to; the root, to L",
-        sent_by=lambda size, n, place: size * _children(n, place),
+        name="a chain, in small parts",
+        messages="N - 1",
+        num_bytes="B",
+        cost=lambda size, n: Messages(n - 1, size),
+        sent="B; the last one 0",
+        sent_by=lambda size, n, place: size if place < n - 1 else 0.0,
     ),
     "reduce": Algorithm(
         name="binomial tree",
@@ -161,6 +156,14 @@ COLLECTIVES: Mapping[str, Algorithm] = {
 """By the name of the collective: what emulated devices take, and what predictions count."""
 
 GLOO: Mapping[str, Algorithm] = {
+    "broadcast": Algorithm(
+        name="binomial tree",
+        messages="L",
+        num_bytes="L B",
+        cost=_down,
+        sent="B for each rank that it passes the tensor on to; the root, to L",
+        sent_by=lambda size, n, place: size * _children(n, place),
+    ),
     "reduce": Algorithm(
         name="ring: a reduce-scatter, then each sends its part to the root",
         messages="2 (N - 1)",
@@ -196,9 +199,9 @@ ALL_REDUCES: Mapping[str, Algorithm] = {
     "double-tree": Algorithm(
         name="half of the bytes along each of two trees, in small parts",
         messages="2 L",
-        num_bytes="2 (N - 1) B / N",
-        cost=lambda size, n: _halves(size, n, 2 * depth(n)),
-        sent="on average the same",
+        num_bytes="2 B",
+        cost=lambda size, n: Messages(2 * depth(n), 2 * size),
+        sent="on average 2 (N - 1) B / N",
     ),
 }
 """By the name that users give.  Nothing counts what a rank sends in trees."""
