@@ -1,6 +1,7 @@
 """A prediction as a picture, a table and text (kernel)."""
 
 import io
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -175,7 +176,8 @@ def _computing(prediction: Prediction) -> str:
     if measured.short:
         line += f" Uncertain, as trained for less than 4 s: {', '.join(measured.short)}."
     slower = work.together.per_sample / alone.per_sample - 1
-    if work.num_together < machine.on_host(max(prediction.question.ranks)) and slower > 0:
+    busiest = min(machine.on_host(max(prediction.question.ranks)), machine.cores_per_host)
+    if slower > 0 and work.num_together < busiest < math.inf:
         line += (
             f" {work.num_together} ranks slow each other by {percent(slower)}: this is taken to "
             "grow with the ranks, up to one on each core."
@@ -218,9 +220,8 @@ def _batches(prediction: Prediction) -> str:
         line += f"; what was measured had {measured.batch_size:g} {kind}"
     if any(work.samples(num) < 1 for num in prediction.question.ranks):
         line += "; more ranks than samples are left out"
-    if work.variation:
-        return f"{line}. Steps vary by {percent(work.variation)}: all wait for the slowest rank."
-    return f"{line}. Steps do not vary."
+    varying = "Devices" if prediction.question.step else "Steps"
+    return f"{line}. {varying} vary by {percent(work.variation, 1)}: all wait for the slowest rank."
 
 
 def _spoken(link: LinkSpec) -> str:
@@ -265,7 +266,7 @@ def _xy(points: Sequence[Point]) -> tuple[list[int], list[float]]:
 def _name_lines(axes: "Axes", prediction: Prediction) -> None:
     """Write each name beside the end of its line, the ideal's too, and keep them apart."""
     names = tuple(prediction.points)
-    labels = [(prediction.ideal[-1][1], "N times one rank", MUTED)]
+    labels = [(prediction.ideal[-1][1], "ideal: 100 %", MUTED)]
     for name in names:
         last = prediction.lines[name][-1]
         text = f"{name}: {percent(last.efficiency)}"
