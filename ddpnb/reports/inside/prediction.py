@@ -203,6 +203,8 @@ def _between(prediction: Prediction) -> str:
         )
     if question.cores:
         line += f" The ranks of a host share {question.cores} cores like those measured."
+    elif question.link and not question.step and measured.devices is None:
+        line += " Each rank has a device as fast as one rank here: --step gives another's."
     return line
 
 
@@ -220,6 +222,8 @@ def _batches(prediction: Prediction) -> str:
         line += f"; what was measured had {measured.batch_size:g} {kind}"
     if any(work.samples(num) < 1 for num in prediction.question.ranks):
         line += "; more ranks than samples are left out"
+    if not work.variation:
+        return f"{line}. All ranks take equally long."
     varying = "Devices" if prediction.question.step else "Steps"
     return f"{line}. {varying} vary by {percent(work.variation, 1)}: all wait for the slowest rank."
 

@@ -198,13 +198,10 @@ def test_a_question_that_makes_no_sense_gets_one_sentence(changes, sentence):
     assert str(caught.value).count("\n") == 0
 
 
-def test_numbers_of_ranks():
+def test_what_cannot_be_answered_gets_one_sentence(tmp_path):
     assert parse_numbers("1, 2,64") == (1, 2, 64)
     with pytest.raises(UserError, match="Write --ranks as 1,2,4,8, not two"):
         parse_numbers("two")
-
-
-def test_what_cannot_be_answered_gets_one_sentence(tmp_path):
     without = {name: rate for name, rate in measured().rates.items() if name != "ddp"}
     with pytest.raises(UserError, match="race has no ddp on two ranks or more, so that"):
         predict(calibrate(measured(rates=without)), Question(ranks=(4,)))
