@@ -104,12 +104,12 @@ COLLECTIVES: Mapping[str, Algorithm] = {
         name="each sends to each", messages="N - 1", num_bytes="(N - 1) B / N", cost=_once
     ),
     "broadcast": Algorithm(
-        name="a chain, in small parts",
-        messages="N - 1",
-        num_bytes="B",
-        cost=lambda size, n: Messages(n - 1, size),
-        sent="B; the last one 0",
-        sent_by=lambda size, n, place: size if place < n - 1 else 0.0,
+        name="binomial tree",
+        messages="L",
+        num_bytes="L B",
+        cost=_down,
+        sent="B for each rank that it passes the tensor on to; the root, to L",
+        sent_by=lambda size, n, place: size * _children(n, place),
     ),
     "reduce": Algorithm(
         name="binomial tree",
@@ -156,14 +156,6 @@ COLLECTIVES: Mapping[str, Algorithm] = {
 """By the name of the collective: what emulated devices take, and what predictions count."""
 
 GLOO: Mapping[str, Algorithm] = {
-    "broadcast": Algorithm(
-        name="binomial tree",
-        messages="L",
-        num_bytes="L B",
-        cost=_down,
-        sent="B for each rank that it passes the tensor on to; the root, to L",
-        sent_by=lambda size, n, place: size * _children(n, place),
-    ),
     "reduce": Algorithm(
         name="ring: a reduce-scatter, then each sends its part to the root",
         messages="2 (N - 1)",

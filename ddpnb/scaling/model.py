@@ -235,7 +235,7 @@ def _dp(case: Situation) -> float:
 
 
 def _zero(case: Situation) -> float:
-    """As DDP; then each rank broadcasts its part of the parameters, one right after the other."""
+    """As DDP; then each rank broadcasts its part.  One right after the other: an all-gather."""
     return _in_buckets(case) + case.gathering()
 
 

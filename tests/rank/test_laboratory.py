@@ -58,7 +58,7 @@ EXCHANGE = {
     ("ddp", 8): ring(8),
     ("ddp-by-hand", 3): ring(3),
     ("ring-by-hand", 3): ring(3),
-    ("central", 3): 4 * LATENCY + 3 * TRANSFER,  # two rounds of a reduce, a chain
+    ("central", 3): 4 * (LATENCY + TRANSFER),
     ("gossip", 2): LATENCY + TRANSFER,
     ("dp", 3): 2 * (5 * LATENCY + 2 * TRANSFER + 8 * (16 + 8 + 8) * 8 / 1e6),
 }
