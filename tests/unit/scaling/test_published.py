@@ -4,6 +4,7 @@ No figure of several devices is an input: ``docs/prediction.md`` has each source
 """
 
 import statistics
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,6 +81,7 @@ PUBLISHED = {
 """Percent: the rate of N devices over N / base times that of ``base``."""
 
 
+@cache
 def computed(system: System, model: str, step: str, num: int) -> float:
     """Return the predicted efficiency in percent, with as many samples for each device."""
     strategy = f"ddp:bucket_cap_mb={system.bucket_mb}"
