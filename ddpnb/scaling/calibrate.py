@@ -215,10 +215,12 @@ def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workl
         rate = 8 * moved / seconds * busy
         return replace(here, link=LinkSpec(bits_per_second=rate, latency_seconds=latency))
 
-    tried = (left * np.geomspace(0.1, 300.0, 1601)).tolist()
-    return work, over(
-        min(tried, key=lambda it: abs(step_seconds("ddp", work, over(it), num) - wanted))
-    )
+    low, high = 0.1 * left, 300.0 * left
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        is_slow = step_seconds("ddp", work, over(middle), num) > wanted
+        low, high = (low, middle) if is_slow else (middle, high)
+    return work, over(high)
 
 
 def _factor(name: str, work: Workload, here: Machine, measured: Measured) -> float | None:

@@ -10,6 +10,7 @@ from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.notation import UNIT_LATENCIES, parse_link
 from ddpnb.scaling.calibrate import Calibration
 from ddpnb.scaling.model import (
+    FORMULAS,
     Cost,
     Machine,
     Point,
@@ -151,7 +152,9 @@ def predict(found: Calibration, question: Question) -> Prediction:
             f"{measured.name} has no ddp on two ranks or more, so that an exchange on this "
             "machine is not known: compare ddp too, or name a network with --link."
         )
-    strategies = question.strategies or tuple(filter(_is_usual, measured.rates)) or STRATEGIES
+    usual = set(FORMULAS) - {"single", "no-comm"}
+    compared = tuple(name for name in measured.rates if name.partition(":")[0] in usual)
+    strategies = question.strategies or compared or STRATEGIES
     per_host = question.ranks_per_host
     if per_host and "dp" in strategies and max(question.ranks) > per_host:
         raise UserError("dp is one process, which cannot use several hosts: leave it out.")
@@ -180,15 +183,6 @@ def predict(found: Calibration, question: Question) -> Prediction:
         limits={name: limit_of(name, work, machine, max(able)) for name in strategies},
         ideal=tuple((n, n * one) for n in ends),
     )
-
-
-def _is_usual(strategy: str) -> bool:
-    """Return whether it is predicted where the user names none: not those that run along."""
-    try:
-        formula_of(strategy)
-    except UserError:
-        return False
-    return strategy not in ("single", "no-comm")
 
 
 def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
