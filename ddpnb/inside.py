@@ -214,9 +214,9 @@ def predict(
     inside: str = "",
     cores: int | None = None,
     algorithm: str = "",
+    step: str = "",
+    accumulate: int | None = None,
     batch_per_worker: int | None = None,
-    samples: float | None = None,
-    critical_batch: float | None = None,
     run: str = "",
 ) -> PredictionResult:
     """Predict throughput on other numbers of ranks; the twin of ``%ddp_predict``.
@@ -225,14 +225,16 @@ def predict(
         ranks: numbers of ranks, ``[1, 2, 64]`` or ``"1,2,64"``.
         link: between the ranks, or with ``hosts`` between hosts: ``"100GbE"`` or ``"1Gbit,0.5ms"``.
             By default this machine, as it was measured, or the devices that were emulated.
-        strategies: ``"ddp,async,async-shards=4"``, or a list; by default those compared.
+        strategies: ``"ddp,async"``, or a list; by default those compared.
         hosts: ranks on each host.
         inside: the link between the ranks of a host.
         cores: that the ranks of a host share; by default each has a device of its own.
         algorithm: of all-reduces: ``"ring"``, ``"double-tree"``, ``"best"`` ...
-        batch_per_worker: samples of each rank in a step; by default as in the comparison.
-        samples: that the smallest batches need to the target; with ``critical_batch``.
-        critical_batch: the batch size that needs twice as many.
+        step: a published or measured step of another device, ``"178ms/64"``, in place of this
+            machine's: the seconds for so many samples.
+        accumulate: micro-batches of ``step``; by default 1.
+        batch_per_worker: samples of each rank in a step; by default as in the comparison, or as in
+            ``step``.
         run: the comparison to calibrate on; by default the last that can be used.
 
     Returns:
@@ -250,9 +252,9 @@ def predict(
         inside=inside,
         cores=cores,
         algorithm=algorithm,
+        step=step,
+        accumulate=accumulate,
         batch_per_worker=batch_per_worker,
-        samples=samples,
-        critical_batch=critical_batch,
     )
     return predicted(this_session().store, question, run)
 

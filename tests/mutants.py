@@ -96,8 +96,8 @@ MUTANTS = [
     Mutant(
         "an emulated all-reduce is one message too long",
         "protocol/costs.py",
-        "_halves(size, n, 2 * (n - 1)),",
-        "_halves(size, n, 2 * n - 1),",
+        "Messages(2 * (n - 1), 2",
+        "Messages(2 * n - 1, 2",
         "tests/unit/rank/test_laboratory.py",
     ),
     Mutant(

@@ -34,7 +34,7 @@ from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, TRACE
 from ddpnb.protocol.training_options import training_options
 from ddpnb.reports.script import EXPORTED
 from ddpnb.reports.style import ACROSS
-from ddpnb.scaling.model import PREDICTABLE
+from ddpnb.scaling.model import FORMULAS
 from ddpnb.session.session import this_session
 
 Magic = TypeVar("Magic", bound=Callable[..., Any])
@@ -216,7 +216,7 @@ def following(
             yield from of_kind("value", (*ALL_REDUCES, BEST))
         case "--strategies":
             before = prefix[: prefix.rfind(",") + 1]
-            yield from of_kind("strategy", (f"{before}{each}" for each in PREDICTABLE))
+            yield from of_kind("strategy", (f"{before}{each}" for each in FORMULAS))
         case option if option in VALUES:
             yield from of_kind("value", VALUES[option])
         case _:

@@ -130,16 +130,14 @@ class InsideMagics(Magics):
     @magic_arguments()
     @argument("--ranks", default="1,2,4,8", help="numbers of ranks, such as 1,2,4,8,64,1024")
     @argument("--link", default="", help="between the ranks: 100GbE, or 1Gbit,0.5ms; else as here")
-    @argument(
-        "--strategies", default="", help="such as ddp,async,async-shards=4; else those compared"
-    )
+    @argument("--strategies", default="", help="such as ddp,async; else those compared")
     @argument("--hosts", metavar="N", type=int, help="ranks on each host; --link is between hosts")
     @argument("--inside", default="", help="the link between the ranks of a host, such as pcie4")
     @argument("--cores", metavar="N", type=int, help="cores that the ranks of a host share")
     @argument("--algorithm", default="", help="of all-reduces: ring, tree, double-tree, best ...")
+    @argument("--step", default="", help="of another device: 178ms/64 is 178 ms for 64 samples")
+    @argument("--accumulate", metavar="N", type=int, help="micro-batches of --step")
     @argument("--batch-per-worker", metavar="N", type=int, help="samples of each rank in a step")
-    @argument("--samples", metavar="N", type=float, help="to the target, with the smallest batches")
-    @argument("--critical-batch", metavar="N", type=float, help="that doubles these samples")
     @argument("--run", default="", help="the comparison to calibrate on; else the last")
     @line_magic
     def ddp_predict(self, line: str) -> Any:
@@ -152,6 +150,6 @@ class InsideMagics(Magics):
 
     @line_magic
     def ddp_advise(self, line: str) -> Any:
-        """Measure this machine, and recommend a strategy with its reasons."""
+        """Mark this machine in the table of strategies by topology, with the reason."""
         no_arguments("%ddp_advise", line)
         return inside.advise()

@@ -67,11 +67,6 @@ class Algorithm:
         return self.cost(size, num_ranks).num_bytes
 
 
-def _halves(size: float, num_ranks: int, messages: float) -> Messages:
-    """A reduce-scatter and an all-gather, of (N - 1) / N of all bytes each."""
-    return Messages(messages, 2 * (num_ranks - 1) * size / num_ranks)
-
-
 def _rooted(size: float, num_ranks: int) -> Messages:
     """The root's link has a message for each other rank."""
     return Messages(num_ranks - 1, (num_ranks - 1) * size)
@@ -96,7 +91,7 @@ RING = Algorithm(
     name="ring: a reduce-scatter, then an all-gather",
     messages="2 (N - 1)",
     num_bytes="2 (N - 1) B / N",
-    cost=lambda size, n: _halves(size, n, 2 * (n - 1)),
+    cost=lambda size, n: Messages(2 * (n - 1), 2 * (n - 1) * size / n),
 )
 
 COLLECTIVES: Mapping[str, Algorithm] = {
@@ -196,9 +191,9 @@ ALL_REDUCES: Mapping[str, Algorithm] = {
     "double-tree": Algorithm(
         name="half of the bytes along each of two trees, in small parts",
         messages="2 L",
-        num_bytes="2 (N - 1) B / N",
-        cost=lambda size, n: _halves(size, n, 2 * depth(n)),
-        sent="on average the same",
+        num_bytes="2 B",
+        cost=lambda size, n: Messages(2 * depth(n), 2 * size),
+        sent="on average 2 (N - 1) B / N",
     ),
 }
 """By the name that users give.  Nothing counts what a rank sends in trees."""

@@ -69,7 +69,7 @@ DDP_SECONDS_PER_TENSOR = 19e-6
 REPLICA_SECONDS_PER_TENSOR = 29e-6
 """What Python takes to call one replica of DataParallel; its threads take turns."""
 
-HOST_LINK = LINKS["100GbE"]
+HOST_LINK = LINKS["InfiniBand-EDR"]
 """Between hosts where no other is given."""
 
 CORE_LINK = LinkSpec(bits_per_second=12e9, latency_seconds=50e-6)

@@ -244,10 +244,11 @@ def _gigabits(rate: float, microseconds: float) -> LinkSpec:
 
 LINKS: Mapping[str, LinkSpec] = {
     "wifi": _gigabits(0.2, 2000),
-    "1GbE": _gigabits(1, 50),
-    "10GbE": _gigabits(10, 20),
-    "25GbE": _gigabits(25, 20),
-    "100GbE": _gigabits(96, 9.6),
+    "1GbE": _gigabits(0.94, 50),
+    "10GbE": _gigabits(9.4, 46),
+    "25GbE": _gigabits(13.6, 46),
+    "100GbE": _gigabits(40, 46),
+    "InfiniBand-EDR": _gigabits(96, 9.6),
     "InfiniBand-HDR": _gigabits(200, 5),
     "InfiniBand-NDR": _gigabits(400, 5),
     "pcie3": _gigabits(80, 5.7),

@@ -4,7 +4,7 @@ A step is what a rank computes, and the part of its exchanges that nothing hides
 
     compute    c(b) = fixed + per_sample * b, b the samples of a rank; on shared cores in turns
     exchanges  those of each strategy, with the messages of ``protocol.costs``
-    waiting    of N ranks the slowest: c * variation * expected_max(N)
+    waiting    for the slowest of N ranks: c * variation * expected_max(N)
 
 docs/prediction.md has every formula with its source.
 """
@@ -32,7 +32,7 @@ from ddpnb.scaling.waiting import expected_max, on_cores, server_bound
 
 MEGABYTE = 2**20
 NO_GAIN = 1.1
-"""Twice as many ranks that bring less than this times the throughput: it has stopped scaling."""
+"""Scaling has stopped where twice the ranks bring less than this times the throughput."""
 
 
 class Cost(NamedTuple):
@@ -66,6 +66,8 @@ class Workload:
     """Of the gradients of the model that is trained, where it stands for another."""
     backward_share: float = 1 - FORWARD_SHARE
     """Of forward and backward pass."""
+    num_passes: int = 1
+    """Micro-batches of a step; only the backward pass of the last one hides exchanges."""
     optimizer_seconds: float = 0.0
     """Of ``fixed``: what comes after the last exchange."""
     variation: float = 0.0
@@ -76,8 +78,6 @@ class Workload:
     """What DDP itself adds to a step."""
     replica_seconds: float = 0.0
     """What Python takes for each replica of DataParallel in a step."""
-    num_layers: int = 12
-    """Parts in which FSDP gathers the parameters."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Of a strategy's exchanges: measured over modelled."""
 
@@ -101,8 +101,6 @@ class Machine:
     """That the ranks of a host share; infinite: each rank has a device of its own."""
     is_link_of_cores: bool = False
     """Whether the cores do the work of a network card, so that exchanges share them too."""
-    is_crowded: bool = True
-    """Whether ranks of a host slow each other down as those measured here do."""
 
     def on_host(self, num_ranks: int) -> float:
         """Return how many ranks a host has."""
@@ -122,14 +120,6 @@ class Machine:
             latency_seconds=link.latency_seconds * busy,
         )
 
-    def all_reduce(self, num_bytes: float, num_ranks: int) -> float:
-        """Return how long an all-reduce takes."""
-        if num_ranks == 1:
-            return 0.0
-        names = ("ring", "double-tree") if self.algorithm == BEST else (self.algorithm,)
-        costs = (ALL_REDUCES[name].cost(num_bytes, num_ranks) for name in names)
-        return min(cost.seconds(self.link_of(num_ranks)) for cost in costs)
-
 
 class Point(NamedTuple):
     """A strategy on so many ranks."""
@@ -142,14 +132,20 @@ class Point(NamedTuple):
 
 
 def cost(work: Workload, machine: Machine, num_ranks: int) -> Cost:
-    """Return what a step costs one of N ranks, between that alone and that measured together."""
+    """Return what a step costs one of N ranks that compute at once.
+
+    What ranks on cores lose to each other grows with the number that compute at once: from
+    nothing for one, through what was measured, to as many as there are cores.  What devices lose
+    stays as it was measured.
+    """
     busy = min(machine.on_host(num_ranks), machine.cores_per_host)
     measured = min(work.num_together, machine.cores_per_host)
-    if not machine.is_crowded or measured <= 1:
-        share = 0.0
-    else:
-        share = min(1.0, (busy - 1) / (measured - 1))
-    return Cost(*(a + share * (b - a) for a, b in zip(work.alone, work.together, strict=True)))
+    if measured <= 1:
+        return work.alone
+    share = (busy - 1) / (measured - 1)
+    most = share if math.isfinite(machine.cores_per_host) else 1.0
+    pairs = zip(work.alone, work.together, strict=True)
+    return Cost(*(a + min(share, most if b > a else 1.0) * (b - a) for a, b in pairs))
 
 
 # -- the strategies ------------------------------------------------------------------------
@@ -184,28 +180,34 @@ class Situation:
         turns = on_cores(own, int(here), cores) if math.isfinite(here) else own
         return turns + own * work.variation * expected_max(num)
 
-    def all_reduce(self, num_bytes: float) -> float:
-        """Return how long an all-reduce takes."""
-        return self.machine.all_reduce(num_bytes, self.num_ranks)
+    def backward(self, compute: float) -> float:
+        """Return the part of a step's computing that can hide exchanges."""
+        passes = compute - min(self.work.optimizer_seconds, compute)
+        return self.work.backward_share * passes / self.work.num_passes
 
     def exchange(self, name: str, num_bytes: float) -> float:
-        """Return how long another collective takes."""
-        messages = COLLECTIVES[name].cost(num_bytes, self.num_ranks)
-        return messages.seconds(self.machine.link_of(self.num_ranks))
+        """Return how long a collective takes."""
+        found, link = [COLLECTIVES[name]], self.machine.link_of(self.num_ranks)
+        if name == "all_reduce":
+            algorithm = self.machine.algorithm
+            names = ("ring", "double-tree") if algorithm == BEST else (algorithm,)
+            found = [ALL_REDUCES[each] for each in names]
+        return min(each.cost(num_bytes, self.num_ranks).seconds(link) for each in found)
+
+    def gathering(self) -> float:
+        """Return how long it takes until each rank has all parts, of which each had one."""
+        return self.exchange("all_gather", self.size / self.num_ranks)
 
 
-def _no_comm(case: Situation) -> float:
-    return case.computing(meets=False)
+def _single(case: Situation) -> float:
+    """One device trains the whole batch, however many there are."""
+    return case.work.alone.of(case.work.samples(1))
 
 
-def _ddp(case: Situation) -> float:
-    return _in_buckets(case, case.option("bucket_cap_mb") * MEGABYTE)
-
-
-def _in_buckets(case: Situation, cap: float) -> float:
+def _in_buckets(case: Situation, cap: float = BUCKET_BYTES) -> float:
     """A bucket is ready, and sent, as by the clocks of emulated devices."""
     work, compute = case.work, case.computing()
-    backward = work.backward_share * (compute - min(work.optimizer_seconds, compute))
+    backward = case.backward(compute)
     trained = work.num_trained_bytes or work.num_bytes
     now = free = 0.0
     for bucket in bucket_sizes(trained, cap):
@@ -214,13 +216,14 @@ def _in_buckets(case: Situation, cap: float) -> float:
         now = begun + share * backward
         end = backward + work.wrapper_seconds
         ready: Ready = (begun, now) if work.overlaps else (end, end)
-        number = num_parts(size, ready)
-        _, free = in_turn(case.all_reduce(size / number), number, [ready], free)[-1]
+        number = num_parts(size, ready) if work.num_trained_bytes else 1
+        _, free = in_turn(case.exchange("all_reduce", size / number), number, [ready], free)[-1]
     return compute - backward + max(now, free)
 
 
-def _in_one(case: Situation) -> float:
-    return case.computing() + case.all_reduce(case.size)
+def _after(case: Situation, *names: str) -> float:
+    """Collectives of everything follow each other, and the computing."""
+    return case.computing() + sum(case.exchange(name, case.size) for name in names)
 
 
 def _dp(case: Situation) -> float:
@@ -231,78 +234,83 @@ def _dp(case: Situation) -> float:
     return case.computing() + python + sent
 
 
-def _central(case: Situation) -> float:
-    sent = case.exchange("reduce", case.size) + case.exchange("broadcast", case.size)
-    return case.computing() + sent
-
-
 def _zero(case: Situation) -> float:
-    each = case.exchange("broadcast", case.size / case.num_ranks)
-    return _in_buckets(case, BUCKET_BYTES) + case.num_ranks * each
+    """As DDP; then each rank broadcasts its part.  One right after the other: an all-gather."""
+    return _in_buckets(case) + case.gathering()
 
 
 def _fsdp(case: Situation) -> float:
-    layers = case.work.num_layers
-    one = case.exchange("reduce_scatter", case.size / layers)  # a gather takes as long
-    compute, exchanged = case.computing(), 3 * layers * one
-    if not case.work.overlaps:
-        return compute + exchanged
-    return max(compute, exchanged - 2 * one) + 2 * one  # the first gather and the last scatter
+    """As DDP, whose all-reduce is the last gather and the scatter; other gathers come before.
+
+    A forward pass hides all of its gather but the first bucket, an earlier backward pass all.
+    """
+    work, gathering = case.work, case.gathering()
+    backward = case.backward(case.computing())
+    forward = backward * (1 / work.backward_share - 1)
+    first = gathering * min(1.0, BUCKET_BYTES / case.size)
+    if not work.overlaps:
+        first, forward, backward = gathering, 0.0, 0.0
+    gathers = work.num_passes * max(first, gathering - forward)
+    gathers += (work.num_passes - 1) * max(0.0, gathering - backward)
+    return _in_buckets(case) + gathers
 
 
 def _rounds(case: Situation) -> float:
     every = case.option("every")
     own, meeting = case.computing(meets=False), case.computing()
     waiting = max(meeting - own, 0.0) / math.sqrt(every)
-    return own + waiting + case.all_reduce(case.size) / every
+    return own + waiting + case.exchange("all_reduce", case.size) / every
 
 
-def _gossip(case: Situation) -> float:
-    return case.computing() + case.exchange("send", case.size)
-
-
-def _async(case: Situation, num_shards: int = 1) -> float:
-    """Rank 0 trains beside the server and uses no link, where there is one server."""
-    compute = case.computing(meets=False)
-    num_away = case.num_ranks - (1 if num_shards == 1 else 0)
-    rate = 1 / compute if num_shards == 1 else 0.0
-    if num_away:
-        link = case.machine.link_of(case.num_ranks)
-        rate += server_bound(link, case.size, compute, num_away, num_shards=num_shards)
+def _async(case: Situation) -> float:
+    """Rank 0 trains beside the server and uses no link."""
+    compute, link = case.computing(meets=False), case.machine.link_of(case.num_ranks)
+    rate = 1 / compute + server_bound(link, case.size, compute, case.num_ranks - 1)
     return case.num_ranks / rate
 
 
 FORMULAS: Mapping[str, Callable[[Situation], float]] = {
-    "single": _no_comm,
-    "no-comm": _no_comm,
-    "ddp": _ddp,
-    "ddp-by-hand": _in_one,
-    "ring-by-hand": _in_one,
+    "single": _single,
+    "no-comm": lambda case: case.computing(meets=False),
+    "ddp": lambda case: _in_buckets(case, case.option("bucket_cap_mb") * MEGABYTE),
+    "ddp-by-hand": lambda case: _after(case, "all_reduce"),
+    "ring-by-hand": lambda case: _after(case, "all_reduce"),
     "dp": _dp,
-    "central": _central,
+    "central": lambda case: _after(case, "reduce", "broadcast"),
     "zero": _zero,
     "fsdp": _fsdp,
     "local-sgd": _rounds,
     "diloco": _rounds,
-    "gossip": _gossip,
+    "gossip": lambda case: _after(case, "send"),
     "async": _async,
 }
-"""The seconds of one step of one rank."""
+"""The seconds of one step of one rank, of two or more."""
 
-SHARDED = "async-shards"
-"""``async-shards=4``: a parameter server in 4 parts on hosts of their own; a prediction alone."""
 
-PREDICTABLE = (*FORMULAS, f"{SHARDED}=")
-"""What users may name, for lists."""
+def formula_of(strategy: str) -> tuple[Choice, Callable[[Situation], float]]:
+    """Return what a name chooses, and its formula.
+
+    Raises:
+        UserError: there is no such strategy, or it cannot be predicted.
+    """
+    name = strategy.partition(":")[0]
+    if name not in STRATEGIES:
+        raise one_of("strategy", name, FORMULAS)
+    if STRATEGIES[name].needs_shared_memory:
+        raise UserError(
+            f"{name} trains in memory that its ranks share, which no link offers: it is measured "
+            "by %ddp_compare, not predicted."
+        )
+    chosen = parse_strategy(strategy)
+    if name not in FORMULAS or (name == "single" and chosen.options):
+        raise UserError(f"{strategy} cannot be predicted; these can: {', '.join(FORMULAS)}.")
+    return chosen, FORMULAS[name]
 
 
 def step_seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
     """Return how long a strategy takes for each whole batch on N ranks.
 
     Where batches differ in size: for as many samples as a whole batch has.
-
-    Raises:
-        UserError: there is no such strategy, or it cannot be predicted.
     """
     if work.is_weak or not work.batches:
         return _seconds(strategy, work, machine, num_ranks)
@@ -314,16 +322,14 @@ def step_seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int
 
 
 def _seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
-    """Return how long a batch takes."""
-    chosen, formula = _formula_of(strategy)
     if num_ranks == 1:
-        return cost(work, machine, 1).of(work.samples(1))
-    case = Situation(
-        work=work, machine=machine, num_ranks=num_ranks, chosen=chosen, size=_size(chosen, work)
-    )
-    seconds, factor = formula(case), work.factors.get(strategy, 1.0)
+        return work.alone.of(work.samples(1))
+    chosen, formula = formula_of(strategy)
+    halved = chosen.options.get("hook") in ("fp16", "bf16")
+    size = work.num_bytes / 2 if halved else work.num_bytes
+    case = Situation(work=work, machine=machine, num_ranks=num_ranks, chosen=chosen, size=size)
     without = case.computing(meets=False)
-    return without + factor * (seconds - without)
+    return without + work.factors.get(strategy, 1.0) * (formula(case) - without)
 
 
 def point(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> Point:
@@ -331,43 +337,36 @@ def point(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> Po
     seconds = step_seconds(strategy, work, machine, num_ranks)
     trained = 1 if strategy == "single" else num_ranks
     rate = trained * work.samples(trained) / seconds
-    return Point(num_ranks, seconds, rate, rate / num_ranks / alone(work, machine))
-
-
-def alone(work: Workload, machine: Machine) -> float:
-    """Return the samples/s of one rank alone."""
-    return work.samples(1) / step_seconds("single", work, machine, 1)
+    one = work.samples(1) / step_seconds("single", work, machine, 1)
+    return Point(num_ranks, seconds, rate, rate / num_ranks / one)
 
 
 def stops_at(strategy: str, work: Workload, machine: Machine, most: int) -> int | None:
-    """Return the smallest power of two from which twice the ranks bring little; None up to most.
-
-    Little is less than ``NO_GAIN`` times the throughput; a rank with less than a sample is none.
-    """
+    """Return the smallest power of two where scaling has stopped; None: not up to ``most``."""
     ranks = 1
     while 2 * ranks <= most:
         if work.samples(2 * ranks) < 1:
             return ranks
-        now, then = (
-            point(strategy, work, machine, n).samples_per_second for n in (ranks, 2 * ranks)
-        )
-        if then < NO_GAIN * now:
+        now, then = (point(strategy, work, machine, n) for n in (ranks, 2 * ranks))
+        if then.samples_per_second < NO_GAIN * now.samples_per_second:
             return ranks
         ranks *= 2
     return None
 
 
 def limit_of(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> str:
-    """Return what a step on N ranks would gain most without, in a few words."""
-    if num_ranks == 1:
+    """Return the main bottleneck of a step on N ranks, in a few words."""
+    if num_ranks == 1 or strategy == "single":
         return "one device"
     whole = step_seconds(strategy, work, machine, num_ranks)
+    first, other = (each._replace(fixed=0.0) for each in (work.alone, work.together))
+    free = replace(work, alone=first, together=other, optimizer_seconds=0.0)
     without: dict[str, tuple[Workload, Machine]] = {
         "bandwidth": (work, _with_links(machine, bits_per_second=math.inf)),
         "latency": (work, _with_links(machine, latency_seconds=0.0)),
         "stragglers": (replace(work, variation=0.0), machine),
         "cores": (work, replace(machine, cores_per_host=math.inf)),
-        "a step's fixed cost": (_without_fixed(work), machine),
+        "a step's fixed cost": (free, machine),
     }
     gains = {
         name: whole - step_seconds(strategy, w, m, num_ranks) for name, (w, m) in without.items()
@@ -376,68 +375,7 @@ def limit_of(strategy: str, work: Workload, machine: Machine, num_ranks: int) ->
     return most if gains[most] > 0.05 * whole else "computing"
 
 
-def amdahl(work: Workload, num_ranks: int) -> float:
-    """Return the most samples/s of N ranks where a step's fixed cost is on every rank.
-
-        1 / (s + (1 - s) / N)  times those of one,    s = fixed / (fixed + per_sample * batch)
-
-    Source: Amdahl, "Validity of the single processor approach ...", AFIPS 1967.  Where the batch
-    grows with the ranks it is N times those of one.
-    """
-    return num_ranks * work.samples(num_ranks) / work.alone.of(work.samples(num_ranks))
-
-
-def link_ceiling(work: Workload, machine: Machine, num_ranks: int) -> float:
-    """Return the most samples/s that a link lets through, if nothing else took any time.
-
-    A global batch for each all-reduce, of which only the bytes count: the slanted roof of Williams,
-    Waterman and Patterson, "Roofline", CACM 52(4), 2009, with the link in place of the memory.
-    """
-    free = _with_links(machine, latency_seconds=0.0)
-    seconds = free.all_reduce(work.num_bytes, num_ranks)
-    return num_ranks * work.samples(num_ranks) / seconds if seconds > 0 else math.inf
-
-
-def check_strategy(strategy: str) -> None:
-    """Raise a UserError unless there is such a strategy and it can be predicted."""
-    _formula_of(strategy)
-
-
-def _formula_of(strategy: str) -> tuple[Choice, Callable[[Situation], float]]:
-    if strategy.startswith(f"{SHARDED}="):
-        number = strategy.partition("=")[2]
-        if not number.isdecimal() or int(number) < 1:
-            raise UserError(f"Write {SHARDED}=4, with the number of shards, not {strategy}.")
-        return Choice(name="async"), lambda case: _async(case, int(number))
-    name = strategy.partition(":")[0]
-    if name not in STRATEGIES:
-        raise one_of("strategy", name, PREDICTABLE)
-    if STRATEGIES[name].needs_shared_memory:
-        raise UserError(
-            f"{name} trains in memory that its ranks share, which no link offers: it is measured "
-            "by %ddp_compare, not predicted."
-        )
-    chosen = parse_strategy(strategy)
-    if name not in FORMULAS:
-        raise UserError(f"{strategy} cannot be predicted; these can: {', '.join(PREDICTABLE)}.")
-    return chosen, FORMULAS[name]
-
-
-def _size(chosen: Choice, work: Workload) -> float:
-    halved = chosen.options.get("hook") in ("fp16", "bf16")
-    return work.num_bytes / 2 if halved else work.num_bytes
-
-
 def _with_links(machine: Machine, **changes: float) -> Machine:
     """Return a machine with links of another rate or latency."""
     inside = None if machine.inside is None else replace(machine.inside, **changes)
     return replace(machine, link=replace(machine.link, **changes), inside=inside)
-
-
-def _without_fixed(work: Workload) -> Workload:
-    return replace(
-        work,
-        alone=work.alone._replace(fixed=0.0),
-        together=work.together._replace(fixed=0.0),
-        optimizer_seconds=0.0,
-    )

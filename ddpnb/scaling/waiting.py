@@ -12,27 +12,23 @@ SLICE_SECONDS = 3e-3
 """How long Linux lets one process run where others wait for the core."""
 
 
-def server_bound(
-    link: LinkSpec, size: float, compute: float, num_workers: int, *, num_shards: int = 1
-) -> float:
+def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) -> float:
     """Return how many gradients a parameter server takes in a second, of workers that are alike.
 
-        min( N / (c + e), 1 / s ),    e = 2 (a + S b / k),    s = S b / k
+        min( N / (c + e), 1 / s ),    e = 2 (a + S b),    s = S b
 
-    c is what a worker computes, e an exchange that nobody disturbs, s what the link of each of k
-    servers needs for a gradient: the asymptotes of a closed queue (Denning and Buzen, "The
-    Operational Analysis of Queueing Network Models", ACM Computing Surveys 10(3), 1978), which
-    are reached where nothing varies.
+    c is what a worker computes, e an exchange that nobody disturbs, s what the server's link needs
+    for a gradient: the asymptotes of a closed queue (Denning and Buzen, "The Operational Analysis
+    of Queueing Network Models", ACM Computing Surveys 10(3), 1978), which are reached where
+    nothing varies.
     """
-    part = Messages(1, size / num_shards).seconds(link)
-    busiest = part - link.latency_seconds
-    alone = num_workers / (compute + 2 * part)
+    message = Messages(1, size).seconds(link)
+    busiest = message - link.latency_seconds
+    alone = num_workers / (compute + 2 * message)
     return min(alone, 1 / busiest) if busiest > 0 else alone
 
 
-def on_cores(
-    work: float, num_ranks: int, num_cores: float, *, slice_: float = SLICE_SECONDS
-) -> float:
+def on_cores(work: float, num_ranks: int, num_cores: float) -> float:
     """Return when the last of some ranks has done its work, of which each needs one core.
 
     They take turns on the cores, a slice each, from one queue.  With k slices of work each,
@@ -40,7 +36,7 @@ def on_cores(
     """
     if num_ranks <= num_cores or work <= 0:
         return work
-    num_slices = math.ceil(work / slice_)
+    num_slices = math.ceil(work / SLICE_SECONDS)
     rounds = math.ceil(num_ranks * num_slices / num_cores)
     return rounds * work / num_slices
 

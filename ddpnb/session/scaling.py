@@ -15,7 +15,7 @@ from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import num_cores
 from ddpnb.reports.inside.prediction import PredictionResult
-from ddpnb.scaling.calibrate import GLOO_LATENCY_SECONDS, Measured, SizeClass, calibrate
+from ddpnb.scaling.calibrate import Measured, SizeClass, calibrate
 from ddpnb.scaling.predict import Question, predict
 
 NEEDED = (BASELINE, CEILING)
@@ -33,8 +33,7 @@ def predicted(store: Store, question: Question, run: str = "") -> PredictionResu
         run: the comparison; empty: the last one that can be used.
     """
     measured = measured_in(_comparison(store, run))
-    found = calibrate(measured, GLOO_LATENCY_SECONDS)
-    return PredictionResult(predict(found, question))
+    return PredictionResult(predict(calibrate(measured), question))
 
 
 def measured_in(comparison: Comparison) -> Measured:

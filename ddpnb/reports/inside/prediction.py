@@ -2,40 +2,31 @@
 
 import io
 import math
-import textwrap
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.formatting import NOTHING, duration, number, percent, short
+from ddpnb.protocol.notation import LinkSpec
+from ddpnb.reports.formatting import NOTHING, counted, number, percent, short
 from ddpnb.reports.result import PAGE_DPI, STYLE_SHEET, Picture, image_html
-from ddpnb.reports.style import (
-    FONT_POINTS,
-    INK,
-    MUTED,
-    PAPER,
-    RULE,
-    SMALL_POINTS,
-    TITLE_POINTS,
-    style_of,
-)
+from ddpnb.reports.style import INK, MUTED, PAPER, RULE, SMALL_POINTS, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
 from ddpnb.scaling.model import Point
-from ddpnb.scaling.predict import Prediction
+from ddpnb.scaling.predict import Prediction, parse_step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 13.6, 6.6
-LEFT, PLOT_WIDTH, TEXT_LEFT = 0.075, 0.535, 0.64
-"""Shares of the width; the assumptions stand to the right."""
-TEXT_COLUMNS = 62
-"""Characters in a line of the assumptions."""
-LINE_INCHES = 0.205
+WIDTH, HEIGHT = 10.0, 4.6
+PLOT = (0.075, 0.125, 0.735, 0.785)
+"""Left, bottom, width and height of the axes; names stand to the right."""
+LABEL_GAP = 0.062
+"""The least distance of two names, as a share of the height of the axes."""
 MAX_COLUMNS = 8
-"""Numbers of ranks in the table; it says how many more there are."""
+"""Numbers of ranks in the table: the first ones, and the last."""
 ENDINGS = (".html", ".png", ".svg", ".txt")
 
 
@@ -75,7 +66,7 @@ class PredictionResult:
         return target
 
     def __repr__(self) -> str:
-        return f"{self.table().text()}\n\n{self.sentence()}"
+        return f"{self.sentence()}\n\n{self.table().text()}"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """Return picture and table together, and each alone as a fallback."""
@@ -83,8 +74,8 @@ class PredictionResult:
         return {"text/plain": repr(self), "text/html": self._html(png), "image/png": png}
 
     def _html(self, png: bytes) -> str:
-        picture = image_html(png, self.sentence())
-        return f"{picture}{self.table().html()}<p>{escape(self.sentence())}</p>"
+        said = self.sentence()
+        return f"<p><strong>{escape(said)}</strong></p>{image_html(png, said)}{self.table().html()}"
 
     def _content(self, ending: str) -> bytes:
         if ending == ".txt":
@@ -107,8 +98,8 @@ class PredictionResult:
 
 def heading(prediction: Prediction) -> str:
     """Return the title."""
-    devices = f", from {prediction.devices}" if prediction.devices else ""
-    return f"Predicted: {prediction.title}{devices}"
+    most = max(prediction.question.ranks)
+    return f"Predicted: {prediction.found.measured.name} on up to {most:,} ranks"
 
 
 def sentence(prediction: Prediction) -> str:
@@ -127,200 +118,199 @@ def sentence(prediction: Prediction) -> str:
 
 def prediction_table(prediction: Prediction) -> Table:
     """Return one row per strategy, and one column per number of ranks."""
-    shown = prediction.ranks[:MAX_COLUMNS]
+    ranks = prediction.question.ranks
+    shown = ranks if len(ranks) <= MAX_COLUMNS else (*ranks[: MAX_COLUMNS - 1], ranks[-1])
     rows = []
     for name, points in prediction.points.items():
         at = {each.num_ranks: each for each in points}
-        times = dict(zip(at, prediction.seconds_to_target.get(name, ()), strict=False))
-        cells = [_cell(at.get(n), times.get(n)) for n in shown]
         stop = prediction.stops[name]
         stops = f"> {prediction.searched:,}" if stop is None else f"{stop:,}"
         head = Cell(text=name, dot=style_of(name, tuple(prediction.points)).colour)
-        rows.append(table_row(head, *cells, Cell(text=stops), prediction.limits[name]))
-    more = len(prediction.ranks) - len(shown)
-    notes = [
-        "Of each: samples/s, then the step and the efficiency against one rank alone"
-        + (", then the time to the target." if prediction.seconds_to_target else ".")
-    ]
-    if more:
-        notes.append(f"{more} of the numbers of ranks are left out here: the picture has them.")
-    notes.append(
-        "It stops scaling where twice as many ranks bring less than a tenth more throughput."
-    )
-    ranks = [Column(title=f"{n:,} rank{'' if n == 1 else 's'}", is_number=True) for n in shown]
+        cells = [_cell(at.get(n)) for n in shown]
+        rows.append(table_row(head, *cells, stops, prediction.limits[name]))
     return Table(
-        caption=heading(prediction),
+        caption="Samples/s, then the step and the efficiency against one rank alone",
         columns=(
             Column(title="strategy"),
-            *ranks,
+            *(Column(title=counted(n, "rank"), is_number=True) for n in shown),
             Column(title="stops at", is_number=True),
             Column(title="held up by"),
         ),
         rows=tuple(rows),
-        notes=(*notes, *prediction.assumptions),
+        notes=assumptions(prediction),
     )
 
 
-def _cell(found: Point | None, seconds: float | None) -> Cell:
+def _cell(found: Point | None) -> Cell:
     if found is None:
         return Cell(text=NOTHING)
-    quiet = f"{_time(found.step_seconds)}, {percent(found.efficiency)}"
-    if seconds is not None:
-        quiet += f", {duration(seconds)}"
-    return Cell(text=short(found.samples_per_second), quiet=quiet)
+    seconds = found.step_seconds
+    step = f"{number(1e3 * seconds)} ms" if seconds < 1 else f"{number(seconds)} s"
+    return Cell(text=short(found.samples_per_second), quiet=f"{step}, {percent(found.efficiency)}")
 
 
-def _time(seconds: float) -> str:
-    return f"{number(1e3 * seconds)} ms" if seconds < 1 else f"{number(seconds)} s"
+# -- what is assumed, in three lines -------------------------------------------------------
+
+
+def assumptions(prediction: Prediction) -> tuple[str, str, str]:
+    """Return what a rank computes, what lies between the ranks, and how a batch is shared."""
+    return _computing(prediction), _between(prediction), _batches(prediction)
+
+
+def _computing(prediction: Prediction) -> str:
+    measured, work, machine = prediction.found.measured, prediction.work, prediction.machine
+    sent = f"{work.num_bytes / 1e6:.3g} MB of gradients"
+    if prediction.question.step:
+        seconds, samples = parse_step(prediction.question.step)
+        passes = f", in {work.num_passes} micro-batches" if work.num_passes > 1 else ""
+        return f"A step of {samples} samples takes {1e3 * seconds:.4g} ms as given{passes}; {sent}."
+    if measured.devices is not None:
+        return f"Computed as in {measured.name}: {measured.devices.text}; {sent}."
+    alone = work.alone
+    line = (
+        f"Fitted to {measured.name}: a step costs {1e3 * alone.fixed:.3g} ms and "
+        f"{1e6 * alone.per_sample:.3g} µs a sample on one rank; {sent}."
+    )
+    if not measured.sized:
+        line += " All steps had one size: only the optimizer counts as fixed."
+    if measured.short:
+        line += f" Uncertain, as trained for less than 4 s: {', '.join(measured.short)}."
+    slower = work.together.per_sample / alone.per_sample - 1
+    busiest = min(machine.on_host(max(prediction.question.ranks)), machine.cores_per_host)
+    if slower > 0 and work.num_together < busiest < math.inf:
+        line += (
+            f" {work.num_together} ranks slow each other by {percent(slower)}: this is taken to "
+            "grow with the ranks, up to one on each core."
+        )
+    return line
+
+
+def _between(prediction: Prediction) -> str:
+    measured, question = prediction.found.measured, prediction.question
+    machine, link = prediction.machine, prediction.machine.link
+    how = f"all-reduces are by {machine.algorithm}"
+    if not question.link and measured.devices is None:
+        cores = f"{measured.cores} cores shared by all ranks" if measured.shares_cores else "GPUs"
+        return f"This machine: {cores}; an exchange costs them {_spoken(link)}, fitted; {how}."
+    named = f"{question.link} ({link.text})" if question.link else link.text
+    if machine.inside is None:
+        line = f"Between any two ranks lies {named}; {how}."
+    else:
+        unsaid = ", as nothing was said," if question.link and not question.inside else ""
+        line = (
+            f"Hosts of {machine.ranks_per_host:g} ranks, {machine.inside.text} inside{unsaid} and "
+            f"{named} between; {how}."
+        )
+    if question.cores:
+        line += f" The ranks of a host share {question.cores} cores like those measured."
+    elif question.link and not question.step and measured.devices is None:
+        line += " Each rank has a device as fast as one rank here: --step gives another's."
+    return line
+
+
+def _batches(prediction: Prediction) -> str:
+    measured, work = prediction.found.measured, prediction.work
+    if work.is_weak:
+        line = f"Each rank has {work.batch_size:g} samples a step (weak scaling)"
+    else:
+        line = f"All ranks share batches of {work.batch_size:g} samples (strong scaling)"
+    if prediction.measured and (measured.batch_size, measured.is_weak) != (
+        work.batch_size,
+        work.is_weak,
+    ):
+        kind = "a rank" if measured.is_weak else "in all"
+        line += f"; what was measured had {measured.batch_size:g} {kind}"
+    if any(work.samples(num) < 1 for num in prediction.question.ranks):
+        line += "; more ranks than samples are left out"
+    if not work.variation:
+        return f"{line}. All ranks take equally long."
+    varying = "Devices" if prediction.question.step else "Steps"
+    return f"{line}. {varying} vary by {percent(work.variation, 1)}: all wait for the slowest rank."
+
+
+def _spoken(link: LinkSpec) -> str:
+    if link.bits_per_second >= 1e15:
+        return "nothing that could be measured"
+    return (
+        f"{8e9 / link.bits_per_second:.3g} s a GB and {1e6 * link.latency_seconds:.3g} µs a message"
+    )
 
 
 # -- the picture ---------------------------------------------------------------------------
 
 
 def draw(prediction: Prediction) -> "Figure":
-    """Return throughput over ranks, both logarithmic, with every assumption beside it."""
+    """Return throughput over ranks, both logarithmic; each line has its name at its end."""
     from matplotlib.figure import Figure  # noqa: PLC0415  takes 0.3 s
 
-    limits, assumptions = _limits(prediction), prediction.assumptions
-    if prediction.roof and min(rate for _, rate in prediction.roof) >= limits[1]:
-        assumptions = (*assumptions, "The roof of the link's bytes alone lies above the picture.")
-    lines = _wrapped(assumptions)
-    num_labels = 3 + len(prediction.points) + len(prediction.measured)
-    height = max(HEIGHT, 1.9 + LINE_INCHES * (len(lines) + 1 + 1.3 * math.ceil(num_labels / 2)))
-    figure = Figure(figsize=(WIDTH, height), dpi=100, facecolor=PAPER)
-    figure.text(
-        0.02,
-        1 - 0.42 / height,
-        heading(prediction),
-        fontsize=TITLE_POINTS,
-        color=INK,
-        weight="bold",
-    )
-    axes = figure.add_axes((LEFT, 0.8 / height, PLOT_WIDTH, 1 - 1.85 / height))
-    _draw_bounds(axes, prediction, limits)
-    _draw_strategies(axes, prediction)
-    _dress(axes, limits, "emulated" if prediction.devices else "measured")
-    _write_assumptions(figure, lines, height)
-    figure.legend(
-        loc="lower left",
-        bbox_to_anchor=(TEXT_LEFT - 0.01, 0.2 / height),
-        ncols=2,
-        fontsize=SMALL_POINTS - 2,
-        labelcolor=INK,
-        frameon=False,
-    )
+    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=100, facecolor=PAPER)
+    axes = figure.add_axes(PLOT)
+    _dress(axes, prediction)
+    names = tuple(prediction.points)
+    axes.plot(*zip(*prediction.ideal, strict=True), color=MUTED, linewidth=1.2, zorder=1.5)
+    for name in names:
+        style = style_of(name, names)
+        line, points = prediction.lines[name], prediction.points[name]
+        axes.plot(*_xy(line), color=style.colour, linestyle=style.dashes, linewidth=2.2, zorder=2)
+        look: dict[str, Any] = {"marker": style.marker, "edgecolors": style.colour, "zorder": 3}
+        axes.scatter(*_xy(points), s=45, facecolors=PAPER, linewidths=1.6, **look)
+    for name, rate in prediction.measured.items():
+        style = style_of(name, names)
+        num = 1 if name == "single" else prediction.found.measured.num_ranks
+        look = {"marker": style.marker, "color": style.colour, "edgecolors": INK, "zorder": 4}
+        axes.scatter([num], [rate], s=90, **look)
+    _name_lines(axes, prediction)
     return figure
 
 
-def _limits(prediction: Prediction) -> tuple[float, float]:
-    """Return the ends of the axis of throughput: all strategies are seen, not all bounds."""
-    rates = [each.samples_per_second for line in prediction.lines.values() for each in line]
-    rates += [each.samples_per_second for each in prediction.measured]
-    return min(rates) / 2, min(max(rate for _, rate in prediction.ideal) * 2, max(rates) * 12)
+def _xy(points: Sequence[Point]) -> tuple[list[int], list[float]]:
+    return [each.num_ranks for each in points], [each.samples_per_second for each in points]
 
 
-def _draw_bounds(axes: "Axes", prediction: Prediction, limits: tuple[float, float]) -> None:
-    looks = (
-        (prediction.ideal, "ideal: N times one rank", "-", 1.2),
-        (prediction.amdahl, "Amdahl: a step's fixed cost", (0, (5, 2)), 1.4),
-        (prediction.roof, "roof: the link's bytes alone", (0, (1, 1.2)), 1.8),
-    )
-    for line, label, dashes, width in looks:
-        found = [(n, rate) for n, rate in line if rate < 1e14]
-        if any(rate < limits[1] for _, rate in found):
-            axes.plot(
-                *zip(*found, strict=True),
-                color=MUTED,
-                linestyle=dashes,
-                linewidth=width,
-                label=label,
-                zorder=1.5,
-            )
-
-
-def _draw_strategies(axes: "Axes", prediction: Prediction) -> None:
+def _name_lines(axes: "Axes", prediction: Prediction) -> None:
+    """Write each name beside the end of its line, the ideal's too, and keep them apart."""
     names = tuple(prediction.points)
+    labels = [(prediction.ideal[-1][1], "ideal: 100 %", MUTED)]
     for name in names:
-        style, line = style_of(name, names), prediction.lines[name]
-        axes.plot(
-            [each.num_ranks for each in line],
-            [each.samples_per_second for each in line],
-            color=style.colour,
-            linestyle=style.dashes,
-            linewidth=2.2,
-            label=name,
-            zorder=2.5,
-        )
-        points = prediction.points[name]
-        axes.plot(
-            [each.num_ranks for each in points],
-            [each.samples_per_second for each in points],
-            linestyle="none",
-            marker=style.marker,
-            markersize=7,
-            markerfacecolor=PAPER,
-            markeredgecolor=style.colour,
-            markeredgewidth=1.6,
-            zorder=3,
-        )
-    seen = tuple(dict.fromkeys(each.strategy for each in prediction.measured))
-    for each in prediction.measured:
-        style = style_of(each.strategy, seen)
-        axes.plot(
-            [each.num_ranks],
-            [each.samples_per_second],
-            linestyle="none",
-            marker=style.marker,
-            markersize=10,
-            markerfacecolor=style.colour,
-            markeredgecolor=INK,
-            markeredgewidth=1.2,
-            label=f"{'emulated' if prediction.devices else 'measured here'}: {each.strategy}",
-            zorder=4,
+        last = prediction.lines[name][-1]
+        text = f"{name}: {percent(last.efficiency)}"
+        labels.append((last.samples_per_second, text, style_of(name, names).ink))
+    above = 1.1
+    for rate, text, ink in sorted(labels, reverse=True):
+        height = axes.transAxes.inverted().transform(axes.transData.transform((1, rate)))[1]
+        above = min(height, above - LABEL_GAP)
+        axes.text(
+            1.015,
+            above,
+            text,
+            transform=axes.transAxes,
+            va="center",
+            fontsize=SMALL_POINTS,
+            color=ink,
         )
 
 
-def _dress(axes: "Axes", limits: tuple[float, float], filled: str) -> None:
+def _dress(axes: "Axes", prediction: Prediction) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter  # noqa: PLC0415  as above
 
     from ddpnb.reports.figures.axes import tick  # noqa: PLC0415  as above
 
-    axes.set_facecolor("none")
+    rates = [each.samples_per_second for line in prediction.lines.values() for each in line]
+    rates += [*prediction.measured.values(), prediction.ideal[-1][1]]
+    kind = "emulated" if prediction.found.measured.devices else "measured"
+    filled = f" (filled: {kind})" if prediction.measured else ""
+    axes.set_title(
+        f"{heading(prediction)}, samples/s{filled}", loc="left", fontsize=SMALL_POINTS, color=INK
+    )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_ylim(*limits)
+    axes.set_ylim(min(rates) / 1.5, max(rates) * 1.5)
+    axes.set_xlim(0.9, 1.1 * max(prediction.ideal[-1][0], prediction.found.measured.num_ranks))
     axes.set_xlabel("ranks", fontsize=SMALL_POINTS, color=MUTED)
-    axes.set_title(
-        f"Samples per second (filled: {filled}; hollow: predicted)",
-        loc="left",
-        fontsize=SMALL_POINTS,
-        color=INK,
-    )
-    for side in ("right", "top"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["right", "top"]].set_visible(False)
     axes.grid(color=RULE, linewidth=1.0)
     axes.set_axisbelow(True)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, color=MUTED)
-
-
-def _write_assumptions(figure: "Figure", lines: list[str], height: float) -> None:
-    top = 1 - 0.95 / height
-    figure.text(TEXT_LEFT, top, "Assumed", fontsize=FONT_POINTS, color=INK, weight="bold")
-    for index, line in enumerate(lines, start=1):
-        figure.text(
-            TEXT_LEFT,
-            top - (0.06 + LINE_INCHES * index) / height,
-            line,
-            fontsize=SMALL_POINTS - 2,
-            color=MUTED,
-        )
-
-
-def _wrapped(assumptions: tuple[str, ...]) -> list[str]:
-    lines: list[str] = []
-    for each in assumptions:
-        lines += textwrap.wrap(each, TEXT_COLUMNS, initial_indent="• ", subsequent_indent="   ")
-    return lines

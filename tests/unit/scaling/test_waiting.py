@@ -41,12 +41,6 @@ def test_a_server_takes_as_many_gradients_as_its_formula_says(num_workers):
     assert served(num_workers) == pytest.approx(formula, rel=0.03)
 
 
-def test_a_server_that_is_saturated_gains_from_shards_and_not_from_workers():
-    one, more = (server_bound(LINK, SIZE, 0.05, num) for num in (64, 128))
-    assert one == more
-    assert server_bound(LINK, SIZE, 0.05, 128, num_shards=2) == pytest.approx(2 * one)
-
-
 def test_ranks_take_turns_on_cores():
     assert on_cores(0.01, 2, 2) == 0.01
     assert on_cores(0.3, 3, 2) == pytest.approx(0.45)  # long work is shared evenly
