@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.formatting import NOTHING, duration, number, percent, short
-from ddpnb.reports.result import PAGE_DPI, STYLE_SHEET, Picture, image_html
+from ddpnb.reports.kit import PAGE_DPI, Picture, image_html
+from ddpnb.reports.result import STYLE_SHEET
 from ddpnb.reports.style import (
     FONT_POINTS,
     INK,

@@ -14,7 +14,7 @@ from ddpnb.protocol.messages import MarkKind
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
 from ddpnb.reports.formatting import counted, listed, percent
-from ddpnb.reports.result import Picture, image_html
+from ddpnb.reports.kit import Picture, image_html
 from ddpnb.reports.style import INK, MUTED, PAPER, TITLE_POINTS, contrast_on_white
 from ddpnb.reports.table import Column, Table, table_row
 
