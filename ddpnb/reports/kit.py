@@ -43,7 +43,10 @@ RANK_COLOURS = (
 """In every picture, by rank; the eleventh rank has the first again.  From Petroff, "Accessible
 color sequences for data visualization", 2021."""
 
-WAITING: Mapping[str, Any] = {
+Look = Mapping[str, Any]
+"""Matplotlib's properties of something that is drawn."""
+
+WAITING: Look = {
     "facecolor": PAPER,
     "edgecolor": PART_COLOURS["waiting"],
     "hatch": "////",
@@ -170,6 +173,21 @@ def dress(
     axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, color=MUTED)
 
 
+def write(
+    axes: "Axes",
+    x: float,
+    y: float,
+    text: str,
+    *,
+    points: float = SMALL_POINTS,
+    colour: str = INK,
+    va: str = "center",
+    **look: Any,
+) -> "Text":
+    """Write a text whose middle is at ``y``; ``look`` is matplotlib's, such as ``ha="right"``."""
+    return axes.text(x, y, text, fontsize=points, color=colour, va=va, **look)
+
+
 def name_row(axes: "Axes", y: float, name: str, *, rank: int = -1) -> None:
     """Name a row at the left edge of the paper, beside a patch of the rank's colour if it has one.
 
@@ -192,7 +210,7 @@ ROW_NAMES = 1.85
 """Inches at the left for the names of rows and of what is in them."""
 
 
-def legend(axes: "Axes", looks: Mapping[str, str | Mapping[str, Any]]) -> None:
+def legend(axes: "Axes", looks: Mapping[str, str | Look]) -> None:
     """List names above axes, at the right: each with its colour, or its look as a bar."""
     from matplotlib.patches import Patch  # noqa: PLC0415  0.3 s
 

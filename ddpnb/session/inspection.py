@@ -1,7 +1,5 @@
 """What ``%ddp_inspect`` asks of the ranks: steps of DDP and of async (kernel)."""
 
-import base64
-import io
 import math
 import tempfile
 import time
@@ -129,26 +127,23 @@ class Inspection:
     def __init__(self, result: "Result") -> None:
         self.result = result
 
-    def table(self) -> Table:
+    def tables(self) -> tuple[Table, ...]:
         """Return the numbers, and what they show."""
-        return self.result.table()
+        return self.result.tables()
 
-    def figures(self, *, dark: bool = False) -> list["Figure"]:
-        """Return the pictures, for a light or a dark page."""
-        return [figure for figure, _ in self.result.figures(dark=dark)]
+    def figures(self) -> list["Figure"]:
+        """Return the pictures, as matplotlib figures."""
+        return [picture.figure for picture, _ in self.result.pictures()]
 
     def __repr__(self) -> str:
         return repr(self.result)
 
     def _ipython_display_(self) -> None:
-        """Show pictures and table as outputs of the cell, which a saved notebook keeps."""
-        for figure, text in self.result.figures():
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png")
-            png = base64.b64encode(buffer.getvalue()).decode()
-            display({"image/png": png, "text/plain": text}, raw=True)
-        table = self.table()
-        display({"text/html": table.html(), "text/plain": table.text()}, raw=True)
+        """Show pictures and tables as outputs of the cell, which a saved notebook keeps."""
+        for picture, text in self.result.pictures():
+            display(picture.bundle(text), raw=True)
+        for table in self.tables():
+            display({"text/html": table.html(), "text/plain": table.text()}, raw=True)
 
 
 def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | None) -> Inspection:

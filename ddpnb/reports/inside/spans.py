@@ -1,9 +1,8 @@
 """What the spans of a trace say, as numbers and in words (kernel)."""
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any
 
 from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.trace import Span, Trace
@@ -11,11 +10,6 @@ from ddpnb.reports.formatting import counted, number, size
 
 MAX_RANKS = 16
 """Ranks that are drawn; of the others only the number is said."""
-MAX_FOLDS = 8
-LEAST_FOLD = 0.15
-"""The share of the rest of the axis from which on a time without spans is folded."""
-FOLD_WIDTH = 0.03
-"""The width of a fold, as a share of the rest."""
 MAX_LINES = 40
 """Spans that the text lists."""
 MESSAGES = ("send", "recv")
@@ -135,56 +129,6 @@ def notes_of(trace: Trace) -> list[str]:
     if rest := rest_of(trace):
         notes.append(f"{rest[0].upper()}{rest[1:]}, which are not drawn.")
     return notes
-
-
-@final
-class TimeAxis:
-    """Where a time is on an axis on which long times without any span are folded."""
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self.begin, self.end = bounds(spans)
-        self.folds: list[tuple[float, float]] = []
-        """From when to when nothing is drawn, in order."""
-        gaps = _gaps(spans)
-        rest = self.end - self.begin
-        while gaps and len(self.folds) < MAX_FOLDS:
-            longest = max(gaps, key=lambda gap: gap[1] - gap[0])
-            if longest[1] - longest[0] < LEAST_FOLD * rest:
-                break
-            gaps.remove(longest)
-            self.folds.append(longest)
-            rest -= longest[1] - longest[0]
-        self.folds.sort()
-        self.fold_width = FOLD_WIDTH * rest
-
-    @property
-    def length(self) -> float:
-        """From the left to the right end."""
-        return self.place(self.end)
-
-    def place(self, time: float) -> float:
-        """Return where a time is, in seconds from the left end."""
-        found = time - self.begin
-        for start, end in self.folds:
-            if time >= end:
-                found += self.fold_width - (end - start)
-            elif time > start:
-                found -= (time - start) * (1 - self.fold_width / (end - start))
-        return found
-
-    def parts(self) -> list[tuple[float, float]]:
-        """Return the times between two folds."""
-        edges = [self.begin, *(edge for fold in self.folds for edge in fold), self.end]
-        return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def _gaps(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    found, latest = [], math.inf
-    for start, end in sorted((span.start, span.end) for span in spans):
-        if start > latest:
-            found.append((latest, start))
-        latest = end if math.isinf(latest) else max(latest, end)
-    return found
 
 
 def bounds(spans: Sequence[Span]) -> tuple[float, float]:

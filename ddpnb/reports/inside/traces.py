@@ -1,12 +1,9 @@
 """A cell's trace as users hold it: picture, text, file for Perfetto (kernel)."""
 
-import base64
-import io
 import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -22,13 +19,13 @@ from ddpnb.reports.inside.spans import (
     meetings,
     timeline_text,
 )
+from ddpnb.reports.kit import Picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CALL_SECONDS = 20e-6
 """What recording costs, about: 5 to 12 microseconds on a rank, 26 until a waiting pair is done."""
-PNG_DPI = 100
 CLOCK = (
     "A bar lasts from a rank's call until its exchange is complete, by the clock that all ranks of "
     "this host share; between bars a rank computes."
@@ -111,7 +108,7 @@ class TraceResult:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
 
-    def plot(self, *, dark: bool = False) -> "Figure":
+    def plot(self) -> "Figure":
         """Return the time line as a matplotlib figure.
 
         Raises:
@@ -121,7 +118,7 @@ class TraceResult:
 
         if not self.trace.spans:
             raise UserError(NOTHING)
-        return draw_timeline(self.trace, dark=dark)
+        return draw_timeline(self.trace)
 
     def text(self) -> str:
         """Return the trace in words."""
@@ -163,20 +160,7 @@ class TraceResult:
         """Return the picture with the text below it, and each alone as a fallback."""
         if not self.trace.spans:
             return {"text/plain": self.text()}
-        return with_picture(self.plot(), self.trace.title, self.text())
-
-
-def with_picture(figure: "Figure", title: str, text: str) -> dict[str, Any]:
-    """Return what a notebook shows and keeps: a picture, its text folded below it."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=PNG_DPI)
-    png = base64.b64encode(buffer.getvalue()).decode("ascii")
-    html = (
-        f'<img style="max-width:100%;height:auto" alt="{escape(title)}" '
-        f'src="data:image/png;base64,{png}"><details><summary>As text</summary>'
-        f'<pre style="white-space:pre-wrap">{escape(text)}</pre></details>'
-    )
-    return {"text/plain": text, "text/html": html, "image/png": png}
+        return Picture(self.plot(), self.trace.title).bundle(self.text())
 
 
 # -- the file for Perfetto -----------------------------------------------------------------
