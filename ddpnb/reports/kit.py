@@ -61,8 +61,8 @@ def rank_colour(rank: int) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """Return the colour of text on a coloured ground: white where that can be read, else dark."""
-    return PAPER if contrast_on_white(colour) >= 4.5 else INK
+    """Return the colour of text on a coloured ground: white or dark, whichever has more contrast."""
+    return PAPER if contrast_on_white(colour) ** 2 >= contrast_on_white(INK) else INK
 
 
 # -- paper ---------------------------------------------------------------------------------
@@ -168,6 +168,7 @@ def dress(
     axes.set_xlabel(x_label, fontsize=SMALL_POINTS, color=MUTED, labelpad=4)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(MUTED)
     axes.grid(axis=grid, color=RULE, linewidth=1.0)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, color=MUTED)
@@ -201,12 +202,11 @@ def name_row(axes: "Axes", y: float, name: str, *, rank: int = -1) -> None:
     look |= {"textcoords": "offset points", "annotation_clip": False}
     left = -72 * (ROW_NAMES - LEFT)
     if rank >= 0:
-        patch = {"boxstyle": "square,pad=0.25", "facecolor": rank_colour(rank), "linewidth": 0}
-        axes.annotate(" ", (0, y), (left, 0), fontsize=SMALL_POINTS - 4, bbox=patch, **look)
-    axes.annotate(name, (0, y), (left + 15, 0), fontsize=FONT_POINTS, color=INK, **look)
+        axes.annotate("■", (0, y), (left, 0), fontsize=18, color=rank_colour(rank), **look)
+    axes.annotate(name, (0, y), (left + 20, 0), fontsize=FONT_POINTS, color=INK, **look)
 
 
-ROW_NAMES = 1.85
+ROW_NAMES = 2.05
 """Inches at the left for the names of rows and of what is in them."""
 
 

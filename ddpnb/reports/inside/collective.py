@@ -125,9 +125,8 @@ def notes_of(result: CollectiveResult) -> list[str]:
     amount = most if least == most else f"{least} to {most}"
     notes = [
         f"{result.shown[0].backend}: {algorithm.name}.  A rank sends "
-        f"{algorithm.sent or algorithm.num_bytes}, here {amount}; the busiest link carries "
-        f"{algorithm.messages} messages one after another, here "
-        f"{algorithm.cost(result.num_bytes, num).number:g}."
+        f"{algorithm.sent or algorithm.num_bytes} = {amount}; {algorithm.messages} = "
+        f"{algorithm.cost(result.num_bytes, num).number:g} messages follow one another."
     ]
     time = f"{in_units(result.seconds)}, the slowest rank's median of 7 calls"
     counts = [each.num_bytes_sent for each in result.shown]
@@ -164,7 +163,7 @@ def draw_collective(result: CollectiveResult) -> "Figure":
     shown = result.shown[:MAX_RANKS]
     rest = len(result.shown) - len(shown)
     title = title_of(result) + (f"; {rest} of them are not drawn" if rest else "")
-    sheet = Sheet(title, HEAD + ROW_HEIGHT * len(shown) + 0.1, notes_of(result))
+    sheet = Sheet(title, HEAD + ROW_HEIGHT * len(shown) + 0.2, notes_of(result))
     axes = sheet.canvas()
     heads = {BEFORE: "before", AFTER: "after", SENT: "sends", TIME: "time"}
     for x, text in heads.items():
@@ -176,9 +175,9 @@ def draw_collective(result: CollectiveResult) -> "Figure":
         axes.bar(LEFT, 0.18, 0.18, middle - 0.09, align="edge", color=rank_colour(each.rank))
         write(axes, LEFT + 0.26, middle, f"rank {each.rank}", points=FONT_POINTS)
         cells = _Cells(axes, middle, min(LARGEST_CELL, (CELLS_WIDTH - 0.3) / max(widest, 1)))
-        end = cells.draw(each.before, BEFORE, each.num_given)
+        cells.draw(each.before, BEFORE, each.num_given)
         arrow = {"arrowstyle": "->", "color": MUTED, "linewidth": 1.2}
-        axes.annotate("", (AFTER - 0.12, middle), (end + 0.3, middle), arrowprops=arrow)
+        axes.annotate("", (AFTER - 0.15, middle), (AFTER - 0.6, middle), arrowprops=arrow)
         cells.draw(each.after, AFTER, each.num_got, is_reduced=is_reduced)
         write(axes, SENT, middle, size(result.sent_by_formula(each.rank)))
         write(axes, TIME, middle, in_units(each.seconds))
@@ -205,11 +204,11 @@ class _Cells(NamedTuple):
         num_numbers: int,
         *,
         is_reduced: bool = False,
-    ) -> float:
-        """Draw the first cells of a tensor that has so many numbers; return where they end."""
+    ) -> None:
+        """Draw the first cells of a tensor that has so many numbers."""
         if not chunks:
             write(self.axes, left, self.middle, NOTHING, colour=MUTED)
-            return left
+            return
         x, num_drawn = left, 0
         look: dict[str, Any] = {"align": "edge", "edgecolor": PAPER, "linewidth": 1.0}
         for chunk in chunks[:MAX_CHUNKS]:
@@ -224,7 +223,5 @@ class _Cells(NamedTuple):
                 x += self.width
                 num_drawn += 1
             x += 0.2 * self.width
-        x -= 0.2 * self.width
         if num_numbers > num_drawn:
-            write(self.axes, x + 0.05, self.middle, "…", points=FONT_POINTS, colour=MUTED)
-        return x
+            write(self.axes, x, self.middle, "…", points=FONT_POINTS, colour=MUTED)

@@ -42,6 +42,7 @@ SHOWN_WAIT_SECONDS = 1e-4
 ROW, LEAST_ROW, ROWS_HEIGHT, TICKS_HEIGHT = 0.44, 0.26, 3.6, 0.75
 """Inches: of a worker's row, with many workers, of all rows about; of an axis' ticks and label."""
 SMALL = SMALL_POINTS - 2.5
+BAR: Look = {"edgecolor": PAPER, "zorder": 2}
 _DEATHS = (MarkKind.KILLED, MarkKind.DIED)
 
 
@@ -224,15 +225,15 @@ def _draw_lanes(
         own = [each for each in shown if each.rank == rank]
         name_row(axes, rank + 1.5, f"rank {rank}", rank=rank)
         bars = [((e.start - begin) * scale, (e.pushed - e.start) * scale) for e in own]
-        axes.broken_barh(bars, (rank + 1.2, 0.6), facecolor=rank_colour(rank), edgecolor=PAPER)
+        axes.broken_barh(bars, (rank + 1.2, 0.6), facecolor=rank_colour(rank), **BAR)
         sent = [((e.released - begin) * scale, (e.end - e.released) * scale) for e in own]
-        axes.broken_barh(sent, (rank + 1.38, 0.24), color=PART_COLOURS["communication"])
+        axes.broken_barh(sent, (rank + 1.38, 0.24), color=PART_COLOURS["communication"], zorder=3)
         waits = [each for each in own if each.waited > SHOWN_WAIT_SECONDS]
         bars = [((e.pushed - begin) * scale, e.waited * scale) for e in waits]
-        axes.broken_barh(bars, (rank + 1.2, 0.6), **WAITING)
+        axes.broken_barh(bars, (rank + 1.2, 0.6), zorder=3, **WAITING)
         if inspection.bound >= 0:
             walls = [x for x, _ in bars]
-            axes.vlines(walls, rank + 1.05, rank + 1.95, color=INK, linewidth=3)
+            axes.vlines(walls, rank + 1.05, rank + 1.95, color=INK, linewidth=3, zorder=4)
     labelled = -length
     for each in shown:
         at, colour = (each.written - begin) * scale, rank_colour(each.rank)
