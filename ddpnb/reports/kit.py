@@ -61,7 +61,7 @@ def rank_colour(rank: int) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """Return the colour of text on a coloured ground: white or dark, whichever has more contrast."""
+    """Return the colour of text on a ground: white or dark, whichever has more contrast."""
     return PAPER if contrast_on_white(colour) ** 2 >= contrast_on_white(INK) else INK
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -14,35 +13,36 @@ from ddpnb.protocol.messages import MarkKind
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
 from ddpnb.reports.formatting import counted, listed, percent
-from ddpnb.reports.kit import Picture, image_html
-from ddpnb.reports.style import INK, MUTED, PAPER, TITLE_POINTS, contrast_on_white
+from ddpnb.reports.kit import (
+    RANK_COLOURS,
+    RIGHT,
+    WIDTH,
+    Look,
+    Picture,
+    Sheet,
+    ink_on,
+    legend,
+    rank_colour,
+    write,
+)
+from ddpnb.reports.style import INK, MUTED, RULE
 from ddpnb.reports.table import Column, Table, table_row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
-
-RANK_COLOURS = (
-    *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
-    *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
-)
-"""By rank, again from the first after the last; each cell has its rank's number too.  From
-Petroff, "Accessible color sequences for data visualization", 2021."""
 
 MAX_CELLS, NUM_LAST = 40, 10
 """A row shows all samples, or the first and, behind a gap, the last of them."""
-MAX_ROWS, MAX_RANKS, MAX_STRIPS = 10, 16, 4
+MAX_ROWS, MAX_RANKS = 10, 16
 MAX_LISTED = 24
 """Samples that the text lists for a rank."""
 SHARDS_PER_ROW = 40
 
-WIDTH, LEFT, RIGHT = 12.0, 1.15, 2.05
-TOP, BOTTOM, ROW = 0.8, 0.65, 0.42
-"""All in inches; the legend's lines are as high as the rows."""
-GAP = 0.02
-PER_LINE = 8
-"""Ranks in a line of the legend."""
+LABELS, SUMMARIES, ROW, TICKS = 1.2, 2.6, 0.42, 0.45
+"""Inches: for the rows' names at the left and for their summaries at the right; of a row."""
+MAX_CELL, GAP = 0.6, 0.02
+POINTS = 10.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class Handout:
     absent: str
     """The word for a cell that nobody has."""
     absent_note: str
-    """What it means."""
+    """What it means, as a sentence."""
 
     def sentence(self) -> str:
         """Return what the rows show, in a few sentences."""
@@ -127,7 +127,7 @@ class Handout:
             Column(title=self.absent, is_prose=True),
         )
         rows = [
-            table_row(row.label, row.shares(), _numbers(row.repeated()), _numbers(row.absent()))
+            table_row(row.label, row.shares(), *map(self._named, (row.repeated(), row.absent())))
             for row in self.rows[:MAX_ROWS]
         ]
         return Table(caption=self.title, columns=columns, rows=tuple(rows), notes=self.notes)
@@ -147,7 +147,7 @@ class Handout:
                 lines.append(f"  {self.who}s {rest}: not listed")
             for what, found in (("more than once", row.repeated()), (self.absent, row.absent())):
                 if len(found):
-                    lines.append(f"  {what}: {_numbers(found)}")
+                    lines.append(f"  {what}: {self._named(found)}")
         return "\n".join([*lines, "", *self.notes]).rstrip()
 
     def plot(self) -> Picture:
@@ -158,17 +158,16 @@ class Handout:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """Return picture and table together, and each alone as a fallback."""
-        png = self.plot().png()
-        words = f"<summary>Who gets what, in words</summary><pre>{escape(self.text())}</pre>"
-        html = image_html(png, self.sentence()) + self.table().html()
-        html += f"<details>{words}</details>"
-        return {"text/plain": self.text(), "text/html": html, "image/png": png}
+        return self.plot().bundle(self.text(), self.table().html())
+
+    def _named(self, indices: Indices) -> str:
+        """Return which cells these are: ``"sample 0"``, ``"samples 0 1"``, ``"none"``."""
+        plural = "" if len(indices) == 1 else "s"
+        return f"{self.unit}{plural} {_numbers(indices)}" if len(indices) else "none"
 
 
 def _numbers(indices: Indices) -> str:
     """Return the first of some numbers, and how many more there are."""
-    if not len(indices):
-        return "none"
     shown = " ".join(map(str, indices[:MAX_LISTED]))
     num_more = len(indices) - MAX_LISTED
     return shown if num_more <= 0 else f"{shown} ... ({num_more:,} more)"
@@ -205,7 +204,7 @@ def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
         rows=tuple(rows),
         notes=(*_sampler_notes(spec, found, rows), *_hidden(rows)),
         absent="left out",
-        absent_note="no rank gets it: left out",
+        absent_note="×: no rank gets it.",
     )
 
 
@@ -292,7 +291,7 @@ def handout_of_run(name: str, comparison: Comparison) -> Handout:
         rows=tuple(rows),
         notes=(*_run_notes(run, died, end), *_hidden(rows)),
         absent="not known" if died else "nobody's",
-        absent_note="not known: a worker died" if died else "nobody has trained on it",
+        absent_note="×: not known, a worker died." if died else "×: nobody has trained on it.",
     )
 
 
@@ -330,45 +329,37 @@ def _run_notes(run: RunSnapshot, died: Sequence[int], end: int) -> list[str]:
 
 def draw(handout: Handout) -> "Figure":
     """Return the picture: a row of cells for each epoch, coloured and numbered by rank."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  takes 0.3 s
-
     rows = handout.rows[:MAX_ROWS]
     num_columns = max(len(row.cells()) for row in rows)
-    legend = _legend(handout, rows)
-    height = TOP + len(rows) * ROW + BOTTOM + len(legend) * ROW
-    figure = Figure(figsize=(WIDTH, height), facecolor=PAPER)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, WIDTH), ylim=(height, 0))
+    num_ranks = max(len(row.handed_out) for row in rows)
+    notes = [f"The number in a cell is its {handout.who}'s."]
+    if any(len(row.repeated()) for row in rows):
+        notes.append("Ringed: handed out more than once.")
+    if any(len(row.absent()) for row in rows):
+        notes.append(handout.absent_note)
+    height = ROW * len(rows)
+    sheet = Sheet(handout.title, height + TICKS, ["  ".join(notes)])
+    axes = sheet.axes(height, left=LABELS)
+    axes.set(xlim=(0, WIDTH - LABELS - RIGHT), ylim=(height, 0))
     axes.axis("off")
-    axes.text(0.3, 0.38, handout.title, size=TITLE_POINTS, color=INK, va="center", weight="bold")
-    width = min((WIDTH - LEFT - RIGHT) / num_columns, 0.62)
+    width = min((WIDTH - LABELS - SUMMARIES) / num_columns, MAX_CELL)
     for number, row in enumerate(rows):
-        top = TOP + number * ROW
+        middle = (number + 0.5) * ROW
         owners = row.owners()
-        _text(axes, LEFT - 0.15, top + ROW / 2, row.label, ha="right")
+        write(axes, -0.15, middle, row.label, points=POINTS, colour=MUTED, ha="right")
         for column, cell in enumerate(row.cells()):
-            left = LEFT + column * width
+            left = column * width
             if cell is None:
-                _text(axes, left + width / 2, top + ROW / 2, "…", ha="center")
+                write(axes, left + width / 2, middle, "…", colour=MUTED, ha="center")
             else:
-                _cell(axes, left, top, width, owners[cell])
-        _text(
-            axes,
-            LEFT + len(row.cells()) * width + 0.15,
-            top + ROW / 2,
-            _summary(row, handout.absent),
-        )
-    bottom = TOP + len(rows) * ROW
+                _draw_cell(axes, left, middle, width, owners[cell])
+        place = len(row.cells()) * width + 0.15
+        write(axes, place, middle, _summary(row, handout.absent), points=POINTS, colour=MUTED)
     if handout.unit == "sample":  # elsewhere each row has other numbers, which its label says
-        _ticks(axes, rows[0].cells(), width, bottom + 0.16)
-    for number, line in enumerate(legend):
-        top = bottom + BOTTOM - 0.15 + number * ROW
-        for place, (example, meaning) in enumerate(line):
-            left = LEFT + place * (WIDTH - LEFT) / PER_LINE
-            if example is not None:
-                _cell(axes, left, top, 0.36, example)
-            _text(axes, left + (0.44 if example is not None else 0), top + ROW / 2, meaning)
-    return figure
+        _draw_ticks(axes, rows[0].cells(), width, height + 0.16)
+    if num_ranks <= len(RANK_COLOURS):
+        legend(axes, {f"{handout.who} {rank}": rank_colour(rank) for rank in range(num_ranks)})
+    return sheet.figure
 
 
 def _summary(row: Row, absent_word: str) -> str:
@@ -379,69 +370,39 @@ def _summary(row: Row, absent_word: str) -> str:
     return ", ".join(parts)
 
 
-def _cell(axes: "Axes", left: float, top: float, width: float, owners: Sequence[int]) -> None:
-    """Draw a cell: in strips and ringed where several ranks get it, crossed where none does."""
-    from matplotlib.patches import Rectangle  # noqa: PLC0415  takes 0.3 s
-
-    x, y, wide, high = left + GAP, top + 2 * GAP, width - 2 * GAP, ROW - 4 * GAP
-    centre = left + width / 2
+def _draw_cell(
+    axes: "Axes", left: float, middle: float, width: float, owners: Sequence[int]
+) -> None:
+    """Draw a cell: halved and ringed where two ranks get it, crossed where none does."""
+    x, wide, high = left + GAP, width - 2 * GAP, ROW - 4 * GAP
+    centre, top = left + width / 2, middle - high / 2
+    look: Look = {"align": "edge", "linewidth": 0}
     if not owners:
-        look: dict[str, Any] = {"fill": False, "edgecolor": MUTED, "linestyle": (0, (2, 2))}
-        axes.add_patch(Rectangle((x, y), wide, high, **look))
-        _text(axes, centre, top + ROW / 2, "×", ha="center")
-        return
-    strip = high / min(len(owners), MAX_STRIPS)
-    for number, rank in enumerate(owners[:MAX_STRIPS]):
-        colour = RANK_COLOURS[rank % len(RANK_COLOURS)]
-        axes.add_patch(Rectangle((x, y + number * strip), wide, strip, color=colour, linewidth=0))
-        if len(owners) <= 2:
-            ink = PAPER if contrast_on_white(colour) >= 4.5 else INK
-            points = min(10.5, wide * 92 / len(str(rank)), strip * 50)
-            _text(axes, centre, y + (number + 0.5) * strip, f"{rank}", points, ink, ha="center")
+        dashes: Look = {"edgecolor": MUTED, "linestyle": (0, (2, 2)), "linewidth": 1.0}
+        axes.bar(x, high, wide, top, facecolor="none", align="edge", **dashes)
+        write(axes, centre, middle, "×", points=POINTS, colour=MUTED, ha="center")
+    elif len(owners) > 2:
+        axes.bar(x, high, wide, top, color=RULE, **look)
+        write(axes, centre, middle, f"{len(owners)}×", points=9.0, ha="center")
+    else:
+        part = high / len(owners)
+        for number, rank in enumerate(owners):
+            colour = rank_colour(rank)
+            axes.bar(x, part, wide, top + number * part, color=colour, **look)
+            points = min(POINTS, wide * 92 / len(str(rank)), part * 50)
+            place, style = top + (number + 0.5) * part, {"colour": ink_on(colour), "ha": "center"}
+            write(axes, centre, place, f"{rank}", points=points, **style)
     if len(owners) > 1:
-        axes.add_patch(Rectangle((x, y), wide, high, fill=False, edgecolor=INK, linewidth=1.8))
-    if len(owners) > 2:
-        times = _text(axes, centre, top + ROW / 2, f"{len(owners)}×", 9.0, INK, ha="center")
-        times.set_bbox({"facecolor": PAPER, "edgecolor": "none", "pad": 0.8})
+        ring: Look = {"facecolor": "none", "edgecolor": INK, "linewidth": 1.8}
+        axes.bar(x, high, wide, top, align="edge", **ring)
 
 
-def _ticks(axes: "Axes", cells: Sequence[int | None], width: float, middle: float) -> None:
+def _draw_ticks(axes: "Axes", cells: Sequence[int | None], width: float, middle: float) -> None:
     """Write the numbers of the samples below the last row."""
     every = 1 if len(cells) <= 24 else 5
-    _text(axes, LEFT - 0.15, middle, "sample", ha="right")
+    write(axes, -0.15, middle, "sample", points=POINTS, colour=MUTED, ha="right")
     for column, cell in enumerate(cells):
         is_after_gap = column > 0 and cells[column - 1] is None
         if cell is not None and (cell % every == 0 or is_after_gap or column == len(cells) - 1):
-            _text(axes, LEFT + (column + 0.5) * width, middle, f"{cell}", ha="center")
-
-
-def _legend(
-    handout: Handout, rows: Sequence[Row]
-) -> list[list[tuple[tuple[int, ...] | None, str]]]:
-    """Return the legend's lines: cells with their meaning, or a text without a cell."""
-    num = max(len(row.handed_out) for row in rows)
-    named: list[tuple[tuple[int, ...] | None, str]] = [
-        ((rank,), f"{handout.who} {rank}") for rank in range(min(num, MAX_RANKS))
-    ]
-    lines = [named[at : at + PER_LINE] for at in range(0, len(named), PER_LINE)]
-    if num > MAX_RANKS:
-        rest = format_ranks(range(MAX_RANKS, num))
-        lines.append([(None, f"{handout.who}s {rest}: the same colours, and their own numbers")])
-    if any(len(row.repeated()) for row in rows):
-        lines.append([((0, 1), "handed out more than once")])
-    if any(len(row.absent()) for row in rows):
-        lines.append([((), handout.absent_note)])
-    return lines
-
-
-def _text(
-    axes: "Axes",
-    x: float,
-    y: float,
-    text: str,
-    points: float = 10.5,
-    colour: str = MUTED,
-    *,
-    ha: str = "left",
-) -> "Text":
-    return axes.text(x, y, text, size=points, color=colour, ha=ha, va="center")
+            x = (column + 0.5) * width
+            write(axes, x, middle, f"{cell}", points=POINTS, colour=MUTED, ha="center")
