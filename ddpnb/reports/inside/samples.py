@@ -32,12 +32,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_CELLS, NUM_LAST = 40, 10
-"""A row shows all samples, or the first and, behind a gap, the last of them."""
-MAX_ROWS, MAX_RANKS = 10, 16
-MAX_LISTED = 24
-"""Samples that the text lists for a rank."""
-SHARDS_PER_ROW = 40
+MAX_CELLS, MAX_ROWS, MAX_RANKS, MAX_LISTED = 40, 10, 16, 24
+"""Cells of a row and rows in the picture; ranks in the text, and samples that it lists for each."""
 
 LABELS, SUMMARIES, ROW, TICKS = 1.2, 2.6, 0.42, 0.45
 """Inches: for the rows' names at the left and for their summaries at the right; of a row."""
@@ -58,18 +54,12 @@ class Row:
 
     def owners(self) -> dict[int, list[int]]:
         """Return the ranks that get each shown cell; one that gets it twice is there twice."""
-        owners: dict[int, list[int]] = {cell: [] for cell in self.cells() if cell is not None}
+        end = self.begin + min(self.num_cells, MAX_CELLS)
+        owners: dict[int, list[int]] = {cell: [] for cell in range(self.begin, end)}
         for rank, indices in enumerate(self.handed_out):
-            for cell in indices[np.isin(indices, list(owners))].tolist():
+            for cell in indices[indices < end].tolist():
                 owners[cell].append(rank)
         return owners
-
-    def cells(self) -> list[int | None]:
-        """Return the cells that are shown; None is the gap between the first and the last."""
-        cells: list[int | None] = list(range(self.begin, self.begin + self.num_cells))
-        if len(cells) <= MAX_CELLS:
-            return cells
-        return [*cells[: MAX_CELLS - NUM_LAST], None, *cells[-NUM_LAST:]]
 
     def repeated(self) -> Indices:
         """Return the samples that are handed out more than once."""
@@ -111,8 +101,6 @@ class Handout:
     """Sentences for below."""
     absent: str
     """The word for a cell that nobody has."""
-    absent_note: str
-    """What it means, as a sentence."""
 
     def sentence(self) -> str:
         """Return what the rows show, in a few sentences."""
@@ -204,7 +192,6 @@ def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
         rows=tuple(rows),
         notes=(*_sampler_notes(spec, found, rows), *_hidden(rows)),
         absent="left out",
-        absent_note="×: no rank gets it.",
     )
 
 
@@ -275,14 +262,14 @@ def handout_of_run(name: str, comparison: Comparison) -> Handout:
     end = _known_until(run, shards)
     rows = [
         Row(
-            label=f"{begin}-{min(begin + SHARDS_PER_ROW, end) - 1}",
+            label=f"{begin}-{min(begin + MAX_CELLS, end) - 1}",
             begin=begin,
-            num_cells=min(SHARDS_PER_ROW, end - begin),
+            num_cells=min(MAX_CELLS, end - begin),
             handed_out=tuple(
-                each[(each >= begin) & (each < min(begin + SHARDS_PER_ROW, end))] for each in whole
+                each[(each >= begin) & (each < min(begin + MAX_CELLS, end))] for each in whole
             ),
         )
-        for begin in range(0, end, SHARDS_PER_ROW)
+        for begin in range(0, end, MAX_CELLS)
     ]
     return Handout(
         title=f"{run.comparison}/{run.name}: shards, in the order in which they were handed out",
@@ -291,7 +278,6 @@ def handout_of_run(name: str, comparison: Comparison) -> Handout:
         rows=tuple(rows),
         notes=(*_run_notes(run, died, end), *_hidden(rows)),
         absent="not known" if died else "nobody's",
-        absent_note="×: not known, a worker died." if died else "×: nobody has trained on it.",
     )
 
 
@@ -330,13 +316,13 @@ def _run_notes(run: RunSnapshot, died: Sequence[int], end: int) -> list[str]:
 def draw(handout: Handout) -> "Figure":
     """Return the picture: a row of cells for each epoch, coloured and numbered by rank."""
     rows = handout.rows[:MAX_ROWS]
-    num_columns = max(len(row.cells()) for row in rows)
+    num_columns = min(max(row.num_cells for row in rows), MAX_CELLS)
     num_ranks = max(len(row.handed_out) for row in rows)
     notes = [f"The number in a cell is its {handout.who}'s."]
     if any(len(row.repeated()) for row in rows):
         notes.append("Ringed: handed out more than once.")
     if any(len(row.absent()) for row in rows):
-        notes.append(handout.absent_note)
+        notes.append(f"×: {handout.absent}.")
     height = ROW * len(rows)
     sheet = Sheet(handout.title, height + TICKS, ["  ".join(notes)])
     axes = sheet.axes(height, left=LABELS)
@@ -345,18 +331,13 @@ def draw(handout: Handout) -> "Figure":
     width = min((WIDTH - LABELS - SUMMARIES) / num_columns, MAX_CELL)
     for number, row in enumerate(rows):
         middle = (number + 0.5) * ROW
-        owners = row.owners()
         write(axes, -0.15, middle, row.label, points=POINTS, colour=MUTED, ha="right")
-        for column, cell in enumerate(row.cells()):
-            left = column * width
-            if cell is None:
-                write(axes, left + width / 2, middle, "…", colour=MUTED, ha="center")
-            else:
-                _draw_cell(axes, left, middle, width, owners[cell])
-        place = len(row.cells()) * width + 0.15
+        for column, owners in enumerate(row.owners().values()):
+            _draw_cell(axes, column * width, middle, width, owners)
+        place = min(row.num_cells, MAX_CELLS) * width + 0.15
         write(axes, place, middle, _summary(row, handout.absent), points=POINTS, colour=MUTED)
     if handout.unit == "sample":  # elsewhere each row has other numbers, which its label says
-        _draw_ticks(axes, rows[0].cells(), width, height + 0.16)
+        _draw_ticks(axes, num_columns, width, height + 0.16)
     if num_ranks <= len(RANK_COLOURS):
         legend(axes, {f"{handout.who} {rank}": rank_colour(rank) for rank in range(num_ranks)})
     return sheet.figure
@@ -367,7 +348,7 @@ def _summary(row: Row, absent_word: str) -> str:
     parts = [row.shares()]
     parts += [f"{repeated:,} repeated"] if repeated else []
     parts += [f"{absent:,} {absent_word}"] if absent else []
-    return ", ".join(parts)
+    return ("… " if row.num_cells > MAX_CELLS else "") + ", ".join(parts)
 
 
 def _draw_cell(
@@ -397,12 +378,9 @@ def _draw_cell(
         axes.bar(x, high, wide, top, align="edge", **ring)
 
 
-def _draw_ticks(axes: "Axes", cells: Sequence[int | None], width: float, middle: float) -> None:
+def _draw_ticks(axes: "Axes", num_cells: int, width: float, middle: float) -> None:
     """Write the numbers of the samples below the last row."""
-    every = 1 if len(cells) <= 24 else 5
     write(axes, -0.15, middle, "sample", points=POINTS, colour=MUTED, ha="right")
-    for column, cell in enumerate(cells):
-        is_after_gap = column > 0 and cells[column - 1] is None
-        if cell is not None and (cell % every == 0 or is_after_gap or column == len(cells) - 1):
-            x = (column + 0.5) * width
-            write(axes, x, middle, f"{cell}", points=POINTS, colour=MUTED, ha="center")
+    for cell in range(0, num_cells, 1 if num_cells <= 24 else 5):
+        x = (cell + 0.5) * width
+        write(axes, x, middle, f"{cell}", points=POINTS, colour=MUTED, ha="center")

@@ -14,12 +14,11 @@ from matplotlib.figure import Figure
 from ddpnb.protocol.trace import Span, Trace
 from ddpnb.reports.formatting import size
 from ddpnb.reports.inside.spans import (
-    SERVER,
+    MAX_RANKS,
     bounds,
     kind_of,
     last_arrivals,
     notes_of,
-    shown_ranks,
     time_unit,
 )
 from ddpnb.reports.kit import (
@@ -48,8 +47,8 @@ MAX_COLOURS = 9
 PIXELS = (WIDTH - ROW_NAMES - RIGHT) * DPI
 """The length of the axis of time."""
 
-ROWS = {"compute": "compute", "wait": "compute", "communication": "exchange", "server": "server"}
-"""Lane to row, from top to bottom."""
+ROWS = {"compute": "compute", "wait": "compute", "communication": "exchange"}
+"""Lane to row."""
 COLOURS = PART_COLOURS | {
     "update": PART_COLOURS["optimizer"],
     "bucket": PART_COLOURS["communication"],
@@ -88,8 +87,7 @@ def draw_timeline(trace: Trace) -> Figure:
     for rank, rows in bands.items():
         if top:
             axes.axhline(top - 0.25, color=RULE, linewidth=1.0, zorder=1)
-        name = "server" if rank == SERVER else f"rank {rank}"
-        name_row(axes, top + len(rows) / 2, name, rank=rank)
+        name_row(axes, top + len(rows) / 2, f"rank {rank}", rank=rank)
         for row, bars in rows.items():
             if row_height >= LABEL_HEIGHT and (len(rows) > 1 or not bars):
                 look: Look = {"transform": axes.get_yaxis_transform(), "ha": "right"}
@@ -113,16 +111,13 @@ def colour_of(span: Span) -> str:
 
 def _bands(trace: Trace) -> dict[int, dict[str, list[_Bar]]]:
     """Return the rows of each drawn rank, with their bars by time; a rank has one at least."""
-    found: dict[int, dict[str, list[_Bar]]] = {rank: {} for rank in shown_ranks(trace)}
+    shown = range(min(trace.num_ranks, MAX_RANKS))
+    found: dict[int, dict[str, list[_Bar]]] = {rank: {} for rank in shown}
     bars = [_Bar(*each) for each in zip(trace.spans, last_arrivals(trace), strict=True)]
     for bar in sorted(bars, key=lambda bar: bar.span.start):
         if bar.span.rank in found:
             found[bar.span.rank].setdefault(ROWS[bar.span.lane], []).append(bar)
-    order = list(dict.fromkeys(ROWS.values()))
-    return {
-        rank: dict(sorted(rows.items(), key=lambda row: order.index(row[0]))) or {"": []}
-        for rank, rows in found.items()
-    }
+    return {rank: dict(sorted(rows.items())) or {"": []} for rank, rows in found.items()}
 
 
 def _draw_row(
