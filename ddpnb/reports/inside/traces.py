@@ -60,7 +60,6 @@ def joined(
         ranks: those that ran the cell; empty: all.
         backend: of the default group.
     """
-    num_ranks = len(hosts)
     are_several = len(set(hosts)) > 1
     spans = [
         _shifted(span, each.clock_at - recorded[0].clock_at) if are_several else span
