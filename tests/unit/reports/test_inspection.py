@@ -16,8 +16,10 @@ from ddpnb.protocol.inspection import (
 )
 from ddpnb.protocol.messages import Mark, MarkKind, Parts, StepEvent
 from ddpnb.protocol.trace import Span
+from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.inside.buckets import MAX_ROWS, DdpInspection, one_by_one, split_of
 from ddpnb.reports.inside.versions import async_inspection, updates_of
+from ddpnb.session.inspection import InspectionRequest
 from tests.unit.history.fake_runs import batch, header, run_of, spec
 
 MS = 1e-3
@@ -205,3 +207,25 @@ def test_only_async_has_versions():
     run, _ = async_run(2, 4, strategy="ddp")
     with pytest.raises(UserError, match="Versions are those of async, and c has ddp"):
         async_inspection(comparison_of(run))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"model": "net", "has_task": True}, "Inspect net or a task"),
+        ({"strategy": "fsdp"}, "'fsdp'"),
+        ({"strategy": "async", "bucket_caps": "1"}, "leave --bucket-cap out"),
+        ({"given": ("kill",)}, "--kill goes with --strategy async"),
+        ({"batch": "x"}, "--batch goes with a model"),
+        ({"run": "race", "has_task": True}, "draws what is stored"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(given: dict, named: str):
+    with pytest.raises(UserError, match=named):
+        InspectionRequest(training=make_training_spec({"task": "digits"}), **given)
+
+
+def test_sizes_of_buckets_are_numbers():
+    request = InspectionRequest(training=make_training_spec({"task": "digits"}), bucket_caps="big")
+    with pytest.raises(UserError, match="--bucket-cap takes sizes"):
+        request.caps()

@@ -141,6 +141,8 @@ def test_shards_of_a_worker_that_died_are_not_called_nobodys():
     assert "What rank 1 trained on before its death is not known." in handout.notes
 
 
-def test_a_run_without_shards_is_one_sentence():
+def test_what_cannot_be_handed_out_is_one_sentence():
+    with pytest.raises(UserError, match="-n takes a whole number"):
+        SamplerSpec(num_samples=0)
     with pytest.raises(UserError, match="has no record of its shards"):
         handout_of_run("race", run_with_shards((), ()))
