@@ -171,6 +171,11 @@ class MarkKind(StrEnum):
     CAME_BACK = "came back"
     OTHER = ""
 
+    @property
+    def is_death(self) -> bool:
+        """Whether the rank's process ended."""
+        return self in (MarkKind.KILLED, MarkKind.DIED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:

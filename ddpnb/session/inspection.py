@@ -16,7 +16,7 @@ from ddpnb.history.recorder import new_id
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.inspection import DdpReport, Found, InspectSpec
-from ddpnb.protocol.messages import MarkKind, OnRank, RunSpec
+from ddpnb.protocol.messages import OnRank, RunSpec
 from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.result import ComparisonResult
@@ -42,7 +42,6 @@ STEPS_PER_RANK = 24
 AFTER_DEATH_SECONDS = 0.5
 MOST_SECONDS = 60.0
 """Of such a run."""
-DEATHS = (MarkKind.KILLED, MarkKind.DIED)
 STRATEGIES = ("ddp", "async")
 """Those that can be inspected."""
 NOTHING = (
@@ -241,7 +240,7 @@ class _Moment:
             return
         found, since = run.aggregate, 0.0
         if self._awaits_death:
-            deaths = [mark.seconds for mark in run.marks if mark.kind in DEATHS]
+            deaths = [mark.seconds for mark in run.marks if mark.kind.is_death]
             since = min(deaths) + AFTER_DEATH_SECONDS if deaths else math.inf
         is_enough = found.num_events >= self._num_wanted and found.seconds >= since
         if is_enough or time.monotonic() - self._began > MOST_SECONDS:

@@ -9,7 +9,6 @@ import numpy as np
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import MarkKind
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
 from ddpnb.reports.formatting import counted, listed, percent
@@ -254,9 +253,7 @@ def handout_of_run(name: str, comparison: Comparison) -> Handout:
             )
         raise UserError(f"{name} has no record of its shards: train it again to have one.")
     shards = _shards_of(run)
-    died = sorted(
-        {mark.rank for mark in run.marks if mark.kind in (MarkKind.KILLED, MarkKind.DIED)}
-    )
+    died = sorted({mark.rank for mark in run.marks if mark.kind.is_death})
     num_workers = max(max(shards) + 1, run.header.num_workers if run.header else 0)
     whole = [np.array(shards.get(rank, ()), dtype=np.int64) for rank in range(num_workers)]
     end = _known_until(run, shards)

@@ -43,7 +43,6 @@ ROW, LEAST_ROW, ROWS_HEIGHT, TICKS_HEIGHT = 0.44, 0.26, 3.6, 0.75
 """Inches: of a worker's row, with many workers, of all rows about; of an axis' ticks and label."""
 SMALL = SMALL_POINTS - 2.5
 BAR: Look = {"edgecolor": PAPER, "zorder": 2}
-_DEATHS = (MarkKind.KILLED, MarkKind.DIED)
 
 
 @final
@@ -64,7 +63,7 @@ class AsyncInspection:
         """Return the updates that are drawn: about a death, else after the first few."""
         num = max(MAX_UPDATES, 3 * min(self.num_ranks, MAX_RANKS))
         first = max(0, min(2 * self.num_ranks, len(self.updates) - num))
-        deaths = [mark.seconds for mark in self.marks if mark.kind in _DEATHS]
+        deaths = [mark.seconds for mark in self.marks if mark.kind.is_death]
         if deaths:
             before = sum(each.end <= deaths[0] for each in self.updates)
             first = max(0, min(before - num // 2, len(self.updates) - num))
@@ -243,7 +242,7 @@ def _draw_lanes(
             labelled = at
             write(axes, at, 0.13, str(each.version_written), points=SMALL, ha="center")
     for mark in inspection.marks:
-        if mark.kind in _DEATHS and mark.rank in ranks and begin <= mark.seconds <= end:
+        if mark.kind.is_death and mark.rank in ranks and begin <= mark.seconds <= end:
             x, y = (mark.seconds - begin) * scale, mark.rank + 1.5
             axes.plot([x], [y], "X", color=INK, markersize=13, zorder=5)
             write(axes, x, y, f"   {mark.text}", zorder=5)
