@@ -172,6 +172,7 @@ def dress(
     axes.grid(axis=grid, color=RULE, linewidth=1.0)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, color=MUTED)
+    axes.xaxis.set_major_formatter("{x:,g}")
 
 
 def write(

@@ -126,9 +126,10 @@ class DdpInspection:
         rest = len(own.buckets) - MAX_ROWS
         return Table(
             caption=f"{self.title}: {size(self.gradient_bytes)} of gradients in "
-            f"{counted(len(own.buckets), 'bucket')}, in the order of sending",
+            f"{counted(len(own.buckets), 'bucket')}, as they are sent; full: after the start of the "
+            "backward pass",
             columns=(
-                *_columns(["", "bytes", "of all", "full after"]),
+                *_columns(["", "bytes", "of all", "full"]),
                 Column(title="parameters", is_prose=True),
             ),
             rows=tuple(rows),

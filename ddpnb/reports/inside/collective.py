@@ -124,9 +124,10 @@ def notes_of(result: CollectiveResult) -> list[str]:
     least, most = size(min(by_formula)), size(max(by_formula))
     amount = most if least == most else f"{least} to {most}"
     notes = [
-        f"{result.shown[0].backend}: {algorithm.name}.  A rank sends "
-        f"{algorithm.sent or algorithm.num_bytes} = {amount}; {algorithm.messages} = "
-        f"{algorithm.cost(result.num_bytes, num).number:g} messages follow one another."
+        f"{result.shown[0].backend}: {algorithm.name}.  A rank sends {amount}: "
+        f"{algorithm.sent or algorithm.num_bytes}.  On the busiest link "
+        f"{counted(round(algorithm.cost(result.num_bytes, num).number), 'message')} follow one "
+        f"another: {algorithm.messages}."
     ]
     time = f"{in_units(result.seconds)}, the slowest rank's median of 7 calls"
     counts = [each.num_bytes_sent for each in result.shown]

@@ -82,7 +82,6 @@ def draw_timeline(trace: Trace) -> Figure:
     axes = sheet.axes(height, left=ROW_NAMES)
     dress(axes, x_label=f"{unit} since the first call")
     axes.set(xlim=(0, (end - begin) * scale), ylim=(num_rows, -0.2), yticks=[])
-    axes.xaxis.set_major_formatter("{x:,g}")
     top = 0.0
     for rank, rows in bands.items():
         if top:
