@@ -126,8 +126,8 @@ class DdpInspection:
         rest = len(own.buckets) - MAX_ROWS
         return Table(
             caption=f"{self.title}: {size(self.gradient_bytes)} of gradients in "
-            f"{counted(len(own.buckets), 'bucket')}, as they are sent; full: after the start of the "
-            "backward pass",
+            f"{counted(len(own.buckets), 'bucket')}, as they are sent, and when "
+            "each is full in the backward pass",
             columns=(
                 *_columns(["", "bytes", "of all", "full"]),
                 Column(title="parameters", is_prose=True),

@@ -125,9 +125,8 @@ def notes_of(result: CollectiveResult) -> list[str]:
     amount = most if least == most else f"{least} to {most}"
     notes = [
         f"{result.shown[0].backend}: {algorithm.name}.  A rank sends {amount}: "
-        f"{algorithm.sent or algorithm.num_bytes}.  On the busiest link "
-        f"{counted(round(algorithm.cost(result.num_bytes, num).number), 'message')} follow one "
-        f"another: {algorithm.messages}."
+        f"{algorithm.sent or algorithm.num_bytes}.  Messages one after another: "
+        f"{algorithm.cost(result.num_bytes, num).number:g}, {algorithm.messages}."
     ]
     time = f"{in_units(result.seconds)}, the slowest rank's median of 7 calls"
     counts = [each.num_bytes_sent for each in result.shown]
