@@ -166,8 +166,8 @@ def test_a_large_tensor_is_measured_in_part_and_says_so():
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("modle", "modle is not defined; did you mean model?"),
-        ("model", "model is an int: name a model"),
+        ("modle", "did you mean model?"),
+        ("model", "model is an int"),
         ("x[0]", "IndexError"),
     ],
 )

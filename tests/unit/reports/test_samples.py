@@ -80,18 +80,15 @@ def test_a_loader_is_read_without_consuming_it():
     assert sampler.dataset is data
 
 
-@pytest.mark.parametrize(("num_ranks", "num_samples"), [(2, 5), (8, 3), (16, 1000), (40, 100)])
-def test_pictures_stay_readable(num_ranks: int, num_samples: int):
+@pytest.mark.parametrize(("num_ranks", "num_samples"), [(2, 5), (40, 1000)])
+def test_pictures_stay_on_their_paper(num_ranks: int, num_samples: int):
     handout = handed_out(num_ranks, SamplerSpec(num_samples=num_samples, shuffle=True))
     figure = handout.plot().figure
     figure.canvas.draw()
-    width, height = figure.get_size_inches() * figure.dpi
     for text in figure.axes[0].texts:
         box = text.get_window_extent()
-        assert box.x0 >= 0
-        assert box.x1 <= width
-        assert box.y0 >= 0
-        assert box.y1 <= height
+        assert figure.bbox.contains(box.x0, box.y0)
+        assert figure.bbox.contains(box.x1, box.y1)
     assert all(len(row.owners()) <= MAX_CELLS for row in handout.rows)
 
 
