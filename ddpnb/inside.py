@@ -168,7 +168,7 @@ def inspect(
         run: a stored asynchronous run to draw.
 
     Returns:
-        The result, with ``.figures()``, ``.table()`` and the numbers in ``.result``.
+        The result, with ``.figures()``, ``.tables()`` and the numbers in ``.result``.
 
     Raises:
         UserError: there is nothing to inspect, or the model does not fit the batch.

@@ -47,8 +47,8 @@ class Traffic(NamedTuple):
     num_bytes_acked: int
     """Sent, and there."""
     num_bytes_received: int
-    num_segments_under_way: int
-    """Sent, and not known to be there."""
+    is_under_way: bool
+    """Whether something is yet to be sent, or not known to be there."""
 
 
 Ends = tuple[Address, Address]
@@ -135,8 +135,8 @@ def traffic_of(fd: int) -> Traffic | None:
     if psutil.LINUX:
         with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
             info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-            unacked, acked, received = _TCP_INFO.unpack(info)
-            return Traffic(acked, received, unacked)
+            num_unacked, acked, received, unsent = _TCP_INFO.unpack(info)
+            return Traffic(acked, received, num_unacked + unsent > 0)
     return None
 
 
@@ -151,8 +151,7 @@ def bytes_sent() -> int | None:
         found = [each for fd in sockets.values() if (each := traffic_of(fd))]
         if sockets and not found:
             return None
-        arrived = all(each.num_segments_under_way == 0 for each in found)
-        if arrived or time.monotonic() > deadline:
+        if not any(each.is_under_way for each in found) or time.monotonic() > deadline:
             return sum(each.num_bytes_acked for each in found)
         time.sleep(0.001)
 
@@ -178,8 +177,9 @@ def as_socket(fd: int) -> socket.socket:
 
 
 _OWN_DESCRIPTORS: Final = "/proc/self/fd" if psutil.LINUX else "/dev/fd"
-_TCP_INFO: Final = struct.Struct("=24xI92xQQ")
-"""Of Linux's ``tcp_info``: ``tcpi_unacked``, ``tcpi_bytes_acked`` and ``tcpi_bytes_received``."""
+_TCP_INFO: Final = struct.Struct("=24xI92xQQ8xI")
+"""Of Linux's ``tcp_info``: ``tcpi_unacked``, ``tcpi_bytes_acked``, ``tcpi_bytes_received`` and
+``tcpi_notsent_bytes``."""
 
 
 def _address(address: Any) -> Address:

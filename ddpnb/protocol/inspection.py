@@ -109,8 +109,12 @@ class Update:
     """Until when the bound made it wait for others."""
     end: float
     staleness: int
-    version_read: int = 0
-    version_written: int = 0
+    version_written: int
+
+    @property
+    def version_read(self) -> int:
+        """Which version it was computed with."""
+        return self.version_written - 1 - self.staleness
 
     @property
     def written(self) -> float:

@@ -171,6 +171,11 @@ class MarkKind(StrEnum):
     CAME_BACK = "came back"
     OTHER = ""
 
+    @property
+    def is_death(self) -> bool:
+        """Whether the rank's process ended."""
+        return self in (MarkKind.KILLED, MarkKind.DIED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
@@ -210,6 +215,8 @@ class StepEvent:
     """Mean loss over those samples, before the step's update; NaN if none is known."""
     staleness: int | None = None
     """Updates by others between the pull of the parameters and the use of the gradient."""
+    version: int = 0
+    """The number of the update that the gradient went into; 0: updates are not counted."""
     parts: Parts = NO_PARTS
     num_bytes_sent: int = 0
     """What this worker sent to others in this step."""
@@ -245,7 +252,7 @@ class Checked:
 NO_STALENESS = -1
 """In a row: the step has no staleness."""
 
-_ROW = struct.Struct("<ddqqiiq7f")
+_ROW = struct.Struct("<ddqiiiiq7f")
 ROW_BYTES = _ROW.size
 
 
@@ -260,6 +267,7 @@ def pack_step(rank: int, step: StepEvent) -> bytes:
         step.loss,
         step.num_samples,
         step.step,
+        step.version,
         staleness,
         rank,
         step.num_bytes_sent,

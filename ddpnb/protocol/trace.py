@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Lane = Literal["compute", "communication", "wait", "server"]
-"""Where a span is drawn: what a processor or device did, what was sent, what was waited for,
-what the parameter server did."""
+Lane = Literal["compute", "communication", "wait"]
+"""Where a span is drawn: what a processor or device did, what was sent, what was waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +13,7 @@ class Span:
     """One thing that one rank did."""
 
     rank: int
-    """The number in the default group; -1: the parameter server."""
+    """The number in the default group."""
     lane: Lane
     name: str
     """Such as ``"forward"``, ``"all_reduce"``, ``"bucket 0"``."""

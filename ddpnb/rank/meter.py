@@ -57,6 +57,8 @@ class StepReport(NamedTuple):
     staleness: int | None = None
     metrics: Mapping[str, Tensor] = {}
     """Further numbers of the task's step, each the mean over the worker's samples."""
+    version: int = 0
+    """The number of the update that its gradient went into; 0: not counted."""
 
 
 class StepTiming(NamedTuple):

@@ -65,6 +65,8 @@ class Worker:
     staleness: int | None = None
     """Updates by others between the pull of the parameters and the use of the last gradient; an
     asynchronous strategy sets it in each step."""
+    version: int = 0
+    """The number of the update that the last gradient went into; 0: updates are not counted."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the results; a strategy adds what only its ``setup`` can discover."""
     num_prefetched: int = 0

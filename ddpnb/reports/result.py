@@ -1,7 +1,5 @@
 """The result of a comparison: shown in a notebook, saved and exported (kernel)."""
 
-import base64
-import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,16 +15,13 @@ from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.reports.data import document, evaluations_frame, runs_frame, steps_frame, write_events
 from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import listed, title
+from ddpnb.reports.kit import PAGE_DPI, Picture, image_html
 from ddpnb.reports.script import write_script
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table, pairs_table
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
-
-SCREEN_DPI = 100
-PAGE_DPI = 160
 
 STYLE_SHEET = """
 :root { color-scheme: light dark; }
@@ -44,26 +39,6 @@ h2 { font-size: 1.15rem; margin-top: 2rem; }
   .wide, .wide > div { overflow-x: visible !important; }
 }
 """
-
-
-@final
-class Picture:
-    """A drawn comparison, shown as PNG in a notebook; ``figure`` is a matplotlib figure."""
-
-    def __init__(self, figure: "Figure", description: str) -> None:
-        self.figure = figure
-        self._description = description
-
-    def png(self, dpi: float = SCREEN_DPI) -> bytes:
-        """Return the picture with ``dpi`` dots an inch."""
-        buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=dpi)
-        return buffer.getvalue()
-
-    def __repr__(self) -> str:
-        return self._description
-
-    _repr_png_ = png
 
 
 @final
@@ -257,13 +232,6 @@ def report_html(comparison: Comparison, png: bytes, target: Target | None = None
         f"<title>{heading}</title><style>{STYLE_SHEET}</style></head>\n"
         f"<body>{chr(10).join(part for part in parts if part)}</body></html>\n"
     )
-
-
-def image_html(png: bytes, description: str) -> str:
-    """Return the figure as an HTML image with its data in it."""
-    data = base64.b64encode(png).decode("ascii")
-    style = "max-width:100%;height:auto"
-    return f'<img style="{style}" alt="{escape(description)}" src="data:image/png;base64,{data}">'
 
 
 def _writer(given: str, target: Path) -> "Writer":

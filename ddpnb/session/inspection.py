@@ -1,7 +1,5 @@
 """What ``%ddp_inspect`` asks of the ranks: steps of DDP and of async (kernel)."""
 
-import base64
-import io
 import math
 import tempfile
 import time
@@ -18,7 +16,7 @@ from ddpnb.history.recorder import new_id
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.inspection import DdpReport, Found, InspectSpec
-from ddpnb.protocol.messages import MarkKind, OnRank, RunSpec
+from ddpnb.protocol.messages import OnRank, RunSpec
 from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.result import ComparisonResult
@@ -44,7 +42,6 @@ STEPS_PER_RANK = 24
 AFTER_DEATH_SECONDS = 0.5
 MOST_SECONDS = 60.0
 """Of such a run."""
-DEATHS = (MarkKind.KILLED, MarkKind.DIED)
 STRATEGIES = ("ddp", "async")
 """Those that can be inspected."""
 NOTHING = (
@@ -129,26 +126,23 @@ class Inspection:
     def __init__(self, result: "Result") -> None:
         self.result = result
 
-    def table(self) -> Table:
+    def tables(self) -> tuple[Table, ...]:
         """Return the numbers, and what they show."""
-        return self.result.table()
+        return self.result.tables()
 
-    def figures(self, *, dark: bool = False) -> list["Figure"]:
-        """Return the pictures, for a light or a dark page."""
-        return [figure for figure, _ in self.result.figures(dark=dark)]
+    def figures(self) -> list["Figure"]:
+        """Return the pictures, as matplotlib figures."""
+        return [picture.figure for picture, _ in self.result.pictures()]
 
     def __repr__(self) -> str:
         return repr(self.result)
 
     def _ipython_display_(self) -> None:
-        """Show pictures and table as outputs of the cell, which a saved notebook keeps."""
-        for figure, text in self.result.figures():
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png")
-            png = base64.b64encode(buffer.getvalue()).decode()
-            display({"image/png": png, "text/plain": text}, raw=True)
-        table = self.table()
-        display({"text/html": table.html(), "text/plain": table.text()}, raw=True)
+        """Show pictures and tables as outputs of the cell, which a saved notebook keeps."""
+        for picture, text in self.result.pictures():
+            display(picture.bundle(text), raw=True)
+        for table in self.tables():
+            display({"text/html": table.html(), "text/plain": table.text()}, raw=True)
 
 
 def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | None) -> Inspection:
@@ -246,7 +240,7 @@ class _Moment:
             return
         found, since = run.aggregate, 0.0
         if self._awaits_death:
-            deaths = [mark.seconds for mark in run.marks if mark.kind in DEATHS]
+            deaths = [mark.seconds for mark in run.marks if mark.kind.is_death]
             since = min(deaths) + AFTER_DEATH_SECONDS if deaths else math.inf
         is_enough = found.num_events >= self._num_wanted and found.seconds >= since
         if is_enough or time.monotonic() - self._began > MOST_SECONDS:

@@ -127,6 +127,7 @@ class Client:
         size = round(meter.timer.scale * self._num_bytes)
         meter.count(sent=size, received=size)
         self._shards.extend(reply.shards)
+        self._worker.version = reply.version
         return reply.staleness
 
     def finish(self) -> None:

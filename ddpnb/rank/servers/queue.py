@@ -31,19 +31,19 @@ class UpdateCounter:
     """
 
     def __init__(self) -> None:
-        self._version = 0
+        self.version = 0
         """Updates so far."""
         self._version_read: dict[int, int] = {}
 
     def read(self, rank: int) -> int:
         """Return the copy that a worker trains on until its ``write``; note its updates so far."""
-        self._version_read[rank] = self._version
+        self._version_read[rank] = self.version
         return 0
 
     def write(self, rank: int, gradients: Gradients, weight: float) -> int:
         """Count an update; return how many others were made since the worker's last read."""
-        staleness = self._version - self._version_read[rank]
-        self._version += 1
+        staleness = self.version - self._version_read[rank]
+        self.version += 1
         return staleness
 
     def release(self, rank: int) -> None:
@@ -148,11 +148,12 @@ class WorkQueue:
                     return self._finish(rank, worker)
                 waited_seconds = 0.0 if self._order else self._time() - asked_at
                 self._take_turn(rank, worker)
+                version = self._updates.version + 1
                 staleness = self._updates.write(rank, gradients, weight)
                 waited_seconds += self._step(rank, worker)
                 shards = self._take(1)
                 worker.shards.extend(shards)
-                return self._reply(rank, shards, staleness, waited_seconds)
+                return self._reply(rank, shards, staleness, version, waited_seconds)
         except RankLostError as lost:  # the run is over, or goes on without this worker
             return Reply(lost_rank=lost.rank)
         except Exception as error:  # noqa: BLE001  # the thread's edge
@@ -267,6 +268,7 @@ class WorkQueue:
         rank: int,
         shards: range,
         staleness: int = 0,
+        version: int = 0,
         waited_seconds: float = 0.0,
         *,
         is_first: bool = False,
@@ -281,7 +283,7 @@ class WorkQueue:
             if num is None:  # known here and now: the request that says so may come at any time
                 self._note_done(rank, worker)
         parts = shards.start, len(shards), shards.step
-        return Reply(staleness, *parts, waited_seconds, copy=copy, now=now)
+        return Reply(staleness, version, *parts, waited_seconds, copy=copy, now=now)
 
     def _slowest_clock(self) -> int:
         """Return the clock of the slowest worker that still trains."""

@@ -5,7 +5,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 NO_RANK = -1
-REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqdqqd")
+REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqqdqqd")
 """A request's kind and weight, and the fields of ``Reply``, as bytes."""
 
 
@@ -27,6 +27,8 @@ class Reply(NamedTuple):
 
     staleness: int = 0
     """Updates by others between this worker's read and its write."""
+    version: int = 0
+    """The number of the update that it goes into."""
     first_shard: int = 0
     num_shards: int = 0
     stride: int = 1

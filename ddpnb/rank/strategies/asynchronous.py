@@ -150,7 +150,7 @@ class ParameterStore(UpdateCounter):
             Their staleness: updates since the worker's last read.
         """
         trained_on = self._trained_on.pop(rank, self._latest)
-        staleness = self._version - self._version_read[rank]
+        staleness = self.version - self._version_read[rank]
         if self._compensation and staleness > 0:
             old, now = self.copies[trained_on].tensors, self.tensors
             gradients = compensated(gradients, old, now, self._compensation)
@@ -174,7 +174,7 @@ class ParameterStore(UpdateCounter):
                 gradient.div_(self._weight)
         with scaled_rate(self._optimizer, self._weight):
             self._optimizer.step()
-        self._version += 1
+        self.version += 1
         self._weight = 0.0
         for parameter in self._parameters:
             parameter.grad = None

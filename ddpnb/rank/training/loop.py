@@ -206,7 +206,9 @@ def _train(
         fault_injector.delay()  # if the strategy itself has not called it
         traffic, numbers = worker.meter.take(), worker.metrics
         worker.metrics = {}
-        report = StepReport(loss, batch.num_samples, traffic, worker.staleness, numbers)
+        report = StepReport(
+            loss, batch.num_samples, traffic, worker.staleness, numbers, worker.version
+        )
         before, compiled = compiled, num_compiled()
         metrics.add(clock.timing(report, counts=compiled == before))
         if compiled != before:

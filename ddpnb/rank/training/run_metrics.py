@@ -72,6 +72,7 @@ class RunMetrics:
                     num_samples=timing.report.num_samples,
                     loss=timing.loss,
                     staleness=timing.report.staleness,
+                    version=timing.report.version,
                     parts=timing.parts,
                     num_bytes_sent=timing.report.traffic.sent,
                     metrics=timing.metrics,

@@ -1,6 +1,6 @@
 """Why replicas differ: the likely cause of each finding, from all of them together (kernel)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
@@ -27,13 +27,11 @@ class Evidence:
         self._replicas = replicas
 
     def judge(self, finding: Finding) -> Finding:
-        """Return the finding with its likely cause; one that is by design is no fault."""
-        is_by_design = finding.verdict is Verdict.DIFFERENT and self._is_by_design(finding)
-        return replace(
-            finding,
-            verdict=Verdict.FACT if is_by_design else finding.verdict,
-            cause=self._cause_of(finding),
-        )
+        """Return the finding with its likely cause; expected where it is by design."""
+        cause = self._cause_of(finding)
+        if finding.verdict is Verdict.DIFFERENT and self._is_by_design(finding):
+            return replace(finding, verdict=Verdict.FACT, cause=cause)
+        return replace(finding, cause=cause)
 
     def _cause_of(self, finding: Finding) -> str:
         """Return the likely cause in a sentence or two; empty where nothing differs."""
@@ -41,14 +39,15 @@ class Evidence:
             return "Each rank holds another shard by design." if finding.num_sharded else ""
         if finding.verdict is Verdict.SAME:
             return self._same_work(finding)
-        causes: Mapping[Part, Callable[[Finding], str]] = {
-            Part.PARAMETERS: self._parameters,
-            Part.GRADIENTS: self._gradients,
-            Part.BUFFERS: self._buffers,
-            Part.STATE: self._state,
-        }
-        if finding.part in causes:
-            return causes[finding.part](finding)
+        match finding.part:
+            case Part.PARAMETERS:
+                return self._parameters(finding)
+            case Part.GRADIENTS:
+                return self._gradients(finding)
+            case Part.BUFFERS:
+                return self._buffers(finding)
+            case Part.STATE:
+                return self._state(finding)
         return "Each rank has computed its own, from its own samples or random numbers."
 
     def _parameters(self, finding: Finding) -> str:
@@ -60,7 +59,7 @@ class Evidence:
         if self._is_ddp(finding):
             if gradients is not None and gradients.verdict is Verdict.DIFFERENT:
                 return "Steps were made with gradients that DDP had not averaged."
-            if self._is_rounding(finding):
+            if finding.first is not None and finding.first.is_rounding:
                 return ROUNDING_CAUSE
             return (
                 "DDP averages gradients, not weights: after it had copied rank 0's, "
@@ -93,7 +92,7 @@ class Evidence:
                 f"Nothing averages them, as {NO_DDP}: each rank's are those of its own samples, as "
                 "its sampler hands them out."
             )
-        if self._is_rounding(finding):
+        if finding.first is not None and finding.first.is_rounding:
             return ROUNDING_CAUSE
         return (
             "The last backward pass was made under no_sync() or by the module inside DDP, or a "
@@ -154,9 +153,6 @@ class Evidence:
                 made = [f"{num} on {spoken_ranks(ranks)}" for num, ranks in sorted(counts.items())]
                 return f"A rank skipped a step: {name} has counted {listed(made)}."
         return ""
-
-    def _is_rounding(self, finding: Finding) -> bool:
-        return finding.first is not None and finding.first.is_rounding
 
     def _held(self, finding: Finding) -> list[Held]:
         return [each.held[finding.name] for each in self._replicas]

@@ -18,6 +18,8 @@ MAX_CHUNKS = 16
 """Of one tensor's chunks, so many are measured, over all ranks that are measured."""
 ROUNDING = 1e-5
 """A difference of at most this share of the largest value may be one of rounding."""
+MAX_SHOWN = 4
+"""Groups of ranks that are named one by one."""
 
 
 class Verdict(StrEnum):
@@ -77,9 +79,9 @@ class Finding:
     """What was found in one part of what one name stands for."""
 
     name: str
-    part: Part
-    verdict: Verdict
-    num_tensors: int
+    part: Part = Part.VALUES
+    verdict: Verdict = Verdict.UNKNOWN
+    num_tensors: int = 0
     num_different: int = 0
     num_sharded: int = 0
     first: Difference | None = None
@@ -92,7 +94,8 @@ def find(replicas: Sequence[RankReplica]) -> tuple[Finding, ...]:
     for name in dict.fromkeys(name for each in replicas for name in each.held):
         held = {each.rank: each.held[name] for each in replicas if name in each.held}
         if len(held) < len(replicas):
-            found.append(_on_some_ranks(name, tuple(held)))
+            cause = f"Only {spoken_ranks(tuple(held))} ran the code that makes it."
+            found.append(Finding(name=name, cause=cause))
             continue
         for part in Part:
             if any(part in each.parts for each in held.values()):
@@ -128,18 +131,6 @@ def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
     if is_same and finding.num_different == 1 and len(first.groups) <= MAX_CHUNKS:  # 0.0 and -0.0
         return replace(finding, verdict=Verdict.SAME, first=None, num_different=0)
     return replace(finding, first=first)
-
-
-def _on_some_ranks(name: str, ranks: tuple[int, ...]) -> Finding:
-    lone = Difference(tensor="", groups=(ranks,), texts=(f"only on {spoken_ranks(ranks)}",))
-    return Finding(
-        name=name,
-        part=Part.VALUES,
-        verdict=Verdict.UNKNOWN,
-        num_tensors=0,
-        first=lone,
-        cause="Only some ranks run the code that makes it.",
-    )
 
 
 def _compare(
@@ -185,10 +176,6 @@ def _difference(key: str, tensors: Mapping[int, TensorDigest | None]) -> Differe
     return replace(
         made, chunks=tuple(differing[:num_each]), num_elements=math.prod(digests[0].shape)
     )
-
-
-def _has(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
 
 
 # -- what is shown -------------------------------------------------------------------------
@@ -272,10 +259,8 @@ def _count(finding: Finding) -> str:
 def described(finding: Finding) -> str:
     """Return where the first difference is, between whom, and how large it is."""
     parts = []
-    first = finding.first
-    if first is not None:
-        name = f"{first.tensor}: " if first.tensor else ""
-        parts.append(f"{name}{_between(first)}{_size(first)}")
+    if (first := finding.first) is not None:
+        parts.append(f"{first.tensor}: {_between(first)}{_size(first)}")
     if finding.num_sharded:
         what = counted(finding.num_sharded, "tensor")
         parts.append(f"{what} sharded, or without values: not comparable")
@@ -283,26 +268,20 @@ def described(finding: Finding) -> str:
 
 
 def _between(first: Difference) -> str:
-    if first.texts and len(first.groups) == 1:
-        return first.texts[0]
-    if first.texts:
-        each = [f"{t} on {spoken_ranks(g)}" for t, g in zip(first.texts, first.groups, strict=True)]
-        return listed(each[:MAX_SHOWN]) + (" ..." if len(each) > MAX_SHOWN else "")
-    groups = [spoken_ranks(ranks) for ranks in first.groups]
+    """Return who has what: ``"ranks 0,2 against rank 1"``, ``"float32 [2] on rank 0 and ..."``."""
     if first.lacking:
-        return f"{spoken_ranks(first.lacking)} {_has(first.lacking)} none, the others do"
-    if len(groups) > 2 and all(len(ranks) == 1 for ranks in first.groups):
-        return f"another on each of {spoken_ranks(sum(first.groups, ()))}"
-    if len(groups) > MAX_SHOWN:
-        return f"{len(groups)} different ones on {spoken_ranks(sum(first.groups, ()))}"
+        verb = "has" if len(first.lacking) == 1 else "have"
+        return f"{spoken_ranks(first.lacking)} {verb} none, the others do"
+    if len(first.groups) > MAX_SHOWN:
+        return f"{len(first.groups)} different ones on {spoken_ranks(sum(first.groups, ()))}"
+    groups = [spoken_ranks(ranks) for ranks in first.groups]
+    if first.texts:
+        return listed([f"{text} on {who}" for text, who in zip(first.texts, groups, strict=True)])
     return " against ".join(groups)
 
 
-MAX_SHOWN = 4
-"""Groups of ranks that are named one by one."""
-
-
 def _size(first: Difference) -> str:
+    """Return how many of the elements that were measured differ, and by how much."""
     if not first.num_measured:
         return ""
     if first.num_different == 0:
@@ -310,12 +289,9 @@ def _size(first: Difference) -> str:
     of = f"{first.num_measured:,} element{'s' if first.num_measured > 1 else ''}"
     if first.num_measured < first.num_elements:
         of += f" measured, of {first.num_elements:,}"
-    largest = (
-        f"{first.largest:.3g} at most, among values up to {first.scale:.3g}"
-        if math.isfinite(first.largest)
-        else "some are NaN or infinite"
-    )
-    among = (
-        f" (of {MAX_CHUNKS} of the ranks)" if len(first.groups) > len(first.measured_ranks) else ""
-    )
-    return f", {first.num_different:,} of {of}{among}: {largest}"
+    if len(first.groups) > len(first.measured_ranks):
+        of += f" (of {MAX_CHUNKS} of the ranks)"
+    largest = "some are NaN or infinite"
+    if math.isfinite(first.largest):
+        largest = f"{first.largest:.3g} at most, among values up to {first.scale:.3g}"
+    return f", {first.num_different:,} of {of}: {largest}"

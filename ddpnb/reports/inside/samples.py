@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -10,39 +9,35 @@ import numpy as np
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import MarkKind
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
 from ddpnb.reports.formatting import counted, listed, percent
-from ddpnb.reports.result import Picture, image_html
-from ddpnb.reports.style import INK, MUTED, PAPER, TITLE_POINTS, contrast_on_white
+from ddpnb.reports.kit import (
+    RANK_COLOURS,
+    RIGHT,
+    WIDTH,
+    Look,
+    Picture,
+    Sheet,
+    ink_on,
+    legend,
+    rank_colour,
+    write,
+)
+from ddpnb.reports.style import INK, MUTED, RULE
 from ddpnb.reports.table import Column, Table, table_row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
 
-RANK_COLOURS = (
-    *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
-    *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
-)
-"""By rank, again from the first after the last; each cell has its rank's number too.  From
-Petroff, "Accessible color sequences for data visualization", 2021."""
+MAX_CELLS, MAX_ROWS, MAX_RANKS, MAX_LISTED = 40, 10, 16, 24
+"""Cells of a row and rows in the picture; ranks in the text, and samples that it lists for each."""
 
-MAX_CELLS, NUM_LAST = 40, 10
-"""A row shows all samples, or the first and, behind a gap, the last of them."""
-MAX_ROWS, MAX_RANKS, MAX_STRIPS = 10, 16, 4
-MAX_LISTED = 24
-"""Samples that the text lists for a rank."""
-SHARDS_PER_ROW = 40
-
-WIDTH, LEFT, RIGHT = 12.0, 1.15, 2.05
-TOP, BOTTOM, ROW = 0.8, 0.65, 0.42
-"""All in inches; the legend's lines are as high as the rows."""
-GAP = 0.02
-PER_LINE = 8
-"""Ranks in a line of the legend."""
+LABELS, SUMMARIES, ROW, TICKS = 1.2, 2.6, 0.42, 0.45
+"""Inches: for the rows' names at the left and for their summaries at the right; of a row."""
+MAX_CELL, GAP = 0.6, 0.02
+POINTS = 10.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +53,12 @@ class Row:
 
     def owners(self) -> dict[int, list[int]]:
         """Return the ranks that get each shown cell; one that gets it twice is there twice."""
-        owners: dict[int, list[int]] = {cell: [] for cell in self.cells() if cell is not None}
+        end = self.begin + min(self.num_cells, MAX_CELLS)
+        owners: dict[int, list[int]] = {cell: [] for cell in range(self.begin, end)}
         for rank, indices in enumerate(self.handed_out):
-            for cell in indices[np.isin(indices, list(owners))].tolist():
+            for cell in indices[indices < end].tolist():
                 owners[cell].append(rank)
         return owners
-
-    def cells(self) -> list[int | None]:
-        """Return the cells that are shown; None is the gap between the first and the last."""
-        cells: list[int | None] = list(range(self.begin, self.begin + self.num_cells))
-        if len(cells) <= MAX_CELLS:
-            return cells
-        return [*cells[: MAX_CELLS - NUM_LAST], None, *cells[-NUM_LAST:]]
 
     def repeated(self) -> Indices:
         """Return the samples that are handed out more than once."""
@@ -111,8 +100,6 @@ class Handout:
     """Sentences for below."""
     absent: str
     """The word for a cell that nobody has."""
-    absent_note: str
-    """What it means."""
 
     def sentence(self) -> str:
         """Return what the rows show, in a few sentences."""
@@ -127,7 +114,7 @@ class Handout:
             Column(title=self.absent, is_prose=True),
         )
         rows = [
-            table_row(row.label, row.shares(), _numbers(row.repeated()), _numbers(row.absent()))
+            table_row(row.label, row.shares(), *map(self._named, (row.repeated(), row.absent())))
             for row in self.rows[:MAX_ROWS]
         ]
         return Table(caption=self.title, columns=columns, rows=tuple(rows), notes=self.notes)
@@ -147,7 +134,7 @@ class Handout:
                 lines.append(f"  {self.who}s {rest}: not listed")
             for what, found in (("more than once", row.repeated()), (self.absent, row.absent())):
                 if len(found):
-                    lines.append(f"  {what}: {_numbers(found)}")
+                    lines.append(f"  {what}: {self._named(found)}")
         return "\n".join([*lines, "", *self.notes]).rstrip()
 
     def plot(self) -> Picture:
@@ -158,17 +145,16 @@ class Handout:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """Return picture and table together, and each alone as a fallback."""
-        png = self.plot().png()
-        words = f"<summary>Who gets what, in words</summary><pre>{escape(self.text())}</pre>"
-        html = image_html(png, self.sentence()) + self.table().html()
-        html += f"<details>{words}</details>"
-        return {"text/plain": self.text(), "text/html": html, "image/png": png}
+        return self.plot().bundle(self.text(), self.table().html())
+
+    def _named(self, indices: Indices) -> str:
+        """Return which cells these are: ``"sample 0"``, ``"samples 0 1"``, ``"none"``."""
+        plural = "" if len(indices) == 1 else "s"
+        return f"{self.unit}{plural} {_numbers(indices)}" if len(indices) else "none"
 
 
 def _numbers(indices: Indices) -> str:
     """Return the first of some numbers, and how many more there are."""
-    if not len(indices):
-        return "none"
     shown = " ".join(map(str, indices[:MAX_LISTED]))
     num_more = len(indices) - MAX_LISTED
     return shown if num_more <= 0 else f"{shown} ... ({num_more:,} more)"
@@ -205,7 +191,6 @@ def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
         rows=tuple(rows),
         notes=(*_sampler_notes(spec, found, rows), *_hidden(rows)),
         absent="left out",
-        absent_note="no rank gets it: left out",
     )
 
 
@@ -268,22 +253,20 @@ def handout_of_run(name: str, comparison: Comparison) -> Handout:
             )
         raise UserError(f"{name} has no record of its shards: train it again to have one.")
     shards = _shards_of(run)
-    died = sorted(
-        {mark.rank for mark in run.marks if mark.kind in (MarkKind.KILLED, MarkKind.DIED)}
-    )
+    died = sorted({mark.rank for mark in run.marks if mark.kind.is_death})
     num_workers = max(max(shards) + 1, run.header.num_workers if run.header else 0)
     whole = [np.array(shards.get(rank, ()), dtype=np.int64) for rank in range(num_workers)]
     end = _known_until(run, shards)
     rows = [
         Row(
-            label=f"{begin}-{min(begin + SHARDS_PER_ROW, end) - 1}",
+            label=f"{begin}-{min(begin + MAX_CELLS, end) - 1}",
             begin=begin,
-            num_cells=min(SHARDS_PER_ROW, end - begin),
+            num_cells=min(MAX_CELLS, end - begin),
             handed_out=tuple(
-                each[(each >= begin) & (each < min(begin + SHARDS_PER_ROW, end))] for each in whole
+                each[(each >= begin) & (each < min(begin + MAX_CELLS, end))] for each in whole
             ),
         )
-        for begin in range(0, end, SHARDS_PER_ROW)
+        for begin in range(0, end, MAX_CELLS)
     ]
     return Handout(
         title=f"{run.comparison}/{run.name}: shards, in the order in which they were handed out",
@@ -292,7 +275,6 @@ def handout_of_run(name: str, comparison: Comparison) -> Handout:
         rows=tuple(rows),
         notes=(*_run_notes(run, died, end), *_hidden(rows)),
         absent="not known" if died else "nobody's",
-        absent_note="not known: a worker died" if died else "nobody has trained on it",
     )
 
 
@@ -330,45 +312,32 @@ def _run_notes(run: RunSnapshot, died: Sequence[int], end: int) -> list[str]:
 
 def draw(handout: Handout) -> "Figure":
     """Return the picture: a row of cells for each epoch, coloured and numbered by rank."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  takes 0.3 s
-
     rows = handout.rows[:MAX_ROWS]
-    num_columns = max(len(row.cells()) for row in rows)
-    legend = _legend(handout, rows)
-    height = TOP + len(rows) * ROW + BOTTOM + len(legend) * ROW
-    figure = Figure(figsize=(WIDTH, height), facecolor=PAPER)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, WIDTH), ylim=(height, 0))
+    num_columns = min(max(row.num_cells for row in rows), MAX_CELLS)
+    num_ranks = max(len(row.handed_out) for row in rows)
+    notes = [f"The number in a cell is its {handout.who}'s."]
+    if any(len(row.repeated()) for row in rows):
+        notes.append("Ringed: handed out more than once.")
+    if any(len(row.absent()) for row in rows):
+        notes.append(f"×: {handout.absent}.")
+    height = ROW * len(rows)
+    sheet = Sheet(handout.title, height + TICKS, ["  ".join(notes)])
+    axes = sheet.axes(height, left=LABELS)
+    axes.set(xlim=(0, WIDTH - LABELS - RIGHT), ylim=(height, 0))
     axes.axis("off")
-    axes.text(0.3, 0.38, handout.title, size=TITLE_POINTS, color=INK, va="center", weight="bold")
-    width = min((WIDTH - LEFT - RIGHT) / num_columns, 0.62)
+    width = min((WIDTH - LABELS - SUMMARIES) / num_columns, MAX_CELL)
     for number, row in enumerate(rows):
-        top = TOP + number * ROW
-        owners = row.owners()
-        _text(axes, LEFT - 0.15, top + ROW / 2, row.label, ha="right")
-        for column, cell in enumerate(row.cells()):
-            left = LEFT + column * width
-            if cell is None:
-                _text(axes, left + width / 2, top + ROW / 2, "…", ha="center")
-            else:
-                _cell(axes, left, top, width, owners[cell])
-        _text(
-            axes,
-            LEFT + len(row.cells()) * width + 0.15,
-            top + ROW / 2,
-            _summary(row, handout.absent),
-        )
-    bottom = TOP + len(rows) * ROW
+        middle = (number + 0.5) * ROW
+        write(axes, -0.15, middle, row.label, points=POINTS, colour=MUTED, ha="right")
+        for column, owners in enumerate(row.owners().values()):
+            _draw_cell(axes, column * width, middle, width, owners)
+        place = min(row.num_cells, MAX_CELLS) * width + 0.15
+        write(axes, place, middle, _summary(row, handout.absent), points=POINTS, colour=MUTED)
     if handout.unit == "sample":  # elsewhere each row has other numbers, which its label says
-        _ticks(axes, rows[0].cells(), width, bottom + 0.16)
-    for number, line in enumerate(legend):
-        top = bottom + BOTTOM - 0.15 + number * ROW
-        for place, (example, meaning) in enumerate(line):
-            left = LEFT + place * (WIDTH - LEFT) / PER_LINE
-            if example is not None:
-                _cell(axes, left, top, 0.36, example)
-            _text(axes, left + (0.44 if example is not None else 0), top + ROW / 2, meaning)
-    return figure
+        _draw_ticks(axes, num_columns, width, height + 0.16)
+    if num_ranks <= len(RANK_COLOURS):
+        legend(axes, {f"{handout.who} {rank}": rank_colour(rank) for rank in range(num_ranks)})
+    return sheet.figure
 
 
 def _summary(row: Row, absent_word: str) -> str:
@@ -376,72 +345,39 @@ def _summary(row: Row, absent_word: str) -> str:
     parts = [row.shares()]
     parts += [f"{repeated:,} repeated"] if repeated else []
     parts += [f"{absent:,} {absent_word}"] if absent else []
-    return ", ".join(parts)
+    return ("… " if row.num_cells > MAX_CELLS else "") + ", ".join(parts)
 
 
-def _cell(axes: "Axes", left: float, top: float, width: float, owners: Sequence[int]) -> None:
-    """Draw a cell: in strips and ringed where several ranks get it, crossed where none does."""
-    from matplotlib.patches import Rectangle  # noqa: PLC0415  takes 0.3 s
-
-    x, y, wide, high = left + GAP, top + 2 * GAP, width - 2 * GAP, ROW - 4 * GAP
-    centre = left + width / 2
+def _draw_cell(
+    axes: "Axes", left: float, middle: float, width: float, owners: Sequence[int]
+) -> None:
+    """Draw a cell: halved and ringed where two ranks get it, crossed where none does."""
+    x, wide, high = left + GAP, width - 2 * GAP, ROW - 4 * GAP
+    centre, top = left + width / 2, middle - high / 2
+    look: Look = {"align": "edge", "linewidth": 0}
     if not owners:
-        look: dict[str, Any] = {"fill": False, "edgecolor": MUTED, "linestyle": (0, (2, 2))}
-        axes.add_patch(Rectangle((x, y), wide, high, **look))
-        _text(axes, centre, top + ROW / 2, "×", ha="center")
-        return
-    strip = high / min(len(owners), MAX_STRIPS)
-    for number, rank in enumerate(owners[:MAX_STRIPS]):
-        colour = RANK_COLOURS[rank % len(RANK_COLOURS)]
-        axes.add_patch(Rectangle((x, y + number * strip), wide, strip, color=colour, linewidth=0))
-        if len(owners) <= 2:
-            ink = PAPER if contrast_on_white(colour) >= 4.5 else INK
-            points = min(10.5, wide * 92 / len(str(rank)), strip * 50)
-            _text(axes, centre, y + (number + 0.5) * strip, f"{rank}", points, ink, ha="center")
+        dashes: Look = {"edgecolor": MUTED, "linestyle": (0, (2, 2)), "linewidth": 1.0}
+        axes.bar(x, high, wide, top, facecolor="none", align="edge", **dashes)
+        write(axes, centre, middle, "×", points=POINTS, colour=MUTED, ha="center")
+    elif len(owners) > 2:
+        axes.bar(x, high, wide, top, color=RULE, **look)
+        write(axes, centre, middle, f"{len(owners)}×", points=9.0, ha="center")
+    else:
+        part = high / len(owners)
+        for number, rank in enumerate(owners):
+            colour = rank_colour(rank)
+            axes.bar(x, part, wide, top + number * part, color=colour, **look)
+            points = min(POINTS, wide * 92 / len(str(rank)), part * 50)
+            place, style = top + (number + 0.5) * part, {"colour": ink_on(colour), "ha": "center"}
+            write(axes, centre, place, f"{rank}", points=points, **style)
     if len(owners) > 1:
-        axes.add_patch(Rectangle((x, y), wide, high, fill=False, edgecolor=INK, linewidth=1.8))
-    if len(owners) > 2:
-        times = _text(axes, centre, top + ROW / 2, f"{len(owners)}×", 9.0, INK, ha="center")
-        times.set_bbox({"facecolor": PAPER, "edgecolor": "none", "pad": 0.8})
+        ring: Look = {"facecolor": "none", "edgecolor": INK, "linewidth": 1.8}
+        axes.bar(x, high, wide, top, align="edge", **ring)
 
 
-def _ticks(axes: "Axes", cells: Sequence[int | None], width: float, middle: float) -> None:
+def _draw_ticks(axes: "Axes", num_cells: int, width: float, middle: float) -> None:
     """Write the numbers of the samples below the last row."""
-    every = 1 if len(cells) <= 24 else 5
-    _text(axes, LEFT - 0.15, middle, "sample", ha="right")
-    for column, cell in enumerate(cells):
-        is_after_gap = column > 0 and cells[column - 1] is None
-        if cell is not None and (cell % every == 0 or is_after_gap or column == len(cells) - 1):
-            _text(axes, LEFT + (column + 0.5) * width, middle, f"{cell}", ha="center")
-
-
-def _legend(
-    handout: Handout, rows: Sequence[Row]
-) -> list[list[tuple[tuple[int, ...] | None, str]]]:
-    """Return the legend's lines: cells with their meaning, or a text without a cell."""
-    num = max(len(row.handed_out) for row in rows)
-    named: list[tuple[tuple[int, ...] | None, str]] = [
-        ((rank,), f"{handout.who} {rank}") for rank in range(min(num, MAX_RANKS))
-    ]
-    lines = [named[at : at + PER_LINE] for at in range(0, len(named), PER_LINE)]
-    if num > MAX_RANKS:
-        rest = format_ranks(range(MAX_RANKS, num))
-        lines.append([(None, f"{handout.who}s {rest}: the same colours, and their own numbers")])
-    if any(len(row.repeated()) for row in rows):
-        lines.append([((0, 1), "handed out more than once")])
-    if any(len(row.absent()) for row in rows):
-        lines.append([((), handout.absent_note)])
-    return lines
-
-
-def _text(
-    axes: "Axes",
-    x: float,
-    y: float,
-    text: str,
-    points: float = 10.5,
-    colour: str = MUTED,
-    *,
-    ha: str = "left",
-) -> "Text":
-    return axes.text(x, y, text, size=points, color=colour, ha=ha, va="center")
+    write(axes, -0.15, middle, "sample", points=POINTS, colour=MUTED, ha="right")
+    for cell in range(0, num_cells, 1 if num_cells <= 24 else 5):
+        x = (cell + 0.5) * width
+        write(axes, x, middle, f"{cell}", points=POINTS, colour=MUTED, ha="center")

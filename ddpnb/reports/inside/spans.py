@@ -1,9 +1,8 @@
 """What the spans of a trace say, as numbers and in words (kernel)."""
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any
 
 from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.trace import Span, Trace
@@ -11,60 +10,48 @@ from ddpnb.reports.formatting import counted, number, size
 
 MAX_RANKS = 16
 """Ranks that are drawn; of the others only the number is said."""
-MAX_FOLDS = 8
-LEAST_FOLD = 0.15
-"""The share of the rest of the axis from which on a time without spans is folded."""
-FOLD_WIDTH = 0.03
-"""The width of a fold, as a share of the rest."""
 MAX_LINES = 40
 """Spans that the text lists."""
-MESSAGES = ("send", "recv")
-SERVER = -1
-"""The rank of the parameter server."""
 
 
 def timeline_text(trace: Trace) -> str:
     """Return a trace in words: what each rank did in all, who waited, and the first spans."""
-    until = last_arrivals(trace)
     begin, end = bounds(trace.spans)
     lines = [f"{trace.title}: {in_units(end - begin)} from the first call to the last end"]
-    for rank in shown_ranks(trace):
-        name = "server" if rank == SERVER else f"rank {rank}"
-        lines.append(f"{name}: {_sum_of(trace, rank, until) or 'nothing'}")
+    for rank in range(min(trace.num_ranks, MAX_RANKS)):
+        lines.append(f"rank {rank}: {_sums_of(trace, rank) or 'nothing'}")
     lines += notes_of(trace)
-    shown = sorted((s for s in trace.spans), key=lambda span: (span.start, span.rank))
+    shown = sorted(trace.spans, key=lambda span: (span.start, span.rank))
     for span in shown[:MAX_LINES]:
-        lines.append(f"  {in_units(span.start - begin):>8}  {described(span)}")
+        lines.append(f"  {in_units(span.start - begin):>8}  {_described(span)}")
     if len(shown) > MAX_LINES:
         lines.append(f"  and {len(shown) - MAX_LINES:,} more")
     return "\n".join(lines)
 
 
-def described(span: Span) -> str:
+def _sums_of(trace: Trace, rank: int) -> str:
+    """Return for each kind of thing that a rank did: how often, how long, how much."""
+    found: dict[str, list[tuple[Span, float]]] = defaultdict(list)
+    for span, until in zip(trace.spans, last_arrivals(trace), strict=True):
+        if span.rank == rank:
+            found[kind_of(span)].append((span, until - span.start))
+    sums = []
+    for kind, each in found.items():
+        num_bytes = sum(span.num_bytes or 0 for span, _ in each)
+        waited = sum(seconds for _, seconds in each)
+        parts = [in_units(sum(span.seconds for span, _ in each))]
+        parts += [size(num_bytes)] if num_bytes else []
+        parts += [f"{in_units(waited)} of it waiting for the last rank"] if waited > 0 else []
+        sums.append(f"{len(each)} {kind} ({', '.join(parts)})")
+    return "; ".join(sums)
+
+
+def _described(span: Span) -> str:
     """Return a span in one line: who, what, how long, how much, which ranks, and where."""
-    who = "server" if span.rank == SERVER else f"rank {span.rank}"
-    parts = [f"{who} {span.name}", in_units(span.seconds)]
+    parts = [f"rank {span.rank} {span.name}", in_units(span.seconds)]
     parts += [size(span.num_bytes)] if span.num_bytes is not None else []
     parts += [f"ranks {format_ranks(span.group)}"] if len(span.group) > 1 else []
     return ", ".join([*parts, span.line] if span.line else parts)
-
-
-def _sum_of(trace: Trace, rank: int, until: Sequence[float]) -> str:
-    found: dict[str, list[tuple[Span, float]]] = {}
-    for span, last in zip(trace.spans, until, strict=True):
-        if span.rank == rank:
-            found.setdefault(kind_of(span), []).append((span, last - span.start))
-    return "; ".join(f"{len(spans)} {name} {_all_of(spans)}" for name, spans in found.items())
-
-
-def _all_of(spans: Iterable[tuple[Span, float]]) -> str:
-    listed = list(spans)
-    num_bytes = sum(span.num_bytes or 0 for span, _ in listed)
-    waited = sum(seconds for _, seconds in listed)
-    parts = [in_units(sum(span.seconds for span, _ in listed))]
-    parts += [size(num_bytes)] if num_bytes else []
-    parts += [f"{in_units(waited)} of it waiting for the last rank"] if waited > 0 else []
-    return f"({', '.join(parts)})"
 
 
 def in_units(seconds: float) -> str:
@@ -85,7 +72,7 @@ def meetings(trace: Trace) -> list[list[int]]:
         span = trace.spans[index]
         if span.lane != "communication" or len(span.group) < 2:
             continue
-        kind = "message" if span.name in MESSAGES else "collective"
+        kind = "message" if span.name in ("send", "recv") else "collective"
         place = kind, span.group, span.rank
         found[kind, span.group, numbers[place]].append(index)
         numbers[place] += 1
@@ -112,79 +99,16 @@ def last_arrivals(trace: Trace) -> list[float]:
     return found
 
 
-def shown_ranks(trace: Trace) -> list[int]:
-    """Return the ranks that are drawn, a parameter server last."""
-    known = {span.rank for span in trace.spans}
-    ranks = list(range(min(trace.num_ranks, MAX_RANKS)))
-    return [*ranks, SERVER] if SERVER in known else ranks
-
-
-def rest_of(trace: Trace) -> str:
-    """Return ``"and 48 more ranks"``; empty if all are drawn."""
-    num_more = trace.num_ranks - MAX_RANKS
-    return f"and {counted(num_more, 'more rank')}" if num_more > 0 else ""
-
-
 def notes_of(trace: Trace) -> list[str]:
-    """Return the sentences for below the picture."""
-    notes = list(trace.notes)
+    """Return the sentences for below the picture: first what it lacks."""
+    notes = []
     if trace.num_dropped:
         notes.append(
             f"{trace.num_dropped:,} later calls are missing: a trace holds the first of each rank."
         )
-    if rest := rest_of(trace):
-        notes.append(f"{rest[0].upper()}{rest[1:]}, which are not drawn.")
-    return notes
-
-
-@final
-class TimeAxis:
-    """Where a time is on an axis on which long times without any span are folded."""
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self.begin, self.end = bounds(spans)
-        self.folds: list[tuple[float, float]] = []
-        """From when to when nothing is drawn, in order."""
-        gaps = _gaps(spans)
-        rest = self.end - self.begin
-        while gaps and len(self.folds) < MAX_FOLDS:
-            longest = max(gaps, key=lambda gap: gap[1] - gap[0])
-            if longest[1] - longest[0] < LEAST_FOLD * rest:
-                break
-            gaps.remove(longest)
-            self.folds.append(longest)
-            rest -= longest[1] - longest[0]
-        self.folds.sort()
-        self.fold_width = FOLD_WIDTH * rest
-
-    @property
-    def length(self) -> float:
-        """From the left to the right end."""
-        return self.place(self.end)
-
-    def place(self, time: float) -> float:
-        """Return where a time is, in seconds from the left end."""
-        found = time - self.begin
-        for start, end in self.folds:
-            if time >= end:
-                found += self.fold_width - (end - start)
-            elif time > start:
-                found -= (time - start) * (1 - self.fold_width / (end - start))
-        return found
-
-    def parts(self) -> list[tuple[float, float]]:
-        """Return the times between two folds."""
-        edges = [self.begin, *(edge for fold in self.folds for edge in fold), self.end]
-        return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def _gaps(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    found, latest = [], math.inf
-    for start, end in sorted((span.start, span.end) for span in spans):
-        if start > latest:
-            found.append((latest, start))
-        latest = end if math.isinf(latest) else max(latest, end)
-    return found
+    if (rest := trace.num_ranks - MAX_RANKS) > 0:
+        notes.append(f"And {counted(rest, 'more rank')}, not drawn.")
+    return [*notes, *trace.notes]
 
 
 def bounds(spans: Sequence[Span]) -> tuple[float, float]:

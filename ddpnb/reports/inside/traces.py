@@ -1,12 +1,9 @@
 """A cell's trace as users hold it: picture, text, file for Perfetto (kernel)."""
 
-import base64
-import io
 import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,20 +12,19 @@ from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.trace import RankSpans, Span, Trace
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.inside.spans import (
-    SERVER,
     bounds,
     in_units,
     last_arrivals,
     meetings,
     timeline_text,
 )
+from ddpnb.reports.kit import Picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CALL_SECONDS = 20e-6
 """What recording costs, about: 5 to 12 microseconds on a rank, 26 until a waiting pair is done."""
-PNG_DPI = 100
 CLOCK = (
     "A bar lasts from a rank's call until its exchange is complete, by the clock that all ranks of "
     "this host share; between bars a rank computes."
@@ -44,7 +40,7 @@ NOTHING = (
 )
 ALONE = "There is one rank: its exchanges are with itself, and send nothing."
 THREADS_A_LANE = 100
-LANES = ("compute", "communication", "wait", "server")
+LANES = ("compute", "communication", "wait")
 
 
 def joined(
@@ -64,44 +60,41 @@ def joined(
         ranks: those that ran the cell; empty: all.
         backend: of the default group.
     """
-    num_ranks = len(hosts)
-    shifts = _shifts(recorded) if len(set(hosts)) > 1 else {}
+    are_several = len(set(hosts)) > 1
     spans = [
-        replace(span, start=span.start + shifts[each.rank], end=span.end + shifts[each.rank])
-        if shifts
-        else span
+        _shifted(span, each.clock_at - recorded[0].clock_at) if are_several else span
         for each in recorded
         for span in each.spans
     ]
-    begin, end = bounds(spans)
-    most = max((len(rank.spans) for rank in recorded), default=0)
-    num_open = sum(each.num_open for each in recorded)
-    notes = [SEVERAL_CLOCKS if shifts else CLOCK]
-    if spans:
-        cost, shown = in_units(most * CALL_SECONDS), in_units(end - begin)
-        each = in_units(CALL_SECONDS)
-        notes.append(f"Recording costs about {each} a call, here {cost} of {shown}.")
-    if backend == "nccl":
-        notes.append(ON_GPU)
-    if num_open:
-        notes.append(f"{counted(num_open, 'call')} had not ended when the cell did.")
-    if num_ranks == 1:
-        notes.append(ALONE)
-    missing = sorted(set(ranks or range(num_ranks)) - {each.rank for each in recorded})
+    notes = [SEVERAL_CLOCKS if are_several else CLOCK]
+    missing = sorted(set(ranks or range(len(hosts))) - {each.rank for each in recorded})
     if missing:
         notes.append(f"Nothing is known of rank {format_ranks(missing)}.")
+    if num_open := sum(each.num_open for each in recorded):
+        notes.append(f"{counted(num_open, 'call')} had not ended when the cell did.")
+    if backend == "nccl":
+        notes.append(ON_GPU)
+    if len(hosts) == 1:
+        notes.append(ALONE)
+    if spans:
+        begin, end = bounds(spans)
+        cost = in_units(max(len(each.spans) for each in recorded) * CALL_SECONDS)
+        notes.append(
+            f"Recording costs about {in_units(CALL_SECONDS)} a call, here {cost} of "
+            f"{in_units(end - begin)}."
+        )
     return Trace(
         title=title,
-        num_ranks=num_ranks,
+        num_ranks=len(hosts),
         spans=spans,
         num_dropped=sum(each.num_dropped for each in recorded),
         notes=tuple(notes),
     )
 
 
-def _shifts(recorded: Sequence[RankSpans]) -> dict[int, float]:
-    """Return by how much each rank's clock is behind that of the first, by the time of day."""
-    return {each.rank: each.clock_at - recorded[0].clock_at for each in recorded}
+def _shifted(span: Span, seconds: float) -> Span:
+    """Return a span by the first rank's clock, which a rank's own is this far behind."""
+    return replace(span, start=span.start + seconds, end=span.end + seconds)
 
 
 @final
@@ -111,7 +104,7 @@ class TraceResult:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
 
-    def plot(self, *, dark: bool = False) -> "Figure":
+    def plot(self) -> "Figure":
         """Return the time line as a matplotlib figure.
 
         Raises:
@@ -121,7 +114,7 @@ class TraceResult:
 
         if not self.trace.spans:
             raise UserError(NOTHING)
-        return draw_timeline(self.trace, dark=dark)
+        return draw_timeline(self.trace)
 
     def text(self) -> str:
         """Return the trace in words."""
@@ -163,20 +156,7 @@ class TraceResult:
         """Return the picture with the text below it, and each alone as a fallback."""
         if not self.trace.spans:
             return {"text/plain": self.text()}
-        return with_picture(self.plot(), self.trace.title, self.text())
-
-
-def with_picture(figure: "Figure", title: str, text: str) -> dict[str, Any]:
-    """Return what a notebook shows and keeps: a picture, its text folded below it."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=PNG_DPI)
-    png = base64.b64encode(buffer.getvalue()).decode("ascii")
-    html = (
-        f'<img style="max-width:100%;height:auto" alt="{escape(title)}" '
-        f'src="data:image/png;base64,{png}"><details><summary>As text</summary>'
-        f'<pre style="white-space:pre-wrap">{escape(text)}</pre></details>'
-    )
-    return {"text/plain": text, "text/html": html, "image/png": png}
+        return Picture(self.plot(), self.trace.title).bundle(self.text())
 
 
 # -- the file for Perfetto -----------------------------------------------------------------
@@ -193,9 +173,8 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     threads = _threads(trace)
     until = last_arrivals(trace)
     events: list[dict[str, Any]] = []
-    for rank in sorted({span.rank for span in trace.spans} | set(range(trace.num_ranks))):
-        name = "parameter server" if rank == SERVER else f"rank {rank}"
-        events += _named("process", _pid(rank), 0, name, rank if rank >= 0 else trace.num_ranks)
+    for rank in range(trace.num_ranks):
+        events += _named("process", _pid(rank), 0, f"rank {rank}", rank)
     named = {
         (span.rank, thread): span.lane for span, thread in zip(trace.spans, threads, strict=True)
     }
@@ -239,7 +218,7 @@ def _named(what: str, pid: int, tid: int, name: str, index: int) -> list[dict[st
 
 def _pid(rank: int) -> int:
     """Return a process number: Perfetto takes 0 for the idle process."""
-    return rank + 1 if rank >= 0 else 1_000_000
+    return rank + 1
 
 
 def _micro(seconds: float) -> float:

@@ -10,8 +10,8 @@ from ddpnb.protocol.costs import COLLECTIVES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec, RankSpans, Span, Trace
 from ddpnb.reports.inside.collective import CollectiveResult, all_sent
-from ddpnb.reports.inside.spans import TimeAxis, last_arrivals
-from ddpnb.reports.inside.timeline import draw_timeline, timeline_text
+from ddpnb.reports.inside.spans import last_arrivals, timeline_text
+from ddpnb.reports.inside.timeline import draw_timeline
 from ddpnb.reports.inside.traces import TraceResult, chrome_trace, joined
 from ddpnb.session.inside import collective_spec
 
@@ -48,49 +48,36 @@ def texts_in(figure) -> str:
     return "\n".join([*found, *(each.get_text() for each in figure.texts)])
 
 
-def test_who_is_early_waits_for_the_last():
-    assert last_arrivals(TWO) == [1.3, 1.3, 1.6, 1.6]
+SUB = [call(0, 0.0, 2.0, group=(0, 2)), call(2, 0.9, 2.0, group=(0, 2))]
 
 
-def test_the_kth_calls_meet_and_other_groups_do_not_count():
-    sub = [call(0, 0.0, 2.0, group=(0, 2)), call(2, 0.9, 2.0, group=(0, 2))]
-    assert last_arrivals(trace_of(*sub, *TWO.spans, num_ranks=3))[:3] == [0.9, 0.9, 1.3]
+@pytest.mark.parametrize(
+    ("spans", "until"),
+    [
+        (TWO.spans, [1.3, 1.3, 1.6, 1.6]),  # who is early waits for the last
+        ([*SUB, *TWO.spans], [0.9, 0.9, 1.3, 1.3, 1.6, 1.6]),  # of its own group
+        ([call(0, 1, 3), call(1, 2, 3, "broadcast")], [1, 2]),  # different calls do not meet
+        ([call(0, 1, 1.2, "broadcast"), call(1, 2, 2.1, "broadcast")], [1, 2]),  # a root is done
+        ([call(0, 2, 3, "send"), call(1, 1, 3, "recv")], [2, 2]),
+        ([call(0, 1, 3, "send"), call(1, 2, 3, "recv")], [1, 2]),  # a sender does not wait
+    ],
+)
+def test_until_when_each_call_waited(spans: list[Span], until: list[float]):
+    assert last_arrivals(trace_of(*spans, num_ranks=3)) == until
 
 
-def test_different_calls_do_not_meet():
-    assert last_arrivals(trace_of(call(0, 1, 3), call(1, 2, 3, "broadcast"))) == [1, 2]
-
-
-def test_a_root_that_is_done_before_the_last_comes_has_not_waited():
-    spans = [call(0, 1.0, 1.2, "broadcast"), call(1, 2.0, 2.1, "broadcast")]
-    assert last_arrivals(trace_of(*spans)) == [1.0, 2.0]
-
-
-def test_a_receiver_waits_for_the_sender_and_not_the_other_way_round():
-    messages = [call(0, 2.0, 3.0, "send"), call(1, 1.0, 3.0, "recv")]
-    assert last_arrivals(trace_of(*messages)) == [2.0, 2.0]
-    messages = [call(0, 1.0, 3.0, "send"), call(1, 2.0, 3.0, "recv")]
-    assert last_arrivals(trace_of(*messages)) == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(("num_ranks", "dark"), [(1, True), (2, False), (16, True), (64, False)])
-def test_every_rank_has_its_row_up_to_sixteen(num_ranks, dark):
-    figure = draw_timeline(many_ranks(num_ranks), dark=dark)
+@pytest.mark.parametrize("num_ranks", [1, 16, 64])
+def test_every_rank_has_its_row_up_to_sixteen(num_ranks: int):
+    figure = draw_timeline(many_ranks(num_ranks))
     lines = texts_in(figure).splitlines()
     shown = [line for line in lines if line.startswith("rank ")]
     assert shown == [f"rank {rank}" for rank in range(min(num_ranks, 16))]
-    assert ("And 48 more ranks, which are not drawn." in lines) == (num_ranks == 64)
     assert figure.get_size_inches()[1] < 14
 
 
-def test_a_rank_without_a_span_is_named_too():
-    assert "nothing" in texts_in(draw_timeline(trace_of(call(0, 1, 2), num_ranks=2)))
-
-
 def test_the_text_says_who_waited_and_how_long():
-    text = timeline_text(replace(TWO, num_dropped=1_000_000))
+    text = timeline_text(TWO)
     assert "rank 0: 2 all_reduce (600 ms, 8.0 kB, 300 ms of it waiting for the last rank)" in text
-    assert "1,000,000 later calls are missing" in text
     assert "rank 1 all_reduce, 200 ms, 4.0 kB, ranks 0-1, line 3" in text
 
 
@@ -98,16 +85,6 @@ def test_a_long_trace_is_shortened_in_words_and_drawn_whole():
     spans = [call(rank, k, k + 0.5) for k in range(2_000) for rank in (0, 1)]
     assert timeline_text(trace_of(*spans)).endswith("and 3,960 more")
     draw_timeline(trace_of(*spans))
-
-
-def test_long_times_without_a_call_are_folded():
-    spans = [call(0, 0.0, 0.1), call(0, 9.0, 9.1), call(0, 9.12, 9.2)]
-    axis = TimeAxis(spans)
-    assert axis.folds == [(0.1, 9.0)]
-    places = [axis.place(time) for time in (0.0, 0.1, 9.0, 9.1, 9.2)]
-    assert places == sorted(places)
-    assert axis.length == pytest.approx(0.3 * 1.03)
-    assert "8,900 ms" in texts_in(draw_timeline(trace_of(*spans))).replace("8.90 s", "8,900 ms")
 
 
 def test_the_file_has_a_process_per_rank_and_no_spans_that_cross():
@@ -138,12 +115,6 @@ def test_a_trace_is_saved_as_the_ending_says(tmp_path: Path):
         result.save(tmp_path / "trace.txt")
 
 
-def test_a_notebook_keeps_picture_and_text():
-    bundle = TraceResult(TWO)._repr_mimebundle_()
-    assert bundle.keys() == {"text/plain", "text/html", "image/png"}
-    assert bundle["text/plain"] in bundle["text/html"].replace("&gt;", ">")
-
-
 def test_a_cell_without_collectives_is_one_sentence():
     result = TraceResult(
         joined("Cell 1", [RankSpans(rank=r, spans=()) for r in (0, 1)], hosts=HERE)
@@ -156,11 +127,9 @@ def test_a_cell_without_collectives_is_one_sentence():
 
 def test_what_is_not_known_is_said():
     open_one = RankSpans(rank=0, spans=(call(0, 1, 2),), num_open=1)
-    notes = joined("Cell 1", [open_one], hosts=HERE, backend="nccl").notes
-    assert any("had not ended" in note for note in notes)
-    assert "Nothing is known of rank 1." in notes
-    assert any("queued on the GPU" in note for note in notes)
-    assert "known" not in " ".join(joined("Cell 1", [open_one], hosts=HERE, ranks=[0]).notes)
+    notes = joined("Cell 1", [open_one], hosts=HERE).notes
+    assert notes[1:3] == ("Nothing is known of rank 1.", "1 call had not ended when the cell did.")
+    assert len(joined("Cell 1", [open_one], hosts=HERE, ranks=[0]).notes) == len(notes) - 1
 
 
 def test_clocks_of_several_hosts_are_brought_together():
@@ -207,14 +176,12 @@ def shown(num_ranks: int, **options) -> CollectiveResult:
     return CollectiveResult(spec, of_rank)
 
 
-@pytest.mark.parametrize(("num_ranks", "dark"), [(1, False), (2, True), (64, False)])
-def test_a_collective_is_drawn_up_to_sixteen_ranks(num_ranks, dark):
+@pytest.mark.parametrize("num_ranks", [1, 2, 64])
+def test_a_collective_is_drawn_up_to_sixteen_ranks(num_ranks: int):
     result = shown(num_ranks)
-    text = texts_in(result.plot(dark=dark))
-    assert ("And 48 more ranks, not drawn." in text) == (num_ranks == 64)
-    assert ("There is one rank: nothing is sent." in text) == (num_ranks == 1)
-    if num_ranks > 1:
-        assert "Bandwidth-bound at this size" in result.text()
+    lines = texts_in(result.plot()).splitlines()
+    assert len([line for line in lines if line.startswith("rank ")]) == min(num_ranks, 16)
+    assert ("Bandwidth-bound at this size" in result.text()) == (num_ranks > 1)
 
 
 @pytest.mark.parametrize(

@@ -161,21 +161,13 @@ def test_a_large_tensor_is_measured_in_part_and_says_so():
     other[3 * CHUNK_ELEMENTS] = 2.0
     only = checked([{"t": torch.zeros(size)}, {"t": other}], "t")
     assert "1 of 65,536 elements measured, of 2,621,440: 2 at most" in only.text()
-    everywhere = checked([{"t": torch.zeros(size)}, {"t": torch.ones(size)}], "t")
-    assert "524,288 of 524,288 elements measured, of 2,621,440" in everywhere.text()
-
-
-def test_many_ranks_stay_readable():
-    namespaces = [{"t": torch.full((3,), float(rank))} for rank in range(64)]
-    text = checked(namespaces, "t").text()
-    assert "another on each of ranks 0-63, 3 of 3 elements (of 16 of the ranks)" in text
 
 
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("modle", "modle is not defined; did you mean model?"),
-        ("model", "model is an int: name a model"),
+        ("modle", "did you mean model?"),
+        ("model", "model is an int"),
         ("x[0]", "IndexError"),
     ],
 )

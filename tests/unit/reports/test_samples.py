@@ -35,11 +35,11 @@ def test_padding_repeats_samples_and_drop_last_leaves_some_out():
     assert padded.rows[0].owners()[0] == [0, 2]
     assert padded.rows[0].shares() == "8 each"
     assert "2 samples handed out more than once: padding" in padded.text()
-    assert "handed out more than once" in texts(padded)
     dropped = handed_out(4, SamplerSpec(num_samples=30, drop_last=True))
     assert dropped.rows[0].absent().tolist() == [28, 29]
-    assert texts(dropped).count("×") == 3 * 2 + 1  # and one in the legend
-    assert "no rank gets it: left out" in texts(dropped)
+    assert texts(dropped).count("×") == 3 * 2
+    once = handed_out(3, SamplerSpec(num_samples=5))
+    assert once.table().rows[0][2].text == "sample 0"  # not "0", which reads as none
 
 
 def test_set_epoch_shuffles_anew_and_its_absence_is_said():
@@ -80,26 +80,16 @@ def test_a_loader_is_read_without_consuming_it():
     assert sampler.dataset is data
 
 
-@pytest.mark.parametrize(("num_ranks", "num_samples"), [(2, 5), (8, 3), (16, 1000), (40, 100)])
-def test_pictures_stay_readable(num_ranks: int, num_samples: int):
+@pytest.mark.parametrize(("num_ranks", "num_samples"), [(2, 5), (40, 1000)])
+def test_pictures_stay_on_their_paper(num_ranks: int, num_samples: int):
     handout = handed_out(num_ranks, SamplerSpec(num_samples=num_samples, shuffle=True))
-    picture = handout.plot()
-    assert picture.png().startswith(b"\x89PNG")
-    figure = picture.figure
+    figure = handout.plot().figure
     figure.canvas.draw()
-    width, height = figure.get_size_inches() * figure.dpi
     for text in figure.axes[0].texts:
         box = text.get_window_extent()
-        assert box.x0 >= 0
-        assert box.x1 <= width
-        assert box.y0 >= 0
-        assert box.y1 <= height
-    assert all(len(row.cells()) <= MAX_CELLS + 1 for row in handout.rows)
-    if num_ranks > 16:
-        assert any("ranks 16-39" in text for text in texts(handout))
-    bundle = handout._repr_mimebundle_()
-    assert set(bundle) == {"text/plain", "text/html", "image/png"}
-    assert "<img" in bundle["text/html"]
+        assert figure.bbox.contains(box.x0, box.y0)
+        assert figure.bbox.contains(box.x1, box.y1)
+    assert all(len(row.owners()) <= MAX_CELLS for row in handout.rows)
 
 
 def test_ranks_with_other_samplers_are_said():
@@ -144,10 +134,12 @@ def test_shards_of_a_worker_that_died_are_not_called_nobodys():
     marks = (Mark(rank=1, seconds=1.0, kind=MarkKind.DIED),)
     comparison = replace(comparison, runs=(replace(comparison.runs[0], marks=marks),))
     handout = handout_of_run("race", comparison)
-    assert "not known: 1 3" in handout.text()
+    assert "not known: shards 1 3" in handout.text()
     assert "What rank 1 trained on before its death is not known." in handout.notes
 
 
-def test_a_run_without_shards_is_one_sentence():
+def test_what_cannot_be_handed_out_is_one_sentence():
+    with pytest.raises(UserError, match="-n takes a whole number"):
+        SamplerSpec(num_samples=0)
     with pytest.raises(UserError, match="has no record of its shards"):
         handout_of_run("race", run_with_shards((), ()))

@@ -1,0 +1,288 @@
+"""The one drawing kit: paper, axes, notes, ranks' colours, PNG and HTML bundle (kernel).
+
+Figures are made without pyplot, so that none is kept.  Importing matplotlib takes 0.3 s, so it is
+imported when the first picture is drawn.
+"""
+
+import base64
+import io
+import textwrap
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from ddpnb.reports.style import (
+    FONT_POINTS,
+    INK,
+    MUTED,
+    PAPER,
+    PART_COLOURS,
+    RULE,
+    SMALL_POINTS,
+    TITLE_POINTS,
+    contrast_on_white,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+WIDTH, DPI, PAGE_DPI = 14.0, 100, 160
+"""Inches of a picture, and its dots an inch on a screen and in a saved page."""
+LEFT, RIGHT, TOP, FOOT = 0.3, 0.45, 0.95, 0.3
+"""Inches of paper around what is drawn; the title stands above it, the notes below."""
+NOTE_HEIGHT = 0.24
+MAX_NOTE_LINES = 3
+NOTE_CHARACTERS_PER_INCH = 11.2
+
+RANK_COLOURS = (
+    *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
+    *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
+)
+"""In every picture, by rank; the eleventh rank has the first again.  From Petroff, "Accessible
+color sequences for data visualization", 2021."""
+
+Look = Mapping[str, Any]
+"""Matplotlib's properties of something that is drawn."""
+
+WAITING: Look = {
+    "facecolor": PAPER,
+    "edgecolor": PART_COLOURS["waiting"],
+    "hatch": "////",
+    "linewidth": 0.9,
+}
+"""The look of a bar while a rank waits."""
+
+
+def rank_colour(rank: int) -> str:
+    """Return the colour that a rank has in all pictures."""
+    return RANK_COLOURS[rank % len(RANK_COLOURS)]
+
+
+def ink_on(colour: str) -> str:
+    """Return the colour of text on a ground: white or dark, whichever has more contrast."""
+    return PAPER if contrast_on_white(colour) ** 2 >= contrast_on_white(INK) else INK
+
+
+# -- paper ---------------------------------------------------------------------------------
+
+
+@final
+class Sheet:
+    """A picture's paper: a title above, what is drawn in the middle, notes below.
+
+    Args:
+        title: one line.
+        height: inches of what is drawn, with its ticks and labels.
+        notes: sentences.  Whole ones are shown while they fit into ``MAX_NOTE_LINES``; the text
+            that goes with a picture has all of them.
+        width: inches.
+    """
+
+    def __init__(
+        self, title: str, height: float, notes: Sequence[str] = (), *, width: float = WIDTH
+    ) -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  0.3 s
+        from matplotlib.figure import Figure  # noqa: PLC0415
+
+        lines = note_lines(notes, width)
+        self.width = width
+        self.height = TOP + height + NOTE_HEIGHT * len(lines) + FOOT
+        self.figure = Figure(figsize=(width, self.height), dpi=DPI, facecolor="none")
+        FigureCanvasAgg(self.figure)
+        add_paper(self.figure)
+        self.title = self.text(0.38, title, fontsize=TITLE_POINTS, color=INK, weight="bold")
+        for number, line in enumerate(lines):
+            y = TOP + height + NOTE_HEIGHT * (number + 0.5)
+            self.text(y, line, fontsize=SMALL_POINTS - 1, color=MUTED)
+
+    def text(self, down: float, text: str, **look: Any) -> "Text":
+        """Write a line at the left, so many inches below the upper edge."""
+        return self.figure.text(
+            LEFT / self.width, 1 - down / self.height, text, va="center", **look
+        )
+
+    def axes(
+        self, height: float, *, down: float = 0.0, left: float = LEFT, right: float = RIGHT
+    ) -> "Axes":
+        """Add axes of a height in inches, so far below the upper edge of what is drawn."""
+        bottom = self.height - TOP - down - height
+        return self.figure.add_axes(
+            (
+                left / self.width,
+                bottom / self.height,
+                (self.width - left - right) / self.width,
+                height / self.height,
+            )
+        )
+
+    def canvas(self) -> "Axes":
+        """Add axes over all the paper, in inches from its upper left corner."""
+        axes = self.figure.add_axes((0, 0, 1, 1))
+        axes.set(xlim=(0, self.width), ylim=(self.height, 0))
+        axes.axis("off")
+        return axes
+
+
+def add_paper(figure: "Figure") -> None:
+    """Lay a white paper with round corners under a figure: it suits light and dark notebooks."""
+    from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415  0.3 s
+
+    width, height = figure.get_size_inches()
+    paper = FancyBboxPatch(
+        (0.17, 0.17),
+        width - 0.34,
+        height - 0.34,
+        boxstyle="round,pad=0.15,rounding_size=0.18",
+        facecolor=PAPER,
+        edgecolor=RULE,
+        linewidth=1.2,
+        zorder=-1,
+        transform=figure.dpi_scale_trans,
+    )
+    figure.add_artist(paper)
+
+
+def note_lines(notes: Sequence[str], width: float = WIDTH) -> list[str]:
+    """Return the lines below a picture: whole notes, as many as fit."""
+    lines: list[str] = []
+    for note in notes:
+        more = textwrap.wrap(note, int((width - 2 * LEFT) * NOTE_CHARACTERS_PER_INCH))
+        if len(lines) + len(more) > MAX_NOTE_LINES:
+            break
+        lines += more
+    return lines
+
+
+# -- axes ----------------------------------------------------------------------------------
+
+
+def dress(
+    axes: "Axes", *, title: str = "", x_label: str = "", grid: Literal["x", "y", "both"] = "x"
+) -> None:
+    """Give axes the look of all pictures: no frame but the x axis, pale lines behind."""
+    axes.set_facecolor("none")
+    if title:
+        axes.set_title(title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK)
+    axes.set_xlabel(x_label, fontsize=SMALL_POINTS, color=MUTED, labelpad=4)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(MUTED)
+    axes.grid(axis=grid, color=RULE, linewidth=1.0)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, color=MUTED)
+    axes.xaxis.set_major_formatter("{x:,g}")
+
+
+def write(
+    axes: "Axes",
+    x: float,
+    y: float,
+    text: str,
+    *,
+    points: float = SMALL_POINTS,
+    colour: str = INK,
+    va: str = "center",
+    **look: Any,
+) -> "Text":
+    """Write a text whose middle is at ``y``; ``look`` is matplotlib's, such as ``ha="right"``."""
+    return axes.text(x, y, text, fontsize=points, color=colour, va=va, **look)
+
+
+def name_row(axes: "Axes", y: float, name: str, *, rank: int = -1) -> None:
+    """Name a row at the left edge of the paper, beside a patch of the rank's colour if it has one.
+
+    Args:
+        axes: begin ``ROW_NAMES`` inches from the left edge.
+        y: the middle of the row.
+        name: such as ``"rank 0"``.
+        rank: -1: it is none.
+    """
+    look: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "va": "center"}
+    look |= {"textcoords": "offset points", "annotation_clip": False}
+    left = -72 * (ROW_NAMES - LEFT)
+    if rank >= 0:
+        axes.annotate("■", (0, y), (left, 0), fontsize=18, color=rank_colour(rank), **look)
+    axes.annotate(name, (0, y), (left + 20, 0), fontsize=FONT_POINTS, color=INK, **look)
+
+
+ROW_NAMES = 2.05
+"""Inches at the left for the names of rows and of what is in them."""
+
+
+def legend(axes: "Axes", looks: Mapping[str, str | Look]) -> None:
+    """List names above axes, at the right: each with its colour, or its look as a bar."""
+    from matplotlib.patches import Patch  # noqa: PLC0415  0.3 s
+
+    patches = [
+        Patch(label=name, **({"facecolor": look} if isinstance(look, str) else look))
+        for name, look in looks.items()
+    ]
+    axes.legend(
+        handles=patches,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=len(patches),
+        frameon=False,
+        fontsize=SMALL_POINTS - 1,
+        labelcolor=INK,
+        handlelength=1.1,
+        handletextpad=0.4,
+        columnspacing=1.1,
+        borderaxespad=0.15,
+        borderpad=0.0,
+    )
+
+
+# -- what a notebook keeps -----------------------------------------------------------------
+
+
+@final
+class Picture:
+    """A figure, shown as PNG in a notebook; ``figure`` is a matplotlib figure.
+
+    Args:
+        figure: drawn.
+        description: in a sentence or two, for who cannot see it.
+    """
+
+    def __init__(self, figure: "Figure", description: str) -> None:
+        self.figure = figure
+        self._description = description
+
+    def png(self, dpi: float = DPI) -> bytes:
+        """Return the picture with ``dpi`` dots an inch."""
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=dpi)
+        return buffer.getvalue()
+
+    def bundle(self, text: str, html: str = "") -> dict[str, Any]:
+        """Return what a notebook shows and keeps: the picture, HTML below it, the text folded.
+
+        Args:
+            text: all that the picture shows, in words; alone where there are no pictures.
+            html: a table, for below the picture.
+        """
+        png = self.png()
+        folded = (
+            '<details><summary>As text</summary><pre style="white-space:pre-wrap">'
+            f"{escape(text)}</pre></details>"
+        )
+        page = f"{image_html(png, self._description)}{html}{folded}"
+        return {"text/plain": text, "text/html": page, "image/png": _base64(png)}
+
+    def __repr__(self) -> str:
+        return self._description
+
+    _repr_png_ = png
+
+
+def image_html(png: bytes, description: str) -> str:
+    """Return a picture as an HTML image with its data in it."""
+    style, data = "max-width:100%;height:auto", _base64(png)
+    return f'<img style="{style}" alt="{escape(description)}" src="data:image/png;base64,{data}">'
+
+
+def _base64(png: bytes) -> str:
+    return base64.b64encode(png).decode("ascii")
