@@ -49,6 +49,8 @@ class Column:
     """Whether its cells are aligned at the right."""
     is_prose: bool = False
     """Whether its cells are sentences, which are broken into lines and not shortened."""
+    about: str = ""
+    """What it is: shown when the pointer is on its head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +152,8 @@ def _head(column: Column, sticky: str) -> str:
     style += "white-space:normal;font-size:.95em"
     unbroken = '<span style="white-space:nowrap">'
     lines = " ".join(f"{unbroken}{escape(line)}</span>" for line in in_two_lines(column.title))
-    return f'<th scope="col" style="{style}">{lines}</th>'
+    about = f' title="{escape(column.about)}"' if column.about else ""
+    return f'<th scope="col" style="{style}"{about}>{lines}</th>'
 
 
 def in_two_lines(title: str) -> list[str]:

@@ -32,6 +32,7 @@ from ddpnb.history.summary import (
     summarise,
 )
 from ddpnb.protocol.messages import Evaluation, Mark
+from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import labels, styles
 from ddpnb.reports.style import Style
 
@@ -101,10 +102,10 @@ class Preparer:
         self._y = y
         self._series: dict[StrategyKey, tuple[Hashable, Series]] = {}
 
-    def series_of(self, comparison: Comparison) -> tuple[Series, ...]:
+    def series_of(self, comparison: Comparison, target: Target | None = None) -> tuple[Series, ...]:
         """Return one series per strategy and comparison."""
         names, look = labels(comparison), styles(comparison)
-        summaries = {(s.comparison, s.name): s for s in summarise(comparison)}
+        summaries = {(s.comparison, s.name): s for s in summarise(comparison, target)}
         made = []
         for key, runs in group_runs(comparison.runs).items():
             style, summary = look[key], summaries[key]
