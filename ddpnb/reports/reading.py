@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 
-from ddpnb.reports.table import QUIET, Table
+from ddpnb.reports.table import QUIET, Cell, Table
 
 NUM_COLUMNS = 5
 SCORES = ("held-out accuracy", "held-out loss", "final loss")
@@ -34,8 +34,8 @@ ABOUT = {
 FIGURE = (
     "Curves: the faint line is every update, the strong one a moving average; of several repeats, "
     "each repeat and their median.",
-    "Samples per second: the outline is devices × single, the thick stroke the speed of no-comm, "
-    "which is the same training without communication; the thin line is the range.",
+    "Samples per second: the outline is the ideal, devices × single; the thick stroke is the "
+    "speed of no-comm, the same training without communication; the thin line is the range.",
     "Time of one step: the mean over ranks and steps. Hidden communication runs beside the "
     "backward pass; exposed is what a rank spends on communication and waiting.",
     "Own work by rank, memory and staleness appear where they say something; "
@@ -50,7 +50,7 @@ def explained(table: Table) -> Table:
 
 
 def five_columns(table: Table) -> Table:
-    """Return the columns that a class needs, without the notes."""
+    """Return the columns that a class needs, without ranges and notes."""
     titles = [column.title for column in table.columns]
     score = next((title for title in SCORES if title in titles), "")
     own = [t for t in titles if t.startswith(("to ", "held-out ")) and t not in SCORES]
@@ -60,20 +60,30 @@ def five_columns(table: Table) -> Table:
     return replace(
         table,
         columns=tuple(table.columns[index] for index in at),
-        rows=tuple(tuple(row[index] for index in at) for row in table.rows),
+        rows=tuple(
+            (head, *(replace(row[index], quiet="") for index in at[1:]))
+            for row, head in zip(table.rows, _heads(table), strict=True)
+        ),
         notes=(),
     )
 
 
 def how_to_read(table: Table) -> str:
     """Return every column, formula and note as HTML that is folded until it is clicked."""
-    whole = replace(table, caption="All columns", notes=())
+    whole = replace(table, notes=())
     formulas = [f"{each.title}: {each.about}" for each in table.columns if each.about]
     lists = _list("Notes", table.notes) + _list("The figure", FIGURE) + _list("Columns", formulas)
     return (
         '<details><summary style="cursor:pointer;padding:.2em .5em">How to read this</summary>'
         f"{whole.html()}{lists}</details>"
     )
+
+
+def _heads(table: Table) -> list[Cell]:
+    """Return the heads of the rows, without what is the same in all of them."""
+    heads = [row[0] for row in table.rows]
+    is_common = len(heads) > 1 and len({head.quiet for head in heads}) == 1
+    return [replace(head, quiet="") for head in heads] if is_common else heads
 
 
 def _about(title: str) -> str:

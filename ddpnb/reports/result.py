@@ -131,7 +131,7 @@ class ComparisonResult:
     def table_html(self) -> str:
         """Return five columns, and the others folded, as HTML to be shown below a figure."""
         table = self.table()
-        return five_columns(table).html() + how_to_read(table)
+        return replace(five_columns(table), caption="").html() + how_to_read(table)
 
     def _sentences(self) -> list[str]:
         return [self.sentence(), *filter(None, [self.remark])]

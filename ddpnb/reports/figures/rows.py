@@ -109,7 +109,8 @@ def draw_name(
 ) -> None:
     """Draw a strategy's marker and name at the left of its row."""
     x, y = NAMES_LEFT / WIDTH, inches_up / figure.get_figheight()
-    look = {**marker(style), "markersize": 9, "alpha": 1.0 if is_begun else 0.45}
+    look = {**marker(style), "markersize": 9, "markeredgecolor": style.colour}
+    look["alpha"] = 1.0 if is_begun else 0.45
     figure.add_artist(Line2D([x], [y], transform=figure.transFigure, **look))
     ink, weight = (style.ink, "bold") if is_begun else (MUTED, "normal")
     text = figure.text(x + 0.2 / WIDTH, y, shortened(label), va="center", color=ink)
@@ -117,21 +118,22 @@ def draw_name(
 
 
 def _draw_legend(axes: Axes, looks: Mapping[str, Look]) -> None:
-    """Draw a legend below the ticks, in two lines where there are many entries."""
+    """Draw a legend of two lines below the ticks."""
     names = list(looks)
-    num_columns = len(names) if len(names) <= 2 else (len(names) + 1) // 2
-    in_lines = [n for at in range(num_columns) for n in names[at::num_columns]]  # filled by column
-    axes.legend(
-        [Rectangle((0, 0), 1, 1, **looks[name]) for name in in_lines],
-        in_lines,
-        loc="upper left",
-        bbox_to_anchor=(0.0, -0.26 / (axes.bbox.height / axes.figure.dpi)),
-        ncols=num_columns,
-        fontsize=SMALL_POINTS,
-        labelcolor=MUTED,
-        **{"frameon": False, "borderaxespad": 0, "borderpad": 0, "labelspacing": 0.25},
-        **{"handlelength": 0.8, "handleheight": 0.8, "handletextpad": 0.3, "columnspacing": 0.8},
-    )
+    half = (len(names) + 1) // 2
+    for line, inches_down in ((names[:half], 0.26), (names[half:], 0.47)):
+        legend = axes.legend(
+            [Rectangle((0, 0), 1, 1, **looks[name]) for name in line],
+            line,
+            loc="upper left",
+            bbox_to_anchor=(0.0, -inches_down * axes.figure.dpi / axes.bbox.height),
+            ncols=half,
+            fontsize=SMALL_POINTS,
+            labelcolor=MUTED,
+            **{"frameon": False, "borderaxespad": 0, "borderpad": 0, "columnspacing": 0.5},
+            **{"handlelength": 0.8, "handleheight": 0.8, "handletextpad": 0.3},
+        )
+        axes.add_artist(legend)
 
 
 def _bar(axes: Axes, left: float, low: float, width: float, height: float, **look: Any) -> None:
@@ -173,8 +175,7 @@ def _rate_reach(series: Series) -> float:
 def _rate_legend(series: Sequence[Series]) -> str:
     has_ideal = any(_ideal_of(each) > 0 for each in series)
     has_ceiling = any(math.isfinite(each.summary.share_of_ceiling) for each in series)
-    found = ["outline: devices × single"] * has_ideal + ["┃ ceiling: no-comm"] * has_ceiling
-    return "   ".join(found)
+    return "  ".join(["outline: ideal"] * has_ideal + ["┃ no-comm"] * has_ceiling)
 
 
 def _ideal_of(series: Series) -> float:
