@@ -25,7 +25,7 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 NOTHING: Bundle = {"text/plain": "", "text/html": ""}
 LIVE = "live"
 """The name by which ``%ddp_plot`` shows the comparison that trains."""
-COMES_BACK = f"After the page was loaded anew, %ddp_plot {LIVE} shows the figure again."
+COMES_BACK = f"After a reload of the page: %ddp_plot {LIVE}"
 REDRAW_SECONDS, MAX_PAUSE_SECONDS = 0.5, 2.5
 """The shortest and the longest time between two redraws."""
 MAX_SHARE = 0.1

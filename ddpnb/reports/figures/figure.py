@@ -58,7 +58,7 @@ LEAST_LABEL_WIDTH = 0.74
 """Least inches for a label."""
 LEAST_DIFFERENCE = 1.5
 """How many times as much memory is worth a column."""
-X_WORDS = {"samples": "samples seen", "seconds": "time, s", "updates": "updates"}
+X_WORDS = {"samples": "samples", "seconds": "time, s", "updates": "updates"}
 
 
 def draw(
@@ -178,6 +178,7 @@ def _panels(
             title=f"Held-out {y} by {X_WORDS[x]}",
             lines=[(each, each.held_out[y, x]) for each in series if len(each.held_out[y, x].y)],
             right=ends[x],
+            is_of_time=x == "seconds",
             log=options.log and y == "loss",
             target=target.value if target and target.is_accuracy and y == "accuracy" else None,
             is_share=y == "accuracy",

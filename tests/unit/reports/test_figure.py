@@ -67,7 +67,7 @@ def axes_called(title: str, comparison: Comparison, options: PlotOptions = EVERY
     return found
 
 
-LOSSES = ["Training loss by samples seen", "Training loss by time, s"]
+LOSSES = ["Training loss by samples", "Training loss by time, s"]
 ALWAYS = ["Samples per second", "Time of one step, ms"]
 ALL = PlotOptions(panels="all")
 LAPTOP, SMALL_LAPTOP = 1186, 828
@@ -249,9 +249,9 @@ def test_all_panels_are_drawn_where_they_are_asked_for():
     assert titles(held, ALL) == [
         *LOSSES,
         "Samples per second by time, s",
-        "Held-out accuracy by samples seen",
+        "Held-out accuracy by samples",
         "Held-out accuracy by time, s",
-        "Held-out loss by samples seen",
+        "Held-out loss by samples",
         *ALWAYS,
         "Own work by rank",
         "Memory per rank, MB",
