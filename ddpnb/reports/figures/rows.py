@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
@@ -122,16 +123,23 @@ def _draw_legend(axes: Axes, looks: Mapping[str, Look]) -> None:
     names = list(looks)
     half = (len(names) + 1) // 2
     for line, inches_down in ((names[:half], 0.26), (names[half:], 0.47)):
-        legend = axes.legend(
+        legend = Legend(
+            axes,
             [Rectangle((0, 0), 1, 1, **looks[name]) for name in line],
             line,
             loc="upper left",
             bbox_to_anchor=(0.0, -inches_down * axes.figure.dpi / axes.bbox.height),
+            bbox_transform=axes.transAxes,
             ncols=half,
             fontsize=SMALL_POINTS,
             labelcolor=MUTED,
-            **{"frameon": False, "borderaxespad": 0, "borderpad": 0, "columnspacing": 0.5},
-            **{"handlelength": 0.8, "handleheight": 0.8, "handletextpad": 0.3},
+            frameon=False,
+            borderaxespad=0,
+            borderpad=0,
+            columnspacing=0.5,
+            handlelength=0.8,
+            handleheight=0.8,
+            handletextpad=0.3,
         )
         axes.add_artist(legend)
 
