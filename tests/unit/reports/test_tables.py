@@ -13,7 +13,7 @@ from ddpnb.protocol.messages import Evaluating, RankState, StepEvent
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.data import runs_frame
 from ddpnb.reports.findings import results_table, sentence
-from ddpnb.reports.formatting import duration, number, percent, short, size, styles
+from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.reading import explained, five_columns, how_to_read
@@ -29,7 +29,6 @@ from tests.unit.history.fake_runs import (
     run_of,
     spec,
 )
-from tests.unit.history.test_summary import timed
 
 SPEEDS = ["strategy", "samples/s", "speed-up"]
 EVIL = "<script>alert('x')</script>"
@@ -229,16 +228,6 @@ def test_progress_from_start_to_end():
     assert lines[2].startswith("async: finished · ")
 
 
-def test_progress_tells_how_long_all_runs_will_take():
-    comparison = fake_comparison(("single", "ddp"), repeats=2, share=0.6, num_steps=100)
-    begun = (100.0, 140.0, 200.0)  # single took 40 s, ddp 60 s
-    runs = [replace(r, created=at) for r, at in zip(comparison.runs, begun, strict=True)]
-    text = progress_of(comparison.with_runs(runs)).text
-    assert re.search(r"run 3 of 4: \d s left, about 1 min [0-9] s in all$", text)
-    only = fake_comparison(("ddp",), share=0.6, num_steps=100)
-    assert re.search(r"loss [\d.]+ · \d s left$", progress_of(only).text)
-
-
 def test_progress_before_the_first_step_and_while_evaluating():
     run = run_of(spec("ddp"), created=1.0)
     assert progress_of(fake_comparison(()).with_runs([run.snapshot()])).text == "ddp: starting"
@@ -248,35 +237,6 @@ def test_progress_before_the_first_step_and_while_evaluating():
     line = progress_of(fake_comparison(()).with_runs([judged]))
     assert "evaluating 3 of 10 · 12 s left" in line.text
     assert line.share == pytest.approx(0.2)
-
-
-def of_rates(**rates: tuple[float, ...]) -> Comparison:
-    """Runs of 100 samples that take so many seconds, in each repeat."""
-    runs = [
-        timed(name, (seconds,), repeat)
-        for name, each in rates.items()
-        for repeat, seconds in enumerate(each)
-    ]
-    return Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
-
-
-def test_the_sentence_claims_what_the_intervals_allow():
-    found = sentence(of_rates(single=(2.0, 2.1, 2.2), ddp=(1.0, 1.1, 1.1), hogwild=(2.2, 2, 2.2)))
-    assert re.fullmatch(
-        r"In samples/s, ddp is 1\.97× single \(1\.\d\d to 2\.\d\d at 95 %\); no difference of 2 % "
-        r"or more in samples/s from single is shown for hogwild \(0\.\d\d× to 1\.\d\d× at 95 %\)\.",
-        found,
-    ), found
-
-
-def test_the_sentence_tells_of_emulation_scores_and_trouble():
-    found = sentence(fake_comparison())
-    assert "in this one run, ddp ran at 1.6" in found.lower()
-    assert "96.1 % for single, dp (emulated) and ddp, and 94.7 % for async" in found
-    assert "dp (emulated) says nothing about the speed of the real one" in found
-    bad = fake_run("async", num_steps=20, nan_from=5)
-    found = sentence(Comparison(comparison_id="c", name="c", runs=(bad.snapshot(),)))
-    assert "async's loss became NaN or infinite" in found
 
 
 def reported(strategy: str, **changes: object) -> Run:
@@ -340,17 +300,12 @@ def test_lost_samples_and_unlike_memory_have_columns():
     }
 
 
-def test_when_a_target_was_reached_is_in_table_and_sentence():
+def test_when_a_target_was_reached_is_in_the_table():
     comparison = fake_comparison(("single", "ddp"))
     table = results_table(comparison, Target(value=0.5))
     assert [column.title for column in table.columns][1:3] == ["samples/s", "to loss 0.5"]
     assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
-    found = sentence(comparison, Target(value=0.5))
-    assert re.search(r"a training loss of 0.5 was reached after \d.\d\d s by ddp and ", found)
-    assert "more samples" not in found, "one repeat allows no claim"
     assert "never" in results_table(comparison, Target(value=0.001)).text()
-    never = sentence(comparison, Target(value=0.001))
-    assert "single and ddp never reached a training loss of 0.001" in never
 
 
 def test_emulated_devices_are_named_wherever_results_are():
@@ -415,8 +370,3 @@ def test_a_ceiling_that_other_programs_have_slowed_parts_nothing(monkeypatch):
     assert all("×" in each.quiet for each in (dp, async_))  # threads, and uneven shares
     assert "no-comm was measured slower than ddp, whose efficiency is not parted" in table.text()
     assert "then, which --repeats 3 evens out" in table.text()
-
-
-def test_what_is_emulated_is_drawn_hollow():
-    look = styles(fake_comparison(("single", "dp", "ddp")))
-    assert [strategy for (_, strategy), style in look.items() if style.is_hollow] == ["dp"]
