@@ -13,7 +13,7 @@ from IPython.core.getipython import get_ipython
 
 from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import parse_target
+from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.reports.data import document, evaluations_frame, runs_frame, steps_frame, write_events
 from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import listed, title
@@ -185,7 +185,9 @@ class ComparisonResult:
         png = self.plot().png(PAGE_DPI)
         try:
             target.mkdir(parents=True, exist_ok=True)
-            page.write_text(report_html(self, png), encoding="utf-8")
+            page.write_text(
+                report_html(self.comparison, png, self.options.target), encoding="utf-8"
+            )
             picture.write_bytes(png)
             _write_runs(self, runs)
         except OSError as error:
@@ -250,14 +252,14 @@ def export(
         raise UserError(f"{target} cannot be written: {error}.") from error
 
 
-def report_html(result: ComparisonResult, png: bytes) -> str:
-    """Return the report: sentence, figure (``png``), table, settings, code, environment."""
-    comparison, heading = result.comparison, escape(title(result.comparison))
+def report_html(comparison: Comparison, png: bytes, target: Target | None = None) -> str:
+    """Return the report: figure (``png``), sentence, table, settings, code, environment."""
+    heading = escape(title(comparison))
     parts = [
         f"<h1>{heading}</h1>",
-        result.sentence_html(),
+        f"<p>{escape(sentence(comparison, target))}</p>",
         image_html(png, title(comparison)),
-        f'<div class="wide">{result.table().html()}</div>',
+        f'<div class="wide">{results_table(comparison, target).html()}</div>',
         _settings(comparison),
         _code(comparison.source or magic_of(comparison)),
         pairs_table("Environment", comparison.environment).html() if comparison.environment else "",
@@ -306,7 +308,7 @@ def _write_csv(frame: "pd.DataFrame", path: Path, row: str) -> str:
 
 def _write_report(result: ComparisonResult, path: Path) -> str:
     png = result.plot().png(PAGE_DPI)
-    path.write_text(report_html(result, png), encoding="utf-8")
+    path.write_text(report_html(result.comparison, png, result.options.target), encoding="utf-8")
     return "a self-contained report"
 
 

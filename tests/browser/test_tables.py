@@ -17,9 +17,10 @@ from tests.unit.history.fake_runs import fake_comparison, header, spec
 OUTPUT_PIXELS = 828
 """Width of an output in a JupyterLab of 1280 pixels, with the file browser open."""
 LOOK = "<meta charset=utf-8><style>body { margin: 0; font: 14px/1.4 sans-serif }</style>"
+TARGET = Target(value=0.3)
 RESULT = ComparisonResult(
     fake_comparison(("single", "no-comm", "dp", "ddp", "async"), repeats=3),
-    PlotOptions(target=Target(value=0.3)),
+    PlotOptions(target=TARGET),
 )
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
@@ -45,7 +46,7 @@ def test_five_columns_fit_an_output_and_the_rest_is_folded(page: Page):
 
 def test_the_usual_comparison_fits_the_report_html(page: Page):
     page.set_viewport_size({"width": 1440, "height": 900})
-    page.set_content(report_html(RESULT, b""))
+    page.set_content(report_html(RESULT.comparison, b"", TARGET))
     around = "document.querySelector('table').parentElement"
     assert page.evaluate(f"{around}.scrollWidth <= {around}.clientWidth")
 
