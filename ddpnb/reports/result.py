@@ -196,7 +196,8 @@ class ComparisonResult:
 
     def __repr__(self) -> str:
         table = self.table()
-        shown = replace(five_columns(table), notes=table.notes)
+        notes = (*table.notes, "every column: result.table()")
+        shown = replace(five_columns(table), notes=notes)
         return "\n\n".join([*self._sentences(), shown.text()])
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
