@@ -40,7 +40,7 @@ from ddpnb.reports.figures.rows import (
     draw_name,
     is_uneven,
 )
-from ddpnb.reports.figures.series import Preparer, Series
+from ddpnb.reports.figures.series import Series, series_of
 from ddpnb.reports.formatting import longest_label, title
 from ddpnb.reports.style import (
     EVERYTHING,
@@ -76,7 +76,7 @@ def draw(
         is_live: whether it trains; then what may come has its place already.
         seconds: the end of the axis of time; 0: it is planned.
     """
-    series = Preparer(options.y).series_of(comparison, options.target)
+    series = series_of(comparison, options.y, options.target)
     seconds = seconds or planned_seconds(comparison, 0.0)
     bands = _panels(comparison, series, options, seconds, is_live=is_live)
     columns = _columns(comparison, series, options, is_live=is_live)
@@ -86,7 +86,7 @@ def draw(
     labels = [each.label for each in series] + list(map(longest_label, to_come))
     curve_height, row_height = panel_height(num_rows), rows_height(num_rows)
     height = TOP + len(bands) * (curve_height + PANELS_GAP)
-    height += len(columns) * (row_height + ROWS_BOTTOM) + (len(columns) - 1) * HEAD
+    height += len(columns) * (row_height + ROWS_BOTTOM) + max(len(columns) - 1, 0) * HEAD
     figure = _paper(height, title(comparison))
 
     def add_axes(box: Box) -> Axes:

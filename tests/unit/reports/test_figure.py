@@ -14,7 +14,7 @@ from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, Parts
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.figures.figure import draw
-from ddpnb.reports.figures.series import Preparer, Series
+from ddpnb.reports.figures.series import series_of
 from ddpnb.reports.formatting import notes, title
 from ddpnb.reports.style import ACROSS, EVERYTHING, PlotOptions
 from tests.unit.history.fake_runs import (
@@ -26,10 +26,6 @@ from tests.unit.history.fake_runs import (
     spec,
     step,
 )
-
-
-def series_of(comparison: Comparison) -> tuple[Series, ...]:
-    return Preparer().series_of(comparison)
 
 
 def compared(*runs: Run) -> Comparison:
