@@ -292,6 +292,7 @@ def compare(
     y: str = "",
     log: bool = False,
     target: float | str | None = None,
+    panels: str = "",
     **choices: Any,
 ) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
@@ -320,6 +321,7 @@ def compare(
         log: whether losses are drawn on a logarithmic axis.
         target: a training loss, or ``"accuracy=0.95"`` on held-out samples; when each strategy
             reaches it is in the table.
+        panels: ``"all"``: draw every panel.
         **choices: as listed.
 
     Returns:
@@ -356,7 +358,7 @@ def compare(
         num_repeats=repeats,
         name=name,
         baseline=baseline,
-        options=PlotOptions(y=y, log=log, target=parse_target(target)),
+        options=PlotOptions(y=y, log=log, target=parse_target(target), panels=panels),
         functions=functions,
     )
     return this_session().compare(spec, wait=wait)
@@ -422,7 +424,12 @@ def delete(name: str) -> tuple[str, ...]:
 
 @typed
 def plot(
-    *names: str, x: str = "", y: str = "", log: bool = False, target: float | str | None = None
+    *names: str,
+    x: str = "",
+    y: str = "",
+    log: bool = False,
+    target: float | str | None = None,
+    panels: str = "",
 ) -> ComparisonResult:
     """Return stored runs as one comparison that a notebook draws; the twin of ``%ddp_plot``.
 
@@ -433,8 +440,11 @@ def plot(
         log: whether losses are drawn on a logarithmic axis.
         target: a training loss, or ``"accuracy=0.95"`` on held-out samples; when each run reaches
             it is in the table.
+        panels: ``"all"``: draw every panel.
     """
-    return this_session().load(names, PlotOptions(x=x, y=y, log=log, target=parse_target(target)))
+    goal = parse_target(target)
+    options = PlotOptions(x=x, y=y, log=log, target=goal, panels=panels)
+    return this_session().load(names, options)
 
 
 @typed

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import fmean
 
 import numpy as np
@@ -118,8 +119,11 @@ class StrategySummary:
     notes: tuple[str, ...] = ()
 
 
+@lru_cache(maxsize=4)
 def summarise(comparison: Comparison, target: Target | None = None) -> tuple[StrategySummary, ...]:
     """Return one summary for each strategy of each comparison among the runs.
+
+    Figure, table, sentence and frames ask for it; the latest ones are computed once.
 
     Args:
         comparison: the runs.

@@ -33,7 +33,7 @@ from ddpnb.protocol.options import Option
 from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, TRACE
 from ddpnb.protocol.training_options import training_options
 from ddpnb.reports.script import EXPORTED
-from ddpnb.reports.style import ACROSS
+from ddpnb.reports.style import ACROSS, PANELS
 from ddpnb.scaling.model import FORMULAS
 from ddpnb.session.session import this_session
 
@@ -158,6 +158,7 @@ VALUES = {
     "--devices": tuple(f"8x{card}" for card in CARDS),
     "--as": tuple(MODELS),
     "--x": ACROSS,
+    "--panels": PANELS,
 } | {option.flag: option.choices for _, option in training_options() if option.choices}
 """The values that an option takes."""
 

@@ -33,7 +33,7 @@ from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.processes import working_folder
 from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.live import LiveDisplay, show_result
+from ddpnb.reports.live import LIVE, LiveDisplay, show_result
 from ddpnb.reports.style import ACROSS, PlotOptions
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.session import this_cell_number, this_session
@@ -299,6 +299,7 @@ class DdpMagics(Magics):
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
     @argument("--y", metavar="NAME", default="", help=Y)
     @argument("--target", metavar="LOSS", help=TARGET)
+    @argument("--panels", metavar="all", default="", help="draw every panel")
     @argument("--no-wait", action="store_true", help="return at once and train in the background")
     @training_arguments()
     @kwds(epilog=catalogue_text())
@@ -342,11 +343,25 @@ class DdpMagics(Magics):
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
     @argument("--y", metavar="NAME", default="", help=Y)
     @argument("--target", metavar="LOSS", help=TARGET)
+    @argument("--panels", metavar="all", default="", help="draw every panel")
     @line_magic
     def ddp_plot(self, line: str) -> Any:
-        """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``."""
+        """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``.
+
+        ``%ddp_plot live`` shows the comparison that trains, or else the latest one: for a page
+        that was loaded anew.
+        """
         args = arguments(self.ddp_plot, line)
-        result = api.plot(*args.names, x=args.x, y=args.y, log=args.log, target=args.target)
+        if args.names == [LIVE] and this_session().show_live():
+            return None
+        result = api.plot(
+            *args.names,
+            x=args.x,
+            y=args.y,
+            log=args.log,
+            target=args.target,
+            panels=args.panels,
+        )
         show_result(result)
         return result
 
@@ -419,7 +434,9 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
         num_repeats=args.repeats,
         name=args.name,
         baseline=not args.no_baseline,
-        options=PlotOptions(y=args.y, log=args.log, target=parse_target(args.target)),
+        options=PlotOptions(
+            y=args.y, log=args.log, target=parse_target(args.target), panels=args.panels
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from ddpnb.session.session import this_session
 MAX_STORED = 200
 """How many stored runs can be selected, the newest."""
 WITHOUT_KERNEL = "The panel needs its kernel: run the cell again. Its figure and table are below."
-NOTHING_YET = "Run trains the selected strategies; their figure and table appear here."
+NOTHING_YET = "Run trains the selected strategies; their figure appears here."
 
 
 @final

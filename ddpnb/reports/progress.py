@@ -12,7 +12,7 @@ from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import samples_per_second
 from ddpnb.reports.formatting import duration, labels, number, percent
 from ddpnb.reports.style import style_of
-from ddpnb.reports.table import dot
+from ddpnb.reports.table import QUIET, dot
 
 BAR = "display:inline-block;width:11em;height:.62em;border-radius:.31em;overflow:hidden;"
 
@@ -26,6 +26,8 @@ class Progress:
     share: float
     """The part of the run that is done, 0 to 1."""
     colour: str
+    quiet: str = ""
+    """Shown after the line in a notebook, fainter."""
 
     def html(self) -> str:
         """Return the line with a bar in the strategy's colour."""
@@ -37,7 +39,8 @@ class Progress:
             f'style="{BAR}background:rgba(128,128,128,.28);margin-right:.8em">'
             f'<span style="display:block;height:100%;width:{width};'
             f'background:{self.colour}"></span></span>'
-            f"{dot(self.colour)}{escape(self.text)}</div>"
+            f"{dot(self.colour)}{escape(self.text)}"
+            f'<div style="{QUIET}">{escape(self.quiet)}</div></div>'
         )
 
     def __repr__(self) -> str:
@@ -46,7 +49,7 @@ class Progress:
     _repr_html_ = html
 
 
-def progress_of(comparison: Comparison) -> Progress:
+def progress_of(comparison: Comparison, quiet: str = "") -> Progress:
     """Return the progress of the run that trains, and of the whole comparison.
 
     E.g. ``ddp, repeat 1 of 3: 63 % · 812 samples/s · loss 0.41 | run 2 of 12: 12 s left, about
@@ -56,7 +59,9 @@ def progress_of(comparison: Comparison) -> Progress:
     num_planned = max(len(comparison.specs), len(runs))
     if not runs:
         first = comparison.strategies[0] if comparison.strategies else "the first run"
-        return Progress(text=f"{first}: starting", share=0.0, colour=style_of(first).colour)
+        return Progress(
+            text=f"{first}: starting", share=0.0, colour=style_of(first).colour, quiet=quiet
+        )
     run = runs[-1]
     share = _share(run)
     text = " · ".join([_what(run, comparison) + f": {_state(run, share)}", *_numbers(run)])
@@ -67,7 +72,7 @@ def progress_of(comparison: Comparison) -> Progress:
     elif left is not None:
         text += f" · {duration(left)} left"
     colour = style_of(run.name, comparison.strategies).colour
-    return Progress(text=text, share=share, colour=colour)
+    return Progress(text=text, share=share, colour=colour, quiet=quiet)
 
 
 def _share(run: RunSnapshot) -> float:

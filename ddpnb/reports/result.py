@@ -16,6 +16,7 @@ from ddpnb.reports.data import document, evaluations_frame, runs_frame, steps_fr
 from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import listed, title
 from ddpnb.reports.kit import PAGE_DPI, Picture, image_html
+from ddpnb.reports.reading import explained, five_columns, how_to_read
 from ddpnb.reports.script import write_script
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table, pairs_table
@@ -62,7 +63,7 @@ class ComparisonResult:
 
     def table(self) -> Table:
         """Return one row per strategy: speed, cost of communication, scores; and notes."""
-        table = results_table(self.comparison, self.options.target)
+        table = explained(results_table(self.comparison, self.options.target))
         y, known = self.options.y, self.comparison.measured
         if not y or y in known or not self.comparison.runs:
             return table
@@ -71,7 +72,12 @@ class ComparisonResult:
         return replace(table, notes=(*table.notes, note))
 
     def plot(
-        self, *, x: str | None = None, log: bool | None = None, target: float | str | None = None
+        self,
+        *,
+        x: str | None = None,
+        log: bool | None = None,
+        target: float | str | None = None,
+        panels: str | None = None,
     ) -> Picture:
         """Return the figure, with the options of the comparison or with others.
 
@@ -80,11 +86,12 @@ class ComparisonResult:
                 for samples and seconds side by side.
             log: whether the axis of losses is logarithmic.
             target: a training loss to mark, or ``"accuracy=0.95"`` on held-out samples.
+            panels: ``"all"``: every panel.
         """
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
-        given: dict[str, Any] = {"x": x, "log": log, "target": parse_target(target)}
-        others = {name: value for name, value in given.items() if value is not None}
+        given = {"x": x, "log": log, "target": parse_target(target), "panels": panels}
+        others: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
         options = replace(self.options, **others)
         return Picture(draw(self.comparison, options), self.sentence())
 
@@ -92,10 +99,14 @@ class ComparisonResult:
         """Return what the comparison shows, as one computed sentence."""
         return sentence(self.comparison, self.options.target)
 
-    def summary_html(self) -> str:
-        """Return the table and the sentence as HTML, to be shown below a figure."""
-        below = "".join(f"<p>{escape(each)}</p>" for each in self._sentences())
-        return f"{self.table().html()}{below}"
+    def sentence_html(self) -> str:
+        """Return the sentences as HTML, to be shown above a figure."""
+        return "".join(f"<p>{escape(each)}</p>" for each in self._sentences())
+
+    def table_html(self) -> str:
+        """Return five columns, and the others folded, as HTML to be shown below a figure."""
+        table = self.table()
+        return replace(five_columns(table), caption="").html() + how_to_read(table)
 
     def _sentences(self) -> list[str]:
         return [self.sentence(), *filter(None, [self.remark])]
@@ -159,12 +170,15 @@ class ComparisonResult:
         return page, picture, runs
 
     def __repr__(self) -> str:
-        return "\n\n".join([self.table().text(), *self._sentences()])
+        table = self.table()
+        notes = (*table.notes, "every column: result.table()")
+        shown = replace(five_columns(table), notes=notes)
+        return "\n\n".join([*self._sentences(), shown.text()])
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return figure and table together, and each alone as a fallback."""
+        """Return sentence, figure and table together, and each alone as a fallback."""
         png = self.plot().png()
-        html = image_html(png, title(self.comparison)) + self.summary_html()
+        html = self.sentence_html() + image_html(png, title(self.comparison)) + self.table_html()
         return {"text/plain": repr(self), "text/html": html, "image/png": png}
 
     def _ipython_display_(self) -> None:

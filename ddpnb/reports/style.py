@@ -14,6 +14,8 @@ from ddpnb.protocol.notation import Target
 
 ACROSS = ("samples", "seconds", "updates")
 """The quantities that a loss can be drawn against."""
+PANELS = ("all",)
+"""What can be drawn beyond the panels that are always there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +30,14 @@ class PlotOptions:
     """Whether the axis of losses is logarithmic."""
     target: Target | None = None
     """The figure marks it, the table shows when it is reached."""
+    panels: str = ""
+    """``"all"``: every panel and column; empty: those that a class needs."""
 
     def __post_init__(self) -> None:
         if self.x and self.x not in ACROSS:
             raise one_of("--x", self.x, ACROSS)
+        if self.panels and self.panels not in PANELS:
+            raise one_of("--panels", self.panels, PANELS)
         if self.log and self.target is not None and self.target.value <= 0:
             shown = f"{self.target.value:g}"
             raise UserError(f"--log shows no loss of {shown}: choose a --target above 0.")

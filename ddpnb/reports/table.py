@@ -28,6 +28,7 @@ TABLE = (
     "border-collapse:collapse;border:0;margin:0;font-variant-numeric:tabular-nums;"
     "color:inherit;font-size:.93em;line-height:1.35;table-layout:auto;"
 )
+CAPTION = "text-align:left;caption-side:top;padding:.3em .5em;color:inherit;font-weight:600"
 SCROLLER = "overflow-x:auto;scrollbar-width:thin;max-width:100%;margin:.4em 0;"
 """For the element around a table, which scrolls where the table is wider than the page."""
 QUIET = "opacity:.72;font-size:.88em;font-weight:400;"
@@ -49,6 +50,8 @@ class Column:
     """Whether its cells are aligned at the right."""
     is_prose: bool = False
     """Whether its cells are sentences, which are broken into lines and not shortened."""
+    about: str = ""
+    """What it is: shown when the pointer is on its head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +88,10 @@ class Table:
         )
         body = "".join(_row(self.columns, row) for row in self.rows)
         notes = "".join(f"<div>{escape(note)}</div>" for note in self.notes)
+        caption = f'<caption style="{CAPTION}">{escape(self.caption)}</caption>'
         return (
             f'<div style="{SCROLLER}"><table style="{TABLE}">'
-            f'<caption style="text-align:left;caption-side:top;padding:.3em .5em;color:inherit;'
-            f'font-weight:600">{escape(self.caption)}</caption>'
+            f"{caption if self.caption else ''}"
             f'<thead><tr style="border-bottom:{LINE};background:transparent">{head}</tr></thead>'
             f"<tbody>{body}</tbody></table></div>"
             + (f'<div style="{QUIET}padding:0 .55em .4em">{notes}</div>' if notes else "")
@@ -150,7 +153,8 @@ def _head(column: Column, sticky: str) -> str:
     style += "white-space:normal;font-size:.95em"
     unbroken = '<span style="white-space:nowrap">'
     lines = " ".join(f"{unbroken}{escape(line)}</span>" for line in in_two_lines(column.title))
-    return f'<th scope="col" style="{style}">{lines}</th>'
+    about = f' title="{escape(column.about)}"' if column.about else ""
+    return f'<th scope="col" style="{style}"{about}>{lines}</th>'
 
 
 def in_two_lines(title: str) -> list[str]:

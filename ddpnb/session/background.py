@@ -12,6 +12,7 @@ from ddpnb.cluster.supervision import Watch
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import OnRank
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
+from ddpnb.reports.live import Live
 from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.cells import SupervisedCall, cell_thread
@@ -36,6 +37,7 @@ class RunningComparison:
         ranks: Sequence[int] = (),
         *,
         on_end: Callable[["RunningComparison"], None] | None = None,
+        shown_by: Live | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
         self.error: BaseException | None = None
@@ -45,6 +47,7 @@ class RunningComparison:
         self.stop_requested = False
         self._prepare = prepare
         self._on_end = on_end or _print_error
+        self._shown_by = shown_by
         self._training: Training | None = None
         self._result: ComparisonResult | None = None
         self._thread = cell_thread(self._run)
@@ -99,6 +102,11 @@ class RunningComparison:
         """Return how far it is; None before it trains."""
         training = self._training
         return None if training is None else progress_of(training.recorder.comparison)
+
+    @property
+    def live(self) -> Live | None:
+        """What shows it; None before it trains, unless that was known."""
+        return self._shown_by if self._training is None else self._training.live
 
     @property
     def name(self) -> str:

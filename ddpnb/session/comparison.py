@@ -22,6 +22,7 @@ from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
 from ddpnb.protocol.notation import check_across_hosts, format_ranks, parse_strategy
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.cell_output import PrintedLines
+from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
@@ -265,6 +266,17 @@ def prepare(
     """
     if cluster.spans_hosts:
         check_across_hosts(spec.strategies)
+    shown = shown_by or live(spec.options)
+    shown.announce(f"Checking the model and the data on {counted(len(cluster.ranks), 'rank')} ...")
+    try:
+        return _prepared(cluster, store, spec, shown)
+    except BaseException:
+        if shown_by is None:
+            shown.announce("")
+        raise
+
+
+def _prepared(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -> Training:
     spec = replace(spec, training=with_devices(cluster, spec.training))
     placed = with_models(spec.run_specs(), store)
     if len(cluster.ranks) == 1:  # a rank alone never communicates
@@ -274,12 +286,15 @@ def prepare(
     warn_stale(cluster.require_group())
     if spec.functions is not None:
         spec.functions.send(cluster, cluster.ranks)
-    shown = shown_by or live(spec.options).announced()
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
     printed = PrintedLines()
     checked: dict[str, Checked] = {}
     try:
-        for name, each in by_strategy.items():
+        for number, (name, each) in enumerate(by_strategy.items(), start=1):
+            shown.announce(
+                f"Checking {name}, strategy {number} of {len(by_strategy)}: the model, the data "
+                f"and a step on {counted(len(cluster.ranks), 'rank')} ..."
+            )
             try:
                 found = check_on_ranks(cluster, each, printed)
                 if not found.refusal:
@@ -302,8 +317,6 @@ def prepare(
         specs = with_compute(cluster, [s for s in specs if s.strategy in checked], printed)
     except BaseException:
         clean_up(cluster)
-        if shown_by is None:
-            shown.vanish()
         printed.show()
         raise
     notes = tuple(dict.fromkeys(note for each in checked.values() for note in each.notes))

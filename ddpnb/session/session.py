@@ -23,7 +23,7 @@ from ddpnb.protocol.processes import working_folder
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import ranks_table
-from ddpnb.reports.live import Live
+from ddpnb.reports.live import LIVE, Live, LiveFigureAndTable
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
@@ -281,16 +281,29 @@ class Session:
 
         def start_and_prepare() -> Training:
             if self._cluster is None:
+                shown_by.announce("Starting the ranks ...")
                 self._launch(cluster)
             return prepare(self._require(), self.store, spec, shown_by)
 
         ranks = () if self._cluster is None else self._cluster.ranks
-        return self._jobs.begin(RunningComparison(start_and_prepare, ranks, on_end=on_end))
+        running = RunningComparison(start_and_prepare, ranks, on_end=on_end, shown_by=shown_by)
+        return self._jobs.begin(running)
+
+    def show_live(self) -> bool:
+        """Show the comparison that trains under the current cell too; False if there is none."""
+        running = self._jobs.comparison
+        shown = None if running is None else running.live
+        if not isinstance(shown, LiveFigureAndTable):
+            return False
+        shown.appear()
+        return True
 
     # -- stored runs -----------------------------------------------------------------
 
     def load(self, names: Sequence[str], options: PlotOptions = EVERYTHING) -> ComparisonResult:
-        """Return stored runs as one comparison."""
+        """Return stored runs as one comparison; ``LIVE``: the latest."""
+        if tuple(names) == (LIVE,):
+            names = [address.partition("/")[0] for address in self.addresses()[:1]]
         if not names:
             raise UserError("Name the runs to draw, as %ddp_runs lists them.")
         found = self.store.load(*names)

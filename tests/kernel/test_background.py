@@ -41,7 +41,9 @@ def test_the_notebook_goes_on_and_the_figure_is_redrawn_where_it_began(
     print(f"a cell took {sorted(seconds)[10]:.3f} s, at most {max(seconds):.3f} s")
     assert max(seconds) < 10
     kernel.wait_until(lambda: training.num_updates > before)
-    assert len(training.outputs) == 2
+    assert len(training.outputs) == 3
+    (again,) = kernel.run("%ddp_plot live").bundles("image/png")
+    assert again
     shown = kernel.run("running").text
     assert re.fullmatch(
         r"<comparison, started \d\d:\d\d:\d\d; %ddp_status shows its progress>", shown
@@ -97,8 +99,9 @@ def test_one_that_ends_gives_its_result_and_shows_it_where_it_began(kernel: Kern
         "short = %ddp_compare ddp --task digits --epochs 0.5 --no-wait --name short"
     ).passed
     assert kernel.run("short.wait(60).table()", timeout=90).passed
-    kernel.wait_until(lambda: len(cell.outputs) == 2)
+    kernel.wait_until(lambda: len(cell.outputs) == 3)
     assert [set(output["data"]) for output in cell.outputs] == [
+        {"text/html", "text/plain"},
         {"image/png", "text/plain"},
         {"text/html", "text/plain"},
     ]

@@ -50,8 +50,8 @@ def test_the_lesson_runs_and_a_page_of_it_shows_its_results(tmp_path: Path) -> N
     for name, named in {"race": "8 emulated V100", "cores": "dp (emulated)"}.items():
         race = next(cell for cell in notebook.cells if f"--name {name}" in cell.source)
         kinds = [set(output.data) for output in race.outputs]
-        assert ["image/png" in kind for kind in kinds] == [True, False]
-        assert named in race.outputs[1].data["text/html"]
+        assert ["image/png" in kind for kind in kinds] == [False, True, False]
+        assert named in race.outputs[2].data["text/html"]
     assert notebook.cells[-1].outputs[0].text == "The cluster has stopped.\n"
     assert (tmp_path / "data" / "runs").is_dir()
     page, _ = HTMLExporter().from_notebook_node(notebook)

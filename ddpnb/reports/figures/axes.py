@@ -6,13 +6,12 @@ from typing import Any, Literal, final
 
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot
 from ddpnb.reports.formatting import short
-from ddpnb.reports.style import FONT_POINTS, INK, MUTED, RULE, SMALL_POINTS
+from ddpnb.reports.style import FONT_POINTS, INK, MUTED, RULE, SMALL_POINTS, Style
 
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 """An axis ends at one of these times a power of ten, so that it seldom changes."""
@@ -28,25 +27,23 @@ SLACK = 1.1
 LONGEST = 1.7
 """An axis longer than this, over the estimated duration, is shortened."""
 
+Look = dict[str, Any]
+"""Arguments for matplotlib."""
 
-def prepare(
-    axes: Axes, title: str, x_label: str, *, pad: float, lines: Literal["x", "y"], num_ticks: int
-) -> None:
+
+def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"], num_ticks: int) -> None:
     """Give axes the look that all panels and columns share.
 
     Args:
         axes: the axes.
         title: shown above, at the left.
-        x_label: shown below.
-        pad: points between the title and the axes.
         lines: the axis that has grid lines.
         num_ticks: the maximum number of ticks on the x axis.
     """
     axes.set_facecolor("none")
     axes.set_title(
-        title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=pad, y=1.0
+        title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=8, y=1.0
     )  # a fixed y: finding one takes matplotlib a third of the drawing time
-    axes.set_xlabel(x_label, fontsize=SMALL_POINTS, color=MUTED, labelpad=4)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
     axes.grid(axis=lines, color=RULE, linewidth=1.0)
@@ -98,9 +95,15 @@ def draw_target(axes: Axes, target: float, *, is_reached_from_below: bool = Fals
     )
 
 
-def add_line(axes: Axes, **look: Any) -> Line2D:
-    """Add and return a line, or markers, without data."""
-    return axes.add_line(Line2D([], [], **look))
+def marker(style: Style) -> Look:
+    """Return the look of a strategy's marker: an outline, where it is a variant or emulated."""
+    return {
+        "marker": style.marker,
+        "linestyle": "",
+        "markerfacecolor": "white" if style.is_hollow else style.colour,
+        "markeredgecolor": style.colour if style.is_hollow else "white",
+        "markeredgewidth": 2.0 if style.is_hollow else 1.0,
+    }
 
 
 def tick(value: float) -> str:

@@ -1,237 +1,202 @@
-"""The figure of a comparison, live and from the store (kernel).
+"""The figure of a comparison, drawn from a snapshot, live and from the store (kernel)."""
 
-One figure is kept and redrawn from snapshots; without pyplot, none leaks.
-"""
-
-import io
 import math
 from collections.abc import Sequence
-from typing import Any, final
 
-import numpy as np
-from matplotlib import rc_context
-from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
-from matplotlib.text import Text
-from PIL import Image
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.summary import StrategySummary, evaluations
-from ddpnb.reports import formatting
+from ddpnb.history.summary import evaluations
+from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
-from ddpnb.reports.figures.columns import Detail, has_detail, memory_differs
+from ddpnb.reports.figures.curves import CurvePanel, draw_curves
 from ddpnb.reports.figures.layout import (
     DPI,
-    LEAST_LABEL_WIDTH,
+    HEAD,
+    MARGIN,
+    PANELS_GAP,
+    ROWS_BOTTOM,
+    TOP,
     WIDTH,
-    Layout,
+    Box,
+    panel_boxes,
+    panel_height,
+    row_boxes,
+    rows_height,
     shortened,
     width_inches,
 )
-from ddpnb.reports.figures.panels import CurvePanel, LabelledLine
-from ddpnb.reports.figures.series import Preparer, Series
+from ddpnb.reports.figures.rows import (
+    MEMORY,
+    RANKS,
+    RATE,
+    SPLIT,
+    STALENESS,
+    RowKind,
+    draw_column,
+    draw_name,
+    is_uneven,
+)
+from ddpnb.reports.figures.series import Series, series_of
+from ddpnb.reports.formatting import longest_label, title
 from ddpnb.reports.style import (
     EVERYTHING,
     INK,
-    MUTED,
     PAPER,
     RULE,
-    SMALL_POINTS,
     TITLE_POINTS,
     PlotOptions,
+    style_of,
 )
 
-MOST_HELD_OUT = 3
-"""Panels in the lower row: accuracy before loss."""
-FOOTER_INCHES = WIDTH - 0.7
-MORE = "more below the table"
-CLEAR = 255
-"""The last index of a palette of 256 colours."""
-X_LABELS = {
-    "samples": "samples seen",
-    "seconds": "training seconds",
-    "updates": "updates",
-}
+MOST_COLUMNS, MOST_HELD_OUT = 4, 3
+BESIDE = (BASELINE, CEILING)
+LEAST_LABEL_WIDTH = 0.74
+"""Least inches for a label."""
+LEAST_DIFFERENCE = 1.5
+"""How many times as much memory is worth a column."""
+X_WORDS = {"samples": "samples", "seconds": "time, s", "updates": "updates"}
 
 
-def draw(comparison: Comparison, options: PlotOptions = EVERYTHING) -> Figure:
-    """Return a comparison as a matplotlib figure."""
-    return LiveFigure(comparison, options).finish()
-
-
-@final
-class LiveFigure:
-    """Curves above, bars below, redrawn in place.
-
-    Not thread-safe.
+def draw(
+    comparison: Comparison,
+    options: PlotOptions = EVERYTHING,
+    *,
+    is_live: bool = False,
+    seconds: float = 0.0,
+) -> Figure:
+    """Return a comparison as a matplotlib figure: curves above, a row per strategy below.
 
     Args:
-        comparison: decides on the size.
-        options: what to show of it.
+        comparison: at one moment.
+        options: how it is drawn.
+        is_live: whether it trains; then what may come has its place already.
+        seconds: the end of the axis of time; 0: it is planned.
     """
+    series = series_of(comparison, options.y, options.target)
+    seconds = seconds or planned_seconds(comparison, 0.0)
+    bands = _panels(comparison, series, options, seconds, is_live=is_live)
+    columns = _columns(comparison, series, options, is_live=is_live)
+    begun = {each.summary.name for each in series}
+    to_come = [name for name in comparison.strategies if name not in begun]
+    num_rows = len(series) + len(to_come)
+    labels = [each.label for each in series] + list(map(longest_label, to_come))
+    curve_height, row_height = panel_height(num_rows), rows_height(num_rows)
+    height = TOP + len(bands) * (curve_height + PANELS_GAP)
+    height += len(columns) * (row_height + ROWS_BOTTOM) + max(len(columns) - 1, 0) * HEAD
+    figure = _paper(height, title(comparison))
 
-    def __init__(self, comparison: Comparison, options: PlotOptions = EVERYTHING) -> None:
-        self._preparer = Preparer(options.y)
-        planned = {(comparison.name, spec.strategy) for spec in comparison.specs}
-        begun = {(run.comparison, run.name) for run in comparison.runs}
-        held_out = held_out_measures(comparison)
-        self._layout = Layout(
-            num_strategies=len(planned | begun),
-            has_rows=has_detail(comparison),
-            num_curve_rows=2 if held_out else 1,
+    def add_axes(box: Box) -> Axes:
+        left, bottom, width, tall = box
+        return figure.add_axes((left / WIDTH, bottom / height, width / WIDTH, tall / height))
+
+    bottom = height - TOP
+    room = _room(labels, is_bold=False)
+    for panels in bands:
+        bottom -= curve_height
+        boxes = panel_boxes(len(panels), room, bottom, curve_height)
+        for panel, box in zip(panels, boxes, strict=True):
+            draw_curves(add_axes(box), panel)
+        bottom -= PANELS_GAP
+    room = _room(labels, is_bold=True)
+    names = [(each.label, each.style) for each in series]
+    names += [(name, style_of(name, comparison.strategies)) for name in to_come]
+    for kinds in columns:
+        bottom -= row_height
+        for index, (name, style) in enumerate(names):
+            up = bottom + row_height * (1 - (index + 0.5) / num_rows)
+            draw_name(figure, name, style, up, is_begun=index < len(series))
+        boxes = row_boxes(room, [(k.share, k.text_inches) for k in kinds], bottom, row_height)
+        for kind, box in zip(kinds, boxes, strict=True):
+            draw_column(add_axes(box), kind, series, num_rows, seconds)
+        bottom -= ROWS_BOTTOM + HEAD
+    return figure
+
+
+def _paper(height: float, heading: str) -> Figure:
+    """Return a figure with a white background, which suits a light and a dark notebook."""
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="none")
+    FigureCanvasAgg(figure)
+    paper = FancyBboxPatch(
+        (MARGIN, MARGIN),
+        WIDTH - 2 * MARGIN,
+        height - 2 * MARGIN,
+        boxstyle="round,pad=0.15,rounding_size=0.18",
+        facecolor=PAPER,
+        edgecolor=RULE,
+        linewidth=1.2,
+        zorder=-1,
+        transform=figure.dpi_scale_trans,
+    )
+    figure.add_artist(paper)
+    text = figure.text(0.3 / WIDTH, 1 - 0.34 / height, heading, va="center", color=INK)
+    text.set(fontsize=TITLE_POINTS, weight="bold")
+    return figure
+
+
+def _room(labels: Sequence[str], *, is_bold: bool) -> float:
+    """Return inches for the widest label."""
+    widths = [width_inches(shortened(label), is_bold=is_bold) for label in labels]
+    return max([LEAST_LABEL_WIDTH, *widths])
+
+
+# -- curves --------------------------------------------------------------------------------
+
+
+def _panels(
+    comparison: Comparison,
+    series: Sequence[Series],
+    options: PlotOptions,
+    seconds: float,
+    *,
+    is_live: bool,
+) -> list[list[CurvePanel]]:
+    """Return the panels with curves, band by band.
+
+    By default there are two: losses by samples, and at the end a held-out score by time.
+    """
+    ends = {"samples": planned_samples(comparison), "seconds": seconds, "updates": 0.0}
+    target = options.target
+    across = (options.x,) if options.x else ("samples", "seconds")
+    losses = [
+        CurvePanel(
+            title=f"{options.y or 'Training loss'} by {X_WORDS[x]}",
+            lines=[(each, each.losses[x]) for each in series],
+            right=ends[x],
+            is_of_time=x == "seconds",
+            log=options.log,
+            target=target.value if target and not target.is_accuracy and not options.y else None,
+            awaited=options.y or "the first steps",
         )
-        self._figure = Figure(figsize=(WIDTH, self._layout.height), dpi=DPI, facecolor="none")
-        self._canvas: Any = FigureCanvasAgg(self._figure)  # matplotlib leaves its methods untyped
-        self._background: Any = None
-        self._figure.add_artist(_paper(self._figure, self._layout.height))
-        self._title = self._text(self._layout.height - 0.38, TITLE_POINTS, INK)
-        self._footer = self._text(0.3, SMALL_POINTS, MUTED)
-        across = (options.x,) if options.x else ("samples", "seconds")
-        self._losses = {
-            x: CurvePanel(
-                self._figure.add_axes((0, 0, 1, 1)),
-                title=f"{options.y or 'Training loss'} by {'time' if x == 'seconds' else x}",
-                x_label=X_LABELS[x],
-                log=options.log,
-                target=_marked(options, is_accuracy=False),
-                awaited=options.y or "the first steps",
-            )
-            for x in across
-        }
-        self._rate = CurvePanel(
-            self._figure.add_axes((0, 0, 1, 1)),
-            title="Samples per second",
-            x_label=X_LABELS["seconds"],
-            names_marks=True,
+        for x in across
+    ]
+    held_out = [
+        CurvePanel(
+            title=f"Held-out {y} by {X_WORDS[x]}",
+            lines=[(each, each.held_out[y, x]) for each in series if len(each.held_out[y, x].y)],
+            right=ends[x],
+            is_of_time=x == "seconds",
+            log=options.log and y == "loss",
+            target=target.value if target and target.is_accuracy and y == "accuracy" else None,
+            is_share=y == "accuracy",
         )
-        timed = [x for x in across if x != "updates"] or ["samples"]
-        shown = [(y, x) for y in held_out for x in timed]
-        self._held_out = {
-            (y, x): CurvePanel(
-                self._figure.add_axes((0, 0, 1, 1)),
-                title=f"Held-out {y} by {'time' if x == 'seconds' else x}",
-                x_label=X_LABELS[x],
-                log=options.log and y == "loss",
-                target=_marked(options, is_accuracy=True) if y == "accuracy" else None,
-                is_share=y == "accuracy",
-            )
-            for y, x in shown[:MOST_HELD_OUT]
-        }
-        self._detail = (
-            Detail(self._figure, self._layout, comparison) if self._layout.has_rows else None
-        )
-        self._room = (0.0, 0.0)
-        self._seconds = 0.0
-        self._is_live = False
-        self.update(comparison)
-
-    def lacks_panels(self, comparison: Comparison) -> bool:
-        """Return whether a comparison has curves or columns that the figure has no room for."""
-        has_memory = self._detail is None or self._detail.has_memory
-        lacks_memory = not has_memory and memory_differs(comparison)
-        return lacks_memory or (not self._held_out and bool(held_out_measures(comparison)))
-
-    def update(self, comparison: Comparison) -> None:
-        """Show the comparison as it is now."""
-        series = self._preparer.series_of(comparison)
-        self._is_live = any(each.is_live for each in series)
-        begun = {each.summary.name for each in series}
-        to_come = [
-            formatting.longest_label(name) for name in comparison.strategies if name not in begun
-        ]
-        self._make_room(
-            [shortened(label) for label in [*(each.label for each in series), *to_come]]
-        )
-        self._seconds = planned_seconds(comparison, self._seconds)
-        ends = {"samples": planned_samples(comparison), "seconds": self._seconds}
-        for x, panel in self._losses.items():
-            lines = [LabelledLine(each, each.losses[x], _marks(each, x)) for each in series]
-            panel.update(lines, ends.get(x, 0.0))
-        for (y, x), panel in self._held_out.items():
-            lines = [
-                LabelledLine(each, each.held_out[y, x])
-                for each in series
-                if len(each.held_out[y, x].y)
-            ]
-            panel.update(lines, ends[x])
-        self._rate.update(
-            [LabelledLine(each, each.throughput, _marks(each, "seconds")) for each in series],
-            self._seconds,
-        )
-        if self._detail is not None:
-            self._detail.update(comparison, series, self._seconds)
-        self._title.set_text(formatting.title(comparison))
-        self._footer.set_text(footer(comparison, tuple(each.summary for each in series)))
-
-    def png(self) -> bytes:
-        """Return the figure as it is now, transparent around its round corners.
-
-        Only what changes while a run trains is drawn each time.
-        """
-        with rc_context({"text.hinting": "no_hinting"}):  # saves a quarter of the drawing
-            if self._figure.stale:
-                self._canvas.draw()
-                self._background = self._canvas.copy_from_bbox(self._figure.bbox)
-            self._canvas.restore_region(self._background)
-            for artist in self._artists():
-                if artist.get_animated():
-                    artist.draw(self._canvas.get_renderer())
-        image = Image.fromarray(np.asarray(self._canvas.buffer_rgba()))
-        buffer = io.BytesIO()
-        if self._is_live:  # quicker to encode
-            _in_256_colours(image).save(buffer, "png", compress_level=1, transparency=CLEAR)
-        else:
-            image.save(buffer, "png", compress_level=1)
-        return buffer.getvalue()
-
-    def finish(self) -> Figure:
-        """Return the matplotlib figure; no update may follow."""
-        for artist in self._artists():
-            artist.set_animated(False)
-        return self._figure
-
-    def _artists(self) -> list[Artist]:
-        """Return the artists that may change at an update, from back to front."""
-        parts: list[CurvePanel | Detail] = [*self._panels()]
-        parts += [self._detail] if self._detail else []
-        return [artist for part in parts for artist in part.artists()]
-
-    def __repr__(self) -> str:
-        return self._title.get_text()
-
-    def _make_room(self, labels: Sequence[str]) -> None:
-        """Place the panels so that the widest label so far fits."""
-        label = max(LEAST_LABEL_WIDTH, self._room[0], *map(width_inches, labels))
-        bold = max(
-            LEAST_LABEL_WIDTH, self._room[1], *(width_inches(t, is_bold=True) for t in labels)
-        )
-        if (label, bold) == self._room:
-            return
-        self._room = (label, bold)
-        widths = (2.0, 1.0) if len(self._losses) == 1 else (1.0, 1.0, 1.0)
-        upper = (*self._losses.values(), self._rate)
-        for row, panels in enumerate((upper, tuple(self._held_out.values()))):
-            boxes = self._layout.panels(label, widths, row)
-            for panel, box in zip(panels, boxes, strict=False):
-                panel.axes.set_position(box)
-        if self._detail is not None:
-            self._detail.make_room(bold)
-
-    def _panels(self) -> tuple[CurvePanel, ...]:
-        return (*self._losses.values(), self._rate, *self._held_out.values())
-
-    def _text(self, inches_up: float, points: float, colour: str) -> Text:
-        return self._figure.text(
-            0.3 / WIDTH,
-            inches_up / self._layout.height,
-            "",
-            fontsize=points,
-            color=colour,
-            weight="bold" if points == TITLE_POINTS else "normal",
-            va="center",
-        )
+        for y in held_out_measures(comparison)
+        for x in [x for x in across if x != "updates"] or ["samples"]
+    ]
+    if options.panels != "all":
+        marks_loss = target is not None and not target.is_accuracy
+        is_shown = held_out and not is_live and not (options.y or marks_loss)
+        return [[losses[0], held_out[len(across) - 1]] if is_shown else losses]
+    rate = CurvePanel(
+        title="Samples per second by time, s",
+        lines=[(each, each.throughput) for each in series],
+        right=seconds,
+        is_of_time=True,
+    )
+    return [[*losses, rate], held_out[:MOST_HELD_OUT]] if held_out else [[*losses, rate]]
 
 
 def held_out_measures(comparison: Comparison) -> tuple[str, ...]:
@@ -241,60 +206,38 @@ def held_out_measures(comparison: Comparison) -> tuple[str, ...]:
     return tuple(name for name, values in measures.items() if any(map(math.isfinite, values)))
 
 
-def _marked(options: PlotOptions, *, is_accuracy: bool) -> float | None:
-    """Return the height of the target in panels of the one or of the other kind."""
-    target = options.target
-    if target is None or target.is_accuracy != is_accuracy or (options.y and not is_accuracy):
-        return None
-    return target.value
+# -- rows ----------------------------------------------------------------------------------
 
 
-def footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> str:
-    """Return what the lines mean, and as many whole notes as fit in one line."""
-    repeats = max((run.repeat for run in comparison.runs), default=0) > 0
-    faint, strong = ("each repeat", "median") if repeats else ("every update", "moving average")
-    text, shown = f"Faint: {faint}; strong: {strong}.", ""
-    notes = [note.rstrip(".") for note in formatting.notes(comparison, summaries)]
-    for index, note in enumerate(notes):
-        longer = f"{shown}; {note}" if shown else f" {note}"
-        rest = "" if index == len(notes) - 1 else f"; {MORE}"
-        if width_inches(text + longer + rest) > FOOTER_INCHES:
-            return f"{text}{shown}; {MORE}" if shown else f"{text} {MORE.capitalize()}"
-        shown = longer
-    return text + shown
+def _columns(
+    comparison: Comparison, series: Sequence[Series], options: PlotOptions, *, is_live: bool
+) -> list[list[RowKind]]:
+    """Return the columns of the rows, band by band; none of a loop that measures only losses.
+
+    Speed and the time of a step always; of ranks, memory and staleness what says something.
+    """
+    is_split = any(each.summary.split.is_known for each in series)
+    if not comparison.specs and not is_split:
+        return []
+    planned = [STRATEGIES.get(spec.strategy.partition(":")[0]) for spec in comparison.specs]
+    may_be_stale = is_live and any(entry and entry.is_asynchronous for entry in planned)
+    says = {
+        RANKS.title: any(map(is_uneven, series)),
+        MEMORY.title: memory_differs(series),
+        STALENESS.title: may_be_stale or any(each.staleness[1:].any() for each in series),
+    }
+    first = [RATE, SPLIT] if is_live or is_split else [RATE]
+    if options.panels == "all":
+        rest = [kind for kind in (RANKS, MEMORY, STALENESS) if any(map(kind.reach, series))]
+        return [first, rest] if rest else [first]
+    return [[*first, *(k for k in (RANKS, MEMORY, STALENESS) if says[k.title])][:MOST_COLUMNS]]
 
 
-def _in_256_colours(image: Image.Image) -> Image.Image:
-    """Return an image with a palette, in which ``CLEAR`` stands for its clear pixels."""
-    frame = image.convert("RGB").quantize(
-        CLEAR, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
-    )
-    frame.putpalette([*(frame.getpalette() or [])[: 3 * CLEAR], 255, 255, 255])
-    frame.paste(CLEAR, mask=image.getchannel("A").point([255] + [0] * 255))
-    return frame
+def memory_differs(series: Sequence[Series]) -> bool:
+    """Return whether a rank of one strategy holds much more than that of another.
 
-
-def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:
-    """Return the places of a series' marks on an axis, without those set before the first step."""
-    if x == "updates":
-        return ()
-    return tuple(
-        (samples if x == "samples" else mark.seconds, f"rank {mark.rank}: {mark.text}")
-        for mark, samples in series.marks
-        if mark.seconds > 0
-    )
-
-
-def _paper(figure: Figure, height: float) -> FancyBboxPatch:
-    """Return the white background, which suits a light and a dark notebook."""
-    return FancyBboxPatch(
-        (0.17, 0.17),
-        WIDTH - 0.34,
-        height - 0.34,
-        boxstyle="round,pad=0.15,rounding_size=0.18",
-        facecolor=PAPER,
-        edgecolor=RULE,
-        linewidth=1.2,
-        zorder=-1,
-        transform=figure.dpi_scale_trans,
-    )
+    ``single``, whose batch is whole, and the ceiling are not looked at.
+    """
+    others = [s.summary for s in series if s.summary.name.partition(":")[0] not in BESIDE]
+    totals = [each.memory.total for each in others if each.memory.total]
+    return max(totals, default=0) > LEAST_DIFFERENCE * min(totals, default=0)

@@ -1,10 +1,6 @@
-"""The place of each part of the figure, in inches from the lower left (kernel).
-
-The size is chosen once, before anything is drawn.
-"""
+"""The place of each part of the figure, in inches from the lower left (kernel)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
@@ -14,113 +10,74 @@ from matplotlib.font_manager import FontProperties
 from ddpnb.reports.style import SMALL_POINTS
 
 DPI = 100
-
-WIDTH = 14.0
-TOP, BOTTOM = 0.92, 1.06
-"""For the title and the panels' heads; for the ticks, their label and the footer."""
-PANEL_HEIGHT = 2.6
-PANELS_GAP = 1.16
-"""Between two rows of panels: for the ticks of the upper and the heads of the lower."""
+WIDTH = 13.6
+"""So wide that text of ``SMALL_POINTS`` is at least 10 pixels high on a laptop of 1280 pixels."""
+TOP = 0.8
+"""For the title and the heads of the first panels."""
+MARGIN, HEAD = 0.17, 0.34
+"""Of the paper around the figure; for the heads of further columns."""
+PANEL_HEIGHT, PANELS_GAP = 1.95, 0.78
+"""The gap is for the ticks of the panels above and the heads of those below."""
 LABEL_HEIGHT = 0.225
-"""Inches for one label at the end of a line."""
+"""For one label at the end of a line."""
 TICKS_WIDTH = 0.56
-"""Inches at the left of each panel, for the numbers on its y axis."""
-LEAST_LABEL_WIDTH = 0.74
-"""Least inches for a label."""
+"""At the left of each panel, for the numbers on its y axis."""
 LABEL_CHARACTERS = 26
 """Maximum length of a label; a longer one is shortened."""
-
-ROWS_TOP, ROWS_BOTTOM = 1.06, 1.24
-"""For the ticks of the panels above and the heads; for ticks, legend and footer."""
-ROW_HEIGHT, LEAST_ROW_HEIGHT = 0.4, 0.26
-MANY_ROWS = 5
-NAMES_LEFT = 0.4
-"""For the strategies' markers."""
+ROWS_BOTTOM = 0.86
+"""For the ticks and the legend of rows."""
+ROW_HEIGHT, LEAST_ROW_HEIGHT, MANY_ROWS = 0.28, 0.24, 5
+NAMES_LEFT, NAMES_RIGHT, ROW_GAP = 0.4, 0.4, 0.3
+"""Left of the strategies' markers, right of their names, and between columns."""
 
 Box = tuple[float, float, float, float]
-"""Left, bottom, width and height as shares of the figure."""
+"""Left, bottom, width and height in inches."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The size of a figure, and the places in it.
+def panel_height(num_strategies: int) -> float:
+    """Return the height of a panel: enough for all labels at the ends of lines."""
+    return max(PANEL_HEIGHT, LABEL_HEIGHT * (num_strategies + 1))
+
+
+def rows_height(num_strategies: int) -> float:
+    """Return the height of the rows of all strategies together."""
+    each = ROW_HEIGHT if num_strategies <= MANY_ROWS else LEAST_ROW_HEIGHT
+    return max(num_strategies * each, 2 * ROW_HEIGHT)
+
+
+def panel_boxes(num: int, label_width: float, bottom: float, height: float) -> list[Box]:
+    """Return the places of panels side by side, each with space for labels at its right.
 
     Args:
-        num_strategies: the number of strategies that there will be.
-        has_rows: whether there are rows below the curves.
-        num_curve_rows: rows of panels with curves.
+        num: the number of panels.
+        label_width: width of the widest label.
+        bottom: the lower end of the axes.
+        height: of the axes.
     """
+    whole = (WIDTH - 2 * MARGIN) / num
+    width = whole - TICKS_WIDTH - 0.3 - label_width
+    return [(MARGIN + index * whole + TICKS_WIDTH, bottom, width, height) for index in range(num)]
 
-    num_strategies: int
-    has_rows: bool
-    num_curve_rows: int = 1
 
-    @property
-    def panel_height(self) -> float:
-        """Enough for all labels at the ends of lines."""
-        return max(PANEL_HEIGHT, LABEL_HEIGHT * (self.num_strategies + 1))
+def row_boxes(
+    name_width: float, columns: Sequence[tuple[float, float]], bottom: float, height: float
+) -> list[Box]:
+    """Return the places of columns of rows, with space for names at the left of the first.
 
-    @property
-    def rows_height(self) -> float:
-        """The height of all rows together."""
-        each = ROW_HEIGHT if self.num_strategies <= MANY_ROWS else LEAST_ROW_HEIGHT
-        return max(self.num_strategies * each, 2 * ROW_HEIGHT)
-
-    @property
-    def panels_bottom(self) -> float:
-        """The lower end of the curves."""
-        return ROWS_BOTTOM + self.rows_height + ROWS_TOP if self.has_rows else BOTTOM
-
-    @property
-    def height(self) -> float:
-        """The height of the whole figure."""
-        num = self.num_curve_rows
-        return self.panels_bottom + num * self.panel_height + (num - 1) * PANELS_GAP + TOP
-
-    def panels(self, label_width: float, widths: Sequence[float], row: int = 0) -> list[Box]:
-        """Return the places of the panels, with space for labels at the right of each.
-
-        Args:
-            label_width: width of the widest label in inches.
-            widths: width of each panel, relative to the others.
-            row: 0 for the uppermost.
-        """
-        label = 0.3 + label_width
-        rows_below = self.num_curve_rows - 1 - row
-        bottom = self.panels_bottom + rows_below * (self.panel_height + PANELS_GAP)
-        free = WIDTH - 0.34 - len(widths) * (TICKS_WIDTH + label)
-        boxes, left = [], 0.14
-        for share in widths:
-            left += TICKS_WIDTH
-            width = free * share / sum(widths)
-            boxes.append(self._box(left, bottom, width, self.panel_height))
-            left += width + label
-        return boxes
-
-    def rows(self, name_width: float, columns: Sequence[tuple[float, float]]) -> list[Box]:
-        """Return the places of the columns, with space for names at the left of the first.
-
-        Args:
-            name_width: width of the widest name in inches.
-            columns: width of each column, relative to the others, and inches for the text at
-                its right.
-        """
-        left = NAMES_LEFT + 0.4 + name_width
-        gap = 0.3
-        free = WIDTH - 0.3 - left - sum(text + gap for _, text in columns) + gap
-        boxes = []
-        for share, text in columns:
-            width = free * share / sum(share for share, _ in columns)
-            boxes.append(self._box(left, ROWS_BOTTOM, width, self.rows_height))
-            left += width + text + gap
-        return boxes
-
-    def row_middle(self, index: int, num_rows: int) -> float:
-        """Return the height of the middle of a row, as a share of the figure."""
-        return (ROWS_BOTTOM + self.rows_height * (1 - (index + 0.5) / num_rows)) / self.height
-
-    def _box(self, left: float, bottom: float, width: float, height: float) -> Box:
-        return (left / WIDTH, bottom / self.height, width / WIDTH, height / self.height)
+    Args:
+        name_width: width of the widest name.
+        columns: width of each column relative to the others, and inches for the text at its right.
+        bottom: the lower end of the axes.
+        height: of the axes.
+    """
+    left = NAMES_LEFT + NAMES_RIGHT + name_width
+    free = WIDTH - 2 * MARGIN - left - sum(text + ROW_GAP for _, text in columns) + ROW_GAP
+    boxes = []
+    for share, text in columns:
+        width = free * share / sum(share for share, _ in columns)
+        boxes.append((left, bottom, width, height))
+        left += width + text + ROW_GAP
+    return boxes
 
 
 def shortened(label: str) -> str:

@@ -4,9 +4,9 @@ Strong lines are the moving average of one run or the median of several repeats.
 every update of the run, or each repeat.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from ddpnb.history.metrics import (
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import (
     StalenessCounts,
-    StrategyKey,
     StrategySummary,
     evaluations,
     group_runs,
@@ -32,6 +31,7 @@ from ddpnb.history.summary import (
     summarise,
 )
 from ddpnb.protocol.messages import Evaluation, Mark
+from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import labels, styles
 from ddpnb.reports.style import Style
 
@@ -89,35 +89,22 @@ class PreparedRun(NamedTuple):
     """Seconds, and samples/s before each."""
 
 
-@final
-class Preparer:
-    """Prepares runs for drawing; a series in which nothing has changed is prepared once.
+def series_of(
+    comparison: Comparison, y: str = "", target: Target | None = None
+) -> tuple[Series, ...]:
+    """Return one series per strategy and comparison.
 
     Args:
+        comparison: the runs.
         y: the further number whose curve is drawn; empty: the loss.
+        target: of the summaries.
     """
-
-    def __init__(self, y: str = "") -> None:
-        self._y = y
-        self._series: dict[StrategyKey, tuple[Hashable, Series]] = {}
-
-    def series_of(self, comparison: Comparison) -> tuple[Series, ...]:
-        """Return one series per strategy and comparison."""
-        names, look = labels(comparison), styles(comparison)
-        summaries = {(s.comparison, s.name): s for s in summarise(comparison)}
-        made = []
-        for key, runs in group_runs(comparison.runs).items():
-            style, summary = look[key], summaries[key]
-            state = (
-                tuple((r.run_id, r.aggregate.num_events, r.status, len(r.marks)) for r in runs),
-                (str(summary.speed_up), str(summary.share_of_ceiling)),
-                names[key],
-                style,
-            )
-            if key not in self._series or self._series[key][0] != state:
-                self._series[key] = (state, _series(names[key], style, runs, summary, self._y))
-            made.append(self._series[key][1])
-        return tuple(made)
+    names, look = labels(comparison), styles(comparison)
+    summaries = {(s.comparison, s.name): s for s in summarise(comparison, target)}
+    return tuple(
+        _series(names[key], look[key], runs, summaries[key], y)
+        for key, runs in group_runs(comparison.runs).items()
+    )
 
 
 def _prepared(run: RunSnapshot, y: str) -> PreparedRun:

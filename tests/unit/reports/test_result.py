@@ -1,5 +1,4 @@
 import csv
-import io
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +12,8 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import StepEvent
-from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.figures.layout import WIDTH
+from ddpnb.reports.result import PAGE_DPI, ComparisonResult
 from tests.unit.history.fake_runs import batch, fake_comparison
 from tests.unit.reports.test_tables import EVIL, check_html
 
@@ -38,7 +38,7 @@ def test_a_result_is_saved_as_page_picture_and_numbers(result: ComparisonResult,
     assert "def model(): ...  # &lt;script&gt;" in html
     assert "2.13.0" in html
     assert result.sentence() in html
-    assert Image.open(png).size == (2240, 1187)
+    assert Image.open(png).width == pytest.approx(PAGE_DPI * WIDTH, abs=1)
     rows = list(csv.DictReader(numbers.open()))
     assert [row["strategy"] for row in rows] == ["single", "dp", "ddp", "async"]
 
@@ -49,14 +49,17 @@ def test_a_folder_that_cannot_be_written_is_reported(result: ComparisonResult, t
         result.save(tmp_path / "file")
 
 
-def test_a_saved_notebook_holds_picture_table_and_text(result: ComparisonResult):
+def test_a_saved_notebook_holds_sentence_picture_table_and_text(result: ComparisonResult):
     bundle = result._repr_mimebundle_()
-    assert Image.open(io.BytesIO(bundle["image/png"])).size == (1400, 742)
-    assert bundle["text/html"].count("<table") == 1
-    check_html(bundle["text/html"])
+    html, picture = bundle["text/html"], result.plot()
+    check_html(html)
+    places = [html.index(part) for part in (result.sentence(), "<img", "<table", "<details>")]
+    assert places == sorted(places)
+    assert html.count("<table") == 2
+    assert "<script" not in html
+    assert bundle["text/plain"].startswith(result.sentence())
     assert "samples/s" in bundle["text/plain"]
-    picture = result.plot()
-    assert Image.open(io.BytesIO(picture._repr_png_())).size == (1400, 742)
+    assert picture._repr_png_() == bundle["image/png"]
     assert repr(picture) == result.sentence()
 
 

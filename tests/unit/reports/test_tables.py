@@ -13,12 +13,13 @@ from ddpnb.protocol.messages import Evaluating, RankState, StepEvent
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.data import runs_frame
 from ddpnb.reports.findings import results_table, sentence
-from ddpnb.reports.formatting import duration, number, percent, short, size, styles
+from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
+from ddpnb.reports.reading import explained, five_columns, how_to_read
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
-from ddpnb.reports.table import Cell, Column, Table, in_two_lines
+from ddpnb.reports.table import Cell, Column, Table
 from tests.unit.history.fake_runs import (
     STEP_SECONDS,
     batch,
@@ -28,8 +29,8 @@ from tests.unit.history.fake_runs import (
     run_of,
     spec,
 )
-from tests.unit.history.test_summary import timed
 
+SPEEDS = ["strategy", "samples/s", "speed-up"]
 EVIL = "<script>alert('x')</script>"
 
 
@@ -70,22 +71,10 @@ def rank_state(rank: int, **changes: object) -> RankState:
     return replace(state, **changes)
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.1184, "0.118"),
-        (12345.6, "12,346"),
-        (0.0, "0"),
-        (float("nan"), "–"),
-        (1.5, "1.50"),
-        (99.96, "100"),
-    ],
-)
-def test_numbers(value: float, shown: str):
-    assert number(value) == shown
-
-
-def test_other_words():
+def test_numbers_in_words():
+    numbers = (0.1184, 12345.6, 0.0, math.nan, 1.5, 99.96)
+    assert [number(v) for v in numbers] == ["0.118", "12,346", "0", "–", "1.50", "100"]
+    assert [size(v) for v in (12, 49_380, 4.6e6, 2.5e9)] == ["12 B", "49 kB", "4.6 MB", "2.5 GB"]
     assert [short(v) for v in (17_123, 999.6, 2_500_000, 12)] == ["17.1k", "1.00k", "2.50M", "12.0"]
     assert [short(v) for v in (3.1e13, 1e17, -2.54e20)] == ["31.0T", "1e17", "-2.5e20"]
     assert number(float("inf")) == "∞"
@@ -104,18 +93,10 @@ def test_everything_is_escaped():
     check_html(table.html())
 
 
-def test_a_table_can_be_heard_and_read():
-    html = results_table(fake_comparison()).html()
-    check_html(html)
-    assert html.count('scope="row"') == 4
-    assert html.count('scope="col"') == 9
-    assert "<caption" in html
-    assert html.count('aria-hidden="true"') == 4
-    assert "held-out accuracy" in re.sub("<[^>]*>", "", html)
-
-
 def test_the_scores_in_text():
-    text = results_table(fake_comparison()).text()
+    table = results_table(fake_comparison())
+    check_html(table.html())
+    text = table.text()
     dp = next(line for line in text.splitlines() if line.startswith("dp "))
     speed = r"\([\d,]+\) \([\d,]+–[\d,]+\) +\(1\.\d\d×\) +\(\d\d %\)"
     assert re.search(rf"dp \(emulated\) +{speed}", dp)
@@ -125,37 +106,24 @@ def test_the_scores_in_text():
     assert re.search(r"async .* 94\.7 % +1 / 3", text)
 
 
-def test_repeats_are_shown_and_columns_nobody_fills_are_left_out():
-    text = results_table(fake_comparison(("ddp",), repeats=2, num_steps=30)).text()
-    assert "ddp 2 repeats" in text
-    assert "median and range over the repeats" in text
-    assert "speed-up" not in text
-    assert "staleness" not in text
-
-
-def test_a_run_that_failed_is_in_the_table():
-    run = fake_run("ddp", num_steps=30, share=0.5)
-    run.end(Status.FAILED, "rank 1 was killed")
-    comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
-    text = results_table(comparison).text()
-    assert "ddp failed" in text
-    assert "ddp: failed: rank 1 was killed" in text
-
-
-@pytest.mark.parametrize(
-    ("status", "detail", "expected"),
-    [
-        (Status.STOPPED, "interrupted", "stopped: interrupted"),
-        (Status.STOPPED, "stopped by the user", "stopped by the user"),
-        (Status.STOPPED, "", "stopped"),
-        (Status.FAILED, "rank 0 was killed", "failed: rank 0 was killed"),
-    ],
-)
-def test_how_a_run_ended_is_given_in_words(status: Status, detail: str, expected: str):
-    run = fake_run("ddp", num_steps=30, share=0.5)
-    run.end(status, detail)
-    comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
-    assert f"\n  ddp: {expected}\n" in results_table(comparison).text() + "\n"
+def test_a_class_sees_five_columns_and_the_others_folded():
+    for comparison, target, titles in (
+        (fake_comparison(), None, [*SPEEDS, "efficiency", "held-out accuracy"]),
+        (fake_comparison(), Target(value=0.3), [*SPEEDS, "to loss 0.3", "held-out accuracy"]),
+        (fake_comparison(("ddp",)), None, ["strategy", "samples/s", "exposed"]),
+    ):
+        whole = explained(results_table(comparison, target))
+        five = five_columns(whole)
+        found = [column.title for column in five.columns]
+        assert len(found) == 5
+        assert set(titles) <= set(found)
+        assert all(column.about for column in whole.columns)
+        assert column_texts(five, "samples/s") == column_texts(whole, "samples/s")
+        html = how_to_read(whole)
+        check_html(html)
+        for column in whole.columns:
+            assert column.title.split(" ")[0] in html
+        assert five.notes == ()
 
 
 def test_workers_have_a_column_where_the_title_does_not_tell_them():
@@ -186,13 +154,6 @@ def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():
     assert runs_frame(weak)["batch_size"].tolist() == [32, 64]
 
 
-def test_a_head_has_two_lines_at_most():
-    assert in_two_lines("sent per step") == ["sent per", "step"]
-    assert in_two_lines("held-out accuracy") == ["held-out", "accuracy"]
-    assert in_two_lines("samples/s") == ["samples/s"]
-    assert in_two_lines("interconnection") == ["interconnection"]
-
-
 def test_what_is_long_is_shortened_and_given_in_full_but_sentences_are_broken():
     long = "a_module_of_mine.with_a_very_long_name:build_task"
     table = Table(
@@ -204,12 +165,6 @@ def test_what_is_long_is_shortened_and_given_in_full_but_sentences_are_broken():
     assert html.count(f">{long}<") == 2
     assert f'title="{long}">a_module_of_mine.with_a_ver…<' in html
     assert table.text().count(long) == 3
-
-
-def test_a_variant_has_a_ring_for_a_dot():
-    runs = [fake_run(name, num_steps=20) for name in ("ddp", "ddp:hook=fp16")]
-    rows = results_table(of_runs(*runs)).html().split("<tbody>")[1].split("</tr>")
-    assert ['background:transparent"></span>' in row for row in rows[:2]] == [False, True]
 
 
 def test_an_empty_comparison_has_an_empty_table():
@@ -273,23 +228,6 @@ def test_progress_from_start_to_end():
     assert lines[2].startswith("async: finished · ")
 
 
-def test_progress_names_the_repeat_and_what_is_emulated():
-    line = progress_of(fake_comparison(("dp",), repeats=2, share=0.8, num_steps=100))
-    assert line.text.startswith("dp (emulated), repeat 2 of 2: 60 %")
-    check_html(line.html())
-    assert 'aria-valuenow="60"' in line.html()
-
-
-def test_progress_tells_how_long_all_runs_will_take():
-    comparison = fake_comparison(("single", "ddp"), repeats=2, share=0.6, num_steps=100)
-    begun = (100.0, 140.0, 200.0)  # single took 40 s, ddp 60 s
-    runs = [replace(r, created=at) for r, at in zip(comparison.runs, begun, strict=True)]
-    text = progress_of(comparison.with_runs(runs)).text
-    assert re.search(r"run 3 of 4: \d s left, about 1 min [0-9] s in all$", text)
-    only = fake_comparison(("ddp",), share=0.6, num_steps=100)
-    assert re.search(r"loss [\d.]+ · \d s left$", progress_of(only).text)
-
-
 def test_progress_before_the_first_step_and_while_evaluating():
     run = run_of(spec("ddp"), created=1.0)
     assert progress_of(fake_comparison(()).with_runs([run.snapshot()])).text == "ddp: starting"
@@ -299,51 +237,6 @@ def test_progress_before_the_first_step_and_while_evaluating():
     line = progress_of(fake_comparison(()).with_runs([judged]))
     assert "evaluating 3 of 10 · 12 s left" in line.text
     assert line.share == pytest.approx(0.2)
-
-
-def of_rates(**rates: tuple[float, ...]) -> Comparison:
-    """Runs of 100 samples that take so many seconds, in each repeat."""
-    runs = [
-        timed(name, (seconds,), repeat)
-        for name, each in rates.items()
-        for repeat, seconds in enumerate(each)
-    ]
-    return Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
-
-
-def test_the_sentence_claims_what_the_intervals_allow():
-    found = sentence(of_rates(single=(2.0, 2.1, 2.2), ddp=(1.0, 1.1, 1.1), hogwild=(2.2, 2, 2.2)))
-    assert re.fullmatch(
-        r"In samples/s, ddp is 1\.97× single \(1\.\d\d to 2\.\d\d at 95 %\); no difference of 2 % "
-        r"or more in samples/s from single is shown for hogwild \(0\.\d\d× to 1\.\d\d× at 95 %\)\.",
-        found,
-    ), found
-
-
-def test_the_sentence_claims_nothing_of_one_run():
-    found = sentence(of_rates(single=(1.0,), ddp=(2.0,)))
-    assert found == (
-        "In this one run, ddp ran at 0.50× the samples/s of single, which may be chance: "
-        "3 or more repeats would show."
-    )
-
-
-def test_without_single_all_are_compared_with_the_first():
-    found = sentence(of_rates(zero=(2.0, 2.0, 2.0), ddp=(1.0, 1.0, 1.0), hogwild=(0.5, 0.5, 0.5)))
-    assert found == (
-        "In samples/s, hogwild is 4.00× zero (4.00 to 4.00 at 95 %) "
-        "and ddp 2.00× zero (2.00 to 2.00 at 95 %)."
-    )
-
-
-def test_the_sentence_tells_of_emulation_scores_and_trouble():
-    found = sentence(fake_comparison())
-    assert "in this one run, ddp ran at 1.6" in found.lower()
-    assert "96.1 % for single, dp (emulated) and ddp, and 94.7 % for async" in found
-    assert "dp (emulated) says nothing about the speed of the real one" in found
-    bad = fake_run("async", num_steps=20, nan_from=5)
-    found = sentence(Comparison(comparison_id="c", name="c", runs=(bad.snapshot(),)))
-    assert "async's loss became NaN or infinite" in found
 
 
 def reported(strategy: str, **changes: object) -> Run:
@@ -407,32 +300,12 @@ def test_lost_samples_and_unlike_memory_have_columns():
     }
 
 
-def test_when_a_target_was_reached_is_in_table_and_sentence():
+def test_when_a_target_was_reached_is_in_the_table():
     comparison = fake_comparison(("single", "ddp"))
     table = results_table(comparison, Target(value=0.5))
     assert [column.title for column in table.columns][1:3] == ["samples/s", "to loss 0.5"]
     assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
-    found = sentence(comparison, Target(value=0.5))
-    assert re.search(r"a training loss of 0.5 was reached after \d.\d\d s by ddp and ", found)
-    assert "more samples" not in found, "one repeat allows no claim"
     assert "never" in results_table(comparison, Target(value=0.001)).text()
-    never = sentence(comparison, Target(value=0.001))
-    assert "single and ddp never reached a training loss of 0.001" in never
-
-
-def test_more_samples_are_claimed_only_where_the_ranges_allow_it():
-    found = sentence(fake_comparison(("single", "async"), repeats=5), Target(value=0.5))
-    claim = r"async needs \d+ % more samples than single to reach it \(\d+ to \d+ % at 95 %\)"
-    assert re.search(claim, found)
-
-
-def test_bytes_in_words():
-    assert [size(value) for value in (12, 49_380, 4.6e6, 2.5e9)] == [
-        "12 B",
-        "49 kB",
-        "4.6 MB",
-        "2.5 GB",
-    ]
 
 
 def test_emulated_devices_are_named_wherever_results_are():
@@ -447,7 +320,7 @@ def test_emulated_devices_are_named_wherever_results_are():
     assert list(runs_frame(emulated)["devices"]) == ["2xV100"] * 2
 
 
-def column(table: Table, title: str) -> list[str]:
+def column_texts(table: Table, title: str) -> list[str]:
     """The cells of a column, without what stands in small print."""
     at = [each.title for each in table.columns].index(title)
     return [row[at].text for row in table.rows]
@@ -456,7 +329,7 @@ def column(table: Table, title: str) -> list[str]:
 def test_exposed_is_unknown_where_it_cannot_be_seen():
     comparison = fake_comparison(("single", "ddp"))
     single, ddp = comparison.runs
-    assert column(results_table(comparison), "exposed")[-1].endswith("%")
+    assert column_texts(results_table(comparison), "exposed")[-1].endswith("%")
     blind = replace(ddp, header=replace(ddp.header, sees_exposed=False))
     assert "exposed" not in results_table(comparison.with_runs([single, blind])).text()
 
@@ -471,7 +344,7 @@ def test_a_ceiling_has_no_part_in_the_sentence_and_never_misses_a_target():
     assert "no-comm" not in sentence(found, Target(value=1e-9))
     assert "no-comm" in sentence(comparison, Target(value=1e-9))
     table = results_table(found, Target(value=1e-9))
-    assert column(table, "to loss 1e-09") == ["never", "–", "never"]
+    assert column_texts(table, "to loss 1e-09") == ["never", "–", "never"]
 
 
 def test_efficiency_is_parted(monkeypatch):
@@ -497,16 +370,3 @@ def test_a_ceiling_that_other_programs_have_slowed_parts_nothing(monkeypatch):
     assert all("×" in each.quiet for each in (dp, async_))  # threads, and uneven shares
     assert "no-comm was measured slower than ddp, whose efficiency is not parted" in table.text()
     assert "then, which --repeats 3 evens out" in table.text()
-
-
-def test_hidden_communication_on_a_cpu_is_said_to_take_time():
-    comparison = fake_comparison(("single", "ddp"))
-    note = "communication hidden on a CPU still takes a core's time"
-    assert note in results_table(comparison).text()
-    on_gpus = [replace(run, header=replace(run.header, device="cuda:0")) for run in comparison.runs]
-    assert note not in results_table(comparison.with_runs(on_gpus)).text()
-
-
-def test_what_is_emulated_is_drawn_hollow():
-    look = styles(fake_comparison(("single", "dp", "ddp")))
-    assert [strategy for (_, strategy), style in look.items() if style.is_hollow] == ["dp"]
