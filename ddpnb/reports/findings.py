@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from ddpnb.history.claims import (
-    FEWEST_REPEATS,
     LEVEL,
     SMALLEST_EFFECT,
     Ratio,
@@ -41,12 +40,12 @@ from ddpnb.reports.formatting import (
 from ddpnb.reports.table import Cell, Column, Table
 
 RANGES = {
-    "repeats": "samples/s: median and range over the repeats",
+    "repeats": "samples/s: geometric mean and range over the repeats",
     "tenths": "samples/s: mean of the run, and range over its tenths",
 }
 """The note that explains a range, by what the range is over."""
 MAX_SHARE_OF_CEILING = 1.05
-"""By so much a strategy that hardly communicates may be above ``no-comm``'s speed by chance."""
+"""Above this share of ``no-comm``'s speed, efficiency is not split: it is no ceiling."""
 
 
 def results_table(comparison: Comparison, target: Target | None = None) -> Table:
@@ -102,10 +101,10 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
     done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
     ratios = ratios_of(done)
     parts = [
+        *(_failures(summary, called[id(summary)]) for summary in summaries),
         "" if ratios is None else _speeds(done, called, ratios),
         "" if target is None else _reached(done, called, target, ratios),
         *_scores(done, called),
-        *(_failures(summary, called[id(summary)]) for summary in summaries),
         *(
             f"{called[id(s)]} says nothing about the speed of the real one"
             for s in done
@@ -141,19 +140,19 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
     found += ["staleness: median / maximum"] if is_stale else []
     if "efficiency" in shown and any(math.isfinite(s.machine) for s in summaries):
         found.append(
-            "efficiency = machine × communication: no-comm over workers × single, "
+            "efficiency = machine × communication: no-comm over devices × single, "
             "and the strategy over no-comm"
         )
-    if quicker := [s.name for s in summaries if _outran_ceiling(s)]:
+    alike = [s for s in summaries if s.num_workers > 1 and s.has_even_shares and not s.is_emulated]
+    if quicker := [s.name for s in alike if _outran_ceiling(s)]:
         remedy = "more repeats even out" if "repeats" in overs else "--repeats 3 evens out"
         found.append(
-            f"no-comm was measured slower than {listed(quicker)}, whose efficiency is not parted: "
+            f"no-comm was measured slower than {listed(quicker)}, so its efficiency is not split: "
             f"the machine may have been busier then, which {remedy}"
         )
     if any(s.is_emulated for s in summaries):
         found.append(
-            "in brackets: copies in shared memory, no PCIe, no devices; "
-            "the real one's speed may be quite another"
+            "in brackets: emulated on CPU threads, which says little about the real one's speed"
         )
     if any(s.split.parts.hidden > 0 and s.uses_cores for s in summaries):
         found.append("communication hidden on a CPU still takes a core's time")
@@ -195,8 +194,7 @@ def _intervals(summaries: Sequence[StrategySummary]) -> Iterator[str]:
 
 
 def _speed_ratio(summary: StrategySummary, ratios: Ratios | None) -> Ratio:
-    key = (summary.comparison, summary.name)
-    return Ratio() if ratios is None else ratios.speed.get(key, Ratio())
+    return Ratio() if ratios is None else ratios.speed.get(summary.key, Ratio())
 
 
 def _accuracy_error(known: Sequence[StrategySummary]) -> str:
@@ -229,9 +227,8 @@ def _efficiency(summary: StrategySummary) -> Cell:
 
 
 def _outran_ceiling(summary: StrategySummary) -> bool:
-    """Return whether ``no-comm`` is no ceiling: the machine may have been busier then."""
-    is_like_it = summary.num_workers > 1 and summary.has_even_shares and not summary.is_emulated
-    return summary.share_of_ceiling > MAX_SHARE_OF_CEILING and is_like_it
+    """Return whether ``no-comm`` is no ceiling for it."""
+    return summary.share_of_ceiling > MAX_SHARE_OF_CEILING
 
 
 def _judged(summary: StrategySummary, text: str) -> Cell:
@@ -273,13 +270,15 @@ def _receives_as_it_sends(summary: StrategySummary) -> bool:
 def _target_cell(summary: StrategySummary) -> Cell:
     """Return the seconds and samples after which the target was reached."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
-    if summary.is_ceiling:
+    if summary.is_ceiling or math.isnan(seconds):
         return Cell(text=NOTHING)
-    if math.isnan(seconds):
-        is_missed = summary.status is Status.FINISHED and summary.num_missed_target > 0
-        return Cell(text="never" if is_missed else NOTHING)
-    missed = f", {summary.num_missed_target} never" if summary.num_missed_target else ""
-    return Cell(text=f"{number(seconds)} s", quiet=f"{short(samples)} samples{missed}")
+    missed = f"{summary.num_missed_target} never" if summary.num_missed_target else ""
+    if math.isinf(seconds):
+        return Cell(
+            text="never", quiet=missed if summary.num_missed_target < summary.num_runs else ""
+        )
+    parts = [f"{short(samples)} samples", *filter(None, [missed])]
+    return Cell(text=f"{number(seconds)} s", quiet=", ".join(parts))
 
 
 def _staleness(summary: StrategySummary) -> Cell:
@@ -347,10 +346,14 @@ def _speeds(done: Sequence[StrategySummary], called: dict[int, str], ratios: Rat
     base = called[id(ratios.reference)]
     found = [(called[id(s)], r) for s in done for r in [_speed_ratio(s, ratios)] if r.num_repeats]
     found.sort(key=lambda each: each[1].middle, reverse=True)
-    claims = [(name, r) for name, r in found if r.is_claim]
-    rest = [(name, r) for name, r in found if r.has_interval and not r.is_claim]
     few = [(name, r) for name, r in found if not r.has_interval]
+    claims = [(name, r) for name, r in found if r.is_claim]
+    small = [(name, r) for name, r in found if r.has_interval and r.excludes_one and not r.is_claim]
+    open_ = [(name, r) for name, r in found if r.has_interval and not r.excludes_one]
     parts = []
+    if few:
+        is_computed = all(s.is_computed for s in done)
+        parts.append(_in_few_runs(few, base, is_computed=is_computed))
     if claims:
         verbs = ["is ", *[""] * len(claims)]
         texts = [
@@ -358,26 +361,38 @@ def _speeds(done: Sequence[StrategySummary], called: dict[int, str], ratios: Rat
             for (name, r), verb in zip(claims, verbs, strict=False)
         ]
         parts.append(f"in samples/s, {listed(texts)}")
-    if rest:
-        texts = [f"{name} ({r.low:.2f}× to {r.high:.2f}× at {percent(LEVEL)})" for name, r in rest]
-        parts.append(
-            f"no difference of {percent(SMALLEST_EFFECT)} or more in samples/s from {base} "
-            f"is shown for {listed(texts)}"
-        )
-    if few:
-        nums = tuple(sorted({r.num_repeats for _, r in few}))
-        runs: dict[tuple[int, ...], str] = {(1,): "in this one run", (2,): "in these two repeats"}
-        verbs = ["ran at ", *[""] * len(few)]
-        texts = [f"{name} {v}{r.middle:.2f}×" for (name, r), v in zip(few, verbs, strict=False)]
-        speeds = f"{listed(texts)} the samples/s of {base}"
-        if all(s.is_computed for s in done):
-            parts.append(speeds)
-        else:
-            parts.append(
-                f"{runs.get(nums, 'in one or two repeats')}, {speeds}, "
-                f"which may be chance: {FEWEST_REPEATS} or more repeats would show"
-            )
+    if small:
+        names = listed([name for name, _ in small])
+        parts.append(f"{names} and {base} differ by less than {percent(SMALLEST_EFFECT)}")
+    parts += [f"cannot tell {name} from {base}: {_between(r)}" for name, r in open_]
     return "; ".join(parts)
+
+
+def _between(ratio: Ratio) -> str:
+    """Return an interval, and how many repeats would show the ratio that was seen."""
+    text = f"between {ratio.low:.2f}× and {ratio.high:.2f}×"
+    if num := ratio.num_repeats_needed:
+        text += f" (about {num} repeats would show {ratio.middle:.2f}×)"
+    return text
+
+
+def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bool) -> str:
+    """Return the speeds of one run or two, with what these runs span by themselves."""
+    texts = [f"{name} at {r.middle:.2f}×{'' if is_computed else _span(r)}" for name, r in few]
+    speeds = f"{listed(texts)} the samples/s of {base}"
+    if is_computed:
+        return speeds
+    runs = "one run" if {r.num_repeats for _, r in few} == {1} else "two runs at most"
+    return f"{runs}: trust large differences only; {speeds}"
+
+
+def _span(ratio: Ratio) -> str:
+    """Return what two repeats, or the tenths of one run, span."""
+    if math.isnan(ratio.low):
+        return ""
+    ends = f"{ratio.low:.2f} to {ratio.high:.2f}"
+    own = "its tenths" if ratio.num_repeats == 1 else "its repeats"
+    return f" ({own}: {ends})" if ratio.excludes_one else f" (within the spread of {own}: {ends})"
 
 
 def _reached(
@@ -390,16 +405,22 @@ def _reached(
     )
     never = [called[id(s)] for s in done if s.num_missed_target == s.num_runs]
     goal = target.text if target.is_accuracy else f"a training loss of {target.value:g}"
-    if not reached:
-        return f"{listed(never)} never reached {goal}" if never else ""
-    times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in reached]
-    first = f"{goal} was reached after {listed(times)}"
-    parts = [f"{first}, never by {listed(never)}" if never else first]
+    parts = []
+    if reached:
+        times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in reached]
+        parts.append(f"{goal} was reached after {listed(times)}")
+    if never:
+        parts.append(f"{listed(never)} never reached {goal}")
+    parts += [
+        f"{called[id(s)]} did not reach it in {s.num_missed_target} of {s.num_runs} repeats"
+        for s in done
+        if 0 < s.num_missed_target < s.num_runs
+    ]
     if ratios is not None:
         parts += [
             f"{called[id(s)]} needs {_more(found, called[id(ratios.reference)])}"
             for s in reached
-            for found in [ratios.samples.get((s.comparison, s.name), Ratio())]
+            for found in [ratios.samples.get(s.key, Ratio())]
             if found.is_claim
         ]
     return "; ".join(parts)
@@ -435,10 +456,11 @@ def _within_error(done: Sequence[StrategySummary]) -> str:
     known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
     num = min((s.num_held_out for s in known), default=0)
     shares = [s.held_out_accuracy.middle for s in known]
-    if num == 0 or len({percent(share, 1) for share in shares}) < 2:
+    high, low = (percent(end(shares, default=0.0), 1) for end in (max, min))
+    if num == 0 or high == low:
         return ""
     if not accuracies_differ(shares, num):
-        return f", the same within the error of {num:,} samples"
+        return f": {num:,} samples cannot tell {high} from {low}"
     return f", with a standard error of {_accuracy_error(known)}"
 
 

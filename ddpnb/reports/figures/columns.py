@@ -59,11 +59,11 @@ class Detail:
         may_come = len(comparison.specs) > sum(not run.is_running for run in comparison.all_runs)
         if may_come or any(map(_is_split, comparison.runs)):
             kinds.append(SplitRow)
-        if may_come or any(len(run.aggregate.ranks) > 1 for run in comparison.runs):
+        if may_come or any(len(run.ranks) > 1 for run in comparison.runs):
             kinds.append(RankRow)
         planned = [STRATEGIES.get(s.strategy.partition(":")[0]) for s in comparison.specs]
         may_be_stale = may_come and any(entry and entry.is_asynchronous for entry in planned)
-        if may_be_stale or any(len(run.aggregate.staleness) for run in comparison.runs):
+        if may_be_stale or any(len(run.staleness) for run in comparison.runs):
             kinds.append(StaleRow)
         self.has_memory = memory_differs(comparison)
         if self.has_memory:
@@ -182,9 +182,9 @@ class _Name:
 
 def _is_even(run: RunSnapshot) -> bool:
     """Return whether no rank was slow or away."""
-    times = slowness(run.aggregate.ranks).values()
+    times = slowness(run.ranks).values()
     return max(times, default=0.0) < SLOW and not absences(run)
 
 
 def _is_split(run: RunSnapshot) -> bool:
-    return any(any(rank.parts) for rank in run.aggregate.ranks)
+    return any(any(rank.parts) for rank in run.ranks)
