@@ -62,19 +62,23 @@ class Ratio:
         return self.low > 1 or self.high < 1
 
     @property
-    def is_effect(self) -> bool:
-        """Whether the difference is worth words."""
-        return abs(math.log(self.middle)) >= math.log1p(SMALLEST_EFFECT)
-
-    @property
     def is_claim(self) -> bool:
         """Whether a difference is shown, and is worth words."""
-        return self.has_interval and self.excludes_one and self.is_effect
+        return self.has_interval and self.excludes_one and self._has_effect(self.middle)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the interval shows that there is no difference worth words, or hardly one."""
+        is_narrow = not (self._has_effect(self.low) or self._has_effect(self.high))
+        return self.has_interval and not self.is_claim and (self.excludes_one or is_narrow)
+
+    def _has_effect(self, ratio: float) -> bool:
+        return abs(math.log(ratio)) >= math.log1p(SMALLEST_EFFECT)
 
     @property
     def num_repeats_needed(self) -> int:
         """Repeats that would show this ratio if they vary as these; 0: too many, or no effect."""
-        if not (self.has_interval and self.is_effect):
+        if not (self.has_interval and self._has_effect(self.middle)):
             return 0
         half = [
             (num, self.deviation * _quantile(num, self.num_claims) / math.sqrt(num))

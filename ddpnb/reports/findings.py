@@ -1,7 +1,4 @@
-"""The findings of a comparison: a table with one row per strategy, and one sentence (kernel).
-
-What the sentence claims of speeds is in ``history.claims``; it claims nothing of accuracies.
-"""
+"""The findings of a comparison as a table with one row per strategy (kernel)."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,10 +7,6 @@ from functools import partial
 
 from ddpnb.history.claims import (
     LEVEL,
-    SMALLEST_EFFECT,
-    Ratio,
-    Ratios,
-    accuracies_differ,
     ratios_of,
     standard_error,
 )
@@ -24,8 +17,6 @@ from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import (
     NOTHING,
-    choice_of_rates,
-    emulated_devices,
     labels,
     learning_rates,
     listed,
@@ -59,16 +50,16 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
     names = labels(comparison)
     look = styles(comparison)
     heads = tuple(
-        Cell(text=names[key], quiet=_state(s), dot=look[key].colour, is_hollow=look[key].is_hollow)
+        Cell(text=names[s.key], quiet=_state(s), dot=style.colour, is_hollow=style.is_hollow)
         for s in summaries
-        for key in [(s.comparison, s.name)]
+        for style in [look[s.key]]
     )
     columns = [(Column(title="strategy"), heads)]
     if rates := learning_rates(comparison):
-        cells = tuple(Cell(text=rates.get((s.comparison, s.name), NOTHING)) for s in summaries)
+        cells = tuple(Cell(text=rates.get(s.key, NOTHING)) for s in summaries)
         columns.append((Column(title="lr", is_number=True), cells))
     is_classified = any(math.isfinite(s.held_out_accuracy.middle) for s in summaries)
-    for name, cell_of in _columns_of(summaries).items():
+    for name, cell_of in columns_of(summaries).items():
         cells = tuple(map(cell_of, summaries))
         is_redundant = is_classified and name == "held-out loss"  # still in to_frame()
         is_redundant |= name == "workers" and not _workers_differ(summaries)
@@ -86,40 +77,6 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
         notes=_column_notes(summaries, [column.title for column, _ in columns])
         + notes(comparison, summaries),
     )
-
-
-def sentence(comparison: Comparison, target: Target | None = None) -> str:
-    """Return one sentence on speed, scores and failures, as far as they are known.
-
-    Args:
-        comparison: the runs.
-        target: the sentence says when it was reached.  None: there is none.
-    """
-    summaries = summarise(comparison, target)
-    names = labels(comparison)
-    called = {id(summary): names[summary.comparison, summary.name] for summary in summaries}
-    done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
-    ratios = ratios_of(done)
-    parts = [
-        *(_failures(summary, called[id(summary)]) for summary in summaries),
-        "" if ratios is None else _speeds(done, called, ratios),
-        "" if target is None else _reached(done, called, target, ratios),
-        *_scores(done, called),
-        *(
-            f"{called[id(s)]} says nothing about the speed of the real one"
-            for s in done
-            if s.is_emulated
-        ),
-    ]
-    text = "; ".join(part for part in parts if part) or _alone(done, called)
-    if not text:
-        return "Nothing has finished yet."
-    if rates := choice_of_rates(comparison):
-        text += f"; {rates}"
-    if devices := emulated_devices(comparison):
-        text += f"; all of it on {devices}"
-    is_name = text.startswith(tuple(called.values()))  # names keep their lower case
-    return f"{text if is_name else text[0].upper() + text[1:]}."
 
 
 def _workers_differ(summaries: Sequence[StrategySummary]) -> bool:
@@ -174,14 +131,16 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
     found += _intervals(summaries)
     known = [s for s in summaries if s.num_held_out and math.isfinite(s.held_out_accuracy.middle)]
     if known:
-        found.append(f"held-out accuracy: standard error {_accuracy_error(known)}")
+        found.append(f"held-out accuracy: standard error {accuracy_error(known)}")
     return tuple(found)
 
 
 def _intervals(summaries: Sequence[StrategySummary]) -> Iterator[str]:
     """Yield the note with the interval of each speed over that of the reference."""
     ratios = ratios_of(summaries)
-    known = [(s, r) for s in summaries for r in [_speed_ratio(s, ratios)] if r.has_interval]
+    speeds = ratios.speed if ratios is not None else {}
+    known = [(s, speeds[s.key]) for s in summaries if s.key in speeds]
+    known = [(s, r) for s, r in known if r.has_interval]
     if ratios is None or not known:
         return
     nums = sorted({r.num_repeats for _, r in known})
@@ -193,11 +152,7 @@ def _intervals(summaries: Sequence[StrategySummary]) -> Iterator[str]:
     )
 
 
-def _speed_ratio(summary: StrategySummary, ratios: Ratios | None) -> Ratio:
-    return Ratio() if ratios is None else ratios.speed.get(summary.key, Ratio())
-
-
-def _accuracy_error(known: Sequence[StrategySummary]) -> str:
+def accuracy_error(known: Sequence[StrategySummary]) -> str:
     """Return the standard error of the mean accuracy, e.g. ``0.8 points (360 samples)``."""
     num = min(s.num_held_out for s in known)
     mean = sum(s.held_out_accuracy.middle for s in known) / len(known)
@@ -272,13 +227,12 @@ def _target_cell(summary: StrategySummary) -> Cell:
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
     if summary.is_ceiling or math.isnan(seconds):
         return Cell(text=NOTHING)
-    missed = f"{summary.num_missed_target} never" if summary.num_missed_target else ""
+    missed = summary.num_missed_target
     if math.isinf(seconds):
-        return Cell(
-            text="never", quiet=missed if summary.num_missed_target < summary.num_runs else ""
-        )
-    parts = [f"{short(samples)} samples", *filter(None, [missed])]
-    return Cell(text=f"{number(seconds)} s", quiet=", ".join(parts))
+        of_all = f"in {missed} of {summary.num_runs}" if missed < summary.num_runs else ""
+        return Cell(text="never", quiet=of_all)
+    quiet = f"{short(samples)} samples{f', {missed} never' if missed else ''}"
+    return Cell(text=f"{number(seconds)} s", quiet=quiet)
 
 
 def _staleness(summary: StrategySummary) -> Cell:
@@ -309,7 +263,7 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
 """The columns after the first, each with the function that fills its cells."""
 
 
-def _columns_of(
+def columns_of(
     summaries: Sequence[StrategySummary],
 ) -> dict[str, Callable[[StrategySummary], Cell]]:
     """Return all columns; those of the cell's own metrics follow the other held-out scores."""
@@ -333,141 +287,3 @@ def _held_out(name: str, summary: StrategySummary) -> Cell:
 
 def _last(name: str, summary: StrategySummary) -> Cell:
     return _of(summary.last_metrics.get(name, Spread()))
-
-
-def _alone(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
-    """Return the speeds of runs that cannot be compared with any other."""
-    rates = [(called[id(s)], s.samples_per_second.middle) for s in done]
-    return listed([f"{name} ran at {number(r)} samples/s" for name, r in rates if math.isfinite(r)])
-
-
-def _speeds(done: Sequence[StrategySummary], called: dict[int, str], ratios: Ratios) -> str:
-    """Return each speed over that of the reference: what is shown, what is not, what is open."""
-    base = called[id(ratios.reference)]
-    found = [(called[id(s)], r) for s in done for r in [_speed_ratio(s, ratios)] if r.num_repeats]
-    found.sort(key=lambda each: each[1].middle, reverse=True)
-    few = [(name, r) for name, r in found if not r.has_interval]
-    claims = [(name, r) for name, r in found if r.is_claim]
-    small = [(name, r) for name, r in found if r.has_interval and r.excludes_one and not r.is_claim]
-    open_ = [(name, r) for name, r in found if r.has_interval and not r.excludes_one]
-    parts = []
-    if few:
-        is_computed = all(s.is_computed for s in done)
-        parts.append(_in_few_runs(few, base, is_computed=is_computed))
-    if claims:
-        verbs = ["is ", *[""] * len(claims)]
-        texts = [
-            f"{name} {verb}{r.middle:.2f}× {base} ({r.low:.2f} to {r.high:.2f} at {percent(LEVEL)})"
-            for (name, r), verb in zip(claims, verbs, strict=False)
-        ]
-        parts.append(f"in samples/s, {listed(texts)}")
-    if small:
-        names = listed([name for name, _ in small])
-        parts.append(f"{names} and {base} differ by less than {percent(SMALLEST_EFFECT)}")
-    parts += [f"cannot tell {name} from {base}: {_between(r)}" for name, r in open_]
-    return "; ".join(parts)
-
-
-def _between(ratio: Ratio) -> str:
-    """Return an interval, and how many repeats would show the ratio that was seen."""
-    text = f"between {ratio.low:.2f}× and {ratio.high:.2f}×"
-    if num := ratio.num_repeats_needed:
-        text += f" (about {num} repeats would show {ratio.middle:.2f}×)"
-    return text
-
-
-def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bool) -> str:
-    """Return the speeds of one run or two, with what these runs span by themselves."""
-    texts = [f"{name} at {r.middle:.2f}×{'' if is_computed else _span(r)}" for name, r in few]
-    speeds = f"{listed(texts)} the samples/s of {base}"
-    if is_computed:
-        return speeds
-    runs = "one run" if {r.num_repeats for _, r in few} == {1} else "two runs at most"
-    return f"{runs}: trust large differences only; {speeds}"
-
-
-def _span(ratio: Ratio) -> str:
-    """Return what two repeats, or the tenths of one run, span."""
-    if math.isnan(ratio.low):
-        return ""
-    ends = f"{ratio.low:.2f} to {ratio.high:.2f}"
-    own = "its tenths" if ratio.num_repeats == 1 else "its repeats"
-    return f" ({own}: {ends})" if ratio.excludes_one else f" (within the spread of {own}: {ends})"
-
-
-def _reached(
-    done: Sequence[StrategySummary], called: dict[int, str], target: Target, ratios: Ratios | None
-) -> str:
-    """Return when each reached the target, and which need clearly more or fewer samples."""
-    reached = sorted(
-        (s for s in done if math.isfinite(s.seconds_to_target.middle) and not s.is_emulated),
-        key=lambda s: s.seconds_to_target.middle,
-    )
-    never = [called[id(s)] for s in done if s.num_missed_target == s.num_runs]
-    goal = target.text if target.is_accuracy else f"a training loss of {target.value:g}"
-    parts = []
-    if reached:
-        times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in reached]
-        parts.append(f"{goal} was reached after {listed(times)}")
-    if never:
-        parts.append(f"{listed(never)} never reached {goal}")
-    parts += [
-        f"{called[id(s)]} did not reach it in {s.num_missed_target} of {s.num_runs} repeats"
-        for s in done
-        if 0 < s.num_missed_target < s.num_runs
-    ]
-    if ratios is not None:
-        parts += [
-            f"{called[id(s)]} needs {_more(found, called[id(ratios.reference)])}"
-            for s in reached
-            for found in [ratios.samples.get(s.key, Ratio())]
-            if found.is_claim
-        ]
-    return "; ".join(parts)
-
-
-def _more(ratio: Ratio, reference: str) -> str:
-    """Return e.g. ``31 % more samples than single to reach it (20 to 43 % at 95 %)``."""
-    word = "more" if ratio.middle > 1 else "fewer"
-    low, high = (percent(end) for end in sorted(abs(end - 1) for end in (ratio.low, ratio.high)))
-    return (
-        f"{percent(abs(ratio.middle - 1))} {word} samples than {reference} to reach it "
-        f"({low.removesuffix(' %')} to {high} at {percent(LEVEL)})"
-    )
-
-
-def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> Iterator[str]:
-    """Yield each held-out score side by side, without a claim about which is better."""
-    for name, cell_of in _columns_of(done).items():
-        if name.startswith("held-out ") and name != "held-out loss":
-            by_score: dict[str, list[str]] = {}
-            for each in done:
-                by_score.setdefault(cell_of(each).text, []).append(called[id(each)])
-            by_score.pop(NOTHING, None)
-            scores = [f"{score} for {listed(names)}" for score, names in by_score.items()]
-            if scores:
-                *most, last = scores
-                text = f"{name} is {', '.join(most)}{', and ' if most else ''}{last}"
-                yield text + (_within_error(done) if name == "held-out accuracy" else "")
-
-
-def _within_error(done: Sequence[StrategySummary]) -> str:
-    """Return what accuracies on so many samples show; empty for one, or without their number."""
-    known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
-    num = min((s.num_held_out for s in known), default=0)
-    shares = [s.held_out_accuracy.middle for s in known]
-    high, low = (percent(end(shares, default=0.0), 1) for end in (max, min))
-    if num == 0 or high == low:
-        return ""
-    if not accuracies_differ(shares, num):
-        return f": {num:,} samples cannot tell {high} from {low}"
-    return f", with a standard error of {_accuracy_error(known)}"
-
-
-def _failures(summary: StrategySummary, name: str) -> str:
-    parts = []
-    if summary.num_diverged:
-        parts.append(f"{name}'s loss became NaN or infinite")
-    if summary.status in (Status.FAILED, Status.STOPPED):
-        parts.append(f"{name} {'failed' if summary.status is Status.FAILED else 'was stopped'}")
-    return "; ".join(parts)

@@ -11,7 +11,8 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import summarise
 from ddpnb.reports.data import runs_frame
-from ddpnb.reports.findings import results_table, sentence
+from ddpnb.reports.findings import results_table
+from ddpnb.reports.sentence import sentence
 from tests.unit.history.fake_runs import fake_comparison
 from tests.unit.history.test_summary import compared, repeated
 
@@ -96,7 +97,8 @@ def test_one_run_and_two_claim_nothing_but_say_what_they_span():
     (found,) = one.speed.values()
     assert found.low < found.middle < found.high
     assert found.excludes_one, "ddp is 1.6 times as fast; tenths differ by a quarter"
-    assert not (found.has_interval or found.is_claim)
+    assert not found.has_interval
+    assert not found.is_claim
     two = ratio({0: 2.0, 1: 1.5}, {0: 1.0, 1: 1.0})
     assert (two.low, two.high) == (pytest.approx(1.5), pytest.approx(2.0))
     assert not two.is_claim

@@ -108,9 +108,7 @@ def test_speeds_and_their_ratios_follow_from_the_steps(result: ComparisonResult)
         assert each.speed_up == pytest.approx(ratio)
         assert each.efficiency == pytest.approx(ratio / 2)
         assert each.machine == pytest.approx(speed["no-comm"].middle / speed["single"].middle / 2)
-        assert each.share_of_ceiling == pytest.approx(
-            speed[name].middle / speed["no-comm"].middle
-        )
+        assert each.share_of_ceiling == pytest.approx(speed[name].middle / speed["no-comm"].middle)
         assert each.efficiency == pytest.approx(each.machine * each.share_of_ceiling, rel=1e-12)
     assert found["ddp"].ideal == found["async"].ideal == 2 * speed["single"].middle
 
@@ -153,7 +151,8 @@ def average(losses: list[float], samples: list[float]) -> list[float]:
 def test_when_a_loss_was_reached_follows_from_the_steps():
     result = ComparisonResult(fake_comparison(("single", "ddp"), num_steps=300))
     for name, each in summaries(result, Target(value=0.5)).items():
-        updates = result.steps().query("strategy == @name").groupby("step")
+        steps = result.steps()
+        updates = steps[steps.strategy == name].groupby("step")
         losses = updates.apply(lambda u: np.average(u.loss, weights=u.num_samples))
         samples = updates.num_samples.sum().cumsum()
         line = average(losses.tolist(), samples.tolist())

@@ -8,8 +8,9 @@ import pytest
 from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.reports.data import document, runs_frame
-from ddpnb.reports.findings import results_table, sentence
+from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import notes
+from ddpnb.reports.sentence import sentence
 from tests.unit.history.fake_runs import fake_run
 
 RATES = (0.02, 0.05, 0.1)
