@@ -89,17 +89,12 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
     for s in summaries:
         if s.samples_per_second.over:
             overs.setdefault(s.samples_per_second.over, []).append(s.name)
-    is_stale = any(math.isfinite(s.staleness_max) for s in summaries)
     found = [
         RANGES[over] + (f" ({listed(names)})" if len(overs) > 1 else "")
         for over, names in overs.items()
     ]
-    found += ["staleness: median / maximum"] if is_stale else []
     if "efficiency" in shown and any(math.isfinite(s.machine) for s in summaries):
-        found.append(
-            "efficiency = machine × communication: no-comm over devices × single, "
-            "and the strategy over no-comm"
-        )
+        found.append("efficiency = machine (no-comm / ideal) × communication (strategy / no-comm)")
     alike = [s for s in summaries if s.num_workers > 1 and s.has_even_shares and not s.is_emulated]
     if quicker := [s.name for s in alike if _outran_ceiling(s)]:
         remedy = "more repeats even out" if "repeats" in overs else "--repeats 3 evens out"
@@ -113,11 +108,6 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
         )
     if any(s.split.parts.hidden > 0 and s.uses_cores for s in summaries):
         found.append("communication hidden on a CPU still takes a core's time")
-    if "exposed" in shown and any(s.split.exposed_share > 0 for s in summaries):
-        found.append(
-            "exposed: share of a step in which a rank exchanges tensors or waits for other ranks, "
-            "and computes nothing"
-        )
     for name in _own_metrics(summaries):
         judged = [s for s in summaries if name in s.held_out_metrics]
         if unknown := [s.name for s in judged if math.isnan(s.held_out_metrics[name].middle)]:
