@@ -86,7 +86,7 @@ class RankTotals:
 
     @property
     def own_seconds(self) -> Floats:
-        """The track at each of its points."""
+        """How long a step takes at each point of the track."""
         return self.track.mean
 
 
@@ -289,12 +289,13 @@ class Run:
         if rows is None or len(rows) < num_arrived:
             return self._with_arrived(now, is_over=True)
         self._arrived, self._incomplete = [], rows[:0]
-        blank = RunSnapshot(run_id=now.run_id, name=now.name, spec=now.spec, header=now.header)
-        found = _drawn(_counted(blank, rows), rows)
+        now = replace(now, num_events=0, num_samples=0, num_bad=0, seconds=0.0, ranks=())
+        now = replace(now, staleness=np.empty(0, dtype=np.int64), curve=Curve(), metric_curves={})
+        now = _drawn(_counted(now, rows), rows)
         if now.is_ceiling:  # steps that only the faster ranks made are none
-            complete = rows[complete_steps(rows, len(np.unique(rows["rank"])))]
-            found = replace(found, curve=curve_of(complete, now.header))
-        return replace(now, **{name: getattr(found, name) for name in MEASURED})
+            complete = rows[complete_steps(rows, len(now.ranks))]
+            now = replace(now, curve=curve_of(complete, now.header))
+        return now
 
     def _is_new(self, rank: int, sequence: int) -> bool:
         if (rank, sequence) in self._missing:
@@ -311,13 +312,6 @@ class Run:
         first = self._num_sequences.get(rank, 0)
         self._missing.update((rank, sequence) for sequence in range(first, num_sequences))
         self._num_sequences[rank] = max(first, num_sequences)
-
-
-MEASURED = (
-    *("num_events", "num_samples", "seconds", "num_bad", "recent_loss", "staleness"),
-    *("curve", "metric_curves", "ranks"),
-)
-"""The fields of a snapshot that follow from its steps."""
 
 
 def _with_ends(rows: Records, reports: tuple[RunReport, ...]) -> Records:

@@ -100,8 +100,7 @@ class Store:
             The same comparison with its final name.
         """
         with self._database.write() as connection:
-            taken = {name for (name,) in connection.execute("SELECT name FROM comparisons")}
-            name = query.free_name(wanted_name, comparison.name, taken)
+            name = query.free_name(wanted_name, comparison.name, _names(connection))
             connection.execute(
                 "INSERT INTO comparisons VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
@@ -195,8 +194,8 @@ class Store:
         """Rename the comparison of the runs that ``name`` names; return the new name."""
         found = query.resolve(name, self.list())[-1]
         with self._database.write() as connection:
-            taken = {taken for (taken,) in connection.execute("SELECT name FROM comparisons")}
-            free = query.free_name(new_name, new_name, taken - {found.comparison})
+            taken = _names(connection) - {found.comparison}
+            free = query.free_name(new_name, new_name, taken)
             connection.execute(
                 "UPDATE comparisons SET name = ? WHERE id = ?", (free, found.comparison_id)
             )
@@ -282,6 +281,10 @@ def runs_folder(start: Path | None = None) -> Path:
     here = (start or working_folder()).resolve()
     project = next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
     return project / "data" / "runs"
+
+
+def _names(connection: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in connection.execute("SELECT name FROM comparisons")}
 
 
 def _is_project(folder: Path) -> bool:

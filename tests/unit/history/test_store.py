@@ -203,12 +203,6 @@ def test_a_writer_killed_midway_leaves_a_readable_run(tmp_path: Path):
     assert run.num_lost_batches == 0
 
 
-def test_a_run_being_written_elsewhere_is_still_running(store: Store, tmp_path: Path):
-    started = store.begin_comparison(a_comparison())
-    store.begin_run(started.comparison_id, run_of(spec("ddp"), created=1.0).snapshot())
-    assert Store(tmp_path / "runs").list()[0].status == "running"
-
-
 def test_another_format_is_refused_in_one_sentence(tmp_path: Path):
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:

@@ -113,6 +113,16 @@ def test_speeds_and_their_ratios_follow_from_the_steps(result: ComparisonResult)
     assert found["ddp"].ideal == found["async"].ideal == 2 * speed["single"].middle
 
 
+def test_the_ideal_counts_devices_and_not_workers():
+    """Two workers that share a GPU have one."""
+    single, ddp = fake_comparison(("single", "ddp")).runs
+    assert ddp.header is not None
+    shared = replace(ddp, header=replace(ddp.header, num_devices=1))
+    one, two = summarise(fake_comparison(()).with_runs([single, shared]))
+    assert two.ideal == one.samples_per_second.middle
+    assert two.efficiency == two.speed_up
+
+
 def test_what_a_step_takes_and_sends_follows_from_the_steps(result: ComparisonResult):
     steps, found = result.steps(), summaries(result)
     for name, each in steps.groupby("strategy"):
