@@ -93,8 +93,6 @@ class Ratios:
 
     reference: StrategySummary
     """The strategy that all others are compared with."""
-    num_claims: int
-    """How many comparisons the intervals are widened for."""
     speed: Mapping[StrategyKey, Ratio] = field(default_factory=dict)
     """Samples/s over those of the reference."""
     samples: Mapping[StrategyKey, Ratio] = field(default_factory=dict)
@@ -122,7 +120,6 @@ def ratios_of(summaries: Sequence[StrategySummary]) -> Ratios | None:
     num = max(len(rivals) + len(heading), 1)
     return Ratios(
         reference=reference,
-        num_claims=num,
         speed={
             s.key: _within_runs(ratio(s.rates, reference.rates, num), s, reference) for s in rivals
         },

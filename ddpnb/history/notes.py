@@ -32,7 +32,8 @@ def notes_of(
     if diverged:
         notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")
     if lost:
-        notes.append(f"{lost} batch{'es' if lost > 1 else ''} of events never arrived")
+        batches = f"{lost} batch{'es' if lost > 1 else ''} of events never arrived"
+        notes.append(f"{batches}: its samples/s are of the steps that did")
     return (*dict.fromkeys(notes), *_on_momentum(counted, staleness))
 
 

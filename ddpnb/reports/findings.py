@@ -134,7 +134,8 @@ def _intervals(summaries: Sequence[StrategySummary]) -> Iterator[str]:
     if ratios is None or not known:
         return
     nums = sorted({r.num_repeats for _, r in known})
-    together = f", for {ratios.num_claims} comparisons together" if ratios.num_claims > 1 else ""
+    num = known[0][1].num_claims
+    together = f", for {num} comparisons together" if num > 1 else ""
     yield (
         f"samples/s over those of {ratios.reference.name}, {percent(LEVEL)} interval over "
         f"{' and '.join(map(str, nums))} repeats{together}: "

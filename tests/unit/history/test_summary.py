@@ -292,7 +292,7 @@ def test_nan_losses_and_lost_batches_are_noted():
     (summary,) = summarise(compared(run))
     assert summary.num_diverged == 3
     assert "3 losses were NaN or infinite" in summary.notes
-    assert "3 batches of events never arrived" in summary.notes
+    assert any(note.startswith("3 batches of events never arrived") for note in summary.notes)
 
 
 def test_an_empty_run_is_summarised_without_numbers():
