@@ -27,8 +27,8 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.store import Store
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.reports.findings import sentence
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.sentence import sentence
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 

@@ -172,8 +172,8 @@ MUTANTS = [
     ),
     Mutant(
         "an update's loss is the mean over ranks, not samples",
-        "history/align.py",
-        "np.bincount(step, weighted, num_steps) / weight",
+        "history/curve.py",
+        "np.bincount(step, weighted, num_steps) / samples",
         'np.bincount(step, rows["loss"], num_steps) / np.bincount(step)',
         "tests/unit/history/test_curves.py",
     ),

@@ -14,21 +14,24 @@ Two accuracies on n held-out samples differ by chance too: see ``accuracies_diff
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist, fmean, stdev
 
 from ddpnb.history.model import Status
 from ddpnb.history.summary import StrategyKey, StrategySummary, log_ratios
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 
 LEVEL = 0.95
-"""How often all intervals of a sentence together hold what they are of."""
+"""Joint confidence level of all intervals in a sentence."""
 
 SMALLEST_EFFECT = 0.02
 """The smallest difference that is worth words."""
 
 FEWEST_REPEATS = 3
 """With two repeats an interval has one degree of freedom: 12.7 standard errors to each side."""
+
+MOST_REPEATS = 30
+"""No more repeats are advised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +41,50 @@ class Ratio:
     middle: float = math.nan
     """The geometric mean over the repeats."""
     low: float = math.nan
-    """The ends of the interval; NaN below ``FEWEST_REPEATS``."""
+    """The ends of the interval.  Below ``FEWEST_REPEATS`` it is none, but what the runs themselves
+    span: the ratio within each of two repeats, or those of one run's tenths; NaN if not known."""
     high: float = math.nan
     num_repeats: int = 0
     """Repeats in which both have the number."""
+    deviation: float = math.nan
+    """The standard deviation of the logarithm over the repeats."""
+    num_claims: int = 1
+    """How many comparisons are made in the same sentence."""
 
     @property
     def has_interval(self) -> bool:
         """Whether there are enough repeats for one."""
-        return math.isfinite(self.low)
+        return self.num_repeats >= FEWEST_REPEATS
+
+    @property
+    def excludes_one(self) -> bool:
+        """Whether all that is between the ends is above 1, or below."""
+        return self.low > 1 or self.high < 1
 
     @property
     def is_claim(self) -> bool:
         """Whether a difference is shown, and is worth words."""
-        is_clear = self.low > 1 or self.high < 1
-        return is_clear and abs(math.log(self.middle)) >= math.log1p(SMALLEST_EFFECT)
+        return self.has_interval and self.excludes_one and self._has_effect(self.middle)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the interval shows that there is no difference worth words, or hardly one."""
+        is_narrow = not (self._has_effect(self.low) or self._has_effect(self.high))
+        return self.has_interval and not self.is_claim and (self.excludes_one or is_narrow)
+
+    def _has_effect(self, ratio: float) -> bool:
+        return abs(math.log(ratio)) >= math.log1p(SMALLEST_EFFECT)
+
+    @property
+    def num_repeats_needed(self) -> int:
+        """Repeats that would show this ratio if they vary as these; 0: too many, or no effect."""
+        if not (self.has_interval and self._has_effect(self.middle)):
+            return 0
+        half = [
+            (num, self.deviation * _quantile(num, self.num_claims) / math.sqrt(num))
+            for num in range(self.num_repeats + 1, MOST_REPEATS + 1)
+        ]
+        return next((num for num, each in half if each < abs(math.log(self.middle))), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +93,6 @@ class Ratios:
 
     reference: StrategySummary
     """The strategy that all others are compared with."""
-    num_claims: int
-    """How many comparisons the intervals are widened for."""
     speed: Mapping[StrategyKey, Ratio] = field(default_factory=dict)
     """Samples/s over those of the reference."""
     samples: Mapping[StrategyKey, Ratio] = field(default_factory=dict)
@@ -90,10 +120,11 @@ def ratios_of(summaries: Sequence[StrategySummary]) -> Ratios | None:
     num = max(len(rivals) + len(heading), 1)
     return Ratios(
         reference=reference,
-        num_claims=num,
-        speed={_key(s): ratio(s.rates, reference.rates, num) for s in rivals},
+        speed={
+            s.key: _within_runs(ratio(s.rates, reference.rates, num), s, reference) for s in rivals
+        },
         samples={
-            _key(s): ratio(s.samples_by_repeat, reference.samples_by_repeat, num) for s in heading
+            s.key: ratio(s.samples_by_repeat, reference.samples_by_repeat, num) for s in heading
         },
     )
 
@@ -109,19 +140,37 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: in
     logs = log_ratios(ours, theirs)
     if not logs:
         return Ratio()
-    middle = fmean(logs)
-    if len(logs) < FEWEST_REPEATS:
-        return Ratio(middle=math.exp(middle), num_repeats=len(logs))
-    from scipy.special import stdtrit  # noqa: PLC0415  Student's t; takes 0.1 s
-
-    quantile = float(stdtrit(len(logs) - 1, 1 - (1 - LEVEL) / 2 / num_claims))
-    half = quantile * stdev(logs) / math.sqrt(len(logs))
+    middle, num = fmean(logs), len(logs)
+    low, high, deviation = min(logs), max(logs), math.nan
+    if num == 1:
+        low = high = math.nan
+    if num >= FEWEST_REPEATS:
+        deviation = stdev(logs)
+        half = _quantile(num, num_claims) * deviation / math.sqrt(num)
+        low, high = middle - half, middle + half
     return Ratio(
         middle=math.exp(middle),
-        low=math.exp(middle - half),
-        high=math.exp(middle + half),
-        num_repeats=len(logs),
+        low=math.exp(low),
+        high=math.exp(high),
+        num_repeats=num,
+        deviation=deviation,
+        num_claims=num_claims,
     )
+
+
+def _within_runs(found: Ratio, ours: StrategySummary, theirs: StrategySummary) -> Ratio:
+    """Return the ratio of two runs with what their tenths span, where there are no more."""
+    one, other = ours.samples_per_second, theirs.samples_per_second
+    if found.num_repeats != 1 or {one.over, other.over} != {"tenths"}:
+        return found
+    return replace(found, low=one.low / other.high, high=one.high / other.low)
+
+
+def _quantile(num_repeats: int, num_claims: int) -> float:
+    """Return Student's t for an interval over so many repeats, widened for all claims."""
+    from scipy.special import stdtrit  # noqa: PLC0415  takes 0.1 s
+
+    return float(stdtrit(num_repeats - 1, 1 - (1 - LEVEL) / 2 / num_claims))
 
 
 def standard_error(share: float, num_samples: int) -> float:
@@ -140,9 +189,7 @@ def accuracies_differ(shares: Sequence[float], num_samples: int) -> bool:
     num_pairs = math.comb(len(shares), 2)
     if num_pairs == 0 or num_samples == 0:
         return False
-    from scipy.special import ndtri  # noqa: PLC0415  the normal distribution; as above
-
-    z = float(ndtri(1 - (1 - LEVEL) / 2 / num_pairs))
+    z = NormalDist().inv_cdf(1 - (1 - LEVEL) / 2 / num_pairs)
     low, high = min(shares), max(shares)
     below, above = high - _wilson(high, num_samples, -z), _wilson(low, num_samples, z) - low
     return high - low > math.hypot(below, above)
@@ -153,7 +200,3 @@ def _wilson(share: float, num: int, z: float) -> float:
     middle = share + z * z / (2 * num)
     half = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
     return (middle + half) / (1 + z * z / num)
-
-
-def _key(summary: StrategySummary) -> StrategyKey:
-    return (summary.comparison, summary.name)

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -44,8 +44,8 @@ Little-endian, so that a stored run can be read anywhere.  The parts of the step
 to ``hidden``, are in seconds.
 """
 
-METRIC = np.dtype([("event", "<i8"), ("value", "<f8")])
-"""A number that the user logged, and the index of its event."""
+METRIC = "metric "
+"""Begins the name of a further field of a row: a number that the user logged with the step."""
 
 FORMAT = 2
 """Version of the tables below; a change that earlier versions cannot read raises it."""
@@ -165,8 +165,36 @@ class Database:
 
 
 def rows_of(batch: EventBatch) -> Records:
-    """Return the rows of a batch, read-only and without a copy."""
-    return np.frombuffer(batch.rows, dtype=EVENT)
+    """Return the rows of a batch: one for each step, with the numbers that were logged with it."""
+    rows = np.frombuffer(batch.rows, dtype=EVENT)
+    if batch.metrics:
+        rows = with_metrics(rows, dict.fromkeys(name for _, name, _ in batch.metrics))
+        for index, name, value in batch.metrics:
+            rows[METRIC + name][index] = value
+    return rows
+
+
+def metrics_of(rows: Records) -> dict[str, str]:
+    """Return the user's names of the further numbers in some rows, each with its field."""
+    fields = (rows.dtype.names or ())[len(EVENT.names or ()) :]
+    return {field.removeprefix(METRIC): field for field in fields}
+
+
+def with_metrics(rows: Records, names: Iterable[str]) -> Records:
+    """Return a copy of rows that has these further numbers alone, NaN where they were unknown."""
+    made = np.empty(len(rows), dtype=[*EVENT.descr, *((METRIC + name, "<f8") for name in names)])
+    for name in made.dtype.names or ():
+        made[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan
+    return made
+
+
+def stacked(parts: Sequence[Records]) -> Records:
+    """Return rows one after the other, with the further numbers of all parts."""
+    if len(parts) == 1:
+        return parts[0]
+    if names := dict.fromkeys(name for part in parts for name in metrics_of(part)):
+        parts = [with_metrics(part, names) for part in parts]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=EVENT)
 
 
 Message = TypeVar("Message", RunSpec, RunHeader, RunReport)
@@ -194,10 +222,6 @@ def from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
         for entry in fields
         if entry.name in given
     }
-    if kind is RunSpec and "momentum" not in given and "optimizer" not in given.get("source", ""):
-        values["momentum"] = 0.9  # stored before there was this field
-    if kind is RunHeader and "is_emulated" not in given:  # stored before there was this field
-        values["is_emulated"] = any("emulated" in note for note in given["notes"])
     try:
         return kind(**values)
     except UserError:
@@ -226,14 +250,7 @@ def batch_of(row: Sequence[Any], header: RunHeader | None) -> EventBatch:
         rows=events,
         metrics=tuple((index, name, value) for index, name, value in json.loads(metrics or "[]")),
         marks=tuple(
-            Mark(rank=rank, seconds=seconds, text=text, kind=_kind_of(text, *kind))
-            for rank, seconds, text, *kind in json.loads(marks or "[]")
+            Mark(rank=rank, seconds=seconds, text=text, kind=MarkKind(kind))
+            for rank, seconds, text, kind in json.loads(marks or "[]")
         ),
     )
-
-
-def _kind_of(text: str, kind: str | None = None) -> MarkKind:
-    """Return the kind of a mark; if it was stored before marks had kinds, its text says it."""
-    if kind is None:
-        kind = text if text in set(MarkKind) else MarkKind.OTHER
-    return MarkKind(kind)

@@ -1,6 +1,7 @@
-"""One run: the events that have arrived, and a snapshot to draw.  (Kernel.)"""
+"""One run: the steps that have arrived, and a snapshot to draw.  (Kernel.)"""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,15 +9,44 @@ from enum import StrEnum
 from typing import final
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 
-from ddpnb.history.aggregate import Curve, RunAggregate, RunAggregator
-from ddpnb.history.database import EVENT, METRIC, Records, rows_of
+from ddpnb.history.curve import Curve, complete_steps, curve_of, with_waiting
+from ddpnb.history.database import (
+    EVENT,
+    Floats,
+    Records,
+    metrics_of,
+    rows_of,
+    stacked,
+    with_metrics,
+)
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Evaluating, EventBatch, Mark, RunHeader, RunReport, RunSpec
+from ddpnb.protocol.messages import (
+    NO_STALENESS,
+    Evaluating,
+    EventBatch,
+    Mark,
+    Parts,
+    RunHeader,
+    RunReport,
+    RunSpec,
+)
 
-MAX_EVENTS_IN_MEMORY = 20_000
-"""The events of a longer run are in the store alone."""
+MAX_ROWS_IN_MEMORY = 20_000
+"""The steps of a longer run are in the store alone."""
+
+MAX_RANK_POINTS = 120
+"""The most points of a rank's track."""
+
+MAX_STALENESS = 1023
+"""Greater staleness counts as this."""
+
+NUM_RECENT = 20
+"""Steps in ``RunSnapshot.recent_loss``."""
+
+COMPUTED = ("data", "forward", "backward", "optimizer")
+"""The parts of a step that do not depend on other ranks."""
 
 
 class Status(StrEnum):
@@ -36,6 +66,31 @@ def ending(status: Status, detail: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankTotals:
+    """The steps of one rank, all together."""
+
+    rank: int
+    num_steps: int = 0
+    num_samples: int = 0
+    seconds: float = 0.0
+    """Training time at the end of its last step."""
+    parts: Parts = field(default_factory=Parts)
+    num_bytes_sent: int = 0
+    track: Curve = field(default_factory=Curve)
+    """The time of a step's ``COMPUTED`` parts; without parts, of the whole step."""
+
+    @property
+    def at_seconds(self) -> Floats:
+        """When each point of the track ends."""
+        return self.track.seconds
+
+    @property
+    def own_seconds(self) -> Floats:
+        """How long a step takes at each point of the track."""
+        return self.track.mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSnapshot:
     """A run at one moment: plots, tables and the store read it."""
 
@@ -52,16 +107,26 @@ class RunSnapshot:
     status: Status = Status.RUNNING
     detail: str = ""
     """Why it failed or stopped, in one clause."""
-    aggregate: RunAggregate = field(default_factory=RunAggregate)
-    """Its curve, tracks and totals; the size does not grow with the run."""
-    row_parts: tuple[Records, ...] | None = ()
-    """Its events as they arrived; None where there are too many for memory."""
-    metric_parts: Mapping[str, tuple[Records, ...]] = field(default_factory=dict)
-    """The numbers that the user logged, likewise."""
+    num_events: int = 0
+    """Steps of all workers."""
+    num_samples: int = 0
+    seconds: float = 0.0
+    """Training seconds of the rank that has come furthest."""
+    num_bad: int = 0
+    """Losses that are NaN or infinite."""
+    recent_loss: float = float("nan")
+    """Mean of the latest losses to arrive."""
+    staleness: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """How many updates had staleness 0, 1, 2 ..."""
+    curve: Curve = field(default_factory=Curve)
+    """The loss."""
     metric_curves: Mapping[str, Curve] = field(default_factory=dict)
-    """The curve of each of them, made as that of the loss."""
-    load: "Callable[[], RunSnapshot] | None" = None
-    """Reads this run with its events from the store."""
+    """The further numbers that the user logged."""
+    ranks: tuple[RankTotals, ...] = ()
+    rows: Records | None = field(default_factory=lambda: np.empty(0, dtype=EVENT))
+    """Its steps as they arrived; None where there are too many for memory."""
+    load: Callable[[], Records] | None = None
+    """Reads its steps from the store."""
     reports: tuple[RunReport, ...] = ()
     marks: tuple[Mark, ...] = ()
     """In order of arrival."""
@@ -76,38 +141,38 @@ class RunSnapshot:
 
     @property
     def is_running(self) -> bool:
-        """Whether more events may come."""
+        """Whether more steps may come."""
         return self.status is Status.RUNNING
 
     @property
-    def events(self) -> Records:
-        """Rows of ``EVENT``, read-only, in order of arrival; a long run is read again each time."""
-        rows = np.concatenate([np.empty(0, dtype=EVENT), *(self._whole().row_parts or ())])
-        rows.flags.writeable = False
-        return rows
+    def num_diverged(self) -> int:
+        """How many losses are infinite, or NaN although others were logged."""
+        never_logged = self.spec is None and self.num_bad == self.num_events
+        return 0 if never_logged else self.num_bad
 
     @property
-    def metrics(self) -> Mapping[str, Records]:
-        """Rows of ``METRIC`` by the user's name for them; read again likewise."""
-        return {name: np.concatenate(parts) for name, parts in self._whole().metric_parts.items()}
+    def is_ceiling(self) -> bool:
+        """Whether its ranks stop after the same time, and not after the same step."""
+        return self.spec is not None and self.spec.is_ceiling
 
-    def _whole(self) -> "RunSnapshot":
-        return self if self.row_parts is not None or self.load is None else self.load()._whole()
+    @property
+    def events(self) -> Records:
+        """One row per step, read-only, in order of arrival; a long run is read again each time.
 
-
-def _with_metric(rows: Records, indices: ArrayLike, values: ArrayLike) -> Records:
-    """Return rows with the values of a metric, at these indices, in place of the loss."""
-    shown = rows.copy()
-    shown["loss"] = np.nan
-    shown["loss"][np.asarray(indices, dtype=np.intp)] = values
-    return shown
+        Of a run that is over, the last step of each rank ends with what followed it.
+        """
+        rows = self.rows if self.rows is not None else self.load() if self.load else stacked(())
+        rows = rows if self.is_running else _with_ends(rows, self.reports)
+        rows.flags.writeable = False
+        return rows
 
 
 @final
 class Run:
-    """Assembles the events of one run; a snapshot is cheap and never changes.
+    """Assembles the steps of one run; a snapshot is cheap and never changes.
 
-    One thread may add while others take snapshots.
+    While it trains, asynchronous steps are taken as they arrive, and synchronous ones once every
+    rank has reported them.  When it has ended, all is computed from all of its steps.
 
     Args:
         run_id: the id in its batches and reports.
@@ -115,8 +180,7 @@ class Run:
         comparison: name of its comparison.
         spec: what is trained; None for a hand-written loop.
         created: seconds since 1970; now if not given.
-        num_ranks: how many ranks may log from a hand-written loop.
-        load: reads the run with its events from the store; without it, all stay in memory.
+        load: reads the steps from the store; without it, all stay in memory.
     """
 
     def __init__(
@@ -127,10 +191,9 @@ class Run:
         comparison: str = "",
         spec: RunSpec | None = None,
         created: float | None = None,
-        num_ranks: int = 1,
-        load: Callable[[], RunSnapshot] | None = None,
+        load: Callable[[], Records] | None = None,
     ) -> None:
-        self._start = RunSnapshot(
+        self._now = RunSnapshot(
             run_id=run_id,
             name=name,
             comparison=comparison,
@@ -138,124 +201,101 @@ class Run:
             created=time.time() if created is None else created,
             load=load,
         )
-        self._header: RunHeader | None = None
-        self._ending = (Status.RUNNING, "")
-        self._num_ranks = num_ranks
-        self._aggregate = RunAggregator(spec, num_ranks)
-        self._metric_aggregates: dict[str, RunAggregator] = {}
-        self._events: list[Records] | None = []
-        self._num_events = 0
-        self._metrics: dict[str, list[Records]] = {}
-        self._marks: list[Mark] = []
-        self._evaluating: Evaluating | None = None
+        self._is_settled = False
+        self._rows: list[Records] | None = []
+        self._arrived: list[Records] = []
+        self._incomplete: Records = np.empty(0, dtype=EVENT)
         self._reports: dict[int, RunReport] = {}
         self._num_sequences: dict[int, int] = {}
         self._missing: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()  # one thread adds, others take snapshots
 
     @property
     def run_id(self) -> str:
         """The id in its batches and reports."""
-        return self._start.run_id
+        return self._now.run_id
 
     def add(self, batch: EventBatch) -> bool:
         """Add a batch; return False if it was here already."""
         assert batch.run_id == self.run_id, (batch.run_id, self.run_id)
-        if not self._is_new(batch.rank, batch.sequence):
-            return False
-        if batch.header is not None:
-            self._header = batch.header
-        rows = rows_of(batch)
-        self._aggregate.add(rows, batch.header)
-        self._aggregate_metrics(rows, batch)
-        self._store_in_memory(rows, batch.metrics)
-        self._marks.extend(batch.marks)
-        self._evaluating = batch.evaluating or self._evaluating
+        with self._lock:
+            if not self._is_new(batch.rank, batch.sequence):
+                return False
+            rows = rows_of(batch)
+            self._arrived.append(rows)
+            if self._rows is not None:
+                self._rows.append(rows)
+            self._now = replace(
+                self._now,
+                header=batch.header or self._now.header,
+                marks=self._now.marks + batch.marks,
+                evaluating=batch.evaluating or self._now.evaluating,
+            )
+            self._is_settled = False
         return True
 
     def add_report(self, report: RunReport) -> None:
         """Add the report of a rank; batches that it sent and that have not come count as lost."""
         assert report.run_id == self.run_id, (report.run_id, self.run_id)
-        self._reports[report.rank] = report
-        self._expect(report.rank, report.num_batches_sent)
+        with self._lock:
+            self._reports[report.rank] = report
+            self._expect(report.rank, report.num_batches_sent)
+            self._is_settled = False
 
     def end(self, status: Status, detail: str = "") -> None:
-        """Set how the run ended; may be called again.
-
-        Events that came too late for their place are put in order now, so that the live run and
-        the stored one have the same aggregate.
-        """
-        self._aggregate.end()
-        for aggregator in list(self._metric_aggregates.values()):
-            aggregator.end()
-        self._ending = (Status(status), detail)
-        if not self._aggregate.is_in_order:
-            self._aggregate_again()
+        """Set how the run ended; may be called again."""
+        with self._lock:
+            self._now = replace(self._now, status=Status(status), detail=detail)
+            self._is_settled = False
 
     def snapshot(self) -> RunSnapshot:
-        """Return the run as it is now; costs the same however long it is."""
-        status, detail = self._ending
-        events = self._events
-        return replace(
-            self._start,
-            header=self._header,
-            status=status,
-            detail=detail,
-            aggregate=self._aggregate.snapshot(),
-            row_parts=None if events is None else tuple(events),
-            metric_parts={name: tuple(parts) for name, parts in list(self._metrics.items())},
-            metric_curves={
-                name: aggregator.snapshot().curve
-                for name, aggregator in list(self._metric_aggregates.items())
-            },
-            reports=tuple(report for _, report in sorted(self._reports.items())),
-            marks=tuple(self._marks),
-            evaluating=self._evaluating,
-            num_lost_batches=len(self._missing),
-        )
+        """Return the run as it is now; costs the same however long it trains."""
+        with self._lock:
+            if self._is_settled:
+                return self._now
+            reports = tuple(report for _, report in sorted(self._reports.items()))
+            now = replace(self._now, reports=reports, num_lost_batches=len(self._missing))
+            if now.is_running:
+                now = self._with_arrived(now)
+            else:
+                now, self._is_settled = self._settled(now), True
+            rows = None if self._rows is None else stacked(self._rows)
+            if rows is not None and now.load is not None and len(rows) > MAX_ROWS_IN_MEMORY:
+                rows = None
+            self._rows = None if rows is None else [rows]
+            self._now = replace(now, rows=rows)
+            return self._now
 
-    def _aggregate_again(self) -> None:
-        """Aggregate all events in their order, if the store can be read."""
-        now = self.snapshot()
+    def _with_arrived(self, now: RunSnapshot, *, is_over: bool = False) -> RunSnapshot:
+        """Return the run with what has arrived: of synchronous steps those that are complete."""
+        header, arrived = now.header, stacked(self._arrived)
+        if header is None and now.spec is not None and not is_over:
+            return now
+        self._arrived = []
+        now = _counted(now, arrived)
+        rows = stacked((self._incomplete, arrived))
+        is_due = np.ones(len(rows), dtype=bool)
+        if header is not None and header.synchronous and not is_over:
+            is_due = complete_steps(rows, header.num_ranks or header.num_workers)
+        self._incomplete = rows[~is_due]
+        return _drawn(now, rows[is_due])
+
+    def _settled(self, now: RunSnapshot) -> RunSnapshot:
+        """Return the run measured anew by all of its steps, if they can be read."""
+        num_arrived = now.num_events + sum(map(len, self._arrived))
+        rows = None
         with contextlib.suppress(UserError):
-            rows = now.events
-            if len(rows) == now.aggregate.num_events:
-                self._aggregate = RunAggregator.from_all(rows, now.spec, now.header)
-                for name, found in now.metrics.items():
-                    values = _with_metric(rows, found["event"], found["value"])
-                    again = RunAggregator.from_all(values, now.spec, now.header)
-                    self._metric_aggregates[name] = again
-
-    def _aggregate_metrics(self, rows: Records, batch: EventBatch) -> None:
-        """Add the metrics of some rows to their curves, each in the place of the loss."""
-        if not batch.metrics and not self._metric_aggregates:
-            return
-        found: dict[str, list[tuple[int, float]]] = {name: [] for name in self._metric_aggregates}
-        for index, name, value in batch.metrics:
-            found.setdefault(name, []).append((index, value))
-        for name, values in found.items():
-            if name not in self._metric_aggregates:
-                made = RunAggregator(self._start.spec, self._num_ranks)
-                early = _with_metric(np.concatenate([rows[:0], *(self._events or ())]), [], [])
-                made.add(early, self._header)  # the samples before its first value
-                self._metric_aggregates[name] = made
-            indices, numbers = zip(*values, strict=True) if values else ((), ())
-            shown = _with_metric(rows, list(indices), list(numbers))
-            self._metric_aggregates[name].add(shown, batch.header)
-
-    def _store_in_memory(self, rows: Records, metrics: tuple[tuple[int, str, float], ...]) -> None:
-        """Keep the events until there are too many for memory."""
-        if self._events is None:
-            return
-        offset = self._num_events
-        if self._start.load is not None and offset + len(rows) > MAX_EVENTS_IN_MEMORY:
-            self._events = None
-            self._metrics.clear()
-            return
-        for name in dict.fromkeys(name for _, name, _ in metrics):
-            numbers = [(offset + index, value) for index, own, value in metrics if own == name]
-            self._metrics.setdefault(name, []).append(np.array(numbers, dtype=METRIC))
-        self._events.append(rows)
-        self._num_events += len(rows)
+            rows = replace(now, rows=stacked(self._rows) if self._rows is not None else None).events
+        if rows is None or len(rows) < num_arrived:
+            return self._with_arrived(now, is_over=True)
+        self._arrived, self._incomplete = [], rows[:0]
+        now = replace(now, num_events=0, num_samples=0, num_bad=0, seconds=0.0, ranks=())
+        now = replace(now, staleness=np.empty(0, dtype=np.int64), curve=Curve(), metric_curves={})
+        now = _drawn(_counted(now, rows), rows)
+        if now.is_ceiling:  # steps that only the faster ranks made are none
+            complete = rows[complete_steps(rows, len(now.ranks))]
+            now = replace(now, curve=curve_of(complete, now.header))
+        return now
 
     def _is_new(self, rank: int, sequence: int) -> bool:
         if (rank, sequence) in self._missing:
@@ -272,3 +312,84 @@ class Run:
         first = self._num_sequences.get(rank, 0)
         self._missing.update((rank, sequence) for sequence in range(first, num_sequences))
         self._num_sequences[rank] = max(first, num_sequences)
+
+
+def _with_ends(rows: Records, reports: tuple[RunReport, ...]) -> Records:
+    """Return a copy in which each rank's last step ends when its report says the rank did."""
+    rows = rows.copy()
+    for report in reports:
+        own = np.flatnonzero(rows["rank"] == report.rank)
+        if len(own) and report.seconds > rows["seconds"][own].max():  # it may be NaN
+            rows["seconds"][own[np.argmax(rows["seconds"][own])]] = report.seconds
+    return rows
+
+
+def _counted(run: RunSnapshot, rows: Records) -> RunSnapshot:
+    """Return a run with more steps in its totals."""
+    if len(rows) == 0:
+        return run
+    is_bad = ~np.isfinite(rows["loss"])
+    if run.spec is not None:  # a worker whose share of a step is empty has no loss
+        is_bad &= rows["num_samples"] > 0
+    known = rows["staleness"][rows["staleness"] != NO_STALENESS]
+    counts = np.bincount(np.clip(known, 0, MAX_STALENESS), minlength=len(run.staleness))
+    counts[: len(run.staleness)] += run.staleness
+    return replace(
+        run,
+        num_events=run.num_events + len(rows),
+        num_samples=run.num_samples + int(rows["num_samples"].sum()),
+        seconds=max(run.seconds, float(rows["seconds"].max())),
+        num_bad=run.num_bad + int(np.count_nonzero(is_bad)),
+        recent_loss=float(rows["loss"][-NUM_RECENT:].mean()),
+        staleness=counts,
+    )
+
+
+def _drawn(run: RunSnapshot, rows: Records) -> RunSnapshot:
+    """Return a run with more steps in its curves and in the totals of its ranks."""
+    names = dict.fromkeys([*run.metric_curves, *metrics_of(rows)])
+    rows = with_metrics(rows, names)
+    curves = {
+        name: curve_of(rows, run.header, field, after=run.metric_curves.get(name, _without(run)))
+        for name, field in metrics_of(rows).items()
+    }
+    if run.header is not None and run.header.synchronous:
+        rows = with_waiting(rows)
+    ranks = {rank.rank: rank for rank in run.ranks}
+    for rank in np.unique(rows["rank"]).tolist():
+        before = ranks.get(rank, RankTotals(rank=rank))
+        ranks[rank] = _with_steps(before, rows[rows["rank"] == rank])
+    return replace(
+        run,
+        curve=curve_of(rows, run.header, after=run.curve),
+        metric_curves=curves,
+        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
+    )
+
+
+def _without(run: RunSnapshot) -> Curve:
+    """Return the curve so far of a number that has not been logged yet."""
+    unknown = np.full(len(run.curve), np.nan)
+    return replace(
+        run.curve, mean=unknown, lowest=unknown, highest=unknown, weight=np.zeros(len(unknown))
+    )
+
+
+def _with_steps(before: RankTotals, rows: Records) -> RankTotals:
+    """Return the totals of a rank with more of its steps."""
+    rows = rows[np.argsort(rows["seconds"], kind="stable")]
+    parts = {name: rows[name].astype(np.float64) for name in Parts._fields}
+    own = np.sum([parts[name] for name in COMPUTED], axis=0)
+    if not any(part.any() for part in parts.values()):
+        own = np.diff(rows["seconds"], prepend=before.seconds)
+    return RankTotals(
+        rank=before.rank,
+        num_steps=before.num_steps + len(rows),
+        num_samples=before.num_samples + int(rows["num_samples"].sum()),
+        seconds=max(before.seconds, float(rows["seconds"][-1])),
+        parts=Parts(
+            *(old + float(new.sum()) for old, new in zip(before.parts, parts.values(), strict=True))
+        ),
+        num_bytes_sent=before.num_bytes_sent + int(rows["num_bytes_sent"].sum()),
+        track=before.track.extended(own, np.ones(len(own)), rows["seconds"], MAX_RANK_POINTS),
+    )

@@ -57,17 +57,14 @@ class Recorder:
         """The comparison as it is now."""
         return self._comparison.with_runs([run.snapshot() for run in self._runs])
 
-    def begin(
-        self, run_id: str, name: str, spec: RunSpec | None = None, *, num_ranks: int = 1
-    ) -> None:
-        """Begin a run; a hand-written loop may log from ``num_ranks`` ranks."""
+    def begin(self, run_id: str, name: str, spec: RunSpec | None = None) -> None:
+        """Begin a run."""
         run = Run(
             run_id=run_id,
             name=name,
             comparison=self._comparison.name,
             spec=spec,
-            num_ranks=num_ranks,
-            load=lambda: self._store.load(run_id).runs[0],
+            load=lambda: self._store.steps(run_id),
         )
         self._runs.append(run)
         self._write(self._store.begin_run, self._comparison.comparison_id, run.snapshot())

@@ -19,10 +19,13 @@ from ddpnb.history import query
 from ddpnb.history.comparison import Comparison, overlay
 from ddpnb.history.database import (
     Database,
+    Records,
     batch_of,
     batch_row,
     from_fields,
     from_text,
+    rows_of,
+    stacked,
     to_text,
 )
 from ddpnb.history.model import Run, RunSnapshot, Status
@@ -97,8 +100,7 @@ class Store:
             The same comparison with its final name.
         """
         with self._database.write() as connection:
-            taken = {name for (name,) in connection.execute("SELECT name FROM comparisons")}
-            name = query.free_name(wanted_name, comparison.name, taken)
+            name = query.free_name(wanted_name, comparison.name, _names(connection))
             connection.execute(
                 "INSERT INTO comparisons VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
@@ -182,12 +184,18 @@ class Store:
         known = self.list()
         return overlay([self._load(query.resolve(address, known)) for address in addresses])
 
+    def steps(self, run_id: str) -> Records:
+        """Return one row for each step of a run, in order of arrival."""
+        self.flush()
+        rows = self._database.read(BATCHES, (run_id,))
+        return stacked([rows_of(batch_of(row, None)) for row in rows])
+
     def rename(self, name: str, new_name: str) -> str:
         """Rename the comparison of the runs that ``name`` names; return the new name."""
         found = query.resolve(name, self.list())[-1]
         with self._database.write() as connection:
-            taken = {taken for (taken,) in connection.execute("SELECT name FROM comparisons")}
-            free = query.free_name(new_name, new_name, taken - {found.comparison})
+            taken = _names(connection) - {found.comparison}
+            free = query.free_name(new_name, new_name, taken)
             connection.execute(
                 "UPDATE comparisons SET name = ? WHERE id = ?", (free, found.comparison_id)
             )
@@ -233,10 +241,25 @@ class Store:
         for comparison_id in dict.fromkeys(run.comparison_id for run in found):
             own = [run for run in found if run.comparison_id == comparison_id]
             (row,) = self._database.read(COMPARISON, (comparison_id,))
-            parts.append(
-                _comparison(row).with_runs([_read_run(self._database, run) for run in own])
-            )
+            parts.append(_comparison(row).with_runs([self._read_run(run) for run in own]))
         return overlay(parts)
+
+    def _read_run(self, stored: StoredRun) -> RunSnapshot:
+        """Return a run; the steps of a long one are read again when they are needed."""
+        run = Run(
+            run_id=stored.run_id,
+            name=stored.name,
+            comparison=stored.comparison,
+            spec=stored.spec,
+            created=stored.created,
+            load=partial(self.steps, stored.run_id),
+        )
+        for row in self._database.read(BATCHES, (stored.run_id,)):
+            run.add(batch_of(row, stored.header if row["sequence"] == 0 else None))
+        for (text,) in self._database.read(REPORTS, (stored.run_id,)):
+            run.add_report(from_text(RunReport, text))
+        run.end(stored.status, stored.detail)
+        return run.snapshot()
 
     def _write(self, batches: Sequence[EventBatch]) -> None:
         headers = [(to_text(b.header), b.run_id) for b in batches if b.header is not None]
@@ -260,28 +283,13 @@ def runs_folder(start: Path | None = None) -> Path:
     return project / "data" / "runs"
 
 
+def _names(connection: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in connection.execute("SELECT name FROM comparisons")}
+
+
 def _is_project(folder: Path) -> bool:
     is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
     return is_marked and (folder / "data").is_dir()
-
-
-def _read_run(database: Database, stored: StoredRun, *, in_memory: bool = False) -> RunSnapshot:
-    """Return a run; the events of a long one are read again when they are needed."""
-    run = Run(
-        run_id=stored.run_id,
-        name=stored.name,
-        comparison=stored.comparison,
-        spec=stored.spec,
-        created=stored.created,
-        num_ranks=stored.num_ranks,
-        load=None if in_memory else partial(_read_run, database, stored, in_memory=True),
-    )
-    for row in database.read(BATCHES, (stored.run_id,)):
-        run.add(batch_of(row, stored.header if row["sequence"] == 0 else None))
-    for (text,) in database.read(REPORTS, (stored.run_id,)):
-        run.add_report(from_text(RunReport, text))
-    run.end(stored.status, stored.detail)
-    return run.snapshot()
 
 
 def _stored_run(row: sqlite3.Row) -> StoredRun:

@@ -1,6 +1,9 @@
-"""Every number of the final table, strategy by strategy.  (Kernel.)"""
+"""Every number of the final table, strategy by strategy.  (Kernel.)
 
-import contextlib
+Speeds, losses over time and parts of a step follow from the steps of the runs; scores and the
+final loss from their evaluations; bytes received, memory and lost samples from the ranks' counts.
+"""
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,23 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.metrics import (
-    StepSplit,
-    efficiency_of,
-    first_reached,
-    num_diverged,
-    smoothed,
-    smoothed_loss,
-    step_split,
-    tenths,
-)
-from ddpnb.history.model import RunSnapshot, Status, ending
-from ddpnb.history.stability import stability_notes
+from ddpnb.history.curve import first_reached, smoothed, tenths
+from ddpnb.history.metrics import StepSplit, step_split
+from ddpnb.history.model import RunSnapshot, Status
+from ddpnb.history.notes import notes_of
 from ddpnb.protocol.catalogue import BASELINE, CEILING
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, RunReport
-from ddpnb.protocol.notation import Target, parse_kill
+from ddpnb.protocol.messages import Evaluation, RunReport
+from ddpnb.protocol.notation import Target
 
 StalenessCounts = NDArray[np.int64]
 """How many updates had staleness 0, 1, 2 ..."""
@@ -44,7 +38,7 @@ class Spread:
     """A number and its range."""
 
     middle: float = math.nan
-    """Median over repeats; with one repeat, the value of the run as a whole."""
+    """Median over repeats, of samples/s the geometric mean; of one repeat, that of the run."""
     low: float = math.nan
     high: float = math.nan
     over: str = ""
@@ -65,15 +59,18 @@ class StrategySummary:
     samples_per_second: Spread = field(default_factory=Spread)
     rates: Mapping[int, float] = field(default_factory=dict)
     """Samples/s by repeat, where it is known."""
+    ideal: float = math.nan
+    """Samples/s of as many devices, each as fast as ``single``."""
+    ceiling: float = math.nan
+    """Samples/s of ``no-comm``."""
     speed_up: float = math.nan
-    """Geometric mean, over the repeats, of samples/s over those of ``single`` in the same one."""
+    """Samples/s over those of ``single``."""
     efficiency: float = math.nan
-    """Speed-up over number of devices: 1 is ideal.  Machine times share of the ceiling."""
+    """Samples/s over ``ideal``; ``machine`` times ``share_of_ceiling``."""
     machine: float = math.nan
-    """What the machine gives all devices at once: ``no-comm`` over devices times ``single``."""
+    """What the machine gives all devices at once: ``ceiling`` over ``ideal``."""
     share_of_ceiling: float = math.nan
-    """Geometric mean, over the repeats, of samples/s over those of ``no-comm``: what communication
-    leaves."""
+    """What communication leaves: samples/s over ``ceiling``."""
     split: StepSplit = field(default_factory=StepSplit)
     final_loss: Spread = field(default_factory=Spread)
     held_out_loss: Spread = field(default_factory=Spread)
@@ -93,11 +90,12 @@ class StrategySummary:
     memory: Memory = field(default_factory=Memory)
     """Of the rank that holds most."""
     seconds_to_target: Spread = field(default_factory=Spread)
-    """Until the target was reached: by the smoothed training loss, or on held-out samples."""
+    """Until the target was reached, by the smoothed training loss or on held-out samples; infinite
+    where a repeat never reached it."""
     samples_to_target: Spread = field(default_factory=Spread)
     samples_by_repeat: Mapping[int, float] = field(default_factory=dict)
-    """The same by repeat, of those that reached it; empty where the target is an accuracy, which
-    is known at a few moments alone."""
+    """The same by repeat; empty where one missed it, and where the target is an accuracy, which is
+    known at a few moments alone."""
     num_missed_target: int = 0
     """Repeats that never reached it."""
     num_diverged: int = 0
@@ -118,6 +116,11 @@ class StrategySummary:
     """Whether a run was over before its speed could be measured."""
     notes: tuple[str, ...] = ()
 
+    @property
+    def key(self) -> StrategyKey:
+        """What its repeats have in common."""
+        return (self.comparison, self.name)
+
 
 @lru_cache(maxsize=4)
 def summarise(comparison: Comparison, target: Target | None = None) -> tuple[StrategySummary, ...]:
@@ -130,16 +133,43 @@ def summarise(comparison: Comparison, target: Target | None = None) -> tuple[Str
         target: to reach, for ``seconds_to_target``; None: there is none.
     """
     groups = group_runs(comparison.runs)
-    speeds = {key: _speed_of(_counted(runs)) for key, runs in groups.items()}
     rates = {key: by_repeat(_counted(runs), samples_per_second) for key, runs in groups.items()}
+    levels, linked = _levels(rates)
     settled = {  # nothing is measured against a run that still trains
-        key: speeds[key].middle
-        for key, runs in groups.items()
-        if not any(run.is_running for run in _counted(runs))
+        key: levels[key]
+        for key in linked
+        if not any(run.is_running for run in _counted(groups[key]))
     }
     return tuple(
-        _summary(key, runs, speeds[key], rates, settled, target) for key, runs in groups.items()
+        _summary(key, runs, rates[key], levels[key], settled if key in linked else {}, target)
+        for key, runs in groups.items()
     )
+
+
+def _levels(
+    rates: Mapping[StrategyKey, Mapping[int, float]],
+) -> tuple[dict[StrategyKey, float], set[StrategyKey]]:
+    """Return the samples/s of each strategy, and which may be divided by each other.
+
+    They are geometric means over the repeats.  Where a strategy lacks some of those that ``single``
+    has, its mean would be of other conditions: it gets that of ``single`` times the mean of the
+    ratios within the repeats that both have.  So the ratio of any two is what was measured.
+    """
+    levels: dict[StrategyKey, float] = {}
+    linked = set()
+    for key, own in rates.items():
+        first = next(other for other in rates if other[0] == key[0])
+        theirs = rates.get((key[0], BASELINE)) or rates[first]
+        levels[key] = geometric_mean(list(own.values()))
+        if logs := log_ratios(own, theirs):
+            levels[key] = geometric_mean(list(theirs.values())) * math.exp(fmean(logs))
+            linked.add(key)
+    return levels, linked
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean; NaN if there are no values."""
+    return math.exp(fmean(map(math.log, values))) if values else math.nan
 
 
 def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapshot]]:
@@ -153,16 +183,11 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 def samples_per_second(run: RunSnapshot) -> float:
     """Return all samples over the training seconds of the slowest worker; NaN before any.
 
-    The report of a worker may be missing, and so may its latest steps: whichever has more counts.
     Of a ceiling, where all workers train for the same time: as if each were as slow as the slowest.
     """
-    workers = _workers_of(run)
-    if workers and run.spec is not None and run.spec.is_ceiling:
-        return len(workers) * min(report.num_samples / report.seconds for report in workers)
-    in_reports = sum(report.num_samples for report in workers)
-    samples = float(max(in_reports, run.aggregate.num_samples))
-    seconds = training_seconds(run)
-    return samples / seconds if seconds > 0 and samples > 0 else math.nan
+    if run.is_ceiling and not run.is_running and (workers := [r for r in run.ranks if r.seconds]):
+        return len(workers) * min(rank.num_samples / rank.seconds for rank in workers)
+    return run.num_samples / run.seconds if run.seconds > 0 and run.num_samples else math.nan
 
 
 def by_repeat(
@@ -184,37 +209,18 @@ def log_ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[f
     return [math.log(ours[repeat] / theirs[repeat]) for repeat in ours if repeat in theirs]
 
 
-def mean_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
-    """Return the geometric mean of the ratios within each repeat; NaN if there are none."""
-    logs = log_ratios(ours, theirs)
-    return math.exp(fmean(logs)) if logs else math.nan
-
-
 def bytes_received(runs: Sequence[RunSnapshot]) -> float:
     """Return what a worker received in a step, the mean over all; NaN if nothing."""
-    reports = [report for run in runs for report in _workers_of(run)]
+    reports = [report for run in runs if not run.is_running for report in run.reports]
     num_bytes = sum(report.num_bytes_received for report in reports)
     return num_bytes / sum(report.num_steps for report in reports) if num_bytes else math.nan
 
 
-def training_seconds(run: RunSnapshot) -> float:
-    """Return the training seconds of the slowest worker, with what follows its last step."""
-    return max((report.seconds for report in _workers_of(run)), default=run.aggregate.seconds)
-
-
-def _workers_of(run: RunSnapshot) -> list[RunReport]:
-    """Return the reports of the workers that have trained; none while the run trains."""
-    reports = () if run.is_running else run.reports
-    return [report for report in reports if report.took_part and report.num_samples > 0]
-
-
 def staleness_counts(runs: Sequence[RunSnapshot]) -> StalenessCounts:
     """Return how many updates had staleness 0, 1, 2 ..., over all runs."""
-    counts = np.zeros(
-        max((len(run.aggregate.staleness) for run in runs), default=0), dtype=np.int64
-    )
+    counts = np.zeros(max((len(run.staleness) for run in runs), default=0), dtype=np.int64)
     for run in runs:
-        counts[: len(run.aggregate.staleness)] += run.aggregate.staleness
+        counts[: len(run.staleness)] += run.staleness
     return counts
 
 
@@ -246,24 +252,19 @@ def last_metrics(run: RunSnapshot) -> Mapping[str, float]:
     return {name: float(line[-1]) for name, line in known.items() if len(line)}
 
 
-def _spreads(found: Sequence[Mapping[str, float]]) -> Mapping[str, Spread]:
-    names = dict.fromkeys(name for each in found for name in each)
-    return {name: spread([each.get(name, math.nan) for each in found]) for name in names}
-
-
-def spread(values: Sequence[float], over: str = "repeats") -> Spread:
-    """Return median and range of the values that are not NaN."""
+def spread(values: Sequence[float]) -> Spread:
+    """Return median and range over repeats of the values that are not NaN."""
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return Spread()
     middle = float(np.median(known))
     if len(known) == 1:
         return Spread(middle=middle)
-    return Spread(middle=middle, low=min(known), high=max(known), over=over)
+    return Spread(middle=middle, low=min(known), high=max(known), over="repeats")
 
 
 def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
-    """Return the second and the sample at which a run first reached ``target``.
+    """Return the second and the sample at which a run first reached ``target``; NaN if it has not.
 
     That is where the smoothed training loss was as low, or, between two evaluations by linear
     interpolation, the held-out accuracy as high.
@@ -273,8 +274,8 @@ def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
         samples, seconds, _, accuracy = found.T
         falling, goal = -accuracy, -target.value
     else:
-        curve, falling, goal = run.aggregate.curve, smoothed_loss(run), target.value
-        seconds, samples = curve.seconds, curve.samples
+        falling, goal = smoothed(run.curve), target.value
+        seconds, samples = run.curve.seconds, run.curve.samples
     return first_reached(falling, seconds, goal), first_reached(falling, samples, goal)
 
 
@@ -283,58 +284,56 @@ def evaluations(run: RunSnapshot) -> tuple[Evaluation, ...]:
     found = next((report.evaluations for report in run.reports if report.evaluations), ())
     if not found or run.status is not Status.FINISHED:
         return found
+    before = tuple(each for each in found if each.num_samples < run.num_samples)
+    return before + trained_model(run)
+
+
+def trained_model(run: RunSnapshot) -> tuple[Evaluation, ...]:
+    """Return the evaluation of the trained model; empty if there is none."""
     last = Evaluation(
-        num_samples=run.aggregate.num_samples,
-        seconds=max((report.seconds for report in run.reports if report.took_part), default=0.0),
+        num_samples=run.num_samples,
+        seconds=run.seconds,
         loss=reported(run, lambda report: report.held_out_loss),
         accuracy=reported(run, lambda report: report.held_out_accuracy),
     )
-    return (*(each for each in found if each.num_samples < last.num_samples), last)
+    is_judged = any(report.num_held_out for report in run.reports) or not math.isnan(last.loss)
+    return (last,) if is_judged else ()
 
 
 def _summary(
     key: StrategyKey,
     runs: Sequence[RunSnapshot],
-    speed: Spread,
-    rates: Mapping[StrategyKey, Mapping[int, float]],
+    rates: Mapping[int, float],
+    level: float,
     settled: Mapping[StrategyKey, float],
     target: Target | None,
 ) -> StrategySummary:
     comparison, name = key
     counted = _counted(runs)
     stale = staleness_counts(counted)
-    num_workers = max(map(_num_workers, counted), default=0)
-    aiming = [r for r in counted if target and (evaluations(r) or not target.is_accuracy)]
-    found = {run.run_id: time_to_target(run, target) for run in aiming if target is not None}
-    reached = list(found.values())
-    samples: Mapping[int, float] = {}
-    if target is not None and not target.is_accuracy:
-        samples = by_repeat(counted, lambda run: found[run.run_id][1])
-    single, ceiling = (
-        rates[other] if (other := (comparison, each)) in settled else {}
-        for each in (BASELINE, CEILING)
-    )
+    reached = {} if target is None else _reached(counted, target)
+    num_missed = sum(math.isinf(seconds) for seconds, _ in reached.values())
+    is_compared = target is not None and not target.is_accuracy and num_missed == 0
+    samples = by_repeat(counted, lambda run: reached[run.run_id][1]) if is_compared else {}
+    single, ceiling = (settled.get((comparison, each), math.nan) for each in (BASELINE, CEILING))
     devices = max(map(num_devices, counted), default=0)
-    speed_up = mean_ratio(rates[key], single)
-    shares = efficiency_of(
-        mean_ratio(rates[key], ceiling),
-        mean_ratio(ceiling, single),
-        0 if name == BASELINE else devices,
-    )
+    ideal = devices * single if devices else math.nan
     headers = [run.header for run in counted if run.header is not None]
     is_computed = any(run.spec is not None and run.spec.is_emulated for run in counted)
     return StrategySummary(
         name=name,
         comparison=comparison,
         num_runs=len(counted),
-        num_workers=num_workers,
+        num_workers=max(map(_num_workers, counted), default=0),
         status=counted[-1].status,
-        samples_per_second=speed,
-        rates=rates[key],
-        speed_up=speed_up,
-        efficiency=speed_up / devices if devices else math.nan,
-        machine=shares.machine,
-        share_of_ceiling=shares.communication,
+        samples_per_second=_speed(counted, rates, level),
+        rates=rates,
+        ideal=ideal,
+        ceiling=ceiling,
+        speed_up=level / single,
+        efficiency=level / ideal,
+        machine=math.nan if name == BASELINE else ceiling / ideal,
+        share_of_ceiling=math.nan if name == BASELINE else level / ceiling,
         split=step_split(counted),
         final_loss=spread([reported(run, lambda r: r.final_loss) for run in counted]),
         held_out_loss=spread([reported(run, lambda r: r.held_out_loss) for run in counted]),
@@ -347,20 +346,46 @@ def _summary(
         staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
         num_lost_samples=_greatest(counted, lambda report: report.num_lost_samples),
         memory=memory_of(counted),
-        seconds_to_target=spread([seconds for seconds, _ in reached]),
-        samples_to_target=spread([samples for _, samples in reached]),
+        seconds_to_target=spread([seconds for seconds, _ in reached.values()]),
+        samples_to_target=spread([samples for _, samples in reached.values()]),
         samples_by_repeat=samples,
-        num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
-        num_diverged=sum(num_diverged(run) for run in runs),
+        num_missed_target=num_missed,
+        num_diverged=sum(run.num_diverged for run in runs),
         sees_exposed=all(header.sees_exposed for header in headers),
         uses_cores=any(header.device == "cpu" for header in headers) and not is_computed,
         is_computed=is_computed,
-        is_ceiling=any(run.spec is not None and run.spec.is_ceiling for run in counted),
+        is_ceiling=any(run.is_ceiling for run in counted),
         is_emulated=is_emulated(runs),
         has_even_shares=all(header.synchronous for header in headers),
         is_short=not is_computed and any(map(_is_short, runs)),
-        notes=_notes(runs) + stability_notes(counted, staleness_median(stale)),
+        notes=notes_of(runs, counted, staleness_median(stale)),
     )
+
+
+def _reached(runs: Sequence[RunSnapshot], target: Target) -> dict[str, tuple[float, float]]:
+    """Return when each run reached the target; infinity where one that finished never did."""
+    found = {}
+    for run in runs:
+        if evaluations(run) or not target.is_accuracy:
+            never = math.inf if run.status is Status.FINISHED else math.nan
+            seconds, samples = time_to_target(run, target)
+            found[run.run_id] = (never, never) if math.isnan(seconds) else (seconds, samples)
+    return found
+
+
+def _speed(runs: Sequence[RunSnapshot], rates: Mapping[int, float], level: float) -> Spread:
+    """Return samples/s with the range over repeats, or over the tenths of the only run."""
+    over, parts = "repeats", list(rates.values())
+    if len(runs) == 1:
+        over, parts = "tenths", tenths(runs[0].curve).tolist()
+    if len(parts) < 2 or math.isnan(level):
+        return Spread(middle=level)
+    return Spread(middle=level, low=min(parts), high=max(parts), over=over)
+
+
+def _spreads(found: Sequence[Mapping[str, float]]) -> Mapping[str, Spread]:
+    names = dict.fromkeys(name for each in found for name in each)
+    return {name: spread([each.get(name, math.nan) for each in found]) for name in names}
 
 
 def memory_of(runs: Sequence[RunSnapshot]) -> Memory:
@@ -378,7 +403,7 @@ def _num_workers(run: RunSnapshot) -> int:
     """Return how many ranks train, or have logged from a hand-written loop; 0 if not known."""
     if run.header is not None:
         return run.header.num_workers
-    return len(run.aggregate.ranks) if run.spec is None else 0
+    return len(run.ranks) if run.spec is None else 0
 
 
 def num_devices(run: RunSnapshot) -> int:
@@ -394,63 +419,11 @@ def _greatest(runs: Sequence[RunSnapshot], number_of: Callable[[RunReport], int]
 
 
 def _counted(runs: Sequence[RunSnapshot]) -> list[RunSnapshot]:
-    """Return the runs that finished, if any did; a failed repeat must not bend a median."""
+    """Return the runs that finished, if any did; a failed repeat must not bend a mean."""
     return [run for run in runs if run.status is Status.FINISHED] or list(runs)
-
-
-def _speed_of(runs: Sequence[RunSnapshot]) -> Spread:
-    """Return samples/s over repeats, or over the tenths of the only run."""
-    if len(runs) > 1:
-        return spread([samples_per_second(run) for run in runs])
-    parts = tenths(runs[0].aggregate.curve)
-    whole = samples_per_second(runs[0])
-    if len(parts) == 0 or math.isnan(whole):
-        return Spread(middle=whole)
-    return Spread(middle=whole, low=float(parts.min()), high=float(parts.max()), over="tenths")
-
-
-def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
-    """Return each note once: on emulation, faults, and what is missing."""
-    notes = [note for run in runs if run.header for note in run.header.notes]
-    for run in runs:
-        if run.status in (Status.FAILED, Status.STOPPED) or run.detail:
-            notes.append(ending(run.status, run.detail))
-    diverged = sum(num_diverged(run) for run in runs)
-    lost = sum(run.num_lost_batches for run in runs)
-    notes += [_described(mark, run) for run in runs for mark in run.marks if mark.seconds > 0]
-    notes += [note for run in runs for note in _faults_too_late(run)]
-    if diverged:
-        notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")
-    if lost:
-        notes.append(f"{lost} batch{'es' if lost > 1 else ''} of events never arrived")
-    return tuple(dict.fromkeys(notes))
 
 
 def _is_short(run: RunSnapshot) -> bool:
     """Return whether a run was over before its speed could be measured."""
     is_over = run.status is Status.FINISHED and run.spec is not None
-    return is_over and 0 < training_seconds(run) < SHORT_SECONDS
-
-
-def _described(mark: Mark, run: RunSnapshot) -> str:
-    """Return the note for something that happened during the run."""
-    text = f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s"
-    is_death = mark.kind in (MarkKind.KILLED, MarkKind.DIED)
-    on_purpose = () if run.spec is None else run.spec.kill
-    if is_death and not any(kill.startswith(f"{mark.rank}@") for kill in on_purpose):
-        return f"{text}; its steps of the last half second before may be missing"
-    return text
-
-
-def _faults_too_late(run: RunSnapshot) -> list[str]:
-    """Return a note for each rank that was to be killed after the training had ended."""
-    if run.status is not Status.FINISHED or run.spec is None or run.header is None:
-        return []
-    killed = {mark.rank for mark in run.marks if mark.kind is MarkKind.KILLED}
-    with contextlib.suppress(UserError):  # a stored fault may be one that is refused by now
-        return [
-            f"rank {kill.rank} was not killed: it began no step after {kill.seconds:g} s"
-            for kill in map(parse_kill, run.spec.kill)
-            if kill.rank < run.header.num_workers and kill.rank not in killed
-        ]
-    return []
+    return is_over and 0 < run.seconds < SHORT_SECONDS

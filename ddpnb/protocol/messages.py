@@ -130,6 +130,8 @@ class RunHeader:
     num_parameters: int
     num_samples: int
     """Training samples that the run will see, over all workers."""
+    num_ranks: int = 0
+    """Ranks that report steps; 0: as many as workers."""
     num_devices: int = 0
     """GPUs, or ranks' shares of the CPU, that they compute on; 0: as many as workers."""
     sees_exposed: bool = True

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddpnb.history.align import make_aligner
 from ddpnb.history.claims import Ratio, Ratios, ratios_of
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.database import Floats, Records
-from ddpnb.history.metrics import efficiency_of, step_split
-from ddpnb.history.model import RunSnapshot
+from ddpnb.history.curve import curve_of
+from ddpnb.history.database import EVENT, metrics_of
+from ddpnb.history.metrics import step_split
+from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.history.summary import (
     bytes_received,
     evaluations,
@@ -45,7 +45,7 @@ from ddpnb.history.summary import (
     staleness_counts,
     staleness_median,
     summarise,
-    training_seconds,
+    trained_model,
 )
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
@@ -87,16 +87,29 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
 
 
 def evaluations_frame(comparison: Comparison) -> "pd.DataFrame":
-    """Return one row per evaluation on held-out samples: the copies', then the trained model's."""
+    """Return one row per evaluation: the copies', then the trained model's.
+
+    That one also has its loss on training samples, ``final_loss``, and what the cell's own
+    functions measured of it.
+    """
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
-    columns = ("comparison", "strategy", "repeat", *Evaluation._fields)
-    rows = [
-        (run.comparison, run.name, run.repeat + 1, *each)
-        for run in comparison.runs
-        for each in evaluations(run)
-    ]
-    return pd.DataFrame(rows, columns=list(columns))
+    rows: list[dict[str, object]] = []
+    for run in comparison.runs:
+        names = {"comparison": run.comparison, "strategy": run.name, "repeat": run.repeat + 1}
+        found = [names | each._asdict() for each in evaluations(run) or trained_model(run)]
+        if found and run.status is Status.FINISHED:
+            found[-1] |= _final_scores(run)
+        rows += found
+    columns = ["comparison", "strategy", "repeat", *Evaluation._fields, "final_loss"]
+    own = {name for row in rows for name in row if name not in columns}
+    return pd.DataFrame(rows, columns=[*columns, *sorted(own)])
+
+
+def _final_scores(run: RunSnapshot) -> dict[str, object]:
+    """Return what was measured of the trained model alone."""
+    own = {f"held_out_{name}": value for name, value in reported_metrics(run).items()}
+    return {"final_loss": reported(run, lambda report: report.final_loss), **own}
 
 
 def steps_frame(comparison: Comparison) -> "pd.DataFrame":
@@ -159,14 +172,13 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         **{name: getattr(run.spec, name, None) for name in SETTINGS},
         **_global_batch(run),
         **{name: getattr(run.header, name, None) for name in CIRCUMSTANCES},
-        "num_steps": run.aggregate.num_events,
-        "num_samples": run.aggregate.num_samples,
-        "seconds": training_seconds(run),
+        "num_steps": run.num_events,
+        "num_samples": run.num_samples,
+        "seconds": run.seconds,
         "samples_per_second": samples_per_second(run),
-        "final_loss": reported(run, lambda report: report.final_loss),
         "held_out_loss": reported(run, lambda report: report.held_out_loss),
         "held_out_accuracy": reported(run, lambda report: report.held_out_accuracy),
-        **{f"held_out_{name}": value for name, value in reported_metrics(run).items()},
+        **_final_scores(run),
         "staleness_median": staleness_median(stale),
         "staleness_max": float(len(stale) - 1) if len(stale) else np.nan,
         **{f"{name}_seconds": getattr(split.parts, name) for name in Parts._fields},
@@ -192,8 +204,8 @@ def _speed_ratio(run: RunSnapshot, ratios: Ratios | None) -> dict[str, object]:
         own = samples_per_second(run) / ratios.reference.rates.get(run.repeat, math.nan)
     return {
         "speed_ratio": own,
-        "speed_ratio_low": found.low,
-        "speed_ratio_high": found.high,
+        "speed_ratio_low": found.low if found.has_interval else math.nan,
+        "speed_ratio_high": found.high if found.has_interval else math.nan,
         "speed_ratio_to": ratios.reference.name if ratios is not None else None,
     }
 
@@ -202,15 +214,13 @@ def _efficiency(run: RunSnapshot, rates: Mapping[tuple[str, str, int], float]) -
     """Return a run's speed-up and efficiency against the other runs of its repeat."""
     single = rates.get((run.comparison, BASELINE, run.repeat), np.nan)
     ceiling = rates.get((run.comparison, CEILING, run.repeat), np.nan)
-    speed, devices = samples_per_second(run), num_devices(run)
-    shares = efficiency_of(
-        speed / ceiling, ceiling / single, 0 if run.name == BASELINE else devices
-    )
+    speed, devices = samples_per_second(run), num_devices(run) or np.nan
     return {
-        "num_devices": devices,
+        "num_devices": num_devices(run),
         "speed_up": speed / single,
-        "efficiency": speed / single / devices if devices else np.nan,
-        **shares._asdict(),
+        "efficiency": speed / single / devices,
+        "machine": np.nan if run.name == BASELINE else ceiling / single / devices,
+        "communication": np.nan if run.name == BASELINE else speed / ceiling,
     }
 
 
@@ -219,14 +229,14 @@ def _step_columns(run: RunSnapshot) -> dict[str, Any]:
     columns = {"comparison": run.comparison, "strategy": run.name, "repeat": run.repeat + 1}
     columns |= {name: events[name] for name in STEP}
     columns |= {f"{part}_seconds": events[part] for part in Parts._fields}
-    for name, rows in run.metrics.items():
-        columns[f"metric_{name}" if name in columns else name] = _per_step(rows, len(events))
+    for name, field in metrics_of(events).items():
+        columns[f"metric_{name}" if name in columns else name] = events[field]
     return columns
 
 
 def _run(run: RunSnapshot) -> dict[str, Any]:
     events = run.events
-    steps = {name: _numbers(events[name]) for name in events.dtype.names or ()}
+    steps = {name: _numbers(events[name]) for name in EVENT.names or ()}
     steps["staleness"] = [None if n == NO_STALENESS else n for n in events["staleness"].tolist()]
     return {
         "comparison": run.comparison,
@@ -241,9 +251,7 @@ def _run(run: RunSnapshot) -> dict[str, Any]:
         "marks": [_fields(mark) for mark in run.marks],
         "num_lost_batches": run.num_lost_batches,
         "steps": steps,
-        "metrics": {
-            name: _numbers(_per_step(rows, len(events))) for name, rows in run.metrics.items()
-        },
+        "metrics": {name: _numbers(events[at]) for name, at in metrics_of(events).items()},
     }
 
 
@@ -265,13 +273,6 @@ def _numbers(column: Any) -> list[Any]:
     return [_number(value) for value in column.tolist()]
 
 
-def _per_step(rows: Records, num_steps: int) -> Floats:
-    """Return one number per step; NaN for steps without one."""
-    values = np.full(num_steps, np.nan)
-    values[rows["event"]] = rows["value"]
-    return values
-
-
 def _write(folder: Path, run: RunSnapshot) -> None:
     from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415  may not be installed
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
@@ -289,18 +290,10 @@ def _write(folder: Path, run: RunSnapshot) -> None:
 
 
 def _points(run: RunSnapshot) -> Iterator[Point]:
-    events, samples = run.events, 0
-    aligner = make_aligner(run.header, run.spec)
-    aligner.end()  # the run is over: no rank is waited for
-    updates = aligner.add(events)
-    columns = (updates.weight.tolist(), updates.seconds.tolist(), updates.loss.tolist())
-    for weight, seconds, loss in zip(*columns, strict=True):
-        samples += int(weight)
-        yield "loss", samples, seconds, loss
-    seen = events["num_samples"].cumsum()
-    for name, rows in run.metrics.items():
-        for index, value in zip(rows["event"].tolist(), rows["value"].tolist(), strict=True):
-            yield name, int(seen[index]), float(events["seconds"][index]), value
+    for name, at in {"loss": "loss", **metrics_of(run.events)}.items():
+        curve = curve_of(run.events, run.header, at, max_points=run.num_events + 1)
+        for samples, seconds, value in zip(curve.samples, curve.seconds, curve.mean, strict=True):
+            yield name, int(samples), float(seconds), float(value)
 
 
 def _results(run: RunSnapshot) -> Iterator[Point]:

@@ -1,7 +1,4 @@
-"""The findings of a comparison: a table with one row per strategy, and one sentence (kernel).
-
-What the sentence claims of speeds is in ``history.claims``; it claims nothing of accuracies.
-"""
+"""The findings of a comparison as a table with one row per strategy (kernel)."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,12 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from ddpnb.history.claims import (
-    FEWEST_REPEATS,
     LEVEL,
-    SMALLEST_EFFECT,
-    Ratio,
-    Ratios,
-    accuracies_differ,
     ratios_of,
     standard_error,
 )
@@ -25,8 +17,6 @@ from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import (
     NOTHING,
-    choice_of_rates,
-    emulated_devices,
     labels,
     learning_rates,
     listed,
@@ -41,12 +31,12 @@ from ddpnb.reports.formatting import (
 from ddpnb.reports.table import Cell, Column, Table
 
 RANGES = {
-    "repeats": "samples/s: median and range over the repeats",
+    "repeats": "samples/s: geometric mean and range over the repeats",
     "tenths": "samples/s: mean of the run, and range over its tenths",
 }
 """The note that explains a range, by what the range is over."""
 MAX_SHARE_OF_CEILING = 1.05
-"""By so much a strategy that hardly communicates may be above ``no-comm``'s speed by chance."""
+"""Above this share of ``no-comm``'s speed, efficiency is not split: it is no ceiling."""
 
 
 def results_table(comparison: Comparison, target: Target | None = None) -> Table:
@@ -60,16 +50,16 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
     names = labels(comparison)
     look = styles(comparison)
     heads = tuple(
-        Cell(text=names[key], quiet=_state(s), dot=look[key].colour, is_hollow=look[key].is_hollow)
+        Cell(text=names[s.key], quiet=_state(s), dot=style.colour, is_hollow=style.is_hollow)
         for s in summaries
-        for key in [(s.comparison, s.name)]
+        for style in [look[s.key]]
     )
     columns = [(Column(title="strategy"), heads)]
     if rates := learning_rates(comparison):
-        cells = tuple(Cell(text=rates.get((s.comparison, s.name), NOTHING)) for s in summaries)
+        cells = tuple(Cell(text=rates.get(s.key, NOTHING)) for s in summaries)
         columns.append((Column(title="lr", is_number=True), cells))
     is_classified = any(math.isfinite(s.held_out_accuracy.middle) for s in summaries)
-    for name, cell_of in _columns_of(summaries).items():
+    for name, cell_of in columns_of(summaries).items():
         cells = tuple(map(cell_of, summaries))
         is_redundant = is_classified and name == "held-out loss"  # still in to_frame()
         is_redundant |= name == "workers" and not _workers_differ(summaries)
@@ -89,40 +79,6 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
     )
 
 
-def sentence(comparison: Comparison, target: Target | None = None) -> str:
-    """Return one sentence on speed, scores and failures, as far as they are known.
-
-    Args:
-        comparison: the runs.
-        target: the sentence says when it was reached.  None: there is none.
-    """
-    summaries = summarise(comparison, target)
-    names = labels(comparison)
-    called = {id(summary): names[summary.comparison, summary.name] for summary in summaries}
-    done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
-    ratios = ratios_of(done)
-    parts = [
-        "" if ratios is None else _speeds(done, called, ratios),
-        "" if target is None else _reached(done, called, target, ratios),
-        *_scores(done, called),
-        *(_failures(summary, called[id(summary)]) for summary in summaries),
-        *(
-            f"{called[id(s)]} says nothing about the speed of the real one"
-            for s in done
-            if s.is_emulated
-        ),
-    ]
-    text = "; ".join(part for part in parts if part) or _alone(done, called)
-    if not text:
-        return "Nothing has finished yet."
-    if rates := choice_of_rates(comparison):
-        text += f"; {rates}"
-    if devices := emulated_devices(comparison):
-        text += f"; all of it on {devices}"
-    is_name = text.startswith(tuple(called.values()))  # names keep their lower case
-    return f"{text if is_name else text[0].upper() + text[1:]}."
-
-
 def _workers_differ(summaries: Sequence[StrategySummary]) -> bool:
     """Return whether strategies other than the baseline differ in their number of workers."""
     return len({s.num_workers for s in summaries if s.num_workers and s.name != BASELINE}) > 1
@@ -133,35 +89,25 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
     for s in summaries:
         if s.samples_per_second.over:
             overs.setdefault(s.samples_per_second.over, []).append(s.name)
-    is_stale = any(math.isfinite(s.staleness_max) for s in summaries)
     found = [
         RANGES[over] + (f" ({listed(names)})" if len(overs) > 1 else "")
         for over, names in overs.items()
     ]
-    found += ["staleness: median / maximum"] if is_stale else []
     if "efficiency" in shown and any(math.isfinite(s.machine) for s in summaries):
-        found.append(
-            "efficiency = machine × communication: no-comm over workers × single, "
-            "and the strategy over no-comm"
-        )
-    if quicker := [s.name for s in summaries if _outran_ceiling(s)]:
+        found.append("efficiency = machine (no-comm / ideal) × communication (strategy / no-comm)")
+    alike = [s for s in summaries if s.num_workers > 1 and s.has_even_shares and not s.is_emulated]
+    if quicker := [s.name for s in alike if _outran_ceiling(s)]:
         remedy = "more repeats even out" if "repeats" in overs else "--repeats 3 evens out"
         found.append(
-            f"no-comm was measured slower than {listed(quicker)}, whose efficiency is not parted: "
+            f"no-comm was measured slower than {listed(quicker)}, so its efficiency is not split: "
             f"the machine may have been busier then, which {remedy}"
         )
     if any(s.is_emulated for s in summaries):
         found.append(
-            "in brackets: copies in shared memory, no PCIe, no devices; "
-            "the real one's speed may be quite another"
+            "in brackets: emulated on CPU threads, which says little about the real one's speed"
         )
     if any(s.split.parts.hidden > 0 and s.uses_cores for s in summaries):
         found.append("communication hidden on a CPU still takes a core's time")
-    if "exposed" in shown and any(s.split.exposed_share > 0 for s in summaries):
-        found.append(
-            "exposed: share of a step in which a rank exchanges tensors or waits for other ranks, "
-            "and computes nothing"
-        )
     for name in _own_metrics(summaries):
         judged = [s for s in summaries if name in s.held_out_metrics]
         if unknown := [s.name for s in judged if math.isnan(s.held_out_metrics[name].middle)]:
@@ -175,18 +121,21 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
     found += _intervals(summaries)
     known = [s for s in summaries if s.num_held_out and math.isfinite(s.held_out_accuracy.middle)]
     if known:
-        found.append(f"held-out accuracy: standard error {_accuracy_error(known)}")
+        found.append(f"held-out accuracy: standard error {accuracy_error(known)}")
     return tuple(found)
 
 
 def _intervals(summaries: Sequence[StrategySummary]) -> Iterator[str]:
     """Yield the note with the interval of each speed over that of the reference."""
     ratios = ratios_of(summaries)
-    known = [(s, r) for s in summaries for r in [_speed_ratio(s, ratios)] if r.has_interval]
+    speeds = ratios.speed if ratios is not None else {}
+    known = [(s, speeds[s.key]) for s in summaries if s.key in speeds]
+    known = [(s, r) for s, r in known if r.has_interval]
     if ratios is None or not known:
         return
     nums = sorted({r.num_repeats for _, r in known})
-    together = f", for {ratios.num_claims} comparisons together" if ratios.num_claims > 1 else ""
+    num = known[0][1].num_claims
+    together = f", for {num} comparisons together" if num > 1 else ""
     yield (
         f"samples/s over those of {ratios.reference.name}, {percent(LEVEL)} interval over "
         f"{' and '.join(map(str, nums))} repeats{together}: "
@@ -194,12 +143,7 @@ def _intervals(summaries: Sequence[StrategySummary]) -> Iterator[str]:
     )
 
 
-def _speed_ratio(summary: StrategySummary, ratios: Ratios | None) -> Ratio:
-    key = (summary.comparison, summary.name)
-    return Ratio() if ratios is None else ratios.speed.get(key, Ratio())
-
-
-def _accuracy_error(known: Sequence[StrategySummary]) -> str:
+def accuracy_error(known: Sequence[StrategySummary]) -> str:
     """Return the standard error of the mean accuracy, e.g. ``0.8 points (360 samples)``."""
     num = min(s.num_held_out for s in known)
     mean = sum(s.held_out_accuracy.middle for s in known) / len(known)
@@ -229,9 +173,8 @@ def _efficiency(summary: StrategySummary) -> Cell:
 
 
 def _outran_ceiling(summary: StrategySummary) -> bool:
-    """Return whether ``no-comm`` is no ceiling: the machine may have been busier then."""
-    is_like_it = summary.num_workers > 1 and summary.has_even_shares and not summary.is_emulated
-    return summary.share_of_ceiling > MAX_SHARE_OF_CEILING and is_like_it
+    """Return whether ``no-comm`` is no ceiling for it."""
+    return summary.share_of_ceiling > MAX_SHARE_OF_CEILING
 
 
 def _judged(summary: StrategySummary, text: str) -> Cell:
@@ -273,13 +216,14 @@ def _receives_as_it_sends(summary: StrategySummary) -> bool:
 def _target_cell(summary: StrategySummary) -> Cell:
     """Return the seconds and samples after which the target was reached."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
-    if summary.is_ceiling:
+    if summary.is_ceiling or math.isnan(seconds):
         return Cell(text=NOTHING)
-    if math.isnan(seconds):
-        is_missed = summary.status is Status.FINISHED and summary.num_missed_target > 0
-        return Cell(text="never" if is_missed else NOTHING)
-    missed = f", {summary.num_missed_target} never" if summary.num_missed_target else ""
-    return Cell(text=f"{number(seconds)} s", quiet=f"{short(samples)} samples{missed}")
+    missed = summary.num_missed_target
+    if math.isinf(seconds):
+        of_all = f"in {missed} of {summary.num_runs}" if missed < summary.num_runs else ""
+        return Cell(text="never", quiet=of_all)
+    quiet = f"{short(samples)} samples{f', {missed} never' if missed else ''}"
+    return Cell(text=f"{number(seconds)} s", quiet=quiet)
 
 
 def _staleness(summary: StrategySummary) -> Cell:
@@ -310,7 +254,7 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
 """The columns after the first, each with the function that fills its cells."""
 
 
-def _columns_of(
+def columns_of(
     summaries: Sequence[StrategySummary],
 ) -> dict[str, Callable[[StrategySummary], Cell]]:
     """Return all columns; those of the cell's own metrics follow the other held-out scores."""
@@ -334,118 +278,3 @@ def _held_out(name: str, summary: StrategySummary) -> Cell:
 
 def _last(name: str, summary: StrategySummary) -> Cell:
     return _of(summary.last_metrics.get(name, Spread()))
-
-
-def _alone(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
-    """Return the speeds of runs that cannot be compared with any other."""
-    rates = [(called[id(s)], s.samples_per_second.middle) for s in done]
-    return listed([f"{name} ran at {number(r)} samples/s" for name, r in rates if math.isfinite(r)])
-
-
-def _speeds(done: Sequence[StrategySummary], called: dict[int, str], ratios: Ratios) -> str:
-    """Return each speed over that of the reference: what is shown, what is not, what is open."""
-    base = called[id(ratios.reference)]
-    found = [(called[id(s)], r) for s in done for r in [_speed_ratio(s, ratios)] if r.num_repeats]
-    found.sort(key=lambda each: each[1].middle, reverse=True)
-    claims = [(name, r) for name, r in found if r.is_claim]
-    rest = [(name, r) for name, r in found if r.has_interval and not r.is_claim]
-    few = [(name, r) for name, r in found if not r.has_interval]
-    parts = []
-    if claims:
-        verbs = ["is ", *[""] * len(claims)]
-        texts = [
-            f"{name} {verb}{r.middle:.2f}× {base} ({r.low:.2f} to {r.high:.2f} at {percent(LEVEL)})"
-            for (name, r), verb in zip(claims, verbs, strict=False)
-        ]
-        parts.append(f"in samples/s, {listed(texts)}")
-    if rest:
-        texts = [f"{name} ({r.low:.2f}× to {r.high:.2f}× at {percent(LEVEL)})" for name, r in rest]
-        parts.append(
-            f"no difference of {percent(SMALLEST_EFFECT)} or more in samples/s from {base} "
-            f"is shown for {listed(texts)}"
-        )
-    if few:
-        nums = tuple(sorted({r.num_repeats for _, r in few}))
-        runs: dict[tuple[int, ...], str] = {(1,): "in this one run", (2,): "in these two repeats"}
-        verbs = ["ran at ", *[""] * len(few)]
-        texts = [f"{name} {v}{r.middle:.2f}×" for (name, r), v in zip(few, verbs, strict=False)]
-        speeds = f"{listed(texts)} the samples/s of {base}"
-        if all(s.is_computed for s in done):
-            parts.append(speeds)
-        else:
-            parts.append(
-                f"{runs.get(nums, 'in one or two repeats')}, {speeds}, "
-                f"which may be chance: {FEWEST_REPEATS} or more repeats would show"
-            )
-    return "; ".join(parts)
-
-
-def _reached(
-    done: Sequence[StrategySummary], called: dict[int, str], target: Target, ratios: Ratios | None
-) -> str:
-    """Return when each reached the target, and which need clearly more or fewer samples."""
-    reached = sorted(
-        (s for s in done if math.isfinite(s.seconds_to_target.middle) and not s.is_emulated),
-        key=lambda s: s.seconds_to_target.middle,
-    )
-    never = [called[id(s)] for s in done if s.num_missed_target == s.num_runs]
-    goal = target.text if target.is_accuracy else f"a training loss of {target.value:g}"
-    if not reached:
-        return f"{listed(never)} never reached {goal}" if never else ""
-    times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in reached]
-    first = f"{goal} was reached after {listed(times)}"
-    parts = [f"{first}, never by {listed(never)}" if never else first]
-    if ratios is not None:
-        parts += [
-            f"{called[id(s)]} needs {_more(found, called[id(ratios.reference)])}"
-            for s in reached
-            for found in [ratios.samples.get((s.comparison, s.name), Ratio())]
-            if found.is_claim
-        ]
-    return "; ".join(parts)
-
-
-def _more(ratio: Ratio, reference: str) -> str:
-    """Return e.g. ``31 % more samples than single to reach it (20 to 43 % at 95 %)``."""
-    word = "more" if ratio.middle > 1 else "fewer"
-    low, high = (percent(end) for end in sorted(abs(end - 1) for end in (ratio.low, ratio.high)))
-    return (
-        f"{percent(abs(ratio.middle - 1))} {word} samples than {reference} to reach it "
-        f"({low.removesuffix(' %')} to {high} at {percent(LEVEL)})"
-    )
-
-
-def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> Iterator[str]:
-    """Yield each held-out score side by side, without a claim about which is better."""
-    for name, cell_of in _columns_of(done).items():
-        if name.startswith("held-out ") and name != "held-out loss":
-            by_score: dict[str, list[str]] = {}
-            for each in done:
-                by_score.setdefault(cell_of(each).text, []).append(called[id(each)])
-            by_score.pop(NOTHING, None)
-            scores = [f"{score} for {listed(names)}" for score, names in by_score.items()]
-            if scores:
-                *most, last = scores
-                text = f"{name} is {', '.join(most)}{', and ' if most else ''}{last}"
-                yield text + (_within_error(done) if name == "held-out accuracy" else "")
-
-
-def _within_error(done: Sequence[StrategySummary]) -> str:
-    """Return what accuracies on so many samples show; empty for one, or without their number."""
-    known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
-    num = min((s.num_held_out for s in known), default=0)
-    shares = [s.held_out_accuracy.middle for s in known]
-    if num == 0 or len({percent(share, 1) for share in shares}) < 2:
-        return ""
-    if not accuracies_differ(shares, num):
-        return f", the same within the error of {num:,} samples"
-    return f", with a standard error of {_accuracy_error(known)}"
-
-
-def _failures(summary: StrategySummary, name: str) -> str:
-    parts = []
-    if summary.num_diverged:
-        parts.append(f"{name}'s loss became NaN or infinite")
-    if summary.status in (Status.FAILED, Status.STOPPED):
-        parts.append(f"{name} {'failed' if summary.status is Status.FAILED else 'was stopped'}")
-    return "; ".join(parts)

@@ -81,7 +81,7 @@ def _share(run: RunSnapshot) -> float:
     if (judged := run.evaluating) is not None:
         return judged.num_done / judged.num_all
     planned = run.header.num_samples if run.header else 0
-    return min(run.aggregate.num_samples / planned, 1.0) if planned else 0.0
+    return min(run.num_samples / planned, 1.0) if planned else 0.0
 
 
 def _what(run: RunSnapshot, comparison: Comparison) -> str:
@@ -94,7 +94,7 @@ def _what(run: RunSnapshot, comparison: Comparison) -> str:
 def _state(run: RunSnapshot, share: float) -> str:
     if not run.is_running:
         return run.status.value
-    if run.aggregate.num_events == 0:
+    if run.num_events == 0:
         return "warming up" if run.header else "starting"
     if (judged := run.evaluating) is not None:
         return f"evaluating {judged.num_done + 1} of {judged.num_all}"
@@ -103,18 +103,18 @@ def _state(run: RunSnapshot, share: float) -> str:
 
 def _numbers(run: RunSnapshot) -> list[str]:
     """Return the speed and the loss, if known."""
-    if run.aggregate.num_events == 0 or (run.evaluating is not None and run.is_running):
+    if run.num_events == 0 or (run.evaluating is not None and run.is_running):
         return []
     speed = samples_per_second(run)
     parts = [f"{number(speed)} samples/s"] if math.isfinite(speed) else []
-    return [*parts, f"loss {number(run.aggregate.recent_loss)}"]
+    return [*parts, f"loss {number(run.recent_loss)}"]
 
 
 def _seconds_left(run: RunSnapshot, share: float) -> float | None:
     """Return the time that the current run still needs, or None if unknown."""
-    if run.aggregate.num_events == 0 or not run.is_running or not 0 < share < 1:
+    if run.num_events == 0 or not run.is_running or not 0 < share < 1:
         return None
-    seconds = run.evaluating.seconds if run.evaluating else run.aggregate.seconds
+    seconds = run.evaluating.seconds if run.evaluating else run.seconds
     return seconds * (1 - share) / share
 
 

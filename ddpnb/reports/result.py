@@ -13,11 +13,12 @@ from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.reports.data import document, evaluations_frame, runs_frame, steps_frame, write_events
-from ddpnb.reports.findings import results_table, sentence
+from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import listed, title
 from ddpnb.reports.kit import PAGE_DPI, Picture, image_html
 from ddpnb.reports.reading import explained, five_columns, how_to_read
 from ddpnb.reports.script import write_script
+from ddpnb.reports.sentence import sentence
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table, pairs_table
 

@@ -238,11 +238,11 @@ class _Moment:
         run = comparison.runs[-1] if comparison.runs else None
         if run is None or self.training is None:
             return
-        found, since = run.aggregate, 0.0
+        since = 0.0
         if self._awaits_death:
             deaths = [mark.seconds for mark in run.marks if mark.kind.is_death]
             since = min(deaths) + AFTER_DEATH_SECONDS if deaths else math.inf
-        is_enough = found.num_events >= self._num_wanted and found.seconds >= since
+        is_enough = run.num_events >= self._num_wanted and run.seconds >= since
         if is_enough or time.monotonic() - self._began > MOST_SECONDS:
             self.has_stopped = True
             self.training.stop()

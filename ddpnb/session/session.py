@@ -179,7 +179,7 @@ class Session:
             debug_rank=debug,
             is_traced=trace,
         )
-        recorder = self._record_cell(name, spec, len(chosen)) if name else None
+        recorder = self._record_cell(name, spec) if name else None
         cell = RunningCell(
             cluster,
             spec,
@@ -393,7 +393,7 @@ class Session:
     def _keep_trace(self, trace: TraceResult) -> None:
         self.last_trace = trace
 
-    def _record_cell(self, name: str, spec: CellSpec, num_ranks: int) -> Recorder:
+    def _record_cell(self, name: str, spec: CellSpec) -> Recorder:
         recorder = Recorder(
             self.store,
             name=name,
@@ -402,7 +402,7 @@ class Session:
             specs=(),
             ranks=self._require().states,
         )
-        recorder.begin(spec.run_id, name, num_ranks=num_ranks)
+        recorder.begin(spec.run_id, name)
         return recorder
 
 

@@ -266,8 +266,8 @@ def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
     ).passed
     assert len(cell.bundles("image/png")) == 1
     assert kernel.value("len(__import__('ddpnb').plot('mine').steps())") == "40"
-    curve = "__import__('ddpnb').plot('mine').comparison.runs[0].aggregate.curve"
-    assert kernel.value(f"bool(max({curve}.loss[10:]) < 0.5)") == "True"  # nobody begins behind
+    curve = "__import__('ddpnb').plot('mine').comparison.runs[0].curve"
+    assert kernel.value(f"bool(max({curve}.mean[10:]) < 0.5)") == "True"  # nobody begins behind
     both = kernel.run("%ddp_plot mine small/ddp")
     assert len(both.outputs) == 3
     assert len(both.bundles("image/png")) == 1

@@ -123,6 +123,7 @@ def header_of(context: RunContext, worker: Worker, notes: tuple[str, ...]) -> Ru
         strategy=context.spec.strategy,
         synchronous=plan.synchronous,
         num_workers=plan.num_workers,
+        num_ranks=plan.num_ranks,
         num_threads=torch.get_num_threads(),
         device=context.state.device,
         backend=context.state.backend,

@@ -133,7 +133,7 @@ def planned_samples(comparison: Comparison) -> float:
     Of a plan that has only just begun, so much is shown as there is to see.
     """
     known = [(run, run.header) for run in comparison.runs if run.header is not None]
-    seen = max((run.aggregate.num_samples for run, _ in known), default=0)
+    seen = max((run.num_samples for run, _ in known), default=0)
     if not any(run.is_running for run, _ in known):
         return seen
     planned = max(header.num_samples for _, header in known)
@@ -157,8 +157,8 @@ def planned_seconds(comparison: Comparison, shown: float) -> float:
 
 def _seconds_of(run: RunSnapshot) -> float:
     """Return the duration of a run, estimated while it trains."""
-    seconds = run.aggregate.seconds
+    seconds = run.seconds
     if not run.is_running or run.header is None or run.header.num_samples == 0:
         return seconds
-    share = run.aggregate.num_samples / run.header.num_samples
+    share = run.num_samples / run.header.num_samples
     return seconds / share if LEAST_SHARE <= share < 1 else seconds

@@ -6,22 +6,14 @@ every update of the run, or each repeat.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
-from ddpnb.history.aggregate import Curve, RankAggregate
 from ddpnb.history.comparison import Comparison
+from ddpnb.history.curve import Curve, samples_at, smoothed, throughput, window_for
 from ddpnb.history.database import Floats
-from ddpnb.history.metrics import (
-    Absences,
-    absences,
-    samples_at,
-    smoothed,
-    throughput,
-    window_for,
-)
-from ddpnb.history.model import RunSnapshot
+from ddpnb.history.metrics import Absences, absences
+from ddpnb.history.model import RankTotals, RunSnapshot
 from ddpnb.history.summary import (
     StalenessCounts,
     StrategySummary,
@@ -69,24 +61,13 @@ class Series:
     """By what is measured, ``"loss"`` or ``"accuracy"``, and the quantity on the x axis,
     ``"samples"`` or ``"seconds"``."""
     summary: StrategySummary
-    ranks: tuple[RankAggregate, ...] = ()
+    ranks: tuple[RankTotals, ...] = ()
     """Of the latest run."""
     away: Absences = field(default_factory=dict)
     """Of the latest run."""
     staleness: StalenessCounts
     marks: tuple[tuple[Mark, float], ...] = ()
     """Each with the samples seen until then."""
-
-
-class PreparedRun(NamedTuple):
-    """One run, ready to be drawn."""
-
-    curve: Curve
-    samples: Floats
-    """Samples seen up to each point."""
-    smoothed: Floats
-    rate: tuple[Floats, Floats]
-    """Seconds, and samples/s before each."""
 
 
 def series_of(
@@ -107,19 +88,13 @@ def series_of(
     )
 
 
-def _prepared(run: RunSnapshot, y: str) -> PreparedRun:
-    planned = run.header.num_samples if run.header and run.is_running else 0
-    rate = _throughput(run.aggregate.curve, planned)
-    curve = run.metric_curves.get(y, Curve()) if y else run.aggregate.curve
-    return PreparedRun(curve, curve.samples, smoothed(curve), rate)
-
-
-def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
+def _throughput(run: RunSnapshot) -> tuple[Floats, Floats]:
     """Return the throughput, over a window that depends on the run's duration, or the planned one.
 
     It is at most a third of what has passed, so that a long run has a curve from its beginning.  It
     spans several updates, as two workers can update at almost the same time.
     """
+    curve, planned = run.curve, run.header.num_samples if run.header and run.is_running else 0
     if len(curve) == 0 or curve.samples[-1] == 0:
         return np.empty(0), np.empty(0)
     passed = float(curve.seconds[-1])
@@ -131,20 +106,20 @@ def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
 def _series(
     label: str, style: Style, runs: Sequence[RunSnapshot], summary: StrategySummary, y: str
 ) -> Series:
-    drawn = [_prepared(run, y) for run in runs]
-    timed = [run for run in drawn if len(run.curve)]
+    drawn = [run.metric_curves.get(y, Curve()) if y else run.curve for run in runs]
+    timed = [curve for curve in drawn if len(curve)]
     if summary.is_ceiling:  # trained for its rate: its loss is no rival
         timed = []
-    sampled = [run for run in timed if run.curve.samples[-1] > 0]
-    rates = [run.rate for run in drawn if len(run.rate[1])]
+    sampled = [curve for curve in timed if curve.samples[-1] > 0]
+    rates = [rate for rate in map(_throughput, runs) if len(rate[1])]
     return Series(
         label=label,
         style=style,
         is_live=any(run.is_running for run in runs),
         losses={
-            "samples": _loss(sampled, lambda run: run.samples),
-            "seconds": _loss(timed, lambda run: run.curve.seconds),
-            "updates": _loss(timed, lambda run: run.curve.updates),
+            "samples": _loss(sampled, lambda curve: curve.samples),
+            "seconds": _loss(timed, lambda curve: curve.seconds),
+            "updates": _loss(timed, lambda curve: curve.updates),
         },
         throughput=_line(rates, []),
         held_out={
@@ -153,7 +128,7 @@ def _series(
             for x in ("samples", "seconds")
         },
         summary=summary,
-        ranks=runs[-1].aggregate.ranks,
+        ranks=runs[-1].ranks,
         away=absences(runs[-1]),
         staleness=staleness_counts(runs),
         marks=tuple((mark, _samples_until(mark, run)) for run in runs for mark in run.marks),
@@ -161,7 +136,7 @@ def _series(
 
 
 def _samples_until(mark: Mark, run: RunSnapshot) -> float:
-    seen = samples_at(run.aggregate.curve, np.array([mark.seconds]))
+    seen = samples_at(run.curve, np.array([mark.seconds]))
     return float(seen[0])
 
 
@@ -182,19 +157,19 @@ def _point_by_point(lines: list[tuple[Floats, Floats]]) -> Line:
     return replace(line, x=x, y=y)
 
 
-def _loss(runs: Sequence[PreparedRun], across: Callable[[PreparedRun], Floats]) -> Line:
+def _loss(curves: Sequence[Curve], across: Callable[[Curve], Floats]) -> Line:
     line = _line(
-        [(across(run), run.smoothed) for run in runs],
-        [_raw(across(run), run.curve) for run in runs],
+        [(across(curve), smoothed(curve)) for curve in curves],
+        [_raw(across(curve), curve) for curve in curves],
     )
-    bad = [across(run)[run.curve.num_bad > 0] for run in runs]
+    bad = [across(curve)[curve.num_bad > 0] for curve in curves]
     return replace(line, bad_x=np.concatenate([np.empty(0), *bad]))
 
 
 def _raw(x: Floats, curve: Curve) -> tuple[Floats, Floats]:
-    """Return a line through the lowest and the highest loss of each point."""
+    """Return a line through the lowest and the highest value of each point."""
     if curve.num_merged == 1:
-        return x, curve.loss
+        return x, curve.mean
     return np.repeat(x, 2), np.column_stack([curve.lowest, curve.highest]).ravel()
 
 

@@ -53,6 +53,7 @@ def header(run_spec: RunSpec, num_steps: int, synchronous: bool | None = None) -
         strategy=strategy,
         synchronous=strategy != "async" if synchronous is None else synchronous,
         num_workers=WORKERS.get(strategy, NUM_RANKS),
+        num_ranks=NUM_REPORTING.get(strategy, NUM_RANKS),
         num_threads=1,
         device="cpu",
         backend="gloo",

@@ -1,19 +1,25 @@
+"""Do steps become the right points, however they come and however many there are?"""
+
 import math
 
 import numpy as np
 import pytest
 
-from ddpnb.history.aggregate import MAX_POINTS, Curve
-from ddpnb.history.metrics import (
+from ddpnb.history.curve import (
+    MAX_POINTS,
+    Curve,
+    curve_of,
     first_reached,
-    num_diverged,
     smooth,
-    smoothed_loss,
+    smoothed,
     tenths,
     throughput,
     window_for,
+    with_waiting,
 )
+from ddpnb.history.database import EVENT, Records
 from ddpnb.history.model import Run, Status
+from ddpnb.protocol.messages import Parts, StepEvent, pack_step
 from tests.unit.history.fake_runs import batch, fake_run, header, run_of, spec, step
 
 
@@ -21,115 +27,138 @@ def a_run(strategy: str) -> Run:
     return run_of(spec(strategy), comparison="digits-1", created=1.0)
 
 
-def curve_of(run: Run) -> Curve:
-    return run.snapshot().aggregate.curve
+def drawn(run: Run) -> Curve:
+    return run.snapshot().curve
 
 
-def even_curve(num: int, samples: float = 10.0, seconds: float = 0.5) -> Curve:
-    at = np.arange(1, num + 1)
-    return Curve(samples=at * samples, seconds=at * seconds, loss=np.ones(num), num_updates=num)
+def rows(rank: int, *steps: StepEvent) -> Records:
+    return np.frombuffer(b"".join(pack_step(rank, step) for step in steps), dtype=EVENT)
 
 
 def test_synchronous_steps_are_a_weighted_mean_at_the_slowest_worker():
     run = a_run("ddp")
+    run.add(batch(run.run_id, [step(0, 1.5, 8.0, 10), step(1, 1.9, 4.0, 30)], rank=1))
+    assert len(drawn(run)) == 0, "the header is awaited"
     head = header(spec("ddp"), 2)
     run.add(batch(run.run_id, [step(0, 1.0, 4.0, 30), step(1, 2.0, 2.0, 10)], header=head))
-    run.add(batch(run.run_id, [step(0, 1.5, 8.0, 10), step(1, 1.9, 4.0, 30)], rank=1))
-    steps = curve_of(run)
-    assert steps.loss.tolist() == [5.0, 3.5]
-    assert steps.samples.tolist() == [40, 80]
-    assert steps.seconds.tolist() == [1.5, 2.0]
+    curve = drawn(run)
+    assert curve.mean.tolist() == [5.0, 3.5]
+    assert curve.samples.tolist() == [40, 80]
+    assert curve.seconds.tolist() == [1.5, 2.0]
 
 
 def test_a_step_that_one_worker_has_not_reported_is_held_back_until_the_end():
     run = a_run("ddp")
     head = header(spec("ddp"), 2)
-    run.add(batch(run.run_id, [step(0, 1.0), step(1, 2.0)], header=head))
-    assert len(curve_of(run)) == 0
+    run.add(batch(run.run_id, [step(0, 1.0), step(1, 2.0), step(4, 5.0)], header=head))
+    assert len(drawn(run)) == 0
     run.add(batch(run.run_id, [step(0, 1.0)], rank=1))
-    assert curve_of(run).samples.tolist() == [20]
+    assert drawn(run).samples.tolist() == [20]
     run.end(Status.STOPPED)
-    assert curve_of(run).samples.tolist() == [20, 30]
+    assert drawn(run).samples.tolist() == [20, 30, 40]
 
 
 def test_one_process_with_two_replicas_is_not_waited_for_twice():
     run = a_run("dp")
     run.add(batch(run.run_id, [step(0, 1.0, samples=256)], header=header(spec("dp"), 2)))
-    assert curve_of(run).samples.tolist() == [256]
+    assert drawn(run).samples.tolist() == [256]
 
 
 def test_a_worker_without_samples_does_not_poison_the_mean():
     run = a_run("ddp")
     run.add(batch(run.run_id, [step(0, 1.0, 3.0, 10)], header=header(spec("ddp"), 1)))
     run.add(batch(run.run_id, [step(0, 1.0, math.nan, 0)], rank=1))
-    assert curve_of(run).loss.tolist() == [3.0]
-    assert num_diverged(run.snapshot()) == 0
+    assert drawn(run).mean.tolist() == [3.0]
+    assert run.snapshot().num_diverged == 0
 
 
-def test_asynchronous_steps_are_ordered_by_time_as_far_as_all_have_reported():
-    run = a_run("async")
-    head = header(spec("async"), 2)
-    run.add(batch(run.run_id, [step(0, 1.0, 4.0), step(1, 3.0, 2.0)], header=head))
-    assert len(curve_of(run)) == 0
-    run.add(batch(run.run_id, [step(0, 2.0, 3.0, 20)], rank=1))
-    assert curve_of(run).loss.tolist() == [4.0, 3.0]
+@pytest.mark.parametrize("strategy", ["async", ""])
+def test_asynchronous_steps_are_in_the_order_of_time_once_the_run_has_ended(strategy: str):
+    """Also those that one rank reports long after the other."""
+    run = a_run(strategy) if strategy else Run(run_id="m", name="mine")
+    head = header(spec("async"), 2) if strategy else None
+    run.add(batch(run.run_id, [step(i, i + 1.0, 4.0 - i) for i in range(4)], header=head))
+    assert drawn(run).samples.tolist() == [10, 20, 30, 40]
+    run.add(batch(run.run_id, [step(i, i + 1.5, 3.5 - i) for i in range(4)], rank=1))
+    assert drawn(run).seconds.tolist() == [1, 2, 3, 4, 4, 4, 4, 4.5]
     run.end(Status.FINISHED)
-    assert curve_of(run).loss.tolist() == [4.0, 3.0, 2.0]
-    assert curve_of(run).samples.tolist() == [10, 30, 40]
+    assert drawn(run).mean.tolist() == [4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5]
+    assert drawn(run).seconds.tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
+    assert [rank.num_steps for rank in run.snapshot().ranks] == [4, 4]
 
 
-def test_hand_written_steps_of_several_ranks_are_ordered_by_time():
-    run = Run(run_id="m", name="mine", num_ranks=2)
-    run.add(batch("m", [step(0, 1.0, 4.0), step(1, 3.0, 2.0)]))
-    assert len(curve_of(run)) == 0
-    run.add(batch("m", [step(0, 0.9, 5.0), step(1, 2.0, 3.0)], rank=1))
-    assert curve_of(run).loss.tolist() == [5.0, 4.0, 3.0]
+def test_a_share_that_comes_late_has_its_place_in_the_end():
+    run = a_run("ddp")
+    head = header(spec("ddp"), 3)
+    run.add(batch(run.run_id, [step(i, i + 1.0) for i in range(3)], header=head))
+    run.add(batch(run.run_id, [step(2, 3.0)], rank=1, sequence=1))
+    run.add(batch(run.run_id, [step(0, 1.0), step(1, 2.0)], rank=1, sequence=0))
     run.end(Status.FINISHED)
-    assert curve_of(run).loss.tolist() == [5.0, 4.0, 3.0, 2.0]
+    assert drawn(run).samples.tolist() == [20, 40, 60]
 
 
-def test_a_rank_that_never_logs_is_not_waited_for_in_the_end():
-    run = Run(run_id="m", name="mine", num_ranks=2)
-    run.add(batch("m", [step(0, 1.0, 4.0), step(1, 3.0, 2.0)]))
+def test_a_metric_has_a_curve_as_the_loss_has():
+    run = run_of(spec("ddp"))
+    name = run.run_id
+    run.add(batch(name, [step(0, 0.5)], header=header(spec("ddp"), 2)))
+    run.add(batch(name, [step(0, 0.6)], rank=1))
+    assert len(drawn(run)) == 1
+    for rank, value in enumerate((1.0, 4.0)):  # the second worker has twice as many samples
+        steps = [step(1, 1.0, samples=10 * (rank + 1))]
+        run.add(batch(name, steps, rank=rank, sequence=1, metrics=[(0, "f1", value)]))
+    live = run.snapshot().metric_curves["f1"]
     run.end(Status.FINISHED)
-    assert curve_of(run).loss.tolist() == [4.0, 2.0]
+    for curve in (live, run.snapshot().metric_curves["f1"]):
+        assert curve.samples.tolist() == run.snapshot().curve.samples.tolist() == [20, 50]
+        np.testing.assert_allclose(curve.mean, [np.nan, 3.0])
 
 
-def test_what_was_reported_too_late_has_its_place_in_the_end():
-    run = Run(run_id="m", name="mine")  # two ranks log, although one is known of
-    run.add(batch("m", [step(i, i + 1.0, 4.0 - i) for i in range(4)]))
-    run.add(batch("m", [step(i, i + 1.5, 3.5 - i) for i in range(4)], rank=1))
-    assert curve_of(run).seconds.tolist() == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 4.0]
-    run.end(Status.FINISHED)
-    assert curve_of(run).loss.tolist() == [4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5]
-    assert curve_of(run).seconds.tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
-    aggregate = run.snapshot().aggregate
-    assert (aggregate.num_events, [rank.num_steps for rank in aggregate.ranks]) == (8, [4, 4])
+@pytest.mark.parametrize("num", [1, 7, 360, 361, 2_345])
+@pytest.mark.parametrize("at_once", [1, 97, 10_000])
+def test_however_steps_come_the_points_are_the_same(num: int, at_once: int):
+    losses = np.random.default_rng(num).normal(size=num)
+    losses[::5] = np.nan
+    every = rows(0, *(step(i, i + 1.0, loss) for i, loss in enumerate(losses)))
+    curve = Curve()
+    for first in range(0, num, at_once):
+        curve = curve_of(every[first : first + at_once], None, after=curve)
+    parts = [losses[i : i + curve.num_merged] for i in range(0, num, curve.num_merged)]
+    assert len(curve) == len(parts) <= MAX_POINTS
+    assert (curve.samples[-1], curve.num_updates, curve.updates[-1]) == (num * 10, num, num)
+    known = [part[np.isfinite(part)] for part in parts]
+    means = [part.mean() if len(part) else np.nan for part in known]
+    np.testing.assert_allclose(curve.mean, means)
+    lowest = [part.min() if len(part) else np.nan for part in known]
+    np.testing.assert_array_equal(curve.lowest, lowest)
+    assert curve.num_bad.tolist() == [np.isnan(part).sum() for part in parts]
 
 
 def test_an_empty_run_has_empty_curves():
-    curve = curve_of(a_run("ddp"))
-    assert len(curve) == len(tenths(curve)) == 0
+    curve = drawn(a_run("ddp"))
+    assert len(curve) == len(tenths(curve)) == len(smoothed(curve)) == 0
     assert throughput(curve, 1.0)[0].tolist() == []
 
 
-def test_events_before_the_header_wait_for_it():
-    run = a_run("ddp")
-    run.add(batch(run.run_id, [step(0, 1.5, 8.0)], rank=1))
-    assert len(curve_of(run)) == 0
-    run.add(batch(run.run_id, [step(0, 1.0, 4.0)], header=header(spec("ddp"), 1)))
-    assert curve_of(run).loss.tolist() == [6.0]
+def waited(*communication: float, optimizer: tuple[float, ...] = (0.0, 0.0), **parts: float):
+    """Waiting and communication of the ranks in one step that they end together."""
+    made = [
+        Parts(forward=0.1, communication=each, optimizer=own, **parts)
+        for each, own in zip(communication, optimizer, strict=True)
+    ]
+    steps = [StepEvent(step=0, seconds=10.0, num_samples=1, loss=1.0, parts=p) for p in made]
+    found = with_waiting(np.concatenate([rows(rank, each) for rank, each in enumerate(steps)]))
+    return [tuple(round(float(row[n]), 6) for n in ("waiting", "communication")) for row in found]
 
 
-@pytest.mark.parametrize("num", [1, 499, 500, 501, 7_777])
-def test_no_curve_is_longer_than_it_may_be(num: int):
-    run = Run(run_id="m", name="mine")
-    for sequence, at in enumerate(range(0, num, 97)):
-        events = [step(i, i + 1.0) for i in range(at, min(at + 97, num))]
-        run.add(batch("m", events, sequence=sequence))
-    curve = curve_of(run)
-    assert 0 < len(curve) <= MAX_POINTS
-    assert (curve.samples[-1], curve.num_updates, curve.updates[-1]) == (num * 10, num, num)
+def test_who_communicates_longer_than_the_last_to_come_has_waited_for_it():
+    assert waited(4.0, 1.0) == [(3.0, 1.0), (0.0, 1.0)]
+    assert waited(4.0, 0.0) == [(4.0, 0.0), (0.0, 0.0)], "all was hidden on the second"
+    assert waited(4.0, 1.0, waiting=0.25) == [(0.25, 4.0), (0.25, 1.0)], "it has measured it"
+
+
+def test_a_rank_that_is_late_by_its_optimizer_makes_others_wait_before_they_average():
+    """As under local-sgd, where the optimizer comes before the communication."""
+    assert waited(0.6, 0.1, optimizer=(0.0, 0.5)) == [(0.5, 0.1), (0.0, 0.1)]
 
 
 def test_the_first_time_a_loss_is_reached_is_between_the_points():
@@ -141,56 +170,31 @@ def test_the_first_time_a_loss_is_reached_is_between_the_points():
 
 def test_smoothing_has_no_start_up_bias_and_passes_over_nan():
     spans = np.full(4, 10 / math.log(2))  # so that ten samples weigh one half
-    smoothed = smooth(np.array([4.0, 1.0, math.nan, 1.0]), np.array([10.0, 20, 30, 40]), spans)
+    found = smooth(np.array([4.0, 1.0, math.nan, 1.0]), np.array([10.0, 20, 30, 40]), spans)
     # (4/4 + 1/2) / (3/4) = 2; then (0.75 * 2 / 2 + 1/2) / (7/8)
-    np.testing.assert_allclose(smoothed, [4.0, 2.0, math.nan, 1.25 / 0.875])
+    np.testing.assert_allclose(found, [4.0, 2.0, math.nan, 1.25 / 0.875])
 
 
-def test_a_constant_stays_constant_when_smoothed():
-    at = np.arange(1.0, 50.0)
-    np.testing.assert_allclose(smooth(np.full(49, 3.0), at, np.full(49, 7.0)), 3.0)
-
-
-def falling(num_planned: int, num_done: int) -> Run:
-    """A run whose loss falls to a tenth in 20 updates, and then stays."""
-    run = a_run("single")
-    events = [step(i, i + 1.0, 0.1 + 2.4 * math.exp(-i / 8), 256) for i in range(num_done)]
-    run.add(batch(run.run_id, events, header=header(spec("single"), num_planned)))
-    return run
+def falling(num_planned: int, num_done: int) -> Curve:
+    """The curve of a run whose loss falls to a tenth in 20 updates, and then stays."""
+    steps = [step(i, i + 1.0, 0.1 + 2.4 * math.exp(-i / 8), 256) for i in range(num_done)]
+    return curve_of(rows(0, *steps), header(spec("single"), num_planned))
 
 
 @pytest.mark.parametrize("num_done", [40, 300, 2000])
-def test_the_smoothed_line_goes_through_its_points_also_of_a_run_that_is_planned_long(
-    num_done: int,
-):
-    run = falling(10_000, num_done).snapshot()
-    ratio = smoothed_loss(run) / run.aggregate.curve.loss
+def test_the_smoothed_line_goes_through_its_points_and_stays_whatever_is_planned(num_done: int):
+    curve = falling(10_000, num_done)
+    ratio = smoothed(curve) / curve.mean
     assert 0.99 < ratio.min() <= ratio.max() < 1.4
-
-
-def test_the_smoothed_line_stays_whatever_is_planned_and_whatever_comes():
-    short, long = falling(40, 40).snapshot(), falling(10_000, 300).snapshot()
-    np.testing.assert_allclose(smoothed_loss(short), smoothed_loss(long)[:40])
-
-
-def test_late_in_a_run_noise_is_averaged():
-    run = Run(run_id="m", name="mine")
-    run.add(batch("m", [step(i, i + 1.0, 1.0 + 0.5 * (-1) ** i, samples=0) for i in range(300)]))
-    assert np.abs(smoothed_loss(run.snapshot())[200:] - 1.0).max() < 0.05
-
-
-def test_throughput_of_even_steps_is_even():
-    at, rate = throughput(even_curve(20), window=2.0)
-    assert at[0] == 2.0
-    assert at[-1] == 10.0
-    np.testing.assert_allclose(rate, 20.0)
+    if num_done <= MAX_POINTS:
+        np.testing.assert_allclose(smoothed(falling(40, 40)), smoothed(curve)[:40])
 
 
 def test_throughput_shows_a_pause():
     curve = Curve(
         samples=np.array([10.0, 20, 30]),
         seconds=np.array([1.0, 6, 7]),
-        loss=np.ones(3),
+        mean=np.ones(3),
         num_updates=3,
     )
     at, rate = throughput(curve, window=1.0, max_points=7)
@@ -203,24 +207,14 @@ def test_windows_are_round(seconds: float, window: float):
 
 
 def test_tenths_of_a_run_that_slows_down():
-    curve = Curve(
-        samples=np.arange(1.0, 11.0),
-        seconds=np.array([1, 2, 3, 4, 5, 7, 9, 11, 13, 15.0]),
-        loss=np.ones(10),
-        num_updates=10,
-    )
+    ends = [1, 2, 3, 4, 5, 7, 9, 11, 13, 15.0]
+    curve = curve_of(rows(0, *(step(i, at, samples=1) for i, at in enumerate(ends))), None)
     np.testing.assert_allclose(tenths(curve), [1.0] * 5 + [0.5] * 5)
-    assert len(tenths(even_curve(9))) == 0
 
 
 def test_diverged_losses_are_counted_and_kept():
     run = fake_run("single", num_steps=20, nan_from=15).snapshot()
-    assert num_diverged(run) == 5
-    curve = run.aggregate.curve
-    assert np.isnan(curve.loss).sum() == curve.num_bad.sum() == 5
-
-
-def test_a_loop_that_never_logs_a_loss_did_not_diverge():
-    run = Run(run_id="m", name="mine")
-    run.add(batch("m", [step(0, 1.0, math.nan)]))
-    assert num_diverged(run.snapshot()) == 0
+    assert run.num_diverged == np.isnan(run.curve.mean).sum() == run.curve.num_bad.sum() == 5
+    unlogged = Run(run_id="m", name="mine")
+    unlogged.add(batch("m", [step(0, 1.0, math.nan)]))
+    assert unlogged.snapshot().num_diverged == 0, "a loop that never logs a loss"

@@ -1,9 +1,9 @@
 import dataclasses
 import json
+import math
 import os
 import signal
 import sqlite3
-import stat
 import subprocess
 import sys
 import threading
@@ -17,12 +17,12 @@ import pytest
 
 from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.history.database import StoreError
-from ddpnb.history.model import Run, RunSnapshot, Status
+from ddpnb.history.model import Run, Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.history.store import FILE_NAME, Store, runs_folder
 from ddpnb.history.summary import summarise
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Parts, StepEvent
+from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
 from tests.unit.history.fake_runs import batch, fake_run, header, run_of, spec, step
@@ -60,54 +60,25 @@ def store(tmp_path: Path):
     opened.close()
 
 
-def same(one: RunSnapshot, other: RunSnapshot) -> bool:
-    return (
-        one.events.tobytes() == other.events.tobytes()
-        and (one.spec, one.header, one.status) == (other.spec, other.header, other.status)
-        and repr(one.reports) == repr(other.reports)
-        and {k: v.tolist() for k, v in one.metrics.items()}
-        == {k: v.tolist() for k, v in other.metrics.items()}
-    )
-
-
 def test_a_run_comes_back_as_it_was(store: Store):
-    run = fake_run("async", num_steps=30, nan_from=25)
-    extra = StepEvent(step=99, seconds=9.0, num_samples=3, loss=1.0)
-    last = batch(run.run_id, [extra], sequence=1, metrics=[(0, "grad", 0.5)])
-    started = store.begin_comparison(a_comparison())
-    store.begin_run(started.comparison_id, run.snapshot())
+    recorder = Recorder(store, name="race", task="digits", source="def model(): ...", specs=())
+    recorder.begin("r1", "async", spec("async"))
+    head = header(spec("async"), 60)
     for rank in (0, 1):
-        steps = [as_step(row) for row in run.snapshot().events if row["rank"] == rank]
-        head = run.snapshot().header if rank == 0 else None
-        store.append(batch(run.run_id, steps, rank=rank, header=head))
-    run.add(last)
-    store.append(last)
-    for report in run.snapshot().reports:
-        store.add_report(report)
-    store.finish(run.run_id, Status.FINISHED)
-    loaded = store.load("digits-1")
-    assert same(loaded.runs[0], run.snapshot())
-    assert loaded.source == "def model(): ..."
-    assert loaded.specs == (spec("ddp"),)
-    assert loaded.environment == {"torch": "2.13.0"}
-
-
-def as_step(row: np.void) -> StepEvent:
-    staleness = int(row["staleness"])
-    return StepEvent(
-        step=int(row["step"]),
-        seconds=float(row["seconds"]),
-        num_samples=int(row["num_samples"]),
-        loss=float(row["loss"]),
-        staleness=None if staleness < 0 else staleness,
-        num_bytes_sent=int(row["num_bytes_sent"]),
-        parts=Parts(*(float(row[name]) for name in Parts._fields)),
-    )
-
-
-def test_the_folder_is_for_its_owner_alone(tmp_path: Path):
-    Store(tmp_path / "a" / "runs").close()
-    assert stat.S_IMODE((tmp_path / "a" / "runs").stat().st_mode) == 0o700
+        steps = [step(i, i + 1.0 + rank / 2, math.nan if i == 3 else 0.5) for i in range(30)]
+        recorder.add(batch("r1", steps, rank=rank, header=head, metrics=[(2, "grad", 0.5)]))
+        recorder.add_report(RunReport(run_id="r1", rank=rank, took_part=True, seconds=31.0))
+    mark = Mark(rank=1, seconds=2.0, kind=MarkKind.CAME_BACK)
+    recorder.add(batch("r1", [], sequence=1, marks=[mark]))
+    recorder.end("r1", Status.FINISHED)
+    loaded = store.load("race")
+    (live,), (run,) = recorder.comparison.runs, loaded.runs
+    assert run.events.tobytes() == live.events.tobytes()
+    assert run.events.dtype == live.events.dtype
+    assert (run.spec, run.header, run.status) == (live.spec, live.header, live.status)
+    assert (run.marks, repr(run.reports)) == ((mark,), repr(live.reports))
+    assert (loaded.source, loaded.task) == ("def model(): ...", "digits")
+    assert loaded.environment == recorder.comparison.environment
 
 
 def test_comparisons_are_numbered_and_found_by_name(store: Store):
@@ -232,70 +203,43 @@ def test_a_writer_killed_midway_leaves_a_readable_run(tmp_path: Path):
     assert run.num_lost_batches == 0
 
 
-def test_a_run_being_written_elsewhere_is_still_running(store: Store, tmp_path: Path):
-    started = store.begin_comparison(a_comparison())
-    store.begin_run(started.comparison_id, run_of(spec("ddp"), created=1.0).snapshot())
-    assert Store(tmp_path / "runs").list()[0].status == "running"
-
-
-@pytest.mark.parametrize(
-    ("written", "said"), [(99, "newer ddpnb.*update ddpnb"), (1, "older ddpnb.*move the file away")]
-)
-def test_another_format_is_refused_in_one_sentence(tmp_path: Path, written: int, said: str):
+def test_another_format_is_refused_in_one_sentence(tmp_path: Path):
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
-        connection.execute(f"PRAGMA user_version = {written}")
-    with pytest.raises(StoreError, match=said):
+        connection.execute("PRAGMA user_version = 99")
+    with pytest.raises(StoreError, match=r"newer ddpnb.*update ddpnb"):
         Store(tmp_path)
 
 
-def test_the_events_of_a_long_run_come_back_from_the_store(store: Store):
-    recorder = Recorder(store, name="long", task="digits", source="", specs=())
-    recorder.begin("r1", "mine")
-    for sequence in range(30):
-        events = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
-        recorder.add(batch("r1", events, sequence=sequence))
-    (run,) = recorder.comparison.runs
-    assert run.row_parts is None
-    assert np.array_equal(run.events["step"], np.arange(30_000))
-    recorder.end("r1", Status.FINISHED)
-    (loaded,) = store.load("long").runs
-    assert loaded.row_parts is None
-    assert np.array_equal(loaded.events["step"], np.arange(30_000))
-    assert loaded.aggregate.curve.loss.tolist() == run.aggregate.curve.loss.tolist()
-
-
-@pytest.mark.parametrize("num_batches", [4, 30])
+@pytest.mark.parametrize("num_batches", [4, 15])
 def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store, num_batches: int):
+    """Also a long one, whose steps leave memory, and where one rank comes late."""
     recorder = Recorder(store, name="late", task="cell", source="", specs=())
-    recorder.begin("r1", "mine", num_ranks=1)  # rank 1 is not waited for
+    recorder.begin("r1", "mine")
     for sequence in range(num_batches):
         steps = range(1000 * sequence, 1000 * (sequence + 1))
         for rank in range(2):
             events = [step(i, i + 1.0 + rank / 2, loss=1 / (i + 1 + rank)) for i in steps]
             recorder.add(batch("r1", events, rank=rank, sequence=sequence))
+        (run,) = recorder.comparison.runs
     recorder.end("r1", Status.FINISHED)
     (live,), (loaded,) = recorder.comparison.runs, store.load("late").runs
-    for name in ("samples", "seconds", "loss", "lowest", "highest"):
-        np.testing.assert_allclose(
-            getattr(live.aggregate.curve, name), getattr(loaded.aggregate.curve, name)
-        )
-    assert np.diff(loaded.aggregate.curve.loss).max() < 0
+    assert (run.rows is None) == (live.rows is None) == (loaded.rows is None) == (num_batches > 10)
+    assert len(live.events) == len(loaded.events) == 2000 * num_batches
+    for name in ("samples", "seconds", "mean", "lowest", "highest"):
+        np.testing.assert_array_equal(getattr(live.curve, name), getattr(loaded.curve, name))
+    assert np.diff(loaded.curve.mean).max() < 0
     (now,), (later,) = summarise(recorder.comparison), summarise(store.load("late"))
     assert now.num_workers == later.num_workers == store.list()[0].num_workers == 2
-    assert now.samples_per_second.high == pytest.approx(later.samples_per_second.high)
+    assert now.samples_per_second == later.samples_per_second
 
 
-def test_a_file_that_is_no_database_is_refused_in_one_sentence(tmp_path: Path):
+def test_a_file_that_is_no_database_or_no_folder_is_refused_in_one_sentence(tmp_path: Path):
     (tmp_path / FILE_NAME).write_text("not a database at all" * 100)
     with pytest.raises(StoreError, match="not a database"):
         Store(tmp_path)
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
-    (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be opened"):
-        Store(tmp_path / "file" / "runs")
+        Store(tmp_path / FILE_NAME / "runs")
 
 
 def test_a_full_disk_is_reported_and_pending_batches_are_kept(tmp_path: Path):
@@ -330,7 +274,8 @@ def test_a_run_that_is_trained_is_not_deleted_by_another_notebook(store: Store, 
     assert store.list() == ()
 
 
-def test_runs_lie_in_the_project(tmp_path: Path):
+def test_runs_lie_in_the_project_or_beside_the_notebook(tmp_path: Path):
+    assert runs_folder(tmp_path) == tmp_path / "data" / "runs"
     (tmp_path / "data").mkdir()
     (tmp_path / "pyproject.toml").touch()
     inner = tmp_path / "notebooks" / "deep"
@@ -338,18 +283,12 @@ def test_runs_lie_in_the_project(tmp_path: Path):
     assert runs_folder(inner) == tmp_path / "data" / "runs"
 
 
-def test_outside_a_project_runs_lie_beside_the_notebook(tmp_path: Path):
-    assert runs_folder(tmp_path) == tmp_path / "data" / "runs"
-
-
 @pytest.mark.parametrize(
     "gone",
     [
         {"strategy": "carrier-pigeon"},
-        {"strategy": "ddp:hook=smoke"},
         {"strategy": "Averaging:=="},
         {"task": "poetry"},
-        {"amp": "fp8"},
         {"slow": ["often"]},
     ],
     ids=str,
@@ -372,13 +311,11 @@ def test_what_is_no_longer_in_the_catalogue_is_still_listed_and_drawn(
             connection.execute("UPDATE runs SET name = ?", (gone["strategy"],))
     connection.close()
     store = Store(tmp_path)
-    (listed,) = store.list()
-    assert listed.spec is not None
-    assert listed.spec.batch_size == spec("ddp").batch_size
-    comparison = store.load(begun.name)
-    name, value = next(iter(gone.items()))
-    (kept,) = comparison.runs
+    (listed,), comparison = store.list(), store.load(begun.name)
+    store.close()
+    ((name, value),), (kept,) = gone.items(), comparison.runs
     assert kept.spec is not None
+    assert kept.spec.batch_size == spec("ddp").batch_size
     assert getattr(kept.spec, name) == (tuple(value) if isinstance(value, list) else value)
     result = ComparisonResult(comparison)
     assert listed.name in runs_table((listed,)).text()
@@ -386,5 +323,3 @@ def test_what_is_no_longer_in_the_catalogue_is_still_listed_and_drawn(
     assert result.plot().png().startswith(b"\x89PNG")
     assert "ddp_compare" in magic_of(comparison)
     assert listed.name in repr(Details(comparison))
-    result.save(tmp_path / "saved")
-    store.close()

@@ -289,7 +289,7 @@ def curved(comparison: Comparison, *, accuracy: bool = True) -> Comparison:
     """The same with a held-out curve of five points, the trained model's included."""
     runs = []
     for run in comparison.runs:
-        total, seconds = run.aggregate.num_samples, run.aggregate.seconds
+        total, seconds = run.num_samples, run.seconds
         points = tuple(
             Evaluation(
                 round(total * share),
@@ -321,7 +321,7 @@ def test_a_held_out_score_takes_the_place_of_the_loss_at_the_end(repeats: int):
     assert axes.get_ylim() == (pytest.approx(0.5), 1.0), "near the lowest accuracy, and up to all"
     assert "target 0.75" in words(comparison, options)
     line = series_of(comparison)[0].held_out["accuracy", "samples"]
-    assert line.x[-1] == comparison.runs[0].aggregate.num_samples
+    assert line.x[-1] == comparison.runs[0].num_samples
     assert line.y[-1] == pytest.approx(0.9611)
     without = curved(fake_comparison(("ddp",)), accuracy=False)
     assert titles(without)[1] == "Held-out loss by time, s"
@@ -358,7 +358,7 @@ def test_unlike_memory_has_a_bar_of_its_parts():
 
 def test_when_an_accuracy_was_reached():
     (run,) = curved(fake_comparison(("ddp",))).runs
-    total, whole = run.aggregate.num_samples, run.aggregate.seconds
+    total, whole = run.num_samples, run.seconds
     seconds, samples = time_to_target(run, Target(value=0.75, is_accuracy=True))
     assert (seconds, samples) == (pytest.approx(0.5 * whole), pytest.approx(0.5 * total, abs=1))
     assert all(map(math.isnan, time_to_target(run, Target(value=0.99, is_accuracy=True))))
@@ -369,7 +369,7 @@ def test_when_an_accuracy_was_reached():
 def test_the_median_of_held_out_curves_is_made_point_by_point():
     comparison = curved(fake_comparison(("ddp",), repeats=3))
     (series,) = series_of(comparison)
-    seconds = [run.aggregate.seconds for run in comparison.runs]
+    seconds = [run.seconds for run in comparison.runs]
     line = series.held_out["accuracy", "seconds"]
     assert line.x == pytest.approx(np.median(seconds) * np.array([0.2, 0.4, 0.6, 0.8, 1.0]))
     assert line.y[:4] == pytest.approx([0.6, 0.7, 0.8, 0.9])

@@ -1,0 +1,75 @@
+"""What is to be said beside the numbers of a strategy.  (Kernel.)"""
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+from ddpnb.history.model import RunSnapshot, Status, ending
+from ddpnb.history.stability import stability_note
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import Mark, MarkKind
+from ddpnb.protocol.notation import parse_kill, parse_strategy
+
+
+def notes_of(
+    runs: Sequence[RunSnapshot], counted: Sequence[RunSnapshot], staleness: float
+) -> tuple[str, ...]:
+    """Return each note once: on emulation, faults, momentum, and what is missing.
+
+    Args:
+        runs: the repeats of a strategy.
+        counted: those that its numbers are of.
+        staleness: the median over their updates; NaN where there is none.
+    """
+    notes = [note for run in runs if run.header for note in run.header.notes]
+    for run in runs:
+        if run.status in (Status.FAILED, Status.STOPPED) or run.detail:
+            notes.append(ending(run.status, run.detail))
+    diverged = sum(run.num_diverged for run in runs)
+    lost = sum(run.num_lost_batches for run in runs)
+    notes += [_described(mark, run) for run in runs for mark in run.marks if mark.seconds > 0]
+    notes += [note for run in runs for note in _faults_too_late(run)]
+    if diverged:
+        notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")
+    if lost:
+        batches = f"{lost} batch{'es' if lost > 1 else ''} of events never arrived"
+        notes.append(f"{batches}: its samples/s are of the steps that did")
+    return (*dict.fromkeys(notes), *_on_momentum(counted, staleness))
+
+
+def _described(mark: Mark, run: RunSnapshot) -> str:
+    """Return the note for something that happened during the run."""
+    text = f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s"
+    is_death = mark.kind in (MarkKind.KILLED, MarkKind.DIED)
+    on_purpose = () if run.spec is None else run.spec.kill
+    if is_death and not any(kill.startswith(f"{mark.rank}@") for kill in on_purpose):
+        return f"{text}; its steps of the last half second before may be missing"
+    return text
+
+
+def _faults_too_late(run: RunSnapshot) -> list[str]:
+    """Return a note for each rank that was to be killed after the training had ended."""
+    if run.status is not Status.FINISHED or run.spec is None or run.header is None:
+        return []
+    killed = {mark.rank for mark in run.marks if mark.kind is MarkKind.KILLED}
+    with contextlib.suppress(UserError):  # a stored fault may be one that is refused by now
+        return [
+            f"rank {kill.rank} was not killed: it began no step after {kill.seconds:g} s"
+            for kill in map(parse_kill, run.spec.kill)
+            if kill.rank < run.header.num_workers and kill.rank not in killed
+        ]
+    return []
+
+
+def _on_momentum(runs: Sequence[RunSnapshot], staleness: float) -> tuple[str, ...]:
+    """Return the note on a momentum at which few learning rates are stable."""
+    spec, header = runs[0].spec, runs[0].header
+    if spec is None or header is None or any(run.is_running for run in runs):
+        return ()
+    with contextlib.suppress(UserError):  # a stored strategy may be one that is refused by now
+        chosen = parse_strategy(spec.strategy)
+        is_plain = chosen.name == "async" and not chosen.options.get("compensate")
+        if is_plain and header.momentum and staleness > 0:
+            note = stability_note(header.momentum, math.ceil(staleness), header.num_workers)
+            return (note,) if note else ()
+    return ()

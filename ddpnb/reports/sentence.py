@@ -1,0 +1,203 @@
+"""What a comparison shows, as one sentence: first what went wrong, then speeds and scores (kernel).
+
+What it claims of speeds is in ``history.claims``; it claims nothing of accuracies.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from ddpnb.history.claims import (
+    LEVEL,
+    SMALLEST_EFFECT,
+    Ratio,
+    Ratios,
+    accuracies_differ,
+    ratios_of,
+)
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Status
+from ddpnb.history.summary import StrategyKey, StrategySummary, summarise
+from ddpnb.protocol.notation import Target
+from ddpnb.reports.findings import accuracy_error, columns_of
+from ddpnb.reports.formatting import (
+    NOTHING,
+    choice_of_rates,
+    emulated_devices,
+    labels,
+    listed,
+    number,
+    percent,
+)
+
+ENDED = {Status.FAILED: "failed", Status.STOPPED: "was stopped"}
+
+Names = Mapping[StrategyKey, str]
+"""What each strategy is called."""
+
+
+def sentence(comparison: Comparison, target: Target | None = None) -> str:
+    """Return one sentence on speed, scores and failures, as far as they are known.
+
+    Args:
+        comparison: the runs.
+        target: the sentence says when it was reached.  None: there is none.
+    """
+    summaries = summarise(comparison, target)
+    called = labels(comparison)
+    done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
+    ratios = ratios_of(done)
+    parts = [
+        *(f"{called[s.key]}'s loss became NaN or infinite" for s in summaries if s.num_diverged),
+        *(f"{called[s.key]} {ENDED[s.status]}" for s in summaries if s.status in ENDED),
+        "" if ratios is None else _speeds(done, called, ratios),
+        "" if target is None else _reached(done, called, target, ratios),
+        *_scores(done, called),
+        *(
+            f"{called[s.key]} says nothing about the speed of the real one"
+            for s in done
+            if s.is_emulated
+        ),
+    ]
+    text = "; ".join(part for part in parts if part) or _alone(done, called)
+    if not text:
+        return "Nothing has finished yet."
+    if rates := choice_of_rates(comparison):
+        text += f"; {rates}"
+    if devices := emulated_devices(comparison):
+        text += f"; all of it on {devices}"
+    is_name = text.startswith(tuple(called.values()))  # names keep their lower case
+    return f"{text if is_name else text[0].upper() + text[1:]}."
+
+
+def _alone(done: Sequence[StrategySummary], called: Names) -> str:
+    """Return the speeds of runs that cannot be compared with any other."""
+    rates = [(called[s.key], s.samples_per_second.middle) for s in done]
+    return listed([f"{name} ran at {number(r)} samples/s" for name, r in rates if math.isfinite(r)])
+
+
+def _speeds(done: Sequence[StrategySummary], called: Names, ratios: Ratios) -> str:
+    """Return each speed over that of the reference: what is shown, what is not, what is open."""
+    base = called[ratios.reference.key]
+    found = [
+        (called[s.key], r)
+        for s in done
+        for r in [ratios.speed.get(s.key, Ratio())]
+        if r.num_repeats
+    ]
+    found.sort(key=lambda each: each[1].middle, reverse=True)
+    few = [(name, r) for name, r in found if not r.has_interval]
+    claims = [(name, r) for name, r in found if r.is_claim]
+    small = [name for name, r in found if r.is_small]
+    rest = [(name, r) for name, r in found if r.has_interval and not (r.is_claim or r.is_small)]
+    parts = []
+    if few:
+        is_computed = all(s.is_computed for s in done)
+        parts.append(_in_few_runs(few, base, is_computed=is_computed))
+    if claims:
+        verbs = ["is ", *[""] * len(claims)]
+        texts = [
+            f"{name} {verb}{r.middle:.2f}× {base} ({r.low:.2f} to {r.high:.2f} at {percent(LEVEL)})"
+            for (name, r), verb in zip(claims, verbs, strict=False)
+        ]
+        parts.append(f"in samples/s, {listed(texts)}")
+    if small:
+        least = percent(SMALLEST_EFFECT)
+        parts.append(f"no difference of {least} or more from {base} is shown for {listed(small)}")
+    parts += [f"cannot tell {name} from {base}: {_between(r)}" for name, r in rest]
+    return "; ".join(parts)
+
+
+def _between(ratio: Ratio) -> str:
+    """Return an interval, and how many repeats would show the ratio that was seen."""
+    text = f"between {ratio.low:.2f}× and {ratio.high:.2f}×"
+    if num := ratio.num_repeats_needed:
+        text += f" (about {num} repeats would show {ratio.middle:.2f}×)"
+    return text
+
+
+def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bool) -> str:
+    """Return the speeds of one run or two, with what these runs span by themselves."""
+    texts = [f"{name} at {r.middle:.2f}×{'' if is_computed else _span(r)}" for name, r in few]
+    speeds = f"{listed(texts)} the samples/s of {base}"
+    if is_computed:
+        return speeds
+    runs = "one run" if {r.num_repeats for _, r in few} == {1} else "two runs at most"
+    return f"{runs}: trust large differences only; {speeds}"
+
+
+def _span(ratio: Ratio) -> str:
+    """Return what two repeats, or the tenths of one run, span."""
+    if math.isnan(ratio.low):
+        return ""
+    ends = f"{ratio.low:.2f} to {ratio.high:.2f}"
+    own = "its tenths" if ratio.num_repeats == 1 else "its repeats"
+    return f" ({own}: {ends})" if ratio.excludes_one else f" (within the spread of {own}: {ends})"
+
+
+def _reached(
+    done: Sequence[StrategySummary], called: Names, target: Target, ratios: Ratios | None
+) -> str:
+    """Return when each reached the target, and which need clearly more or fewer samples."""
+    reached = sorted(
+        (s for s in done if math.isfinite(s.seconds_to_target.middle) and not s.is_emulated),
+        key=lambda s: s.seconds_to_target.middle,
+    )
+    never = [called[s.key] for s in done if s.num_missed_target == s.num_runs]
+    goal = target.text if target.is_accuracy else f"a training loss of {target.value:g}"
+    parts = []
+    if reached:
+        times = [f"{number(s.seconds_to_target.middle)} s by {called[s.key]}" for s in reached]
+        parts.append(f"{goal} was reached after {listed(times)}")
+    if never:
+        parts.append(f"{listed(never)} never reached {goal}")
+    parts += [
+        f"{called[s.key]} did not reach it in {s.num_missed_target} of {s.num_runs} repeats"
+        for s in done
+        if 0 < s.num_missed_target < s.num_runs
+    ]
+    if ratios is not None:
+        parts += [
+            f"{called[s.key]} needs {_more(found, called[ratios.reference.key])}"
+            for s in reached
+            for found in [ratios.samples.get(s.key, Ratio())]
+            if found.is_claim
+        ]
+    return "; ".join(parts)
+
+
+def _more(ratio: Ratio, reference: str) -> str:
+    """Return e.g. ``31 % more samples than single to reach it (20 to 43 % at 95 %)``."""
+    word = "more" if ratio.middle > 1 else "fewer"
+    low, high = (percent(end) for end in sorted(abs(end - 1) for end in (ratio.low, ratio.high)))
+    return (
+        f"{percent(abs(ratio.middle - 1))} {word} samples than {reference} to reach it "
+        f"({low.removesuffix(' %')} to {high} at {percent(LEVEL)})"
+    )
+
+
+def _scores(done: Sequence[StrategySummary], called: Names) -> Iterator[str]:
+    """Yield each held-out score side by side, without a claim about which is better."""
+    for name, cell_of in columns_of(done).items():
+        if name.startswith("held-out ") and name != "held-out loss":
+            by_score: dict[str, list[str]] = {}
+            for each in done:
+                by_score.setdefault(cell_of(each).text, []).append(called[each.key])
+            by_score.pop(NOTHING, None)
+            scores = [f"{score} for {listed(names)}" for score, names in by_score.items()]
+            if scores:
+                *most, last = scores
+                text = f"{name} is {', '.join(most)}{', and ' if most else ''}{last}"
+                yield text + (_within_error(done) if name == "held-out accuracy" else "")
+
+
+def _within_error(done: Sequence[StrategySummary]) -> str:
+    """Return what accuracies on so many samples show; empty for one, or without their number."""
+    known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
+    num = min((s.num_held_out for s in known), default=0)
+    shares = [s.held_out_accuracy.middle for s in known]
+    high, low = (percent(end(shares, default=0.0), 1) for end in (max, min))
+    if num == 0 or high == low:
+        return ""
+    if not accuracies_differ(shares, num):
+        return f": {num:,} samples cannot tell {high} from {low}"
+    return f", with a standard error of {accuracy_error(known)}"

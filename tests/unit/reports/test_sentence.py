@@ -1,0 +1,121 @@
+"""What the sentence says, in its words."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Status
+from ddpnb.protocol.notation import Target
+from ddpnb.reports.sentence import sentence
+from tests.unit.history.fake_runs import (
+    batch,
+    fake_comparison,
+    fake_run,
+    header,
+    run_of,
+    spec,
+    step,
+)
+from tests.unit.history.test_summary import compared, repeated
+
+
+def said(**rates: tuple[float, ...]) -> str:
+    return sentence(compared(*repeated(**rates)))
+
+
+def test_a_claim_has_its_interval_and_what_cannot_be_told_has_it_too():
+    found = said(
+        single=(50, 48, 45), ddp=(100, 91, 91), hogwild=(45, 50, 45), zero=(50.7, 48.7, 45.6)
+    )
+    assert found == (
+        "In samples/s, ddp is 1.97× single (1.69 to 2.30 at 95 %); "
+        "no difference of 2 % or more from single is shown for zero; "
+        "cannot tell hogwild from single: between 0.70× and 1.37×."
+    )
+
+
+def test_how_many_repeats_would_show_what_was_seen():
+    found = said(single=(100, 110, 90), ddp=(150, 210, 110))
+    assert re.fullmatch(
+        r"Cannot tell ddp from single: between 0.\d\d× and \d.\d\d× "
+        r"\(about 4 repeats would show 1.52×\).",
+        found,
+    )
+
+
+def test_one_run_and_two_are_trusted_where_they_differ_by_more_than_they_vary():
+    found = sentence(fake_comparison(("single", "ddp", "async")))
+    assert re.match(
+        r"One run: trust large differences only; ddp at 1\.60× \(its tenths: 1\.\d\d to 2\.\d\d\) "
+        r"and async at 0\.92× \(within the spread of its tenths: 0\.\d\d to 1\.\d\d\) "
+        r"the samples/s of single",
+        found,
+    ), found
+    assert said(single=(100, 100), ddp=(101, 201)) == (
+        "Two runs at most: trust large differences only; "
+        "ddp at 1.42× (its repeats: 1.01 to 2.01) the samples/s of single."
+    )
+
+
+def test_without_single_all_are_compared_with_the_first():
+    found = said(zero=(1, 1, 1), ddp=(2, 2, 2))
+    assert found == "In samples/s, ddp is 2.00× zero (2.00 to 2.00 at 95 %)."
+
+
+def test_trouble_comes_first_and_emulation_last():
+    runs = [fake_run("single", num_steps=20), fake_run("async", num_steps=20, nan_from=5)]
+    runs[0].end(Status.STOPPED)
+    found = sentence(compared(*runs, fake_run("dp", num_steps=20)))
+    assert found.startswith("async's loss became NaN or infinite; single was stopped; ")
+    assert found.endswith("dp (emulated) says nothing about the speed of the real one.")
+
+
+@pytest.mark.parametrize(
+    ("num", "end"),
+    [
+        (0, "94.7 % for async"),
+        (360, "94.7 % for async: 360 samples cannot tell 96.1 % from 94.7 %"),
+        (10_000, "94.7 % for async, with a standard error of 0.2 points (10,000 samples)"),
+    ],
+)
+def test_accuracies_stand_beside_the_error_of_their_samples(num: int, end: str):
+    runs = [
+        replace(run, reports=tuple(replace(each, num_held_out=num) for each in run.reports))
+        for run in fake_comparison(("single", "ddp", "async")).runs
+    ]
+    found = sentence(Comparison(comparison_id="c", name="c", runs=tuple(runs)))
+    assert found.endswith(f"; held-out accuracy is 96.1 % for single and ddp, and {end}.")
+
+
+def reaching(name: str, losses: tuple[float, ...]) -> Comparison:
+    """Runs of ``single`` that reach a loss of 0.5 in their second step; others at once or never."""
+    runs = []
+    for strategy, ends in (("single", (0.1,) * len(losses)), (name, losses)):
+        for repeat, loss in enumerate(ends):
+            of = spec(strategy, repeat)
+            run = run_of(of, comparison="c", created=1.0)
+            first = 0.9 if strategy == "single" else loss
+            steps = [step(i, 4.0 * (i + 1), first if i == 0 else loss) for i in range(4)]
+            run.add(batch(run.run_id, steps, header=replace(header(of, 4), num_workers=1)))
+            run.end(Status.FINISHED)
+            runs.append(run)
+    return compared(*runs)
+
+
+def test_fewer_samples_are_claimed_where_each_repeat_has_reached_the_target():
+    claim = r"zero needs \d\d % fewer samples than single to reach it \(\d\d to \d\d % at 95 %\)"
+    target = Target(value=0.5)
+    found = sentence(reaching("zero", (0.1,) * 5), target)
+    assert re.search(claim, found), found
+    missed = sentence(reaching("zero", (0.1, 0.1, 0.1, 0.9, 0.9)), target)
+    assert "samples than" not in missed
+    assert "zero did not reach it in 2 of 5 repeats" in missed
+    never = sentence(reaching("zero", (0.9,) * 5), target)
+    assert "zero never reached a training loss of 0.5" in never
+
+
+def test_no_more_is_claimed_than_is_known():
+    assert sentence(Comparison(comparison_id="c", name="c")) == "Nothing has finished yet."
+    assert said(ddp=(100,)) == "ddp ran at 100 samples/s."
