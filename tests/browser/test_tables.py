@@ -11,9 +11,9 @@ from ddpnb.history.model import Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.notation import Target
+from ddpnb.reports.export.report import report_html
 from ddpnb.reports.findings import results_table
 from ddpnb.reports.listing import runs_table
-from ddpnb.reports.result import report_html
 from tests.unit.history.fake_runs import fake_comparison, fake_run, header, spec
 
 OUTPUT_PIXELS = 988

@@ -91,7 +91,7 @@ def test_odd_runs_are_shown_in_full_and_exported(kernel: Kernel, name: str):
         assert (kernel.folder / f"odd.{kind}").stat().st_size > 0
 
 
-KINDS = ("csv", "runs.csv", "json", "html", "png")
+KINDS = ("csv", "runs.csv", "html", "png")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from ddpnb.protocol.errors import UserError
+from ddpnb.reports.export.report import STYLE_SHEET, image_html
 from ddpnb.reports.formatting import NOTHING, duration, number, percent, short
-from ddpnb.reports.result import PAGE_DPI, STYLE_SHEET, Picture, image_html
+from ddpnb.reports.result import PAGE_DPI, Picture
 from ddpnb.reports.style import (
     FONT_POINTS,
     INK,

@@ -13,8 +13,9 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import MarkKind
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
+from ddpnb.reports.export.report import image_html
 from ddpnb.reports.formatting import counted, listed, percent
-from ddpnb.reports.result import Picture, image_html
+from ddpnb.reports.result import Picture
 from ddpnb.reports.style import INK, MUTED, PAPER, TITLE_POINTS, contrast_on_white
 from ddpnb.reports.table import Column, Table, table_row
 

@@ -10,7 +10,7 @@ from ddpnb.history.claims import Ratio, accuracies_differ, ratio, ratios_of, sta
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
 from ddpnb.history.summary import summarise
-from ddpnb.reports.data import runs_frame
+from ddpnb.reports.export.data import runs_frame
 from ddpnb.reports.findings import results_table, sentence
 from tests.unit.history.fake_runs import fake_comparison
 from tests.unit.history.test_summary import compared, timed
