@@ -159,7 +159,7 @@ def run(
     update: Callable[[Any, Any, Any, LossOf], Tensor],
     *measures: Callable[[nn.Module, Batches, LossOf], Numbers],
 ) -> None:
-    """Train as one of torchrun's ranks; rank 0 evaluates the model."""
+    """Train and evaluate as one of torchrun's ranks."""
     dist.init_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
@@ -190,12 +190,12 @@ def run(
             print(f"step {step} of {num_steps}: loss {mean:.8f}", flush=True)
         save_checkpoint(step, net, optim, *others)
     dist.destroy_process_group()
-    if rank == 0:
-        net.eval()
-        sizes = map(len, torch.arange(len(held_out)).split(512))
-        shares = [size / len(held_out) for size in sizes]
-        batches = DataLoader(held_out, 512, collate_fn=collate_held_out)
-        for measure in measures:
-            moved = (to_device(batch, device) for batch in batches)
-            for name, value in measure(net, zip(shares, moved), loss_of).items():
+    net.eval()
+    sizes = map(len, torch.arange(len(held_out)).split(512))
+    shares = [size / len(held_out) for size in sizes]
+    batches = DataLoader(held_out, 512, collate_fn=collate_held_out)
+    for measure in measures:
+        moved = (to_device(batch, device) for batch in batches)
+        for name, value in measure(net, zip(shares, moved), loss_of).items():
+            if rank == 0:
                 print(f"held-out {name} {value:.8f}")

@@ -34,7 +34,7 @@ def load_checkpoint(*parts: Any) -> int:
 
 
 def main() -> None:
-    """Train as one of torchrun's ranks; rank 0 evaluates the model."""
+    """Train and evaluate as one of torchrun's ranks."""
     dist.init_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
@@ -63,9 +63,9 @@ def main() -> None:
             print(f"step {step} of {num_steps}: loss {mean:.8f}", flush=True)
         save_checkpoint(step, net, optimizer)
     dist.destroy_process_group()
+    net.eval()
+    total = 0.0
+    for x, y in DataLoader(held_out, batch_size=512):
+        total += loss(net(x.to(device)), y.to(device)).item() * len(y)
     if rank == 0:
-        net.eval()
-        total = 0.0
-        for x, y in DataLoader(held_out, batch_size=512):
-            total += loss(net(x.to(device)), y.to(device)).item() * len(y)
         print(f"held-out loss {total / len(held_out):.8f}")

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import TensorSamples
 
-SAMPLES, PARAMETERS, COMPUTE = 4096, 0, 0
+SAMPLES = 4096
+PARAMETERS = 0
+COMPUTE = 0
 NUM_HELD_OUT = 1024
 NUM_CLASSES = 10
 IMAGE_SHAPE = (3, 32, 32)

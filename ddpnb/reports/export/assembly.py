@@ -6,8 +6,7 @@ The files are read, never imported: they run where torch is.
 import ast
 import symtable
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ddpnb.protocol.errors import UserError
@@ -41,20 +40,18 @@ class Import(NamedTuple):
         return self.root if self.bound == self.root else self.module
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statement:
+class Statement(NamedTuple):
     """A statement at the top of a file, with the comments above it."""
 
     text: str
-    bound: Collection[str]
-    used: Collection[str]
+    bound: frozenset[str]
+    used: frozenset[str]
     """Global names, with those of Python itself."""
     is_block: bool
     """Whether two blank lines surround it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Source(NamedTuple):
     """A file or a cell."""
 
     imports: Sequence[Import]
@@ -78,12 +75,12 @@ def parse(text: str) -> Source:
     Raises:
         SyntaxError: it is not Python.
     """
-    lines = text.splitlines()
+    nodes, lines = ast.parse(text).body, text.splitlines()
     imports: list[Import] = []
     chunks: list[list[str]] = []
     comments: list[str] = []
     end = 0
-    for node in ast.parse(text).body:
+    for above, node in zip([None, *nodes], nodes, strict=False):
         begin, end = end, node.end_lineno or 0
         chunk = lines[begin:end]
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -92,24 +89,24 @@ def parse(text: str) -> Source:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             if chunks:  # it describes what is above
                 chunks[-1] += chunk
-        elif node.lineno > begin or not chunks:
+        elif chunk or isinstance(above, ast.Import | ast.ImportFrom):  # else in the same line
             chunks.append([*comments, *(chunk or [ast.unparse(node)])])
             comments = []
     if chunks:
         chunks[-1] += lines[end:]
-    return Source(imports=imports, statements=[_statement("\n".join(each)) for each in chunks])
+    return Source(imports, [_statement("\n".join(each)) for each in chunks])
 
 
 def needed(
-    roots: Collection[str], sources: Sequence[Source], own: Source, settings: Mapping[str, object]
-) -> tuple[list[Import], set[Statement], dict[str, object]]:
-    """Return which imports, statements and settings a script needs, directly or not.
+    roots: Collection[str], sources: Sequence[Source], own: Source, settings: Collection[str]
+) -> tuple[list[Import], set[Statement], set[str]]:
+    """Return which imports, statements and names a script needs, directly or not.
 
     Args:
         roots: the names that it begins with.
         sources: later ones go before earlier ones.
         own: the cell, which goes before all in the names that it may define.
-        settings: values, which go before statements.
+        settings: names with a value, which go before statements.
 
     Raises:
         UserError: the cell takes one of the names for something else.
@@ -133,32 +130,27 @@ def needed(
         if name in defined and name not in settings:
             pending += defined[name].used
     imports = [each for name, each in imported.items() if name in found and name not in known]
-    values = {name: value for name, value in settings.items() if name in found}
-    return imports, {defined[name] for name in found & defined.keys() - settings.keys()}, values
+    return imports, {defined[name] for name in found & defined.keys() - {*settings}}, found
 
 
 def imports_text(imports: Iterable[Import]) -> str:
     """Return sorted import statements, as ruff orders and wraps them."""
-    groups: dict[int, dict[tuple[bool, str, str], list[str]]] = {0: {}, 1: {}, 2: {}}
+    named: dict[tuple[int, bool, str, str], list[str]] = {}
     for each in dict.fromkeys(imports):
-        is_own = each.root in sys.stdlib_module_names
-        group = groups[0 if each.root == "__future__" else 1 if is_own else 2]
+        kind = 0 if each.root == "__future__" else 1 if each.root in sys.stdlib_module_names else 2
         alias = "" if each.bound in (each.name, each.path) else f" as {each.bound}"
-        apart = each.name if alias else ""
-        group.setdefault((bool(each.name), each.module, apart), []).append(each.name + alias)
-    blocks = []
-    for group in groups.values():
-        lines = []
-        for (is_from, module, _), names in sorted(group.items()):
-            line = f"import {module}{names[0]}"
-            if is_from:
-                names = sorted(names, key=lambda name: (_kind(name), name))
-                line = f"from {module} import {', '.join(names)}"
-                if len(line) > WIDTH:
-                    line = f"from {module} import (\n    " + ",\n    ".join(names) + ",\n)"
-            lines.append(line)
-        blocks.append("\n".join(lines))
-    return "\n\n".join(filter(None, blocks))
+        place = (kind, bool(each.name), each.module, each.name if alias else "")
+        named.setdefault(place, []).append(each.name + alias)
+    sections: dict[int, list[str]] = {}
+    for (kind, is_from, module, _), names in sorted(named.items()):
+        names.sort(key=lambda name: (len(name) < 2 or not name.isupper(), name[:1].islower(), name))
+        line = (
+            f"from {module} import {', '.join(names)}" if is_from else f"import {module}{names[0]}"
+        )
+        if len(line) > WIDTH:
+            line = f"from {module} import (\n    " + ",\n    ".join(names) + ",\n)"
+        sections.setdefault(kind, []).append(line)
+    return "\n\n".join(map("\n".join, sections.values()))
 
 
 def joined(statements: Sequence[Statement]) -> str:
@@ -182,13 +174,9 @@ def _statement(text: str) -> Statement:
             if symbol.is_global() or table.get_type() == "module":
                 is_bound = symbol.is_assigned() or symbol.is_imported()
                 (bound if is_bound else used).add(symbol.get_name())
-    kind = ast.parse(text).body[0]
-    return Statement(
-        text="\n" * text.startswith("\n") + text.strip("\n"),
-        bound=frozenset(bound),
-        used=frozenset(used),
-        is_block=isinstance(kind, ast.FunctionDef | ast.ClassDef | ast.If),
-    )
+    is_block = isinstance(ast.parse(text).body[0], ast.FunctionDef | ast.ClassDef | ast.If)
+    text = "\n" * text.startswith("\n") + text.strip("\n")
+    return Statement(text, frozenset(bound), frozenset(used), is_block)
 
 
 def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
@@ -207,10 +195,3 @@ def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
             )
         else:
             yield Import(module, each.name, each.asname or each.name)
-
-
-def _kind(name: str) -> int:
-    """Return where ruff puts a name: constants, classes, then others."""
-    if name.isupper() and len(name) > 1:
-        return 0
-    return 1 if name[0].isupper() else 2

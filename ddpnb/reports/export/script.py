@@ -32,13 +32,6 @@ CARRIED = {
 }
 """Settings that the script has; it names the others that were used."""
 
-TOGETHER = (
-    ("EPOCHS", "BATCH_SIZE", "SEED", "CHECKPOINT"),
-    ("LEARNING_RATE", "MOMENTUM"),
-    ("ACCUMULATE", "AMP", "CLIP"),
-)
-"""Values that stand in one line."""
-
 
 def write_script(comparison: Comparison, path: Path) -> str:
     """Write the script, and the images that the task ``digits`` reads.
@@ -79,13 +72,15 @@ def script(comparison: Comparison, file: str) -> str:
     own, tasks = _cell(spec), [_read(path) for path in _task_files(spec)]
     names, plain, general = (_read(FOLDER / f"{name}.py") for name in ("names", "plain", "general"))
     _check(own, names.bound | {each.bound for each in general.imports})
-    settings = _settings(comparison, spec) | {"CHECKPOINT": f"{Path(file).stem}.pt"}
+    lines = _settings(comparison, spec, file)
+    settings = {name: value for line in lines for name, value in line.items()}
     call = _call(settings, [own, *tasks])
     seed = parse("torch.manual_seed(SEED)" if call == "main()" else "seed_everything(SEED)")
     guard = parse(f'if __name__ == "__main__":\n    {call}')
     roots = own.unknown | seed.unknown | guard.unknown
-    imports, used, values = needed(roots, [names, *tasks, plain, general], own, settings)
-    body = [*parse(_assignments(values)).statements]
+    imports, used, found = needed(roots, [names, *tasks, plain, general], own, settings)
+    values = [{name: line[name] for name in line if name in found} for line in lines]
+    body = [*parse("\n".join(map(_assignment, values))).statements]
     for source in (names, seed, own, *tasks, plain, general, guard):
         is_whole = source in (seed, own, guard)
         body += [each for each in source.statements if is_whole or each in used]
@@ -170,34 +165,32 @@ def _read(path: Path) -> Source:
     return parse(path.read_text(encoding="utf-8"))
 
 
-def _settings(comparison: Comparison, spec: RunSpec) -> dict[str, Any]:
-    """Return the values at the top of the script, which gets those that it uses."""
+def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str, Any]]:
+    """Return the values at the top of the script, line by line; it gets those that it uses."""
     known, given = STRATEGIES["ddp"].options, parse_strategy(spec.strategy).options
     options = {key: each for key, each in given.items() if each != known[key].default}
     options.pop("hook", None)
-    return {
-        "EPOCHS": spec.num_epochs,
-        "BATCH_SIZE": _batch_size(comparison, spec),
-        "LEARNING_RATE": spec.learning_rate,
-        "MOMENTUM": spec.momentum,
-        "SEED": spec.seed,
-        "DATA_WORKERS": spec.num_data_workers,
-        "ACCUMULATE": spec.accumulate,
-        "AMP": spec.amp != "none",
-        "CLIP": math.inf if spec.clip is None else spec.clip,
-        "DDP_OPTIONS": options,
-        **{name.upper(): each for name, each in parse_task(spec.task).options.items()},
-    }
+    return [
+        {
+            "EPOCHS": spec.num_epochs,
+            "BATCH_SIZE": _batch_size(comparison, spec),
+            "SEED": spec.seed,
+            "CHECKPOINT": f"{Path(file).stem}.pt",
+        },
+        {"LEARNING_RATE": spec.learning_rate, "MOMENTUM": spec.momentum},
+        {
+            "ACCUMULATE": spec.accumulate,
+            "AMP": spec.amp != "none",
+            "CLIP": math.inf if spec.clip is None else spec.clip,
+        },
+        {"DATA_WORKERS": spec.num_data_workers},
+        {"DDP_OPTIONS": options},
+        {name.upper(): each for name, each in parse_task(spec.task).options.items()},
+    ]
 
 
-def _assignments(values: Mapping[str, Any]) -> str:
-    """Return the lines that give names their values."""
-    lines = []
-    for group in (*TOGETHER, *([name] for name in values if name not in sum(TOGETHER, ()))):
-        if names := [name for name in group if name in values]:
-            literals = (_literal(values[name]) for name in names)
-            lines.append(f"{', '.join(names)} = {', '.join(literals)}")
-    return "\n".join(lines)
+def _assignment(values: Mapping[str, Any]) -> str:
+    return f"{', '.join(values)} = {', '.join(map(_literal, values.values()))}" if values else ""
 
 
 def _literal(value: Any) -> str:
