@@ -45,7 +45,7 @@ def write_script(comparison: Comparison, path: Path) -> str:
     replaced = [f"The {path} that was there is replaced."] * path.exists()
     path.write_text(script(comparison, path.name), encoding="utf-8")
     spec = _spec_of(comparison)
-    if parse_task(spec.task).name == "digits":
+    if parse_task(spec.task).name == "digits":  # whose images are in a file
         shutil.copy(TASKS["digits"].file.with_name("digits.npz"), path.parent)
     return "\n".join(
         [
@@ -80,7 +80,7 @@ def script(comparison: Comparison, file: str) -> str:
     roots = own.unknown | seed.unknown | guard.unknown
     imports, used, found = needed(roots, [names, *tasks, plain, general], own, settings)
     values = [{name: line[name] for name in line if name in found} for line in lines]
-    body = [*parse("\n".join(map(_assignment, values))).statements]
+    body = [*parse("\n".join(map(_assignment, filter(None, values)))).statements]
     for source in (names, seed, own, *tasks, plain, general, guard):
         is_whole = source in (seed, own, guard)
         body += [each for each in source.statements if is_whole or each in used]
@@ -190,7 +190,7 @@ def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str
 
 
 def _assignment(values: Mapping[str, Any]) -> str:
-    return f"{', '.join(values)} = {', '.join(map(_literal, values.values()))}" if values else ""
+    return f"{', '.join(values)} = {', '.join(map(_literal, values.values()))}"
 
 
 def _literal(value: Any) -> str:

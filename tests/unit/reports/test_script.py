@@ -116,7 +116,7 @@ def test_a_script_has_what_its_run_uses():
     assert not {"pair_loss", "sgd", "update_in_parts", "own_metric", "main"} & defined(text)
     assert values(text)["DDP_OPTIONS"] == {"find_unused_parameters": True}
     assert values(text)["DATA_WORKERS"] == 2
-    assert "# Which split?\nNUM = 20  # samples\n" in text
+    assert "# Which split?\n\nNUM = 20  # samples\n" in text
     assert text.count("import torch\n") == text.count("import numpy as np\n") == 1
     assert "device = torch.device" in text
     assert "world_size = int" not in text
