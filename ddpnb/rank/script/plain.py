@@ -63,7 +63,7 @@ def main() -> None:
             print(f"step {step} of {num_steps}: loss {mean:.8f}", flush=True)
         save_checkpoint(step, net, optimizer)
     dist.destroy_process_group()
-    net.eval()
+    net.eval().requires_grad_(False)
     total = 0.0
     for x, y in DataLoader(held_out, batch_size=512):
         total += loss(net(x.to(device)), y.to(device)).item() * len(y)
