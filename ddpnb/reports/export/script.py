@@ -11,6 +11,7 @@ import json
 import math
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,9 @@ def script(comparison: Comparison, file: str) -> str:
     lines = _settings(comparison, spec, file)
     settings = {name: value for line in lines for name, value in line.items()}
     call = _call(settings, [own, *tasks])
-    seed = parse("torch.manual_seed(SEED)" if call == "main()" else "seed_everything(SEED)")
+    is_torch = all(each.root in ("torch", *sys.stdlib_module_names) for each in own.imports)
+    seed_all = "torch.manual_seed" if call == "main()" and is_torch else "seed_everything"
+    seed = parse(f"{seed_all}(SEED)")
     guard = parse(f'if __name__ == "__main__":\n    {call}')
     roots = own.unknown | seed.unknown | guard.unknown
     imports, used, found = needed(roots, [names, *tasks, plain, general], own, settings)

@@ -122,6 +122,14 @@ def test_a_script_has_what_its_run_uses():
     assert "world_size = int" not in text
 
 
+def test_where_a_library_may_draw_numbers_all_are_seeded():
+    text = text_of("from sklearn.model_selection import train_test_split\n" + PLAIN)
+    assert {"seed_everything", "main"} <= defined(text)
+    assert "run" in defined(
+        text_of("import numpy\n" + PLAIN.replace("torch.randn", "numpy.random.randn"))
+    )
+
+
 def test_the_settings_are_the_runs():
     text = text_of(
         PLAIN,
