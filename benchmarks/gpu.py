@@ -234,8 +234,8 @@ def _strategy(device: torch.device, folder: Path, timer: Clock | None) -> Strate
     strategy = make_strategy("ddp", {})
     strategy.setup(
         Worker(
-            model=digits.make_model().to(device),
-            make_model=digits.make_model,
+            model=digits.model().to(device),
+            make_model=digits.model,
             training_step=Supervised(nn.functional.cross_entropy),
             make_optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
             device=device,

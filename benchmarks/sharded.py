@@ -26,7 +26,7 @@ def data(split):
 """
 CNN = """
 import torch
-from ddpnb.rank.tasks.digits import make_model as model
+from ddpnb.rank.tasks.digits import model
 
 optimizer = torch.optim.Adam
 

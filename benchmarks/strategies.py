@@ -63,7 +63,7 @@ def wide_linear() -> nn.Module:
 
 
 LARGE = partial(Case, model=wide_linear, input_shape=(3300,), num_global=16)
-SMALL = partial(Case, model=digits.make_model, input_shape=(1, 8, 8))
+SMALL = partial(Case, model=digits.model, input_shape=(1, 8, 8))
 CASES = (
     LARGE(
         name="ddp-shm against ddp (gloo), one linear layer of 11 M floats, global batch 16",

@@ -21,10 +21,10 @@ PREPARE = "%%ddp\n" + textwrap.dedent(
     import torch, torch.distributed as dist
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
-    from ddpnb.rank.tasks.digits import make_model
+    from ddpnb.rank.tasks.digits import model
 
     torch.manual_seed(0)
-    net = DistributedDataParallel(make_model())
+    net = DistributedDataParallel(model())
     sgd = torch.optim.SGD(net.parameters(), lr=0.01)
     images, targets = torch.randn({NUM_SAMPLES}, 1, 8, 8), torch.randint(0, 10, ({NUM_SAMPLES},))
 

@@ -458,22 +458,19 @@ def load(*names: str) -> ComparisonResult:
 
 
 @typed
-def export(name: str, path: Path | str, *, strategy: str = "", sbatch: bool = False) -> str:
+def export(name: str, path: Path | str) -> str:
     """Write stored runs to a file; the twin of ``%ddp_export``.
 
     Args:
         name: a run or a comparison, as ``runs`` lists them.
         path: the ending chooses the content.  ``.csv``: one row per step of each worker;
-            ``.runs.csv``: one row per run; ``.json``: everything; ``.html``: the report;
-            ``.png``: the figure; ``.py``: the comparison's cell as a script for torchrun.
-            Without an ending: a folder for TensorBoard.
-        strategy: which one a script trains with; by default ddp, if it was compared.
-        sbatch: whether to write a job file for Slurm beside a script.
+            ``.runs.csv``: one row per run; ``.html``: the report; ``.png``: the figure;
+            ``.py``: the comparison as a script for torchrun.
 
     Returns:
         A sentence about what was written; after that of a script, the lines that run it.
     """
-    return write_export(this_session().load([name]), path, strategy=strategy, sbatch=sbatch)
+    return write_export(this_session().load([name]), path)
 
 
 @typed

@@ -32,7 +32,6 @@ from ddpnb.protocol.notation import LINKS
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, TRACE
 from ddpnb.protocol.training_options import training_options
-from ddpnb.reports.script import EXPORTED
 from ddpnb.reports.style import ACROSS, PANELS
 from ddpnb.scaling.model import FORMULAS
 from ddpnb.session.session import this_session
@@ -205,9 +204,6 @@ def following(
             yield from of_kind("task", choices(TASKS, prefix))
         case "--run":
             yield from names("ddp_plot", namespace, prefix)
-        case "--strategy" if name == "ddp_export":
-            exported = {each: STRATEGIES[each] for each in EXPORTED}
-            yield from of_kind("strategy", choices(exported, prefix))
         case _ if name == "ddp_run" and any(word.endswith(".py") for word in words):
             return  # the script's own arguments
         case "--y" if name == "ddp_plot":

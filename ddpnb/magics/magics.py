@@ -367,20 +367,16 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("name", help=f"a run or a comparison, {RUNS}")
-    @argument("path", help="the file, or a folder for TensorBoard")
-    @argument("--strategy", default="", help="of a script: ddp | zero | fsdp | local-sgd")
-    @argument("--sbatch", action="store_true", help="write a job file for Slurm beside a script")
+    @argument("path", help="the file")
     @line_magic
     def ddp_export(self, line: str) -> None:
         """Write stored runs to a file; its ending chooses what.
 
-        ``.csv``: every step; ``.runs.csv``: a line per run; ``.json``: everything; ``.html``: the
-        report; ``.png``: the figure; ``.py``: the comparison's cell as a script for torchrun, e.g.
-        ``%ddp_export race train.py --strategy fsdp``, which prints the lines that run it.
-        Without an ending: a folder for TensorBoard.
+        ``.csv``: every step; ``.runs.csv``: a line per run; ``.html``: the report; ``.png``: the
+        figure; ``.py``: the comparison as a script for torchrun, which needs only torch.
         """
         args = arguments(self.ddp_export, line)
-        print(api.export(args.name, args.path, strategy=args.strategy, sbatch=args.sbatch))
+        print(api.export(args.name, args.path))
 
     @magic_arguments()
     @argument("text", nargs="*", help="only runs whose name, task or state contains this")

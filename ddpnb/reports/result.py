@@ -1,6 +1,5 @@
 """The result of a comparison: shown in a notebook, saved and exported (kernel)."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from html import escape
@@ -9,38 +8,22 @@ from typing import TYPE_CHECKING, Any, final
 
 from IPython.core.getipython import get_ipython
 
-from ddpnb.history.comparison import Comparison, magic_of
+from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import Target, parse_target
-from ddpnb.reports.data import document, evaluations_frame, runs_frame, steps_frame, write_events
+from ddpnb.protocol.notation import parse_target
+from ddpnb.reports.export.data import evaluations_frame, runs_frame, steps_frame
+from ddpnb.reports.export.report import report_html
+from ddpnb.reports.export.script import write_script
 from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import listed, title
 from ddpnb.reports.kit import PAGE_DPI, Picture, image_html
 from ddpnb.reports.reading import explained, five_columns, how_to_read
-from ddpnb.reports.script import write_script
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.style import EVERYTHING, PlotOptions
-from ddpnb.reports.table import Table, pairs_table
+from ddpnb.reports.table import Table
 
 if TYPE_CHECKING:
     import pandas as pd
-
-STYLE_SHEET = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
-img { max-width: 100%; height: auto; }
-pre { padding: 1rem; overflow: auto; border-radius: .5rem; background: rgba(128,128,128,.12); }
-.wide { overflow-x: auto; }
-h1 { font-size: 1.5rem; }
-h2 { font-size: 1.15rem; margin-top: 2rem; }
-@media print {
-  body { max-width: none; margin: 0; font-size: 11pt; }
-  pre { white-space: pre-wrap; overflow: visible; }
-  img, tr, pre { break-inside: avoid; }
-  h2 { break-after: avoid; }
-  .wide, .wide > div { overflow-x: visible !important; }
-}
-"""
 
 
 @final
@@ -189,24 +172,18 @@ class ComparisonResult:
             raise NotImplementedError  # makes IPython use the bundle
 
 
-def export(
-    result: ComparisonResult, path: Path | str, *, strategy: str = "", sbatch: bool = False
-) -> str:
-    """Write a comparison to a file, in the format that its ending names, or to a folder.
+def export(result: ComparisonResult, path: Path | str) -> str:
+    """Write a comparison to a file, in the format that its ending names.
 
         race.csv        one row per step of each worker
         race.runs.csv   one row per run
-        race.json       everything; for its layout see ``data.py``
         race.html       the report: figure, table, sentence, code, environment; self-contained
         race.png        the figure
         train.py        the comparison's cell as a script for torchrun
-        logs/race/      a folder that TensorBoard reads
 
     Args:
         result: the comparison.
         path: as above; missing folders are created, an existing file is replaced.
-        strategy: which one a script trains with; empty: ddp if it was compared.
-        sbatch: whether to write a job file for Slurm beside a script.
 
     Returns:
         One sentence about what was written; after that of a script, the lines that run it.
@@ -215,50 +192,22 @@ def export(
         UserError: the ending is unknown, or the file cannot be written.
     """
     target = Path(path)
-    is_script = target.suffix == ".py" and not str(path).endswith("/")
-    if (strategy or sbatch) and not is_script:
-        option = "--strategy" if strategy else "--sbatch"
-        raise UserError(f"{option} goes with a script, e.g. train.py, and not with {path}.")
-    write = _writer(str(path), target)
+    write = _writer(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if is_script:
-            return f"{target}: {write_script(result.comparison, target, strategy, sbatch)}"
-        return f"{target}: {write(result, target)}."
+        return f"{target}: {write(result, target)}"
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error}.") from error
 
 
-def report_html(comparison: Comparison, png: bytes, target: Target | None = None) -> str:
-    """Return the report: figure (``png``), sentence, table, settings, code, environment."""
-    heading = escape(title(comparison))
-    parts = [
-        f"<h1>{heading}</h1>",
-        f"<p>{escape(sentence(comparison, target))}</p>",
-        image_html(png, title(comparison)),
-        f'<div class="wide">{results_table(comparison, target).html()}</div>',
-        _settings(comparison),
-        _code(comparison.source or magic_of(comparison)),
-        pairs_table("Environment", comparison.environment).html() if comparison.environment else "",
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>{heading}</title><style>{STYLE_SHEET}</style></head>\n"
-        f"<body>{chr(10).join(part for part in parts if part)}</body></html>\n"
-    )
-
-
-def _writer(given: str, target: Path) -> "Writer":
-    if target.suffix == "" or given.endswith("/"):
-        return _write_events
+def _writer(target: Path) -> "Writer":
     if target.name.endswith(".runs.csv"):
         return _write_runs
     if target.suffix not in WRITERS:
         endings = ", ".join((*WRITERS, ".runs.csv"))
         raise UserError(
-            f"{target.name} has no ending that can be written.  Choose one of {endings}, "
-            "or a name without an ending for a TensorBoard folder."
+            f"{target.name} has no ending that can be written: choose one of {endings}; the "
+            ".csv files and result.to_frame() have all numbers for other tools."
         )
     return WRITERS[target.suffix]
 
@@ -273,60 +222,28 @@ def _write_runs(result: ComparisonResult, path: Path) -> str:
 
 def _write_csv(frame: "pd.DataFrame", path: Path, row: str) -> str:
     frame.to_csv(path, index=False)
-    return f"{len(frame):,} rows, one per {row}"
+    return f"{len(frame):,} rows, one per {row}."
 
 
 def _write_report(result: ComparisonResult, path: Path) -> str:
     png = result.plot().png(PAGE_DPI)
     path.write_text(report_html(result.comparison, png, result.options.target), encoding="utf-8")
-    return "a self-contained report"
+    return "a self-contained report."
 
 
 def _write_figure(result: ComparisonResult, path: Path) -> str:
     path.write_bytes(result.plot().png(PAGE_DPI))
-    return "the figure"
-
-
-def _write_json(result: ComparisonResult, path: Path) -> str:
-    text = json.dumps(document(result.comparison), allow_nan=False)
-    path.write_text(text, encoding="utf-8")
-    return f"{len(result.comparison.runs)} runs with every step"
+    return "the figure."
 
 
 def _write_script(result: ComparisonResult, path: Path) -> str:
     return write_script(result.comparison, path)
 
 
-def _write_events(result: ComparisonResult, folder: Path) -> str:
-    write_events(result.comparison, folder)
-    return f"{len(result.comparison.runs)} runs for tensorboard --logdir {folder}"
-
-
-def _settings(comparison: Comparison) -> str:
-    spec = next((run.spec for run in comparison.runs if run.spec), None)
-    if spec is None:
-        return ""
-    settings = {
-        "task": spec.task,
-        "passes over the data": f"{spec.num_epochs:g}",
-        "global batch": spec.batch_words,
-        "learning rate": spec.rate_words,
-        "momentum": f"{spec.momentum:g}",
-        "seed": str(spec.seed),
-        "warm-up steps, not timed": str(spec.num_warmup_steps),
-    }
-    return pairs_table("Settings of the first run", settings).html()
-
-
-def _code(source: str) -> str:
-    return f"<h2>Code</h2><pre><code>{escape(source)}</code></pre>" if source.strip() else ""
-
-
 Writer = Callable[[ComparisonResult, Path], str]
 
 WRITERS: Mapping[str, Writer] = {
     ".csv": _write_steps,
-    ".json": _write_json,
     ".html": _write_report,
     ".png": _write_figure,
     ".py": _write_script,

@@ -9,8 +9,9 @@ from playwright.sync_api import Browser, Page
 from ddpnb.history.model import Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.notation import Target
+from ddpnb.reports.export.report import report_html
 from ddpnb.reports.listing import runs_table
-from ddpnb.reports.result import ComparisonResult, report_html
+from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
 from tests.unit.history.fake_runs import fake_comparison, header, spec
 

@@ -118,7 +118,7 @@ def held(ranks, strategy: str, **changes) -> list[Memory]:
 
 
 def test_a_report_says_what_each_rank_holds(ranks):
-    size = 4 * sum(each.numel() for each in digits.make_model().parameters())
+    size = 4 * sum(each.numel() for each in digits.model().parameters())
     ddp, zero, fsdp, dp, shared = (held(ranks, n) for n in ("ddp", "zero", "fsdp", "dp", "async"))
     (single,) = held(ranks, "single")
     of_ddp = ddp[0].activations

@@ -10,7 +10,7 @@ He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, section 4.
 
 from itertools import pairwise
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset
 
 from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.tasks.samples import DatasetSamples
+from ddpnb.rank.tasks.samples import TensorSamples, as_samples
 from ddpnb.rank.tasks.synthetic import make_images
 
 FOLDER = Path("data") / "cifar-10-batches-bin"
@@ -35,25 +35,24 @@ def build() -> Task:
 
     The data are looked for in the working folder, then in the folders above it.
     """
+    train, held_out = (as_samples(data(split), split) for split in ("train", "test"))
+    note = f"Synthetic data: there is no {FOLDER}."
+    notes = (note,) if isinstance(train, TensorSamples) else ()
+    return Task(model=model, train=train, held_out=held_out, notes=notes)
+
+
+def data(split: str) -> Any:
+    """Return the photographs of a split, or synthetic images where there are none."""
     here = Path.cwd()
     found = [each / FOLDER for each in (here, *here.parents) if (each / FOLDER).is_dir()]
     if not found:
-        train, held_out = make_images(1024, 256)
-        note = f"Synthetic data: there is no {FOLDER}."
-        return Task(model=make_model, train=train, held_out=held_out, notes=(note,))
-    return Task(
-        model=make_model,
-        train=_samples(found[0], "data_batch_*.bin"),
-        held_out=_samples(found[0], "test_batch.bin"),
-    )
-
-
-def _samples(folder: Path, pattern: str) -> DatasetSamples:
-    return DatasetSamples(ConcatDataset([Images(path) for path in sorted(folder.glob(pattern))]))
+        return make_images(1024, 256)[split == "test"]
+    files = found[0].glob("data_batch_*.bin" if split == "train" else "test_batch.bin")
+    return ConcatDataset([Photographs(path) for path in sorted(files)])
 
 
 @final
-class Images(Dataset[tuple[Tensor, int]]):
+class Photographs(Dataset[tuple[Tensor, int]]):
     """The images of a binary file: normalised, (3, 32, 32), each with its label."""
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +67,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         return (pixels.float() / 255 - _MEAN) / _DEVIATION, int(record[0])
 
 
-def make_model() -> nn.Module:
+def model() -> nn.Module:
     """Return ResNet-18 for (N, 3, 32, 32): a 3x3 convolution first, and no pooling after it."""
     return nn.Sequential(
         *_normalised(3, _CHANNELS[0]),

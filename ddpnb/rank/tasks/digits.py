@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import TensorSamples
@@ -21,17 +21,20 @@ _NUM_TRAIN = 1437
 
 def build() -> Task:
     """Return the task: 1437 digits to train on, 360 held out, a small convolutional network."""
+    train, held_out = (TensorSamples(data(split)) for split in ("train", "test"))
+    return Task(model=model, train=train, held_out=held_out)
+
+
+def data(split: str) -> tuple[Tensor, Tensor]:
+    """Return images (N, 1, 8, 8) with values from 0 to 1, and their digits."""
     with np.load(Path(__file__).with_name("digits.npz")) as digits:
         images = torch.from_numpy(digits["images"] / 16).float().unsqueeze(1)
         targets = torch.from_numpy(digits["targets"]).long()
-    return Task(
-        model=make_model,
-        train=TensorSamples((images[:_NUM_TRAIN], targets[:_NUM_TRAIN])),
-        held_out=TensorSamples((images[_NUM_TRAIN:], targets[_NUM_TRAIN:])),
-    )
+    part = slice(_NUM_TRAIN) if split == "train" else slice(_NUM_TRAIN, None)
+    return images[part], targets[part]
 
 
-def make_model() -> nn.Module:
+def model() -> nn.Module:
     """Return a network of two convolutions and one hidden layer, for images (N, 1, 8, 8).
 
     It has no BatchNorm: the statistics would depend on how a batch is split among workers, and no
@@ -41,7 +44,7 @@ def make_model() -> nn.Module:
     et al., "Delving Deep into Rectifiers", ICCV 2015, times 0.8, because larger weights make the
     loss too sharp for stale gradients.  The last layer: Glorot and Bengio, 2010.
     """
-    model = nn.Sequential(
+    net = nn.Sequential(
         nn.Conv2d(1, 32, kernel_size=3, padding=1),
         nn.ReLU(),
         nn.Conv2d(32, 64, kernel_size=3, padding=1),
@@ -52,12 +55,12 @@ def make_model() -> nn.Module:
         nn.ReLU(),
         nn.Linear(256, 10),
     )
-    *hidden, last = (layer for layer in model if isinstance(layer, nn.Conv2d | nn.Linear))
+    *hidden, last = (layer for layer in net if isinstance(layer, nn.Conv2d | nn.Linear))
     for layer in hidden:
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         layer.weight.data.mul_(_INITIAL_SCALE)
     nn.init.xavier_normal_(last.weight)
-    for name, parameter in model.named_parameters():
+    for name, parameter in net.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
-    return model
+    return net

@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import TensorSamples
 
+SAMPLES = 4096
+PARAMETERS = 0
+COMPUTE = 0
+NUM_HELD_OUT = 1024
 NUM_CLASSES = 10
 IMAGE_SHAPE = (3, 32, 32)
 _DATA_SEED = 0
@@ -23,8 +27,11 @@ _NOISE = 2.0
 _CHUNK = 1_000_000
 """Parameters of one extra tensor: a large model has many tensors."""
 
+Images = tuple[Tensor, Tensor]
+"""Images (N, 3, 32, 32) and their classes."""
 
-def build(*, samples: int = 4096, parameters: int = 0, compute: int = 0) -> Task:
+
+def build(*, samples: int = SAMPLES, parameters: int = PARAMETERS, compute: int = COMPUTE) -> Task:
     """Return the task: images to train on, 1024 held out, a small convolutional network.
 
     Args:
@@ -32,36 +39,40 @@ def build(*, samples: int = 4096, parameters: int = 0, compute: int = 0) -> Task
         parameters: of the whole model; 0 for no extra ones.
         compute: extra convolutions for each image.
     """
-    train, held_out = make_images(samples, num_held_out=1024)
+    train, held_out = make_images(samples, NUM_HELD_OUT)
     return Task(
-        model=lambda: make_model(parameters=parameters, compute=compute),
-        train=train,
-        held_out=held_out,
+        model=lambda: model(parameters=parameters, compute=compute),
+        train=TensorSamples(train),
+        held_out=TensorSamples(held_out),
         notes=("Synthetic data: images made from a seed.",),
     )
 
 
-def make_images(num_train: int, num_held_out: int) -> tuple[TensorSamples, TensorSamples]:
-    """Return training and held-out images, the same on every rank."""
+def data(split: str) -> Images:
+    """Return one of the splits."""
+    images, classes = make_images(SAMPLES, NUM_HELD_OUT)[split == "test"]
+    return images, classes
+
+
+def make_images(num_train: int, num_held_out: int) -> tuple[Images, Images]:
+    """Return training and held-out images with their classes, the same on every rank."""
     generator = torch.Generator().manual_seed(_DATA_SEED)
     prototypes = torch.randn(NUM_CLASSES, *IMAGE_SHAPE, generator=generator, device="cpu")
 
-    def split(num_samples: int) -> TensorSamples:
+    def split(num_samples: int) -> Images:
         targets = torch.randint(NUM_CLASSES, (num_samples,), generator=generator, device="cpu")
         noise = torch.randn(num_samples, *IMAGE_SHAPE, generator=generator, device="cpu")
-        return TensorSamples(
-            ((prototypes[targets] + _NOISE * noise) / math.hypot(1, _NOISE), targets)
-        )
+        return (prototypes[targets] + _NOISE * noise) / math.hypot(1, _NOISE), targets
 
     return split(num_train), split(num_held_out)
 
 
-def make_model(*, parameters: int = 0, compute: int = 0) -> nn.Module:
+def model(*, parameters: int = PARAMETERS, compute: int = COMPUTE) -> nn.Module:
     """Return a network of two strided convolutions and one linear layer, for (N, 3, 32, 32).
 
     It has ``parameters`` of them, or as many as it needs where these are more.
     """
-    model = nn.Sequential(
+    net = nn.Sequential(
         nn.Conv2d(3, 16, kernel_size=3, stride=2, padding=1),
         nn.ReLU(),
         nn.Conv2d(16, 32, kernel_size=3, stride=2, padding=1),
@@ -70,10 +81,10 @@ def make_model(*, parameters: int = 0, compute: int = 0) -> nn.Module:
         nn.Flatten(),
         nn.Linear(32 * 8 * 8, NUM_CLASSES),
     )
-    num_own = sum(parameter.numel() for parameter in model.parameters())
+    num_own = sum(parameter.numel() for parameter in net.parameters())
     if parameters > num_own:
-        model.append(ExtraParameters(parameters - num_own))
-    return model
+        net.append(ExtraParameters(parameters - num_own))
+    return net
 
 
 class RepeatedConvolution(nn.Module):

@@ -9,7 +9,6 @@ Normalization in the Transformer Architecture", ICML 2020 (normalise first).
 
 import platform
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -42,18 +41,24 @@ _WIDTH, _NUM_LAYERS, _NUM_HEADS = 64, 2, 4
 def build() -> Task:
     """Return the task: 10 files to train on, 4 held out, a transformer of two layers."""
     return Task(
-        model=Transformer,
-        train=windows(TRAIN_FILES),
-        held_out=windows(HELD_OUT_FILES),
+        model=model,
+        train=TensorSamples(data("train")),
+        held_out=TensorSamples(data("test")),
         notes=(f"The text is Python {platform.python_version()}'s own library.",),
     )
 
 
-def windows(names: Sequence[str]) -> TensorSamples:
+def model() -> nn.Module:
+    """Return the transformer."""
+    return Transformer()
+
+
+def data(split: str) -> tuple[Tensor, Tensor]:
     """Cut files of the standard library into pieces of ``CONTEXT`` symbols.
 
     The targets of a piece are the symbols that follow each; both are int64, (pieces, CONTEXT).
     """
+    names = TRAIN_FILES if split == "train" else HELD_OUT_FILES
     folder = Path(sysconfig.get_paths()["stdlib"])
     content = b"".join((folder / name).read_bytes() for name in names)
     codes = torch.tensor(list(content), device="cpu")
@@ -61,7 +66,7 @@ def windows(names: Sequence[str]) -> TensorSamples:
     text[codes == ord("\n")] = _NEW_LINE
     num = (len(text) - 1) // CONTEXT
     inputs, targets = text[: num * CONTEXT], text[1 : num * CONTEXT + 1]
-    return TensorSamples((inputs.view(num, CONTEXT), targets.view(num, CONTEXT)))
+    return inputs.view(num, CONTEXT), targets.view(num, CONTEXT)
 
 
 class Transformer(nn.Module):

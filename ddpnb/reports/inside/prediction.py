@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LinkSpec
+from ddpnb.reports.export.report import STYLE_SHEET
 from ddpnb.reports.formatting import NOTHING, counted, number, percent, short
 from ddpnb.reports.kit import PAGE_DPI, Picture, image_html
-from ddpnb.reports.result import STYLE_SHEET
 from ddpnb.reports.style import INK, MUTED, PAPER, RULE, SMALL_POINTS, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
 from ddpnb.scaling.model import Point

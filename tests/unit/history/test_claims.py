@@ -10,7 +10,7 @@ from ddpnb.history.claims import Ratio, accuracies_differ, ratio, ratios_of, sta
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import summarise
-from ddpnb.reports.data import runs_frame
+from ddpnb.reports.export.data import runs_frame
 from ddpnb.reports.findings import results_table
 from ddpnb.reports.sentence import sentence
 from tests.unit.history.fake_runs import fake_comparison

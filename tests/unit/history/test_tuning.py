@@ -7,7 +7,7 @@ import pytest
 
 from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.history.model import RunSnapshot, Status
-from ddpnb.reports.data import runs_frame
+from ddpnb.reports.export.data import runs_frame
 from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import notes
 from ddpnb.reports.sentence import sentence

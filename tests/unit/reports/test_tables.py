@@ -11,7 +11,7 @@ from ddpnb.history.query import StoredRun
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluating, RankState, StepEvent
 from ddpnb.protocol.notation import Target
-from ddpnb.reports.data import runs_frame
+from ddpnb.reports.export.data import runs_frame
 from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.listing import ranks_table, runs_table

@@ -1,37 +1,14 @@
-"""A comparison as data for other tools (kernel): DataFrames, a JSON document, TensorBoard's events.
+"""A comparison as tidy DataFrames (kernel)."""
 
-The JSON document:
-
-    {"format": 2,
-     "comparison": {"name", "created", "task", "source", "environment": {...}},
-     "runs": [{"comparison", "name", "repeat", "status", "detail", "created",
-               "spec": {...} or null, "header": {...} or null,
-               "reports": [{...}, one per worker],
-               "marks": [{"rank", "seconds", "text", "kind"}],
-               "num_lost_batches",
-               "steps": {"rank": [...], "step": [...], "seconds": [...], "loss": [...], ...},
-               "metrics": {"name": [...]}}]}
-
-``spec``, ``header`` and ``reports`` have the fields of ``RunSpec``, ``RunHeader`` and
-``RunReport`` in ``ddpnb/protocol/messages.py``.  Under ``steps`` and ``metrics`` all lists of a
-run are equally long: one entry per step of each worker, in order of arrival.  ``seconds`` are
-training seconds since the run began, ``created`` is seconds since 1970 (UTC), ``staleness``
-counts updates.  NaN, infinite values and missing staleness are ``null``.
-"""
-
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ddpnb.history.claims import Ratio, Ratios, ratios_of
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.curve import curve_of
-from ddpnb.history.database import EVENT, metrics_of
+from ddpnb.history.database import metrics_of
 from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.history.summary import (
@@ -48,7 +25,6 @@ from ddpnb.history.summary import (
     trained_model,
 )
 from ddpnb.protocol.catalogue import BASELINE, CEILING
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import NO_STALENESS, Evaluation, Parts
 
 if TYPE_CHECKING:
@@ -57,12 +33,6 @@ if TYPE_CHECKING:
 SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed", "devices", "link")
 CIRCUMSTANCES = ("momentum", "num_workers", "num_threads", "device", "backend", "num_parameters")
 STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_bytes_sent")
-
-FORMAT = 2
-"""Of the JSON document; raised whenever a field changes its meaning or is removed."""
-
-Point = tuple[str, int, float, float]
-"""Tag, samples seen, training seconds, value."""
 
 
 def runs_frame(comparison: Comparison) -> "pd.DataFrame":
@@ -123,43 +93,6 @@ def steps_frame(comparison: Comparison) -> "pd.DataFrame":
     staleness = steps["staleness"].astype("Int64")
     steps["staleness"] = staleness.mask(staleness == NO_STALENESS)
     return steps
-
-
-def document(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as the JSON document above."""
-    return {
-        "format": FORMAT,
-        "comparison": {
-            "name": comparison.name,
-            "created": comparison.created,
-            "task": comparison.task,
-            "source": comparison.source,
-            "environment": dict(comparison.environment),
-        },
-        "runs": [_run(run) for run in comparison.all_runs],
-    }
-
-
-def write_events(comparison: Comparison, folder: Path) -> None:
-    """Write one folder of event files per run, e.g. ``ddp/1``, with TensorBoard's own writer.
-
-    The step of a point is the number of samples seen by all workers.  Its time is the training
-    time since the run began, so that the "relative" axis shows training seconds.
-
-    Raises:
-        UserError: TensorBoard is not installed, or the folder already holds events.
-    """
-    if find_spec("tensorboard") is None:
-        raise UserError(
-            "TensorBoard is not installed: pip install 'ddpnb[tensorboard]' in a terminal, "
-            "or name a file that ends with .csv or .json."
-        )
-    if any(folder.glob("**/events.out.tfevents.*")):
-        raise UserError(f"{folder} already holds TensorBoard events: name another folder.")
-    for run in comparison.runs:
-        is_own = run.comparison == comparison.name  # else several were put together
-        above = folder if is_own else folder / run.comparison
-        _write(above / run.name.replace("/", "-") / str(run.repeat + 1), run)
 
 
 def _run_row(run: RunSnapshot) -> dict[str, object]:
@@ -232,81 +165,3 @@ def _step_columns(run: RunSnapshot) -> dict[str, Any]:
     for name, field in metrics_of(events).items():
         columns[f"metric_{name}" if name in columns else name] = events[field]
     return columns
-
-
-def _run(run: RunSnapshot) -> dict[str, Any]:
-    events = run.events
-    steps = {name: _numbers(events[name]) for name in EVENT.names or ()}
-    steps["staleness"] = [None if n == NO_STALENESS else n for n in events["staleness"].tolist()]
-    return {
-        "comparison": run.comparison,
-        "name": run.name,
-        "repeat": run.repeat + 1,
-        "status": run.status.value,
-        "detail": run.detail,
-        "created": run.created,
-        "spec": _fields(run.spec),
-        "header": _fields(run.header),
-        "reports": [_fields(report) for report in run.reports],
-        "marks": [_fields(mark) for mark in run.marks],
-        "num_lost_batches": run.num_lost_batches,
-        "steps": steps,
-        "metrics": {name: _numbers(events[at]) for name, at in metrics_of(events).items()},
-    }
-
-
-def _fields(value: Any) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    return {name: _number(entry) for name, entry in dataclasses.asdict(value).items()}
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _number(each) for name, each in value.items()}
-    if isinstance(value, tuple):
-        return [_number(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(column: Any) -> list[Any]:
-    return [_number(value) for value in column.tolist()]
-
-
-def _write(folder: Path, run: RunSnapshot) -> None:
-    from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415  may not be installed
-    from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415
-
-    writer: Any = EventFileWriter(str(folder))
-    try:
-        for tag, samples, seconds, value in (*_points(run), *_results(run)):
-            if math.isfinite(value):
-                summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
-                time = run.created + seconds
-                writer.add_event(Event(wall_time=time, step=samples, summary=summary))
-    finally:
-        writer.close()
-
-
-def _points(run: RunSnapshot) -> Iterator[Point]:
-    for name, at in {"loss": "loss", **metrics_of(run.events)}.items():
-        curve = curve_of(run.events, run.header, at, max_points=run.num_events + 1)
-        for samples, seconds, value in zip(curve.samples, curve.seconds, curve.mean, strict=True):
-            yield name, int(samples), float(seconds), float(value)
-
-
-def _results(run: RunSnapshot) -> Iterator[Point]:
-    events = run.events
-    for each in evaluations(run)[:-1]:
-        yield "held-out loss", each.num_samples, each.seconds, each.loss
-        yield "held-out accuracy", each.num_samples, each.seconds, each.accuracy
-    samples = int(events["num_samples"].sum())
-    seconds = float(events["seconds"].max(initial=0.0))
-    yield "samples per second", samples, seconds, samples_per_second(run)
-    yield "final loss", samples, seconds, reported(run, lambda report: report.final_loss)
-    yield "held-out loss", samples, seconds, reported(run, lambda report: report.held_out_loss)
-    accuracy = reported(run, lambda report: report.held_out_accuracy)
-    yield "held-out accuracy", samples, seconds, accuracy
-    for name, value in reported_metrics(run).items():
-        yield f"held-out {name}", samples, seconds, value

@@ -1,0 +1,201 @@
+"""The script of any other cell: ``run`` gets the functions that it needs (torchrun's ranks)."""
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy as loss
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+from torch.utils.data import default_collate as collate_fn
+
+from ddpnb.rank.script.cell import *
+from ddpnb.rank.script.names import seed_everything
+from ddpnb.rank.script.plain import load_checkpoint, save_checkpoint
+
+Numbers = dict[str, float]
+LossOf = Callable[[nn.Module, Any], Tensor]
+Batches = Iterable[tuple[float, Any]]  # each after its share of all samples
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return dicts, tuples and lists, however nested, with a function of each part."""
+    if hasattr(tree, "to") or not isinstance(tree, Mapping | tuple | list):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: mapped(function, each) for key, each in tree.items()}
+    parts = [mapped(function, each) for each in tree]
+    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+
+
+def size_of(tree: Any) -> int:
+    """Return how many rows the first tensor has."""
+    sizes: list[int] = []
+    mapped(lambda leaf: sizes.append(len(leaf)), tree)
+    return sizes[0]
+
+
+class Rows(Dataset[Any]):
+    """Tensors or arrays, in dicts and tuples, with a row for each sample."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = mapped(torch.as_tensor, tree)
+
+    def __len__(self) -> int:
+        return size_of(self.tree)
+
+    def __getitem__(self, number: int) -> Any:
+        return mapped(itemgetter(number), self.tree)
+
+
+def load(split: str) -> tuple[Any, Any]:
+    """Return what ``data`` returns as a data set, and what makes a batch of items."""
+    samples, collate = data(split), collate_fn
+    if isinstance(samples, DataLoader):
+        if collate is torch.utils.data.default_collate:
+            collate = samples.collate_fn
+        samples = samples.dataset
+    is_rows = isinstance(samples, Mapping | tuple) or hasattr(samples, "dtype")
+    return Rows(samples) if is_rows else samples, collate
+
+
+def to_device(batch: Any, device: str) -> Any:
+    """Return a batch on a device."""
+    return mapped(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch)
+
+
+def pair_loss(net: nn.Module, batch: Any) -> Tensor:
+    """Return the mean loss over inputs and targets."""
+    inputs, targets = batch
+    return loss(net(inputs), targets)
+
+
+def step_loss(net: nn.Module, batch: Any) -> Tensor:
+    """Return the loss in what the training step returns."""
+    result = training_step(net, batch)
+    error: Tensor = result["loss"] if isinstance(result, Mapping) else result
+    return error
+
+
+def sgd(net: nn.Module, num_steps: int) -> list[Any]:
+    """Return the optimizer."""
+    return [torch.optim.SGD(net.parameters(), LEARNING_RATE, MOMENTUM)]
+
+
+def own_optimizer(net: nn.Module, num_steps: int) -> list[Any]:
+    """Return the cell's optimizer, and its scheduler, which follows each step."""
+    names = list(inspect.signature(optimizer).parameters)
+    parameters = [each for each in net.parameters() if each.requires_grad]
+    counts = {"num_steps": num_steps} if "num_steps" in names else {}
+    made = optimizer(net if names[:1] == ["model"] else parameters, **counts)
+    if not isinstance(made, tuple):
+        return [made]
+    made[0].register_step_post_hook(lambda *_: made[1].step())
+    return list(made)
+
+
+def update(ddp: Any, optim: Any, batch: Any, loss_of: LossOf) -> Tensor:
+    """Make one update; return this rank's loss."""
+    optim.zero_grad()
+    error = loss_of(ddp, batch)
+    error.backward()
+    optim.step()
+    return error.detach()
+
+
+def update_in_parts(ddp: Any, optim: Any, batch: Any, loss_of: LossOf) -> Tensor:
+    """Make one update, with the batch in parts and the gradients clipped."""
+    optim.zero_grad()
+    num, total = size_of(batch), torch.zeros((), device=ddp.device)
+    *others, last = torch.arange(num).tensor_split(min(ACCUMULATE, num))
+    for part in (*others, last):
+        rows = mapped(itemgetter(part), batch)
+        with nullcontext() if part is last else ddp.no_sync():
+            with torch.autocast(ddp.device.type, torch.bfloat16, enabled=AMP):
+                error = loss_of(ddp, rows) * (len(part) / num)
+            error.backward()
+        total += error.detach()
+    trained = [each for group in optim.param_groups for each in group["params"]]
+    nn.utils.clip_grad_norm_(trained, CLIP)
+    optim.step()
+    return total
+
+
+def held_out_loss(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
+    """Return the mean loss."""
+    return {"loss": sum(share * loss_of(net, batch).item() for share, batch in batches)}
+
+
+@torch.no_grad()
+def own_means(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
+    """Return the means of what the cell measures on each batch."""
+    totals: dict[str, float] = {}
+    for share, batch in batches:
+        for name, value in named(validation_step, validation_step(net, batch)).items():
+            totals[name] = totals.get(name, 0.0) + share * float(value)
+    return totals
+
+
+@torch.no_grad()
+def own_metric(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
+    """Return what the cell measures on all outputs together."""
+    pairs = [(net(inputs).cpu(), targets.cpu()) for _, (inputs, targets) in batches]
+    return named(metric, metric(*map(torch.cat, zip(*pairs, strict=True))))
+
+
+def named(function: Any, result: Any) -> Numbers:
+    """Return numbers by name; a single one has the name of its function."""
+    return dict(result) if isinstance(result, Mapping) else {function.__name__: result}
+
+
+def run(
+    loss_of: LossOf,
+    make_optimizer: Callable[[nn.Module, int], list[Any]],
+    update: Callable[[Any, Any, Any, LossOf], Tensor],
+    *measures: Callable[[nn.Module, Batches, LossOf], Numbers],
+) -> None:
+    """Train and evaluate as one of torchrun's ranks."""
+    dist.init_process_group()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+    (samples, collate), (held_out, collate_held_out) = load("train"), load("test")
+    sampler: Any = DistributedSampler(samples, seed=SEED, drop_last=True)
+    loader = DataLoader(
+        samples,
+        batch_sampler=BatchSampler(sampler, BATCH_SIZE // world_size, drop_last=False),
+        collate_fn=collate,
+        num_workers=DATA_WORKERS,
+        generator=torch.Generator(),  # leaves the random numbers of dropout alone
+    )
+    num_steps = max(1, round(EPOCHS * len(loader)))
+    seed_everything(SEED)
+    net = model().to(device)
+    seed_everything(SEED + 1 + rank)  # dropout differs between ranks
+    ddp = nn.parallel.DistributedDataParallel(net, **DDP_OPTIONS)
+    optim, *others = make_optimizer(net, num_steps)
+
+    step = load_checkpoint(net, optim, *others)
+    while step < num_steps:
+        sampler.set_epoch(step // len(loader))
+        for _, batch in zip(range(step, num_steps), loader):
+            error = update(ddp, optim, to_device(batch, device), loss_of)
+            step += 1
+        dist.all_reduce(mean := error / world_size)
+        if rank == 0:
+            print(f"step {step} of {num_steps}: loss {mean:.8f}", flush=True)
+        save_checkpoint(step, net, optim, *others)
+    dist.destroy_process_group()
+    net.eval()
+    sizes = map(len, torch.arange(len(held_out)).split(512))
+    shares = [size / len(held_out) for size in sizes]
+    batches = DataLoader(held_out, 512, collate_fn=collate_held_out)
+    for measure in measures:
+        moved = (to_device(batch, device) for batch in batches)
+        for name, value in measure(net, zip(shares, moved), loss_of).items():
+            if rank == 0:
+                print(f"held-out {name} {value:.8f}")

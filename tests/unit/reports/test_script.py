@@ -1,0 +1,213 @@
+"""The text of an exported script: what is in it, what is not, and what cannot be written."""
+
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddpnb.history.comparison import Comparison
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.reports.export.assembly import Import, imports_text
+from ddpnb.reports.export.script import script, write_script
+
+PLAIN = """import torch
+from torch import nn
+def model():
+    return nn.Linear(4, 2)
+def data(split):
+    x = torch.randn(103, 4)
+    y = (x.sum(1) > 0).long()
+    return x, y
+"""
+GENERAL = """# Which split?
+import numpy as np
+import torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset
+import torch
+
+NUM = 20  # samples
+
+
+class Net(nn.Module):
+    def forward(self, x):
+        return x.to(device)
+
+
+def model():
+    return Net()
+
+
+def data(split):
+    return DataLoader(TensorDataset(torch.zeros(NUM, 4)))
+
+
+def training_step(model, batch):
+    return model(batch).sum()
+
+
+def optimizer(params, num_steps):
+    return torch.optim.AdamW(params)
+"""
+
+
+def comparison_of(source: str, *strategies: str, **options) -> Comparison:
+    task = options.pop("task", "cell")
+    spec = RunSpec(run_id="r", strategy="ddp", task=task, source=source, **options)
+    specs = [replace(spec, strategy=strategy) for strategy in strategies or ["ddp"]]
+    return Comparison(comparison_id="c", name="race", specs=tuple(specs))
+
+
+def text_of(source: str, *strategies: str, **options) -> str:
+    return script(comparison_of(source, *strategies, **options), "train.py")
+
+
+def defined(text: str) -> set[str]:
+    kinds = ast.FunctionDef | ast.ClassDef
+    return {node.name for node in ast.parse(text).body if isinstance(node, kinds)}
+
+
+def values(text: str) -> dict[str, object]:
+    """The constants at the top."""
+    found: dict[str, object] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign):
+            names = node.targets[0]
+            names = names.elts if isinstance(names, ast.Tuple) else [names]
+            exec(ast.unparse(node), {"device": None}, found) if names[0].id.isupper() else None
+    return found
+
+
+def test_a_cell_of_eight_lines_gives_a_script_of_ninety():
+    text = text_of(PLAIN)
+    assert len(PLAIN.splitlines()) == 8
+    assert len(text.splitlines()) <= 90
+    assert defined(text) == {"model", "data", "save_checkpoint", "load_checkpoint", "main"}
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [(PLAIN, {}), (GENERAL, {}), (PLAIN, {"accumulate": 2, "clip": 0.5}), ("", {"task": "digits"})],
+)
+def test_it_is_formatted_imports_once_and_needs_all_that_it_has(source: str, options, tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(text_of(source, **options))
+    ruff = [sys.executable, "-m", "ruff"]
+    for words in (
+        ["check", "--isolated", "--select=E4,E7,E9,F,I"],
+        ["format", "--isolated", "--check"],
+    ):
+        ended = subprocess.run([*ruff, *words, file], capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout
+    tree = ast.parse(file.read_text())
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert defined(file.read_text()) <= used
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert tree.body[1 : 1 + len(imports)] == imports
+
+
+def test_a_script_has_what_its_run_uses():
+    text = text_of(GENERAL, "ddp:find_unused_parameters=on", num_data_workers=2)
+    assert {"step_loss", "own_optimizer", "update", "held_out_loss", "Net"} <= defined(text)
+    assert not {"pair_loss", "sgd", "update_in_parts", "own_metric", "main"} & defined(text)
+    assert values(text)["DDP_OPTIONS"] == {"find_unused_parameters": True}
+    assert values(text)["DATA_WORKERS"] == 2
+    assert "# Which split?\n\nNUM = 20  # samples\n" in text
+    assert text.count("import torch\n") == text.count("import numpy as np\n") == 1
+    assert "device = torch.device" in text
+    assert "world_size = int" not in text
+
+
+def test_where_a_library_may_draw_numbers_all_are_seeded():
+    text = text_of("from sklearn.model_selection import train_test_split\n" + PLAIN)
+    assert {"seed_everything", "main"} <= defined(text)
+    assert "run" in defined(
+        text_of("import numpy\n" + PLAIN.replace("torch.randn", "numpy.random.randn"))
+    )
+
+
+def test_the_settings_are_the_runs():
+    text = text_of(
+        PLAIN,
+        num_epochs=2.5,
+        batch_size=41,
+        learning_rate=0.2,
+        momentum=0.5,
+        seed=3,
+        slow=("1:2x",),
+    )
+    assert values(text) == {
+        **{"EPOCHS": 2.5, "BATCH_SIZE": 40, "SEED": 3, "CHECKPOINT": "train.pt"},
+        **{"LEARNING_RATE": 0.2, "MOMENTUM": 0.5},
+    }
+    about = ast.get_docstring(ast.parse(text))
+    assert "40 samples" in about
+    assert "--slow" in about
+
+
+def test_a_built_in_task_is_written_with_its_options_and_files(tmp_path: Path):
+    text = text_of("", task="synthetic:samples=640,parameters=50000")
+    assert values(text) | {"SAMPLES": 640, "PARAMETERS": 50_000} == values(text)
+    assert {"model", "data", "make_images", "main"} <= defined(text)
+    assert "build" not in defined(text)
+    assert {"make_images", "Photographs", "run"} <= defined(text_of("", task="cifar10"))
+    write_script(comparison_of("", task="digits"), tmp_path / "train.py")
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "digits.npz"}
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("def load_checkpoint(): pass", "The cell defines load_checkpoint"),
+        ("from numpy import random as os", "The cell defines os"),
+        ("from torch.nn import *", "The cell imports \\* from torch.nn"),
+        ("print(top_secret)", "The cell uses top_secret"),
+        ("!ls", "Line 9 of the cell is not plain Python"),
+        ("from ddpnb.rank.variables import notebook_functions", "functions of the notebook"),
+    ],
+)
+def test_a_cell_that_is_no_script_is_refused(more: str, expected: str):
+    with pytest.raises(UserError, match=expected):
+        text_of(PLAIN + more)
+
+
+def test_what_is_not_one_model_or_a_class_of_ones_own_is_refused():
+    with pytest.raises(UserError, match="race has none"):
+        script(Comparison(comparison_id="c", name="race"), "train.py")
+    with pytest.raises(UserError, match="a class of your own"):
+        text_of(PLAIN, "Own")
+    specs = comparison_of(PLAIN).specs + comparison_of(GENERAL).specs
+    with pytest.raises(UserError, match="race has 2"):
+        script(Comparison(comparison_id="c", name="race", specs=specs), "train.py")
+
+
+def test_ddp_stands_in_for_strategies_that_a_script_has_not():
+    assert "race did not train ddp" in text_of(PLAIN, "async")
+    assert "did not train" not in text_of(PLAIN, "async", "ddp")
+
+
+def test_imports_are_in_ruffs_order():
+    imports = [
+        *(Import("torch.utils.data", name, name) for name in ("random_split", "Dataset", "A_B")),
+        Import("torch", "", "torch"),
+        Import("os", "", "os"),
+        Import("torch.nn", "functional", "F"),
+        Import("collections.abc", "Iterator", "Iterator"),
+        Import("torch.distributed", "", "dist"),
+    ]
+    assert imports_text(imports).splitlines() == [
+        "import os",
+        "from collections.abc import Iterator",
+        "",
+        "import torch",
+        "import torch.distributed as dist",
+        "from torch.nn import functional as F",
+        "from torch.utils.data import A_B, Dataset, random_split",
+    ]
+    assert re.search(
+        r"import \(\n    a{40},\n", imports_text(Import("m", c * 40, c * 40) for c in "abc")
+    )
