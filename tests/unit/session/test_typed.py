@@ -30,7 +30,7 @@ WRONG = {
     "lr must be greater than 0, not 0.": lambda: api.compare("ddp", lr=0),
     "target takes a number, not an object.": lambda: api.compare("ddp", target=object()),
     "n takes a whole number, not True.": lambda: api.start(True),
-    "attach takes a text, not 3.": lambda: api.start(attach=3),
+    "hosts takes a text, not 3.": lambda: api.start(hosts=3),
     "source takes a text, not None.": lambda: api.run_cell(None),
     "arguments takes a list of texts, such as ['--epochs', '3'].": (
         lambda: api.run_script("train.py", "--epochs 3")
