@@ -37,8 +37,6 @@ def start(
     backend: str = "auto",
     threads: int | None = None,
     method: str | None = None,
-    detach: float = 0.0,
-    attach: bool | str = False,
     hosts: str = "",
     interface: str = "",
     python: str = "",
@@ -61,9 +59,6 @@ def start(
         backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
         threads: CPU threads of each rank; by default the cores divided by the ranks.
         method: ``"fork"`` or ``"spawn"``; by default fork on Linux, spawn elsewhere.
-        detach: seconds that the ranks outlive the kernel, so that another one can attach.
-        attach: whether to take over ranks that have outlived their kernel, with their
-            variables; the cluster's name if there are several.
         hosts: hosts that ssh reaches, each with its number of ranks: ``"a:4,b:4"``.
         interface: the network interface between them; by default the one that ssh came by.
         python: the Python on them; by default this one's path if it exists, else ``python3``.
@@ -87,7 +82,6 @@ def start(
         backend=backend,
         num_threads=threads,
         method=method,
-        detach_seconds=detach,
         hosts=hosts,
         interface=interface,
         python=python,
@@ -97,9 +91,7 @@ def start(
         slurm=slurm,
         timeout=timeout,
     )
-    if attach is False:
-        return this_session().start(spec)
-    return this_session().attach(spec, "" if attach is True else attach)
+    return this_session().start(spec)
 
 
 @typed

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddpnb.cluster.processes import AdoptedServer, Event, Exit, Processes
+from ddpnb.cluster.processes import Event, Exit, Processes
 from ddpnb.cluster.starter import AgentStarter
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import AGENT_GREETING, ForkServerEvent, KernelRequest
@@ -29,20 +29,15 @@ class AgentProcesses(Processes):
         name: str,
         *,
         pipe: Connection,
-        server: subprocess.Popen[bytes] | AdoptedServer,
+        server: subprocess.Popen[bytes],
         log: Path,
         starter: AgentStarter,
         on_exit: Callable[[Exit], None],
-        gpus: list[str] | None = None,
     ) -> None:
-        """Take the pipe to an agent; ``gpus`` are those that it told an earlier kernel, if any."""
         super().__init__(pipe=pipe, server=server, on_exit=on_exit)
         self.name = name
         self.log = log
         self._starter = starter
-        self._is_known = gpus is not None
-        if gpus is not None:
-            self.ready.set_result(gpus)
         self.report: Event = {}
         """What the host has; ``clock`` is by how many seconds it is ahead."""
         self.ended = threading.Event()
@@ -94,8 +89,7 @@ class AgentProcesses(Processes):
 
     def _read(self) -> None:
         try:
-            if not self._is_known:
-                self._skip_to_greeting()
+            self._skip_to_greeting()
             super()._read()
         finally:
             self.ended.set()

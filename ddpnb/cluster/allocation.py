@@ -250,26 +250,6 @@ def starter_for(spec: ClusterSpec, folder: Path, progress: Callable[[str], None]
             return Ssh(spec.hosts)
 
 
-class Attached(AgentStarter):
-    """Hosts of a job that an earlier kernel was given: it ends with their connections."""
-
-    def __init__(self, hosts: str, address: str) -> None:
-        self.hosts, self.address = hosts, address
-
-    def start(
-        self, host: str, token: str, *, python: str, sockets: Sequence[Path], log: Path
-    ) -> Started:
-        """Refuse: the job is not this kernel's."""
-        raise UserError(
-            f"Host {host} was lost, and its job is another kernel's: start anew with %ddp_restart."
-        )
-
-
-def starter_after(spec: ClusterSpec, hosts: str, address: str) -> AgentStarter:
-    """Return what starts agents on the hosts of an earlier kernel, at that kernel's address."""
-    return Ssh(hosts) if spec.hosts and not spec.engines else Attached(hosts, address)
-
-
 def own_environment() -> dict[str, str]:
     """Return this process's environment without what Slurm says about a job it may run in."""
     kept = ("SLURM_CONF", "SLURM_CONF_SERVER")

@@ -7,7 +7,7 @@ is imported while the fork server works.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,6 @@ LOOK_AGAIN_SECONDS = 3.0
 not told of one that comes just while it connects."""
 WAIT_SECONDS = 0.05
 """How long an answer is waited for until it is checked again whether it can still come."""
-SUBSCRIBE_ATTEMPTS = 6
-SUBSCRIBE_ATTEMPT_SECONDS = 0.5
-"""How often and how long an attached kernel checks that the ranks' output reaches it."""
 
 
 class EngineClient:
@@ -76,20 +73,6 @@ class EngineClient:
             self._send(call, rank, self._engine_of.get(rank, rank), function, arguments)
         return call
 
-    def wait_for_output(self, ranks: Sequence[int]) -> None:
-        """Wait until output of these ranks arrives: a new client subscribes to it a little later.
-
-        Returns also where it takes long, as when a rank is busy with a cell.
-        """
-        for _ in range(SUBSCRIBE_ATTEMPTS):
-            call = self.submit(OnRank("state"), ranks=ranks)
-            deadline = time.monotonic() + SUBSCRIBE_ATTEMPT_SECONDS
-            while call.speaking and time.monotonic() < deadline:
-                for _ in call.events(SUBSCRIBE_ATTEMPT_SECONDS):
-                    pass
-            if call.running or not call.speaking:
-                return
-
     def lose(self, rank: int, cause: str) -> None:
         """Have no call wait any longer for a rank that has ended."""
         for call in self._calls:
@@ -100,15 +83,6 @@ class EngineClient:
     def new_engines(self) -> set[int]:
         """The engines without a known rank, so far."""
         return set(self._client.ids) - self._known
-
-    def engines_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the engine of each rank."""
-        return {rank: self._engine_of.get(rank, rank) for rank in ranks}
-
-    def take_over(self, engine_of: Mapping[int, int]) -> None:
-        """Adopt the engines of another kernel, with their ranks."""
-        self._engine_of.update(engine_of)
-        self._known = set(self._client.ids)
 
     def wait_for(self, num: int, while_waiting: Callable[[], None]) -> list[RankState]:
         """Wait until so many ranks, which were started, answer; return their states in order.

@@ -1,17 +1,14 @@
-"""A cluster: how it starts, keeps one process group, detaches and ends (kernel)."""
+"""A cluster: how it starts, keeps one process group, and ends (kernel)."""
 
 import contextlib
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
-
-import psutil
 
 from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Call, Timeouts
 from ddpnb.cluster.engines import Engines
@@ -23,14 +20,8 @@ from ddpnb.cluster.placement import (
     controller_arguments,
     place_ranks,
 )
-from ddpnb.cluster.processes import HeldError, Processes, wait_for_file
-from ddpnb.cluster.run_folder import (
-    SOCKET,
-    ClusterRecord,
-    held_error,
-    private_folder,
-    read,
-)
+from ddpnb.cluster.processes import Processes, wait_for_file
+from ddpnb.cluster.run_folder import private_folder
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks
@@ -39,7 +30,6 @@ from ddpnb.protocol.processes import (
     RankCommand,
     hold,
     num_cores,
-    process_id,
     working_folder,
 )
 
@@ -76,7 +66,7 @@ class GroupState:
 
 
 class Cluster(Engines):
-    """A local cluster of ranks that form a process group; made by ``start`` and ``attach``."""
+    """A local cluster of ranks that form a process group; made by ``start``."""
 
     def __init__(self, spec: ClusterSpec, folder: Path, home: Path) -> None:
         super().__init__(folder, home)
@@ -89,8 +79,6 @@ class Cluster(Engines):
         self._group = GroupState()
         self.without_group = ""
         """A sentence on why no process group could be formed, if the last attempt had to fail."""
-        self._is_detached = False
-        self._save_lock = threading.Lock()
 
     @classmethod
     def start(
@@ -124,39 +112,8 @@ class Cluster(Engines):
         try:
             progress("importing torch")
             cluster._start_ranks(progress)
-            cluster.allow_detach(spec.detach_seconds)
         except BaseException:
             cluster.stop()
-            raise
-        return cluster
-
-    @classmethod
-    def attach(cls, record: ClusterRecord) -> "Cluster":
-        """Take over ranks that have outlived their kernel, with all their variables.
-
-        Raises:
-            UserError: another kernel holds the cluster, or it has just ended.
-        """
-        cluster = cls(record.spec, record.folder, record.home)
-        try:
-            if record.hosts:
-                cluster.processes = HostProcesses.attach_to_hosts(record, cluster.note_exit)
-            else:
-                cluster.processes = Processes.attach(
-                    record.folder / SOCKET, record.server, cluster.note_exit
-                )
-        except HeldError:
-            raise held_error(record.name, None) from None
-        except (OSError, EOFError) as error:
-            raise UserError(
-                f"The cluster {record.name} has just ended: start anew with %ddp_start."
-            ) from error
-        try:
-            cluster._restore(read(record.folder))  # only this kernel writes it from now on
-            for rank in cluster.living:  # it may wait for an answer of the earlier kernel
-                cluster.processes.command(rank, RankCommand.ANSWER, None)
-        except BaseException:
-            cluster.detach()
             raise
         return cluster
 
@@ -168,7 +125,6 @@ class Cluster(Engines):
     def abort(self, ranks: Sequence[int]) -> None:
         """Free ranks from the collectives they wait in, which ends the process group."""
         self._group.is_aborted = True
-        self._save()
         self.processes.list_connections()
         for rank in set(ranks) & set(self.living):
             self._group.aborts[rank] = self.processes.command(rank, RankCommand.ABORT)
@@ -265,26 +221,8 @@ class Cluster(Engines):
         self.states = tuple(states.get(state.rank, state) for state in self.states)
         return True
 
-    def allow_detach(self, seconds: float) -> None:
-        """Have the ranks outlive this kernel that long, so that another can attach to them."""
-        self.spec = replace(self.spec, detach_seconds=seconds)
-        self._save()
-        if seconds:
-            self.processes.allow_detach(seconds, self.folder / SOCKET)
-
-    def detach(self) -> None:
-        """Leave the ranks to another kernel; may be called twice, and makes ``stop`` do nothing."""
-        if self._is_detached:
-            return
-        self._is_detached = True
-        self.disconnect("was left to another kernel")
-        self.processes.detach()
-        self._release()
-
     def stop(self) -> None:
         """End every process of the cluster; may be called twice."""
-        if self._is_detached:
-            return
         self.disconnect("was ended with the cluster")
         self.processes.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -317,7 +255,6 @@ class Cluster(Engines):
             )
             processes.connect_engines()
             self._start_ranks(progress)
-            self.allow_detach(self.spec.detach_seconds)
         except BaseException:
             self.stop()
             raise
@@ -335,27 +272,11 @@ class Cluster(Engines):
         progress(f"{len(ranks)} ranks form a process group")
         self.states = tuple(client.wait_for(len(ranks), self.raise_if_dead))
 
-    def _restore(self, record: ClusterRecord) -> None:
-        """Take the state over from the kernel that has left."""
-        self._lock = hold(self.folder / KERNEL_LOCK)
-        self.spec, self.placement, self.states = record.spec, record.placement, record.states
-        self.began = record.began
-        self._master_port = record.master_port
-        self._group = GroupState(
-            generation=record.generation,
-            is_aborted=record.group_is_aborted,
-            is_checked=record.group_is_checked,
-        )
-        client = self.connect()
-        client.take_over(record.engine_of)
-        client.wait_for_output(self.living)
-
     def _begin_generation(self) -> None:
         """Number a new process group, unusable until all ranks have joined it."""
         self._group.wait_for_aborts(lambda: self.living)
         self._group.generation += 1
         self._group.is_aborted = True
-        self._save()
 
     @contextlib.contextmanager
     def _freeing(self, call: Call) -> Iterator[None]:
@@ -374,32 +295,6 @@ class Cluster(Engines):
 
     def _note_formed(self, *, is_checked: bool) -> None:
         self._group.is_aborted, self._group.is_checked = False, is_checked
-        self._save()
-
-    def _save(self) -> None:
-        """Write the record for the next kernel, if one may come."""
-        if not self.spec.detach_seconds or (client := self._client) is None:
-            return
-        assert self.placement is not None
-        server = self.processes.pid
-        # Cells in the background abort the group in threads of their own.  Where the fork
-        # server has ended, the folder is gone too.
-        with self._save_lock, contextlib.suppress(OSError, psutil.NoSuchProcess):
-            ClusterRecord(
-                folder=self.folder,
-                home=self.home,
-                began=self.began,
-                server=process_id(server),
-                spec=self.spec,
-                placement=self.placement,
-                master_port=self._master_port,
-                states=self.states,
-                engine_of=client.engines_of(self.ranks),
-                generation=self.generation,
-                group_is_aborted=self._group.is_aborted,
-                group_is_checked=self._group.is_checked,
-                hosts=self.processes.kept(),
-            ).write()
 
 
 def _ranks_of(stale: Mapping[int, Sequence[StaleVariable]]) -> dict[StaleVariable, list[int]]:

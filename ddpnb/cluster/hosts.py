@@ -12,12 +12,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from ddpnb.cluster.agents import AgentProcesses
-from ddpnb.cluster.allocation import starter_after, starter_for
+from ddpnb.cluster.allocation import starter_for
 from ddpnb.cluster.placement import (
     ClusterSpec,
     HostReport,
@@ -28,20 +27,16 @@ from ddpnb.cluster.placement import (
 )
 from ddpnb.cluster.processes import (
     RECORDED_CALLS,
-    AdoptedServer,
     Event,
     Exit,
     Member,
     Processes,
     Service,
-    connect,
-    member_of,
 )
-from ddpnb.cluster.run_folder import SOCKET, ClusterRecord
 from ddpnb.cluster.ssh import unfit
 from ddpnb.cluster.starter import AgentStarter, free_ports
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import KernelRequest, ProcessId, RankCommand
+from ddpnb.protocol.processes import KernelRequest, RankCommand
 
 PREPARE_SECONDS = 120.0
 """How long a host may take to import torch."""
@@ -65,7 +60,6 @@ class HostProcesses(Processes):
         self._agents: dict[int, AgentProcesses] = {}
         self._placement: Placement | None = None
         self._environment: dict[str, str] = {}
-        self._detach_seconds = 0.0
         self._is_over = threading.Event()
         self._note: Callable[[Exit], None] = lambda _: None
 
@@ -107,23 +101,6 @@ class HostProcesses(Processes):
         except BaseException:
             processes.stop()
             raise
-        threading.Thread(target=processes._ping, name="ddpnb-ping", daemon=True).start()
-        return processes
-
-    @classmethod
-    def attach_to_hosts(
-        cls, record: ClusterRecord, on_exit: Callable[[Exit], None]
-    ) -> "HostProcesses":
-        """Take over the processes of a cluster on several hosts; see ``Processes.attach``."""
-        local = Processes.attach(record.folder / SOCKET, record.server, on_exit)
-        kept = record.hosts
-        spec = only_hosts(record.spec, kept["hosts"])
-        starter = starter_after(record.spec, kept["hosts"], kept["address"])
-        processes = cls(local, starter, spec, record.folder, record.home)
-        processes._note, processes._detach_seconds = on_exit, record.spec.detach_seconds
-        processes._placement, processes._environment = record.placement, kept["environment"]
-        for number, agent in enumerate(kept["agents"]):
-            processes._agents[number] = processes._take_agent(number, **agent)
         threading.Thread(target=processes._ping, name="ddpnb-ping", daemon=True).start()
         return processes
 
@@ -223,37 +200,6 @@ class HostProcesses(Processes):
                 sent += agent.signal(here, number)
         return sent
 
-    def allow_detach(self, seconds: float, address: Path) -> None:
-        """Have the processes of all hosts outlive this one; see ``Processes``."""
-        self._detach_seconds = seconds
-        for number, agent in self._agents.items():
-            agent.allow_detach(seconds, self._folder / f"host-{number}.sock")
-        self._local.allow_detach(seconds, address)
-
-    def kept(self) -> dict[str, Any]:
-        """Return what another kernel needs to know of the hosts; see ``ClusterRecord``."""
-        agents = [
-            {
-                "name": agent.name,
-                "process": agent.process,
-                "report": agent.report,
-                "gpus": agent.ready.result(),
-            }
-            for agent in self._agents.values()
-        ]
-        return {
-            "hosts": self._spec.hosts,
-            "address": self._starter.address,
-            "environment": self._environment,
-            "agents": agents,
-        }
-
-    def detach(self) -> None:
-        """Leave the processes of all hosts to the next kernel; may be called twice."""
-        self._is_over.set()
-        for each in (*self._agents.values(), self._local):
-            each.detach()
-
     def stop(self) -> None:
         """End every process on every host and wait for it; may be called twice."""
         self._is_over.set()
@@ -267,7 +213,6 @@ class HostProcesses(Processes):
     def _start_agent(self, number: int, name: str) -> AgentProcesses:
         log = self._folder / f"host-{number}.log"
         log.unlink(missing_ok=True)
-        log.with_suffix(".sock").unlink(missing_ok=True)
         process, pipe = self._starter.start(
             name,
             secrets.token_hex(8),
@@ -283,33 +228,6 @@ class HostProcesses(Processes):
             starter=self._starter,
             on_exit=lambda exit_: self._note_end(number, name, exit_),
         )
-        if self._detach_seconds:
-            agent.allow_detach(self._detach_seconds, self._folder / f"host-{number}.sock")
-        return agent
-
-    def _take_agent(
-        self, number: int, *, name: str, process: ProcessId, report: Event, gpus: list[str]
-    ) -> AgentProcesses:
-        """Take over the agent of an earlier kernel, or note that its host is lost."""
-        try:
-            pipe, answer = connect(self._folder / f"host-{number}.sock", process)
-        except (OSError, EOFError):
-            pipe, other = Pipe()
-            other.close()
-            answer = {"exits": {}, "logs": {}}
-        agent = AgentProcesses(
-            name,
-            pipe=pipe,
-            server=AdoptedServer(process=process),
-            log=self._folder / f"host-{number}.log",
-            starter=self._starter,
-            on_exit=lambda exit_: self._note_end(number, name, exit_),
-            gpus=gpus,
-        )
-        agent.report = report
-        for member, code in answer["exits"].items():
-            agent.keep_log(member, answer["logs"].get(member, ""))
-            self._note(Exit(member=member_of(member), code=code))
         return agent
 
     def _note_end(self, number: int, name: str, exit_: Exit) -> None:

@@ -40,8 +40,6 @@ class ClusterSpec:
     num_threads: int | None = None
     method: str | None = None
     """One of ``METHODS``; by default fork on Linux, spawn elsewhere."""
-    detach_seconds: float = 0.0
-    """How long the ranks outlive their kernel and wait for another."""
     hosts: str = ""
     """Hosts that ssh reaches, each with its number of ranks: ``"a:4,b:4"``; empty: this one."""
     interface: str = ""
@@ -83,10 +81,6 @@ class ClusterSpec:
             raise UserError(f"-n must be between 1 and {MAX_RANKS}, not {self.num_ranks}.")
         if self.num_threads is not None and self.num_threads < 1:
             raise UserError(f"--threads must be at least 1, not {self.num_threads}.")
-        if not (math.isfinite(self.detach_seconds) and self.detach_seconds >= 0):
-            raise UserError(
-                f"--detach must be a number of seconds, 0 or more, not {self.detach_seconds:g}."
-            )
         if self.is_on_cpu and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
         self._check_hosts()

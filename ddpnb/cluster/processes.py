@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing import Pipe
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,12 @@ import psutil
 from ddpnb.protocol.processes import (
     ForkServerEvent,
     KernelRequest,
-    ProcessId,
     RankCommand,
-    is_alive,
     is_there,
     process_id,
 )
 
 STOP_TIMEOUT_SECONDS = 8.0
-CONNECT_SECONDS = 2.0
-"""How long to try while another kernel, which may be ending, holds the fork server."""
 
 RECORDED_CALLS = 64
 """How many collectives torch's flight recorder keeps on each rank, to show where it waits."""
@@ -73,18 +69,18 @@ class Exit:
 
 
 class Processes:
-    """The fork server, a child of this process or not, and its children."""
+    """The fork server and its children."""
 
     def __init__(
         self,
         *,
         pipe: Connection,
-        server: "subprocess.Popen[bytes] | AdoptedServer",
+        server: "subprocess.Popen[bytes]",
         on_exit: Callable[[Exit], None],
     ) -> None:
         self._on_exit = on_exit
         self._answers: dict[int, Future[Any]] = {}
-        self._command_ids = itertools.count(time.time_ns())  # unlike those of an earlier kernel
+        self._command_ids = itertools.count()
         self._send_lock = threading.Lock()
         self._stopped = False
         self.ready: Future[list[str]] = Future()
@@ -92,9 +88,7 @@ class Processes:
         self._stopped_members: set[Member] = set()
         self._pipe = pipe
         self._server = server
-        self.process = (
-            server.process if isinstance(server, AdoptedServer) else process_id(server.pid)
-        )
+        self.process = process_id(server.pid)
         """The fork server, or what leads to an agent."""
         self._reader = threading.Thread(target=self._read, name="ddpnb-processes", daemon=True)
 
@@ -138,26 +132,6 @@ class Processes:
         processes._send(
             folder=str(folder), method=method, controller_arguments=controller_arguments
         )
-        processes._reader.start()
-        return processes
-
-    @classmethod
-    def attach(
-        cls, address: Path, server: ProcessId, on_exit: Callable[[Exit], None]
-    ) -> "Processes":
-        """Take over a fork server that has outlived its kernel, at its socket ``address``.
-
-        ``on_exit`` is called at once for each process that has ended, then as in ``start``.
-
-        Raises:
-            HeldError: another kernel holds it.
-            OSError: it has ended.
-        """
-        pipe, answer = connect(address, server)
-        processes = cls(pipe=pipe, server=AdoptedServer(process=server), on_exit=on_exit)
-        processes.ready.set_result([])  # the ranks were started long ago
-        for name, code in answer["exits"].items():
-            on_exit(Exit(member=member_of(name), code=code))
         processes._reader.start()
         return processes
 
@@ -218,22 +192,6 @@ class Processes:
         with contextlib.suppress(OSError):
             self._send(op=KernelRequest.SIGNAL, ranks=ranks, number=number, signal_id=signal_id)
         return [answer]
-
-    def allow_detach(self, seconds: float, address: Path) -> None:
-        """Have the processes outlive this one and wait for another at ``address``."""
-        self._send(op=KernelRequest.ALLOW_DETACH, seconds=seconds, address=str(address))
-
-    def kept(self) -> dict[str, Any]:
-        """Return what another kernel needs to know of the hosts, if there are several."""
-        return {}
-
-    def detach(self) -> None:
-        """Leave the processes to the next kernel; may be called twice."""
-        self._stopped = True
-        with contextlib.suppress(OSError):
-            self._send(op=KernelRequest.DETACH)
-        self._reader.join(STOP_TIMEOUT_SECONDS)  # the fork server closes its end
-        self._pipe.close()
 
     def stop(self) -> None:
         """End every process of the cluster and wait for it; may be called twice."""
@@ -306,60 +264,6 @@ class Processes:
                 if not self._stopped:
                     end = {"code": event["code"], "cause": event.get("cause", "")}
                     self._on_exit(Exit(member=member_of(event["name"]), **end))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdoptedServer:
-    """A fork server that is not a child of this process."""
-
-    process: ProcessId
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self.process[0]
-
-    def wait(self, timeout: float) -> None:
-        """Wait for its end; only its parent learns the exit code."""
-        deadline = time.monotonic() + timeout
-        while is_alive(self.process):
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("ddpnb.launcher.forkserver", timeout)
-            time.sleep(0.005)
-
-
-class HeldError(Exception):
-    """Another kernel holds the fork server."""
-
-
-def connect(address: Path, server: ProcessId) -> tuple[Connection, Event]:
-    """Connect to a fork server; return the pipe, and what it says of processes that have ended.
-
-    That is ``exits``, their exit codes, and ``logs``, both by name.
-
-    Raises:
-        HeldError: another kernel still holds it after ``CONNECT_SECONDS``.
-        OSError: it has ended.
-    """
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while True:
-        try:
-            pipe = Client(str(address), family="AF_UNIX")
-        except (FileNotFoundError, ConnectionRefusedError):  # it may be about to listen
-            if time.monotonic() > deadline or not is_alive(server):
-                raise
-            time.sleep(0.05)
-            continue
-        if not pipe.poll(STOP_TIMEOUT_SECONDS):
-            pipe.close()
-            raise TimeoutError("the fork server does not answer")
-        answer: Event = json.loads(pipe.recv_bytes())
-        if answer["event"] == ForkServerEvent.ATTACHED:
-            return pipe, answer
-        pipe.close()
-        if time.monotonic() > deadline:
-            raise HeldError
-        time.sleep(0.05)
 
 
 def wait_for_file(path: Path, timeout: float, while_waiting: Callable[[], None]) -> None:

@@ -8,10 +8,9 @@ The fork server runs no tensor operation, starts no thread and never touches CUD
 fork safely at any time, also to replace a dead rank.
 
 When the kernel's end of the socket closes, however the kernel ended, the fork server ends all its
-children and removes the run folder; where the cluster may be detached, it first waits for another
-kernel.  When the fork server is killed, the operating system ends the ranks (``PR_SET_PDEATHSIG``),
-or their own pipes to it close.  The controller's pipe closes too, and the controller ends whatever
-cells have started.
+children and removes the run folder.  When the fork server is killed, the operating system ends the
+ranks (``PR_SET_PDEATHSIG``), or their own pipes to it close.  The controller's pipe closes too, and
+the controller ends whatever cells have started.
 """
 
 import contextlib
@@ -38,7 +37,6 @@ gc.disable()  # imports make few objects that die; they are frozen before the ra
 
 from ddpnb.launcher.child import (  # noqa: E402
     Frame,
-    redirect_output,
     run_child,
     run_controller,
     run_rank,
@@ -92,20 +90,11 @@ class Child:
 class Forkserver:
     """The pipe to the kernel, and the children."""
 
-    kernel: KernelPipe | None
-    """None while the server waits for another kernel."""
+    kernel: KernelPipe
     folder: Path
     method: str
     children: dict[int, Child] = field(default_factory=dict)
-    exits: dict[str, int] = field(default_factory=dict)
-    """Exit codes, by name, of children that have ended and not been replaced."""
-    stopped: set[str] = field(default_factory=set)
-    """The names of children that received SIGSTOP and have not gone on."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    detach_seconds: float = 0.0
-    """How long the cluster outlives a kernel."""
-    listener: socket.socket | None = None
-    """Where another kernel connects."""
     sentinel: Connection | None = None
     """Carries nothing: it closes when this process ends, which the controller sees."""
     is_stopped: bool = False
@@ -118,42 +107,37 @@ class Forkserver:
     _ends: dict[int, set[Ends]] = field(default_factory=dict)
     """The connections of each rank, by pid, when they were last listed."""
     _deadline: float = 0.0
-    """Until when the server waits for the kernel, or for another one, in ``time.monotonic()``."""
+    """Until when the server waits for the kernel, in ``time.monotonic()``."""
 
     def serve(self) -> None:
-        """Serve the kernel and the ranks until there is no kernel to serve or to wait for."""
-        assert self.kernel is not None
+        """Serve the kernel and the ranks until the kernel has gone."""
         self._deadline = time.monotonic() + (self.silence_seconds or 0.0)
         self.selector.register(self.kernel, selectors.EVENT_READ, self.on_kernel)
         with sigchld_wakeup() as wakeup:
             self.selector.register(wakeup, selectors.EVENT_READ, self.on_sigchld)
             while not self.is_over:
-                is_patient = self.kernel is not None and self.silence_seconds is None
+                is_patient = self.silence_seconds is None
                 seconds = None if is_patient else max(0.0, self._deadline - time.monotonic())
                 for key, _ in self.selector.select(seconds):
                     key.data(key.fileobj)
 
     @property
     def is_over(self) -> bool:
-        """Whether to end: on request, or when no kernel may come or nothing is left for it.
+        """Whether to end: on request, or because the kernel has gone.
 
         A kernel that is silent for too long is lost, as when its connection was cut.
         """
-        if self.is_stopped:
-            return True
-        is_late = time.monotonic() >= self._deadline
-        if self.kernel is not None:
-            return self.silence_seconds is not None and is_late and not self.kernel.poll(0.0)
-        names = {child.name for child in self.children.values()}
-        is_usable = "controller" in names and (len(names) > 1 or self.method == "none")
-        return not is_usable or is_late
+        if self.is_stopped or self.silence_seconds is None:
+            return self.is_stopped
+        return time.monotonic() >= self._deadline and not self.kernel.poll(0.0)
 
     def on_kernel(self, kernel: KernelPipe) -> None:
         """Carry out one request of the kernel."""
         try:
             request: Frame = json.loads(kernel.recv_bytes())
         except (EOFError, OSError):
-            return self.on_disconnect(kernel)
+            self.is_stopped = True
+            return
         self._deadline = time.monotonic() + (self.silence_seconds or 0.0)
         match request.pop("op"):
             case KernelRequest.START_RANK:
@@ -164,54 +148,12 @@ class Forkserver:
                 self.list_connections()
             case KernelRequest.SIGNAL:
                 self.signal(**request)
-            case KernelRequest.ALLOW_DETACH:
-                self.allow_detach(**request)
-            case KernelRequest.DETACH:
-                self.on_disconnect(kernel)
             case KernelRequest.STOP:
                 self.is_stopped = True
-            case KernelRequest.ATTACH:
-                self.introduce()
             case KernelRequest.PING:
                 pass
             case operation:
                 self.more_requests[operation](**request)
-
-    def allow_detach(self, *, seconds: float, address: str) -> None:
-        """Outlive the kernel from now on, and wait for the next one at ``address``."""
-        self.detach_seconds = seconds
-        if self.listener is None:
-            self.listener = socket.socket(socket.AF_UNIX)
-            self.listener.bind(address)  # in a folder that is closed to other users
-            self.listener.listen()
-            self.selector.register(self.listener, selectors.EVENT_READ, self.on_connect)
-
-    def on_disconnect(self, kernel: KernelPipe) -> None:
-        """Go on without a kernel for ``detach_seconds``."""
-        self.selector.unregister(kernel)
-        kernel.close()
-        self.kernel = None
-        self._deadline = time.monotonic() + self.detach_seconds
-        if self.detach_seconds:
-            redirect_output(self.folder / "forkserver.log")  # the kernel's own may be gone
-
-    def on_connect(self, listener: socket.socket) -> None:
-        """Take another kernel and report the exits so far, or refuse it while there is one."""
-        kernel = Connection(listener.accept()[0].detach())
-        if self.kernel is not None:
-            with contextlib.suppress(OSError):
-                kernel.send_bytes(json.dumps({"event": ForkServerEvent.REFUSED}).encode())
-            return kernel.close()
-        self.kernel = kernel
-        self.selector.register(kernel, selectors.EVENT_READ, self.on_kernel)
-        self.introduce()
-
-    def introduce(self) -> None:
-        """Report to another kernel which children have ended, and which are stopped."""
-        logs = {name: self.log_of(name) for name in self.exits}
-        self.report(event=ForkServerEvent.ATTACHED, exits=self.exits, logs=logs)
-        for name in self.stopped:
-            self.report(event=ForkServerEvent.STOPPED, name=name, is_stopped=True)
 
     def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
         """Fork or spawn a rank."""
@@ -226,7 +168,6 @@ class Forkserver:
             return self.report(event=ForkServerEvent.EXITED, name=str(rank), code=None, cause=cause)
         theirs.close()
         self.children[pid] = Child(name=str(rank), pid=pid, pipe=ours)
-        self.exits.pop(str(rank), None)
         self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
 
     def start_controller(self, arguments: list[str]) -> None:
@@ -241,7 +182,7 @@ class Forkserver:
 
         def run() -> None:
             pipes = (child.pipe for child in self.children.values())
-            for end in (self.kernel, self.listener, self.sentinel, *self.more_ends, *pipes):
+            for end in (self.kernel, self.sentinel, *self.more_ends, *pipes):
                 if end is not None:
                     end.close()
             main()
@@ -303,27 +244,23 @@ class Forkserver:
                 return
             if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
                 if (child := self.children.get(pid)) is not None:
-                    self.note_stop(child.name, is_stopped=os.WIFSTOPPED(status))
+                    is_stopped = os.WIFSTOPPED(status)
+                    self.report(
+                        event=ForkServerEvent.STOPPED, name=child.name, is_stopped=is_stopped
+                    )
                 continue
             if (child := self.children.pop(pid, None)) is not None:
                 if child.pipe is not None:
                     with contextlib.suppress(KeyError):
                         self.selector.unregister(child.pipe)
                     child.pipe.close()
-                self.stopped.discard(child.name)
                 code = os.waitstatus_to_exitcode(status)
-                self.exits[child.name] = code
                 self.report(
                     event=ForkServerEvent.EXITED,
                     name=child.name,
                     code=code,
                     log=self.log_of(child.name),
                 )
-
-    def note_stop(self, name: str, *, is_stopped: bool) -> None:
-        """Report that a child received SIGSTOP, or that it goes on."""
-        (self.stopped.add if is_stopped else self.stopped.discard)(name)
-        self.report(event=ForkServerEvent.STOPPED, name=name, is_stopped=is_stopped)
 
     def log_of(self, name: str) -> str:
         """Return the end of a rank's log where the kernel cannot read it: it is on another host."""
@@ -335,9 +272,8 @@ class Forkserver:
 
     def report(self, **event: object) -> None:
         """Send the kernel an event; ``serve`` notices a kernel that is gone."""
-        if self.kernel is not None:
-            with contextlib.suppress(OSError):
-                self.kernel.send_bytes(json.dumps(event).encode())
+        with contextlib.suppress(OSError):
+            self.kernel.send_bytes(json.dumps(event).encode())
 
     def stop(self) -> None:
         """End all children, whatever they started, and this process."""

@@ -22,7 +22,6 @@ from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
 from ddpnb.cluster.placement import BACKENDS, DEVICES, ENGINES
 from ddpnb.cluster.profile import profiles
-from ddpnb.cluster.run_folder import detached
 from ddpnb.compat.python_internals import options_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
 from ddpnb.protocol.costs import ALL_REDUCES, BEST
@@ -38,8 +37,11 @@ from ddpnb.session.session import this_session
 
 Magic = TypeVar("Magic", bound=Callable[..., Any])
 
+_ENDS = "ranks end with their kernel; a script of %ddp_export goes on under torchrun."
 _EXPORT = "%ddp_export writes a script that saves checkpoints and goes on from them."
 GONE = {
+    "--attach": _ENDS,
+    "--detach": _ENDS,
     "--transport": "async takes shared memory on one host and gloo across hosts by itself.",
     "--resume": f"a comparison is trained in one go; {_EXPORT}",
     "--save-every": f"--save keeps the trained weights; {_EXPORT}",
@@ -196,8 +198,6 @@ def following(
     if not name.startswith(("ddp", "rank")):
         return
     match words[-1]:
-        case "--attach":
-            yield from of_kind("cluster", [record.name for record in detached()])
         case "--profile":
             yield from of_kind("profile", profiles())
         case "--task":

@@ -16,7 +16,7 @@ from IPython.display import display
 
 from ddpnb import api
 from ddpnb.cluster.placement import BACKENDS, DEVICES, ClusterSpec
-from ddpnb.cluster.run_folder import remove_leftovers, waits
+from ddpnb.cluster.run_folder import remove_leftovers
 from ddpnb.magics.arguments import (
     arguments,
     catalogue_text,
@@ -30,7 +30,6 @@ from ddpnb.magics.rank_cells import AutoCells, RankNames
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import parse_target
-from ddpnb.protocol.processes import working_folder
 from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import LIVE, LiveDisplay, show_result
@@ -67,8 +66,6 @@ class DdpMagics(Magics):
     @argument("--device", default="auto", help=" | ".join(DEVICES))
     @argument("--backend", default="auto", help=" | ".join(BACKENDS))
     @argument("--threads", metavar="N", type=int, help="CPU threads of each rank")
-    @argument("--detach", metavar="SECONDS", type=float, default=0.0, help="outlive the kernel")
-    @argument("--attach", metavar="NAME", nargs="?", const="", help="take over waiting ranks")
     @argument("--hosts", metavar="a:4,b:4", default="", help="over ssh, each with its ranks")
     @argument("--interface", metavar="NAME", default="", help="the network between the hosts")
     @argument("--python", metavar="PATH", default="", help="the Python on the hosts")
@@ -87,10 +84,6 @@ class DdpMagics(Magics):
         ``--devices 8xV100 --as resnet50`` starts eight ranks, and has all comparisons compute the
         time of such devices, unless they say ``--devices real``: docs/laboratory.md.
 
-        Ranks started with ``--detach 600`` outlive their kernel by ten minutes.  In the next
-        kernel ``%ddp_start --attach`` takes them over, with all their variables; it needs the
-        cluster's name only if several wait.
-
         ``--hosts a:4,b:4`` starts four ranks on each of two hosts that ssh reaches,
         ``--engines slurm -n 16 --ranks-per-host 8`` sixteen in a job of two, ``--profile NAME``
         instead those that a profile of ipyparallel gives: docs/hosts.md.
@@ -103,7 +96,6 @@ class DdpMagics(Magics):
             device=args.device,
             backend=args.backend,
             num_threads=args.threads,
-            detach_seconds=args.detach,
             hosts=args.hosts,
             interface=args.interface,
             python=args.python,
@@ -113,11 +105,8 @@ class DdpMagics(Magics):
             slurm=args.slurm,
             timeout=args.timeout,
         )
-        display, session = LiveDisplay(), this_session()
-        if args.attach is None:
-            display.show_table(session.start(spec, progress=display.show_text))
-        else:
-            display.show_table(session.attach(spec, args.attach))
+        display = LiveDisplay()
+        display.show_table(this_session().start(spec, progress=display.show_text))
 
     @line_magic
     def ddp_status(self, line: str) -> None:
@@ -446,8 +435,6 @@ def load(shell: InteractiveShell) -> None:
     magics.names.install()
     if removed := remove_leftovers():
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")
-    if waits(working_folder()):
-        print("Ranks wait for a kernel: %ddp_start --attach takes them over, with all variables.")
 
 
 def unload(shell: InteractiveShell) -> None:

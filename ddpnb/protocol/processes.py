@@ -31,8 +31,6 @@ class KernelRequest(StrEnum):
     """Which ranks are connected, before the commands that free some of them."""
     SIGNAL = "signal"
     """To a rank's process: an interrupt, a kill, or SIGCONT."""
-    ALLOW_DETACH = "allow_detach"
-    DETACH = "detach"
     STOP = "stop"
     RUN = "run"
     """Before there is an agent: run the script that starts it."""
@@ -45,9 +43,7 @@ class KernelRequest(StrEnum):
     CONNECT = "connect"
     """Take the engines' connection file."""
     PING = "ping"
-    """The kernel, or who keeps its place, is there."""
-    ATTACH = "attach"
-    """There is another kernel now."""
+    """The kernel is there."""
 
 
 AGENT_GREETING = b"\nddpnb-agent\n"
@@ -63,8 +59,6 @@ class ForkServerEvent(StrEnum):
     STOPPED = "stopped"
     """A rank received SIGSTOP, or SIGCONT after it: ``is_stopped``."""
     ANSWER = "answer"
-    ATTACHED = "attached"
-    REFUSED = "refused"
 
 
 class RankCommand(StrEnum):

@@ -7,10 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import final
 
-from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.supervision import Watch
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import OnRank
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.live import Live
 from ddpnb.reports.progress import Progress, progress_of
@@ -140,44 +137,6 @@ def _print_error(running: RunningComparison) -> None:
 
 END_SECONDS = 5.0
 """How long an interrupt waits for cells to end, so that the next line finds the ranks free."""
-ANSWER_SECONDS = 2.0
-"""A rank that does not answer within this time is busy."""
-
-
-class OrphanedCall(SupervisedCall):
-    """A call of an earlier kernel that still runs on ranks; it is supervised as any cell."""
-
-    def __init__(self, cluster: Cluster, ranks: tuple[int, ...]) -> None:
-        super().__init__(ranks)
-        self._watch = Watch(
-            cluster=cluster,
-            call=cluster.submit(OnRank("state"), ranks=ranks),
-            handle=lambda _: None,
-            tick=lambda: None,
-        )
-        self.run_in_background()
-
-    def _run_in_thread(self) -> None:
-        self._watch.run()
-        if self._watch.hang:
-            print(f"The call of the earlier kernel hung: {self._watch.hang}")
-
-
-def orphaned_call(cluster: Cluster) -> OrphanedCall | None:
-    """Return the call that keeps ranks busy, and print which; None if all are idle."""
-    call = cluster.submit(OnRank("state"), ranks=cluster.living)
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while call.running and (remaining := deadline - time.monotonic()) > 0:
-        for _ in call.events(remaining):
-            pass
-    if not call.running:
-        return None
-    busy = tuple(sorted(call.running))
-    print(
-        f"Rank {format_ranks(busy)} still runs a call of the earlier kernel, without output: "
-        "%ddp_interrupt stops it."
-    )
-    return OrphanedCall(cluster, busy)
 
 
 class Jobs:

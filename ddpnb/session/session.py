@@ -12,7 +12,6 @@ from IPython.core.getipython import get_ipython
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.cluster.run_folder import find
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
@@ -27,12 +26,12 @@ from ddpnb.reports.live import LIVE, Live, LiveFigureAndTable
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
-from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
+from ddpnb.session.background import Jobs, RunningComparison
 from ddpnb.session.cells import RunningCell, warn_stale
 from ddpnb.session.comparison import Training, prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
-from ddpnb.session.variables import pull, push, remove_leftovers
+from ddpnb.session.variables import pull, push
 
 OnProgress = Callable[[str], None]
 """Is called with a line of text at each stage of a start."""
@@ -67,45 +66,18 @@ class Session:
     def start(self, spec: ClusterSpec, *, progress: OnProgress = lambda _: None) -> Table:
         """Start the ranks unless a cluster is running; return the table of ranks."""
         if self._cluster is not None and self._cluster.lost is None:
-            return self._keep_running(spec)
+            print(describe_running(self._cluster, spec))
+            return with_notes(ranks_table(self._cluster.states), self._cluster)
         if self._cluster is None:
             self._jobs.refuse_if_training()  # the panel may be starting a cluster
         self.stop()
         cluster = self._launch(spec, progress)
         return with_notes(ranks_table(cluster.states), cluster)
 
-    def attach(self, spec: ClusterSpec, name: str = "") -> Table:
-        """Take over ranks that have outlived their kernel; return the table of ranks.
-
-        ``name`` may be empty if there is one cluster only.  ``spec`` may only say how long they
-        outlive this kernel, where 0 changes nothing.
-
-        Raises:
-            UserError: there is no such cluster, or more than one.
-        """
-        if replace(spec, detach_seconds=0.0) != ClusterSpec():
-            raise UserError(
-                "--attach takes a cluster as it was started: leave out the other options, "
-                "%ddp_restart -n changes the number of ranks afterwards."
-            )
-        if self._cluster is not None and self._cluster.lost is None:
-            raise UserError(
-                "A cluster is already running here: %ddp_stop ends it, then --attach takes another."
-            )
-        self.stop()
-        self._cluster = cluster = Cluster.attach(find(name, working_folder()))
-        remove_leftovers(cluster.folder)
-        atexit.register(self._at_exit)
-        if spec.detach_seconds:
-            cluster.allow_detach(spec.detach_seconds)
-        if (cell := orphaned_call(cluster)) is not None:
-            self._jobs.add(cell)
-        return self.status()
-
     def stop(self) -> bool:
         """End every process of the cluster; return whether there was one."""
         self._jobs.stop()
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.stop)
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
@@ -341,7 +313,7 @@ class Session:
 
     def _launch(self, spec: ClusterSpec, progress: OnProgress = lambda _: None) -> Cluster:
         self._cluster = cluster = Cluster.start(spec, progress)
-        atexit.register(self._at_exit)
+        atexit.register(self.stop)
         return cluster
 
     def _replace(self, ranks: str, progress: OnProgress) -> Table:
@@ -374,21 +346,6 @@ class Session:
         cluster = self.free_cluster()
         self._jobs.refuse_if_cells_run()
         return cluster
-
-    def _at_exit(self) -> None:
-        """End every process of the cluster, or detach from it, when the kernel ends."""
-        cluster = self._cluster
-        if cluster is not None and cluster.spec.detach_seconds and cluster.lost is None:
-            cluster.detach()
-        else:
-            self.stop()
-
-    def _keep_running(self, spec: ClusterSpec) -> Table:
-        cluster = self._require()
-        print(describe_running(cluster, spec))
-        if spec.detach_seconds:
-            cluster.allow_detach(spec.detach_seconds)
-        return with_notes(ranks_table(cluster.states), cluster)
 
     def _keep_trace(self, trace: TraceResult) -> None:
         self.last_trace = trace

@@ -9,7 +9,6 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import describe, describe_stopped, no_answer, stopped_ranks
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
 from ddpnb.cluster.processes import describe_exit
-from ddpnb.cluster.run_folder import name_of
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.notation import format_ranks
@@ -124,22 +123,16 @@ def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
     ]
     change = f"; for another {' and '.join(unlike)}, %ddp_stop ends it first" if unlike else ""
     ranks = format_ranks(cluster.ranks)
-    but = ", but for --detach" if asked.detach_seconds else ""
-    return f"The cluster is already running, with ranks {ranks}: it is used as it is{but}{change}."
+    return f"The cluster is already running, with ranks {ranks}: it is used as it is{change}."
 
 
 def with_notes(table: Table, cluster: Cluster) -> Table:
-    """Add to a table the features that are off, and whether the cluster outlives the kernel."""
+    """Add to a table the features that are off."""
     if cluster.lost is not None:
         return table
     here = [each for each in cluster.states if each.host == socket.gethostname()]
     shared = sharing_note(sum(each.device == "cpu" for each in here), num_cores())
     notes = [*([shared] if shared else []), *cluster.missing]
-    if cluster.spec.detach_seconds:
-        notes.append(
-            f"outlives the kernel by {cluster.spec.detach_seconds:g} s: "
-            f"%ddp_start --attach finds it again ({name_of(cluster.folder)})"
-        )
     return replace(table, notes=(*table.notes, *notes))
 
 

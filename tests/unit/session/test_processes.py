@@ -13,21 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpnb.cluster.processes import (
-    AdoptedServer,
-    Exit,
-    Member,
-    Processes,
-    Service,
-    describe_exit,
-)
-from ddpnb.cluster.run_folder import RECORD_FILE, detached, find, name_of, private_folder
+from ddpnb.cluster.processes import Exit, Member, Processes, Service, describe_exit
+from ddpnb.cluster.run_folder import private_folder
 from ddpnb.launcher.forkserver import Forkserver
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import SERVER_LOCK, atomic_write, hold, is_alive, process_id
 
-ENDED = AdoptedServer(process=(2**22 + 1, 0.0))
-"""A fork server that is gone; its pid is nobody's process group."""
+
+@pytest.fixture
+def ended() -> Iterator[subprocess.Popen[bytes]]:
+    """Return a fork server that has ended."""
+    with subprocess.Popen(["true"], start_new_session=True) as server:
+        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+        yield server
 
 
 @pytest.fixture
@@ -40,7 +37,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("error", [OSError, TypeError, KeyError])
-def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception], capsys):
+def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception], ended, capsys):
     ours, theirs = Pipe()
     heard: list[Member] = []
 
@@ -49,7 +46,7 @@ def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception],
         if exit_.member == 0:
             raise error("a handler failed")
 
-    processes = Processes(pipe=ours, server=ENDED, on_exit=note)
+    processes = Processes(pipe=ours, server=ended, on_exit=note)
     processes._reader.start()
     for rank in (0, 1):
         event = {"event": "exited", "name": str(rank), "code": -9}
@@ -63,8 +60,8 @@ def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception],
 def test_a_number_that_is_another_process_by_now_is_not_killed():
     ours, theirs = Pipe()
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
-        ended = AdoptedServer(process=(other.pid, process_id(other.pid)[1] - 100))
-        processes = Processes(pipe=ours, server=ended, on_exit=lambda _: None)
+        processes = Processes(pipe=ours, server=other, on_exit=lambda _: None)
+        processes.process = (other.pid, process_id(other.pid)[1] - 100)
         processes._reader.start()
         theirs.close()
         processes._reader.join(10)
@@ -78,15 +75,14 @@ def test_what_an_ended_server_had_started_is_killed():
     with subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         left = psutil.Process(int(server.stdout.readline()))
-        ended = AdoptedServer(process=process_id(server.pid))  # a zombie, as this test waits later
-        processes = Processes(pipe=ours, server=ended, on_exit=lambda _: None)
+        processes = Processes(pipe=ours, server=server, on_exit=lambda _: None)
         processes._reader.start()
         theirs.close()
         processes._reader.join(10)
         left.wait(10)
 
 
-def test_a_rank_that_the_system_does_not_start_ends_alone(monkeypatch, folder):
+def test_a_rank_that_the_system_does_not_start_ends_alone(monkeypatch, folder, ended):
     def fork() -> int:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
@@ -94,25 +90,11 @@ def test_a_rank_that_the_system_does_not_start_ends_alone(monkeypatch, folder):
     monkeypatch.setattr(os, "fork", fork)
     server = Forkserver(kernel=theirs, folder=folder, method="fork")
     server.start_rank(rank=3, environment={}, settings={})
-    ended: list[Exit] = []
-    processes = Processes(pipe=ours, server=ENDED, on_exit=ended.append)
+    exits: list[Exit] = []
+    processes = Processes(pipe=ours, server=ended, on_exit=exits.append)
     processes._handle(json.loads(ours.recv_bytes()))
     said = "could not be started ([Errno 11] Resource temporarily unavailable)"
-    assert [describe_exit(each) for each in ended] == [said]
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "{", "null", '{"plan": null}', '{"spec": {"a": 1}}'],
-    ids=["empty", "cut off", "null", "no spec", "no placement"],
-)
-def test_an_unreadable_record_is_named_with_what_to_do(folder: Path, content: str):
-    (folder / RECORD_FILE).write_text(content)
-    with pytest.raises(UserError) as raised:
-        find(name_of(folder), Path.cwd())
-    named = (str(folder / RECORD_FILE), f"kill {os.getpid()}", "%ddp_start")
-    assert all(words in str(raised.value) for words in named)
-    assert folder not in [saved.folder for saved in detached()]
+    assert [describe_exit(each) for each in exits] == [said]
 
 
 def test_a_process_is_alive_until_it_ends_and_no_other_is_taken_for_it():
