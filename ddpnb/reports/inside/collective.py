@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from ddpnb.protocol.costs import Algorithm, algorithm_of
-from ddpnb.protocol.trace import REDUCING, ROOTED, CollectiveShown, CollectiveSpec, Span
+from ddpnb.protocol.trace import REDUCING, ROOTED, CollectiveShown, CollectiveSpec
 from ddpnb.reports.formatting import NOTHING, counted, size
 from ddpnb.reports.inside.spans import MAX_RANKS, in_units
 from ddpnb.reports.kit import LEFT, TOP, Picture, Sheet, ink_on, rank_colour, write
@@ -31,20 +31,6 @@ ON_NCCL = (
     "NCCL chooses between rings and trees by size; the formula is the ring's.  Bytes on NVLink and "
     "PCIe are not counted."
 )
-
-
-def all_sent(span: Span) -> float:
-    """Return how many bytes all ranks together send for a call, divided by the ranks that make it.
-
-    So the sum over all spans of a trace is what was sent by gloo's formulas, without its headers.
-    """
-    if span.name == "send":
-        return float(span.num_bytes or 0)
-    algorithm = algorithm_of(span.name, "gloo")
-    num = len(span.group)
-    if algorithm is None or num < 2 or not span.num_bytes:
-        return 0.0
-    return sum(algorithm.bytes_sent(span.num_bytes, num, place) for place in range(num)) / num
 
 
 @final
@@ -126,7 +112,7 @@ def notes_of(result: CollectiveResult) -> list[str]:
     notes = [
         f"{result.shown[0].backend}: {algorithm.name}.  A rank sends {amount}: "
         f"{algorithm.sent or algorithm.num_bytes}.  Messages one after another: "
-        f"{algorithm.cost(result.num_bytes, num).number:g}, {algorithm.messages}."
+        f"{algorithm.cost(result.num_bytes, num).number:g} = {algorithm.messages}."
     ]
     time = f"{in_units(result.seconds)}, the slowest rank's median of 7 calls"
     counts = [each.num_bytes_sent for each in result.shown]
