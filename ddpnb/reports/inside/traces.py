@@ -174,12 +174,12 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     until = last_arrivals(trace)
     events: list[dict[str, Any]] = []
     for rank in range(trace.num_ranks):
-        events += _named("process", _pid(rank), 0, f"rank {rank}", rank)
+        events.append(_named("process", _pid(rank), 0, f"rank {rank}"))
     named = {
         (span.rank, thread): span.lane for span, thread in zip(trace.spans, threads, strict=True)
     }
     for (rank, thread), lane in sorted(named.items()):
-        events += _named("thread", _pid(rank), thread, lane, thread)
+        events.append(_named("thread", _pid(rank), thread, lane))
     for span, thread, last in zip(trace.spans, threads, until, strict=True):
         place = {"pid": _pid(span.rank), "tid": thread, "ts": _micro(span.start - begin)}
         events.append(
@@ -208,12 +208,9 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _named(what: str, pid: int, tid: int, name: str, index: int) -> list[dict[str, Any]]:
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     place = {"ph": "M", "ts": 0, "pid": pid, "tid": tid}
-    return [
-        {**place, "name": f"{what}_name", "args": {"name": name}},
-        {**place, "name": f"{what}_sort_index", "args": {"sort_index": index}},
-    ]
+    return {**place, "name": f"{what}_name", "args": {"name": name}}
 
 
 def _pid(rank: int) -> int:
