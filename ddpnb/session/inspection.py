@@ -229,6 +229,9 @@ class _Moment:
     def begin(self, comparison: Comparison) -> None:
         """Show nothing."""
 
+    def announce(self, text: str) -> None:
+        """Show nothing."""
+
     def is_due(self) -> bool:
         """Look each time."""
         return True
