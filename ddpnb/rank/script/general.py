@@ -4,6 +4,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -182,7 +183,8 @@ def run(
     step = load_checkpoint(net, optim, *others)
     while step < num_steps:
         sampler.set_epoch(step // len(loader))
-        for _, batch in zip(range(step, num_steps), loader):
+        left = islice(loader, step % len(loader), None)
+        for _, batch in zip(range(step, num_steps), left):
             error = update(ddp, optim, to_device(batch, device), loss_of)
             step += 1
         dist.all_reduce(mean := error / world_size)

@@ -51,7 +51,7 @@ def main() -> None:
     step = load_checkpoint(net, optimizer)
     while step < num_steps:
         sampler.set_epoch(step // len(batches))
-        for numbers in list(batches)[: num_steps - step]:
+        for numbers in list(batches)[step % len(batches) :][: num_steps - step]:
             inputs, targets = (each.to(device) for each in samples[numbers])
             optimizer.zero_grad()
             error = loss(ddp(inputs), targets)

@@ -43,7 +43,9 @@ def write_script(comparison: Comparison, path: Path) -> str:
     Raises:
         UserError: as ``script`` says.
     """
-    replaced = [f"The {path} that was there is replaced."] * path.exists()
+    notes = [f"The {path} that was there is replaced."] * path.exists()
+    checkpoint = Path(f"{path.stem}.pt")
+    notes += [f"It goes on from {checkpoint}: delete that to begin anew."] * checkpoint.exists()
     path.write_text(script(comparison, path.name), encoding="utf-8")
     spec = _spec_of(comparison)
     if parse_task(spec.task).name == "digits":  # whose images are in a file
@@ -51,7 +53,7 @@ def write_script(comparison: Comparison, path: Path) -> str:
     return "\n".join(
         [
             "trains with torch's DistributedDataParallel.",
-            *replaced,
+            *notes,
             *_notes(comparison, spec),
             "Workers that fail are started again, from the last checkpoint:",
             f"    {_command(comparison, str(path))}",

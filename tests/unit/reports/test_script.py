@@ -149,14 +149,19 @@ def test_the_settings_are_the_runs():
     assert "--slow" in about
 
 
-def test_a_built_in_task_is_written_with_its_options_and_files(tmp_path: Path):
+def test_a_built_in_task_is_written_with_its_options_and_files(tmp_path: Path, monkeypatch):
     text = text_of("", task="synthetic:samples=640,parameters=50000")
     assert values(text) | {"SAMPLES": 640, "PARAMETERS": 50_000} == values(text)
     assert {"model", "data", "make_images", "main"} <= defined(text)
     assert "build" not in defined(text)
     assert {"make_images", "Photographs", "run"} <= defined(text_of("", task="cifar10"))
+    monkeypatch.chdir(tmp_path)
     write_script(comparison_of("", task="digits"), tmp_path / "train.py")
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "digits.npz"}
+    Path("train.pt").touch()
+    again = write_script(comparison_of(PLAIN), tmp_path / "train.py")
+    assert "train.py that was there is replaced" in again
+    assert "goes on from train.pt" in again
 
 
 @pytest.mark.parametrize(
