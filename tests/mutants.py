@@ -1,7 +1,7 @@
 """Twenty-five faults put into a copy of the product, each of which the tests must catch.
 
 ``python -m tests.mutants`` makes them one after the other, ``python -m tests.mutants 3 7`` only
-these two; ``CONTRIBUTING.md`` lists them.
+these two.
 """
 
 import os

@@ -228,22 +228,6 @@ def test_a_function_of_another_cell_is_not_looked_into(kernel: Kernel):
     assert "(rank 0 in line 3, rank 1 had failed: ZeroDivisionError);" in cell.error_text
 
 
-def test_a_comparison_can_be_interrupted_and_what_was_trained_is_kept(kernel: Kernel):
-    kernel.run(PREPARE)
-    cell = interrupted(
-        kernel,
-        "%ddp_compare ddp async --task synthetic --epochs 1000 --no-baseline --name stopped",
-        shown="samples/s",
-    )
-    assert cell.error == "KeyboardInterrupt"
-    assert cell.seconds < 15
-    assert "stopped" in kernel.run("%ddp_runs").text
-    assert kernel.run("import ddpnb\nprint(len(ddpnb.plot('stopped').steps()) > 0)").stdout == (
-        "True\n"
-    )
-    check_it_goes_on(kernel)
-
-
 def test_the_checks_before_a_comparison_can_be_interrupted(kernel: Kernel):
     kernel.run(PREPARE)
     request = kernel.begin(
