@@ -226,6 +226,9 @@ class _Moment:
         self.training: Training | None = None
         self.has_stopped = False
 
+    def announce(self, text: str) -> None:
+        """Show nothing."""
+
     def begin(self, comparison: Comparison) -> None:
         """Show nothing."""
 

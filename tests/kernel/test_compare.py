@@ -169,7 +169,7 @@ def test_the_cell_form_and_assignment(kernel: Kernel):
     line = kernel.run(
         "mine = %ddp_compare ddp --task synthetic --epochs 0.1 --repeats 2 --no-baseline"
     )
-    assert len(line.outputs) == 2
+    assert len(line.outputs) == 3
     assert kernel.value("list(mine.to_frame().strategy)") == "['ddp', 'ddp']"
     assert kernel.value("mine.to_frame()[['repeat', 'seed']].values.tolist()") == "[[1, 0], [2, 1]]"
 

@@ -10,7 +10,7 @@ FORM = "get_ipython().magics_manager.registry['DdpMagics'].panel._form"
 
 def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel):
     first = kernel.run("%ddp_panel").passed
-    assert len(first.outputs) == 3
+    assert len(first.outputs) == 4
     assert kernel.run(COMPARED.replace("--name lines", "--name before")).passed
     assert kernel.value(f"{FORM}._task.value") == "own cell"
     assert kernel.value(f"{FORM}._stored.options[:2]") == "('before/ddp', 'before/no-comm')"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.summary import evaluations
@@ -14,9 +13,7 @@ from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
 from ddpnb.reports.figures.curves import CurvePanel, draw_curves
 from ddpnb.reports.figures.layout import (
-    DPI,
     HEAD,
-    MARGIN,
     PANELS_GAP,
     ROWS_BOTTOM,
     TOP,
@@ -42,11 +39,10 @@ from ddpnb.reports.figures.rows import (
 )
 from ddpnb.reports.figures.series import Series, series_of
 from ddpnb.reports.formatting import longest_label, title
+from ddpnb.reports.kit import DPI, add_paper
 from ddpnb.reports.style import (
     EVERYTHING,
     INK,
-    PAPER,
-    RULE,
     TITLE_POINTS,
     PlotOptions,
     style_of,
@@ -120,18 +116,7 @@ def _paper(height: float, heading: str) -> Figure:
     """Return a figure with a white background, which suits a light and a dark notebook."""
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="none")
     FigureCanvasAgg(figure)
-    paper = FancyBboxPatch(
-        (MARGIN, MARGIN),
-        WIDTH - 2 * MARGIN,
-        height - 2 * MARGIN,
-        boxstyle="round,pad=0.15,rounding_size=0.18",
-        facecolor=PAPER,
-        edgecolor=RULE,
-        linewidth=1.2,
-        zorder=-1,
-        transform=figure.dpi_scale_trans,
-    )
-    figure.add_artist(paper)
+    add_paper(figure)
     text = figure.text(0.3 / WIDTH, 1 - 0.34 / height, heading, va="center", color=INK)
     text.set(fontsize=TITLE_POINTS, weight="bold")
     return figure

@@ -7,9 +7,9 @@ from typing import Any
 from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.font_manager import FontProperties
 
+from ddpnb.reports.kit import DPI
 from ddpnb.reports.style import SMALL_POINTS
 
-DPI = 100
 WIDTH = 13.6
 """So wide that text of ``SMALL_POINTS`` is at least 10 pixels high on a laptop of 1280 pixels."""
 TOP = 0.8

@@ -164,8 +164,7 @@ def _draw_rate(axes: Axes, series: Series, middle: float) -> str:
     line: Look = {"color": INK, "zorder": 3, "clip_on": False}
     axes.plot([speed.low, speed.high], [middle, middle], linewidth=1.6, **line)
     if math.isfinite(summary.share_of_ceiling) and summary.share_of_ceiling != 1.0:
-        at = speed.middle / summary.share_of_ceiling
-        axes.plot([at, at], [low, low + BAR], linewidth=3.0, **line)
+        axes.plot([summary.ceiling, summary.ceiling], [low, low + BAR], linewidth=3.0, **line)
     parts = [short(speed.middle)] if math.isfinite(speed.middle) else []
     if math.isfinite(summary.speed_up) and summary.speed_up != 1.0:
         parts.append(f"{summary.speed_up:.2f}×")
@@ -188,10 +187,7 @@ def _rate_legend(series: Sequence[Series]) -> str:
 
 def _ideal_of(series: Series) -> float:
     """Return the speed of ``single`` times the number of devices."""
-    summary = series.summary
-    if summary.num_workers < 2:
-        return math.nan
-    return summary.samples_per_second.middle / summary.efficiency if summary.efficiency else 0.0
+    return series.summary.ideal if series.summary.num_workers > 1 else math.nan
 
 
 # -- time of one step ----------------------------------------------------------------------
