@@ -226,9 +226,6 @@ class _Moment:
         self.training: Training | None = None
         self.has_stopped = False
 
-    def announce(self, text: str) -> None:
-        """Show nothing."""
-
     def begin(self, comparison: Comparison) -> None:
         """Show nothing."""
 
