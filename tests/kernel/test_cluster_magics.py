@@ -104,8 +104,6 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
         ("-n 0", "between 1 and 256"),
         ("-n two", "'two'"),
         ("--hosts a:1 b:1", "no use for b:1"),
-        ("--detach inf", "--detach"),
-        ("--attach -n 4", "--attach"),
     ],
 )
 def test_a_wrong_start_is_one_sentence(bare_kernel: Kernel, line: str, named: str):
