@@ -164,7 +164,9 @@ def dress(
     """Give axes the look of all pictures: no frame but the x axis, pale lines behind."""
     axes.set_facecolor("none")
     if title:
-        axes.set_title(title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK)
+        axes.set_title(
+            title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=8, y=1.0
+        )  # a fixed y: finding one takes matplotlib a third of the drawing time
     axes.set_xlabel(x_label, fontsize=SMALL_POINTS, color=MUTED, labelpad=4)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)

@@ -11,7 +11,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot
 from ddpnb.reports.formatting import short
-from ddpnb.reports.style import FONT_POINTS, INK, MUTED, RULE, SMALL_POINTS, Style
+from ddpnb.reports.kit import dress
+from ddpnb.reports.style import INK, SMALL_POINTS, Style
 
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 """An axis ends at one of these times a power of ten, so that it seldom changes."""
@@ -40,15 +41,7 @@ def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"], num_ticks: int)
         lines: the axis that has grid lines.
         num_ticks: the maximum number of ticks on the x axis.
     """
-    axes.set_facecolor("none")
-    axes.set_title(
-        title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=8, y=1.0
-    )  # a fixed y: finding one takes matplotlib a third of the drawing time
-    for side in ("left", "right", "top"):
-        axes.spines[side].set_visible(False)
-    axes.grid(axis=lines, color=RULE, linewidth=1.0)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, color=MUTED)
+    dress(axes, title=title, grid=lines)
     axes.xaxis.set_major_locator(RoomyLocator(num_ticks))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))

@@ -47,7 +47,6 @@ class CurvePanel:
 def draw_curves(axes: Axes, panel: CurvePanel) -> None:
     """Draw each strategy's line on bare axes, with its name at the right."""
     prepare(axes, panel.title, lines="y", num_ticks=5)
-    axes.spines["bottom"].set_color(MUTED)
     axes.tick_params(axis="x", length=4)
     axes.tick_params(axis="y", length=0)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
@@ -73,7 +72,8 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
     for series, line in panel.lines:
         note, at = _draw_events(axes, series, line, is_of_time=panel.is_of_time)
         if note:
-            _draw_note(axes, note, at / right, 0.94 - 0.09 * num_note_lines, series.style.ink)
+            up = (0.3 if panel.is_share else 0.94) - 0.09 * num_note_lines  # clear of most lines
+            _draw_note(axes, note, at / right, up, series.style.ink)
             num_note_lines += note.count("\n") + 1
 
 
