@@ -45,6 +45,8 @@ GONE = {
     "--transport": "async takes shared memory on one host and gloo across hosts by itself.",
     "--resume": f"a comparison is trained in one go; {_EXPORT}",
     "--save-every": f"--save keeps the trained weights; {_EXPORT}",
+    "--sbatch": "docs/hosts.md has the lines that start a script in a job of Slurm.",
+    "--strategy": "a script trains with DDP, whatever was compared.",
 }
 """Options of earlier versions, and what to do in their place."""
 
