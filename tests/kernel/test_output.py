@@ -163,7 +163,7 @@ def test_what_a_comparison_prints_is_shown_below_it(kernel: Kernel):
     mean = "return nn.functional.mse_loss(outputs, targets)"
     for _ in range(2):  # warnings appear each time
         cell = kernel.run(COMPARED.replace("LOSS", mean), timeout=120)
-        assert [output["type"] for output in cell.outputs] == ["display_data"] * 2 + ["stream"]
+        assert [output["type"] for output in cell.outputs] == ["display_data"] * 3 + ["stream"]
         assert cell.lines[0] == "Printed by the cell:"
         assert all("model here" in cell.by_rank[rank] for rank in (0, 1))
         assert ".py:13: UserWarning: Using a target size" in cell.stdout
