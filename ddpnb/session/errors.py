@@ -10,6 +10,9 @@ from ddpnb.protocol.notation import format_ranks, spoken_ranks
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
+PLURALS = {"was": "were", "has": "have"}
+
+
 class RankError(Exception):
     """A cell or run failed on some ranks.
 
@@ -138,7 +141,8 @@ def _told_of_dead(dead: Sequence[Failure]) -> str:
         ranks_of.setdefault(failure.text, []).append(failure.rank)
     told = []
     for text, ranks in ranks_of.items():
-        plural = text.replace("was ", "were ").replace("has ", "have ")
+        verb, _, rest = text.partition(" ")
+        plural = f"{PLURALS.get(verb, verb)} {rest}"
         told.append(f"{spoken_ranks(sorted(ranks))} {text if len(ranks) == 1 else plural}")
     return "; ".join([*told, _brought_back([failure.rank for failure in dead])])
 

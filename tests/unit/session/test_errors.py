@@ -133,6 +133,12 @@ def test_what_is_kept_of_a_failure_gives_no_advice():
     assert str(both).startswith("ranks 0-1 were killed by SIGKILL; %ddp_restart --ranks 0-1 brings")
 
 
+def test_one_job_has_ended_however_many_ranks_it_had():
+    text = "was lost with host n1: job 12 of Slurm has ended (CANCELLED)"
+    lost = [failure(rank, "RankLost", text, is_death=True) for rank in (0, 1)]
+    assert summarize(lost).startswith(f"ranks 0-1 were {text.removeprefix('was ')}; ")
+
+
 def test_ranks_that_died_in_two_ways_are_brought_back_by_one_line():
     killed, ended = (
         failure(rank, "RankLost", text, is_death=True, traceback=(f"log of {rank}",))
