@@ -121,7 +121,8 @@ def _numbers(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
         )
     steps = result.steps().sort_values("step")
     (run,) = result.to_frame().to_dict("records")
-    evaluations = result.evaluations().to_dict("records")
+    # without copies of the model on the way, the trained one alone was evaluated: it is "final"
+    evaluations = result.evaluations().to_dict("records") if "eval_every" in options else []
     return {
         "losses": {f"rank {rank}": _rounded(each.loss) for rank, each in steps.groupby("rank")},
         "final": _rounded(run[name] for name in FINAL),
