@@ -207,7 +207,7 @@ class Evaluating(NamedTuple):
 class StepEvent:
     """One step of one worker."""
 
-    step: int
+    step: int = 0
     """0, 1, 2 ... on this worker."""
     seconds: float
     """Training time at the end of the step, since the run began; without warm-up and evaluation."""
@@ -222,6 +222,8 @@ class StepEvent:
     parts: Parts = NO_PARTS
     num_bytes_sent: int = 0
     """What this worker sent to others in this step."""
+    num_bytes_received: int = 0
+    """Likewise from others; not in its row: the run's report has the sum."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the step; these are not in its row."""
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from ddpnb.protocol.messages import Parts
+from ddpnb.protocol.messages import Parts, StepEvent
 
 Phase = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
 """What the time of a step can be spent on; the fields of ``messages.Parts`` that exclude each
@@ -60,17 +60,20 @@ class StepReport(NamedTuple):
     version: int = 0
     """The number of the update that its gradient went into; 0: not counted."""
 
-
-class StepTiming(NamedTuple):
-    """One finished step."""
-
-    report: StepReport
-    seconds: float
-    """Since the clock was started."""
-    loss: float
-    parts: Parts
-    metrics: Mapping[str, float]
-    """Further numbers of the step."""
+    def ended(self, seconds: float, parts: Parts, values: Iterable[float]) -> StepEvent:
+        """Return the finished step; ``values`` are its loss and its metrics."""
+        loss, *numbers = values
+        return StepEvent(
+            seconds=seconds,
+            num_samples=self.num_samples,
+            loss=loss,
+            staleness=self.staleness,
+            version=self.version,
+            parts=parts,
+            num_bytes_sent=self.traffic.sent,
+            num_bytes_received=self.traffic.received,
+            metrics=dict(zip(self.metrics, numbers, strict=True)),
+        )
 
 
 class Timer:

@@ -11,10 +11,10 @@ from typing import final
 
 from ddpnb.protocol.costs import Messages
 from ddpnb.protocol.devices import CORE_LINK, FORWARD_SHARE
-from ddpnb.protocol.messages import Parts
+from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.protocol.notation import LinkSpec
 from ddpnb.rank.laboratory.times import ComputeTimes
-from ddpnb.rank.meter import Moment, Phase, StepReport, StepTiming, Timer
+from ddpnb.rank.meter import Moment, Phase, StepReport, Timer
 
 
 @final
@@ -116,17 +116,17 @@ class VirtualClock(Timer):
         """Add the time between."""
         self._spent["hidden"] = self._spent.get("hidden", 0.0) + ended - begun
 
-    def timing(self, report: StepReport, *, counts: bool = True) -> list[StepTiming]:
+    def timing(self, report: StepReport, *, counts: bool = True) -> list[StepEvent]:
         """Record that a step was made, and return it."""
         self.compute_unplanned()
         self.computed()
         self.begin("data")
         parts, self._spent = Parts(**self._spent), {}
         self._step += 1
-        metrics = {name: value.item() for name, value in report.metrics.items()}
-        return [StepTiming(report, self.seconds, report.loss.item(), parts, metrics)]
+        values = [value.item() for value in (report.loss, *report.metrics.values())]
+        return [report.ended(self.seconds, parts, values)]
 
-    def stop(self) -> list[StepTiming]:
+    def stop(self) -> list[StepEvent]:
         """Return the steps not yet returned: none."""
         return []
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -10,7 +10,6 @@ from torch.optim import SGD, Optimizer
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluating, Mark, RunHeader, RunReport, StepEvent
 from ddpnb.rank.laboratory.clock import VirtualClock
-from ddpnb.rank.meter import StepTiming
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
@@ -61,26 +60,15 @@ class RunMetrics:
             torch.cuda.reset_peak_memory_stats(self.context.device)
         self.clock.start()
 
-    def add(self, timings: list[StepTiming]) -> None:
-        """Count finished steps and publish them."""
+    def add(self, steps: list[StepEvent]) -> None:
+        """Count finished steps, number them, and publish them."""
         first_step = self.context.rejoin_info.first_step if self.context.rejoin_info else 0
-        for timing in timings:
-            self.publish(
-                StepEvent(
-                    step=first_step + self.num_steps,
-                    seconds=self.late_seconds + timing.seconds,
-                    num_samples=timing.report.num_samples,
-                    loss=timing.loss,
-                    staleness=timing.report.staleness,
-                    version=timing.report.version,
-                    parts=timing.parts,
-                    num_bytes_sent=timing.report.traffic.sent,
-                    metrics=timing.metrics,
-                )
-            )
+        for step in steps:
+            number, seconds = first_step + self.num_steps, self.late_seconds + step.seconds
+            self.publish(replace(step, step=number, seconds=seconds))
             self.num_steps += 1
-            self.num_samples += timing.report.num_samples
-            self.num_bytes_received += timing.report.traffic.received
+            self.num_samples += step.num_samples
+            self.num_bytes_received += step.num_bytes_received
 
     def note_memory(self, memory: Memory) -> None:
         """Note what this rank holds, or would of a published model; and the most on its GPU."""

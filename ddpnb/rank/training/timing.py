@@ -14,8 +14,8 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from ddpnb.protocol.messages import NO_PARTS, Parts
-from ddpnb.rank.meter import Moment, Phase, StepReport, StepTiming, Timer, synchronize
+from ddpnb.protocol.messages import NO_PARTS, Parts, StepEvent
+from ddpnb.rank.meter import Moment, Phase, StepReport, Timer, synchronize
 
 MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""
@@ -85,7 +85,7 @@ class Clock(Timer):
         self.seconds = 0.0
         self._begin_anew()
 
-    def timing(self, report: StepReport, *, counts: bool = True) -> list[StepTiming]:
+    def timing(self, report: StepReport, *, counts: bool = True) -> list[StepEvent]:
         """End a step; return the steps that the device has finished.
 
         Args:
@@ -101,7 +101,7 @@ class Clock(Timer):
             self._pending[0].marks[-1][1].synchronize()
         return self._finished()
 
-    def stop(self) -> list[StepTiming]:
+    def stop(self) -> list[StepEvent]:
         """Let the device finish; return the rest."""
         synchronize(self._device)
         return self._finished()
@@ -125,16 +125,15 @@ class Clock(Timer):
         self._marks, self._hidden = [], []
         self.begin("data")
 
-    def _finished(self) -> list[StepTiming]:
-        timings = []
+    def _finished(self) -> list[StepEvent]:
+        steps = []
         while self._pending and _is_reached(self._pending[0].marks[-1][1]):
             done = self._pending.popleft()
             parts = done.parts()
             self.seconds += sum(parts) - parts.hidden
-            loss, *numbers = [value.item() for value in done.values]
-            metrics = dict(zip(done.report.metrics, numbers, strict=True))
-            timings.append(StepTiming(done.report, self.seconds, loss, parts, metrics))
-        return timings
+            values = [value.item() for value in done.values]
+            steps.append(done.report.ended(self.seconds, parts, values))
+        return steps
 
 
 def seconds_between(begun: Moment, ended: Moment) -> float:
