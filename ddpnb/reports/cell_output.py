@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
-from typing import Any, TextIO, final
+from typing import Any, final
 
 from IPython.display import clear_output, display
 
@@ -28,6 +28,13 @@ MAX_KEPT = 20_000_000
 
 MAX_LINES = 50
 """How many printed lines of a comparison are shown; the others are counted."""
+
+ITEM_KINDS = {
+    "display_data": "display",
+    "execute_result": "value",
+    "update_display_data": "update",
+}
+"""The kind of an item by that of its message."""
 
 Message = dict[str, Any]
 
@@ -69,17 +76,17 @@ class CellOutput:
 
     def take(self, rank: int, kind: str, content: Message) -> None:
         """Add a message from a rank's output channel."""
-        match kind:
-            case "clear_output" if content.get("wait"):
-                self._clearing.add(rank)
-            case "clear_output":
+        if kind == "clear_output" and content.get("wait"):
+            self._clearing.add(rank)
+        elif kind == "clear_output":
+            self._clear(rank)
+        elif kind == "stream" or kind in ITEM_KINDS:
+            if rank in self._clearing and kind != "update_display_data":
                 self._clear(rank)
-            case "update_display_data":
-                self._merger.add(rank, [self._displays.item(rank, "update", content)])
-            case "stream" | "display_data" | "execute_result":
-                if rank in self._clearing:
-                    self._clear(rank)
-                self._add(rank, kind, content)
+            if kind == "stream":
+                self._merger.write(rank, content["name"], content["text"])
+            else:
+                self._merger.add(rank, self._displays.item(rank, ITEM_KINDS[kind], content))
 
     def finish(self, rank: int) -> None:
         """Note that a rank has ended the cell and all of its output has arrived."""
@@ -102,15 +109,6 @@ class CellOutput:
             self._merger.finish(rank)
         self.show()
         self._bars.show([], at_once=True)
-
-    def _add(self, rank: int, kind: str, content: Message) -> None:
-        match kind:
-            case "stream":
-                self._merger.write(rank, content["name"], content["text"])
-            case "display_data":
-                self._merger.add(rank, [self._displays.item(rank, "display", content)])
-            case "execute_result":
-                self._merger.add(rank, [self._displays.item(rank, "value", content)])
 
     def _clear(self, rank: int) -> None:
         """Drop all that a rank has written; the others' part is drawn again."""
@@ -159,8 +157,9 @@ class CellOutput:
         stream = "stdout"
         for ranks, items in runs:
             label = label_of(ranks)
-            for kind, group in grouped(items):
-                texts = list(map(itemgetter(1), group))
+            for kind, same in itertools.groupby(items, itemgetter(0)):
+                group = list(same)
+                texts = [text for _, text in group]
                 if chunk and kind not in (stream, "bar"):
                     self._streams.write(stream, chunk)
                 if kind == "bar":
@@ -259,15 +258,6 @@ def num_letters(items: Iterable[Item]) -> int:
     return sum(len(text) for _, text in items)
 
 
-def grouped(items: list[Item]) -> Iterable[tuple[str, list[Item]]]:
-    """Yield successive items of one kind, with the kind."""
-    if len(items) == 1 or all(map(items[0][0].__eq__, map(itemgetter(0), items))):
-        yield items[0][0], items  # by far the quickest way for many
-        return
-    for kind, group in itertools.groupby(items, itemgetter(0)):
-        yield kind, list(group)
-
-
 @final
 class Bars:
     """Progress bars (tqdm) in a display of their own; their last state stays."""
@@ -313,14 +303,8 @@ class Streams:
         if not chunks:
             return
         if stream != self._last:
-            _file(self._last).flush()
+            getattr(sys, self._last).flush()
             self._last = stream
         text = "".join(chunks)
-        _file(stream).write(text)
-        if len(text) < MUCH_TEXT:
-            _file(stream).flush()
+        print(text, end="", file=getattr(sys, stream), flush=len(text) < MUCH_TEXT)
         chunks.clear()
-
-
-def _file(stream: str) -> TextIO:
-    return sys.stderr if stream == "stderr" else sys.stdout
