@@ -68,12 +68,6 @@ def test_as_many_repeats_as_are_advised_would_show_the_ratio():
     assert wild.num_repeats_needed == 0, "more than anybody would make"
 
 
-def test_a_machine_that_slows_down_cancels_out_within_each_repeat():
-    rates = (100.0, 80.0, 50.0)
-    (_, ddp) = summarise(compared(*repeated(single=rates, ddp=tuple(1.2 * r for r in rates))))
-    assert ddp.speed_up == pytest.approx(1.2)
-
-
 def test_the_interval_is_that_of_the_t_distribution():
     found = ratio({0: 1.0, 1: 1.1, 2: 1.21}, {0: 1.0, 1: 1.0, 2: 1.0})
     assert found.middle == pytest.approx(1.1)

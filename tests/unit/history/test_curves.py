@@ -54,14 +54,13 @@ def test_a_step_that_one_worker_has_not_reported_is_held_back_until_the_end():
     assert len(drawn(run)) == 0
     run.add(batch(run.run_id, [step(0, 1.0)], rank=1))
     assert drawn(run).samples.tolist() == [20]
+    run.add(batch(run.run_id, [step(4, 5.0)], rank=1, sequence=2))
+    run.add(batch(run.run_id, [step(1, 2.0)], rank=1, sequence=1))
     run.end(Status.STOPPED)
-    assert drawn(run).samples.tolist() == [20, 30, 40]
-
-
-def test_one_process_with_two_replicas_is_not_waited_for_twice():
-    run = a_run("dp")
-    run.add(batch(run.run_id, [step(0, 1.0, samples=256)], header=header(spec("dp"), 2)))
-    assert drawn(run).samples.tolist() == [256]
+    assert drawn(run).samples.tolist() == [20, 40, 60], "each late share is in its place"
+    replicas = a_run("dp")  # one process, which is not waited for twice
+    replicas.add(batch(replicas.run_id, [step(0, 1.0)], header=header(spec("dp"), 2)))
+    assert drawn(replicas).samples.tolist() == [10]
 
 
 def test_a_worker_without_samples_does_not_poison_the_mean():
@@ -85,16 +84,6 @@ def test_asynchronous_steps_are_in_the_order_of_time_once_the_run_has_ended(stra
     assert drawn(run).mean.tolist() == [4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5]
     assert drawn(run).seconds.tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
     assert [rank.num_steps for rank in run.snapshot().ranks] == [4, 4]
-
-
-def test_a_share_that_comes_late_has_its_place_in_the_end():
-    run = a_run("ddp")
-    head = header(spec("ddp"), 3)
-    run.add(batch(run.run_id, [step(i, i + 1.0) for i in range(3)], header=head))
-    run.add(batch(run.run_id, [step(2, 3.0)], rank=1, sequence=1))
-    run.add(batch(run.run_id, [step(0, 1.0), step(1, 2.0)], rank=1, sequence=0))
-    run.end(Status.FINISHED)
-    assert drawn(run).samples.tolist() == [20, 40, 60]
 
 
 def test_a_metric_has_a_curve_as_the_loss_has():
@@ -131,12 +120,6 @@ def test_however_steps_come_the_points_are_the_same(num: int, at_once: int):
     lowest = [part.min() if len(part) else np.nan for part in known]
     np.testing.assert_array_equal(curve.lowest, lowest)
     assert curve.num_bad.tolist() == [np.isnan(part).sum() for part in parts]
-
-
-def test_an_empty_run_has_empty_curves():
-    curve = drawn(a_run("ddp"))
-    assert len(curve) == len(tenths(curve)) == len(smoothed(curve)) == 0
-    assert throughput(curve, 1.0)[0].tolist() == []
 
 
 def waited(*communication: float, optimizer: tuple[float, ...] = (0.0, 0.0), **parts: float):
@@ -199,11 +182,9 @@ def test_throughput_shows_a_pause():
     )
     at, rate = throughput(curve, window=1.0, max_points=7)
     np.testing.assert_allclose(np.interp([1.0, 3.0, 7.0], at, rate), [10, 2, 10])
-
-
-@pytest.mark.parametrize(("seconds", "window"), [(12, 1.0), (23, 1.0), (24, 2.0), (0.6, 0.05)])
-def test_windows_are_round(seconds: float, window: float):
-    assert window_for(seconds) == pytest.approx(window)
+    assert [window_for(seconds) for seconds in (12, 23, 24, 0.6)] == pytest.approx([1, 1, 2, 0.05])
+    nothing = Curve()
+    assert len(throughput(nothing, 1.0)[0]) == len(tenths(nothing)) == len(smoothed(nothing)) == 0
 
 
 def test_tenths_of_a_run_that_slows_down():

@@ -49,23 +49,16 @@ def test_what_followed_a_last_step_is_a_part_of_it():
     assert [rank.seconds for rank in snapshot.ranks] == [2.5, 2.75]
 
 
-def test_a_batch_that_comes_twice_counts_once():
+def test_a_gap_is_seen_and_mended_by_a_late_batch_and_one_that_comes_twice_counts_once():
     run = a_run()
-    assert run.add(batch(run.run_id, [step(0, 1.0)]))
-    assert not run.add(batch(run.run_id, [step(0, 1.0)]))
-    assert run.add(batch(run.run_id, [step(0, 1.0)], rank=1))
-    assert len(run.snapshot().events) == 2
-
-
-def test_a_gap_is_seen_and_mended_by_a_late_batch():
-    run = a_run()
-    run.add(batch(run.run_id, [step(0, 1.0)], sequence=0))
+    assert run.add(batch(run.run_id, [step(0, 1.0)], sequence=0))
+    assert not run.add(batch(run.run_id, [step(0, 1.0)], sequence=0))
     run.add(batch(run.run_id, [step(3, 1.0)], sequence=3))
     assert run.snapshot().num_lost_batches == 2
     assert run.add(batch(run.run_id, [step(1, 1.0)], sequence=1))
     assert run.snapshot().num_lost_batches == 1
     run.add_report(RunReport(run_id=run.run_id, rank=0, took_part=True, num_batches_sent=6))
-    assert run.snapshot().num_lost_batches == 3
+    assert (run.snapshot().num_lost_batches, len(run.snapshot().events)) == (3, 3)
 
 
 def test_a_metric_stands_in_the_row_of_its_step():
@@ -94,14 +87,6 @@ def test_steps_of_a_long_run_leave_memory_and_are_read_when_asked_for():
         assert (snapshot.num_events, snapshot.num_samples) == (30_000, 300_000)
         assert np.array_equal(snapshot.events["step"], np.arange(30_000))
         run.end(Status.FINISHED)
-
-
-def test_staleness_is_counted():
-    run = a_run()
-    steps = [step(i, i + 1.0, staleness=stale) for i, stale in enumerate((0, 2, 2, 5000))]
-    run.add(batch(run.run_id, steps, header=header(spec("async"), 1)))
-    counts = run.snapshot().staleness
-    assert (counts[0], counts[2], counts[-1], counts.sum()) == (1, 2, 1, 4)
 
 
 def test_the_mean_step_adds_up_and_hidden_time_is_not_in_it():

@@ -6,9 +6,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
-from tests.unit.history.fake_runs import batch, fake_run, header, run_of, spec, step
+from tests.unit.history.fake_runs import batch, header, run_of, spec, step
 
 
 def a_comparison(number: int = 1) -> Comparison:
@@ -51,6 +50,14 @@ def keep(store: Store, strategies: tuple[str, ...], number: int = 1, repeats: in
             store.append(batch(run.run_id, [step(0, 1.0)], header=header(run_spec, 1)))
             store.finish(run.run_id, Status.FINISHED)
     return name
+
+
+def begun(store: Store, number: int = 1, name: str = "ddp") -> Run:
+    """Store a comparison of one run that is about to train."""
+    comparison = store.begin_comparison(a_comparison(number))
+    run = Run(run_id=f"r{number}", name=name, spec=spec("ddp"), created=float(number))
+    store.begin_run(comparison.comparison_id, run.snapshot())
+    return run
 
 
 @pytest.fixture
@@ -102,13 +109,9 @@ def test_a_wanted_name_is_kept_or_numbered(store: Store):
 
 def test_a_logged_loop_is_found_by_its_name_latest_first(store: Store):
     for number in (1, 2):
-        started = store.begin_comparison(
-            Comparison(comparison_id=f"m{number}", name="mine", created=float(number))
-        )
-        run = Run(run_id=f"r{number}", name="mine", created=float(number))
-        store.begin_run(started.comparison_id, run.snapshot())
+        begun(store, number, "mine")
     assert [run.run_id for run in store.load("mine").runs] == ["r2"]
-    assert [run.run_id for run in store.load("mine-1").runs] == ["r1"]
+    assert [run.run_id for run in store.load("digits-1/mine").runs] == ["r1"]
 
 
 def test_an_unknown_name_is_answered_with_the_closest(store: Store):
@@ -132,12 +135,9 @@ def test_renaming_and_deleting(store: Store):
 
 def test_closing_twice_is_no_harm_and_keeps_what_is_pending(tmp_path: Path):
     store = Store(tmp_path, flush_seconds=1000)
-    started = store.begin_comparison(a_comparison())
-    run = run_of(spec("ddp"), created=1.0)
-    store.begin_run(started.comparison_id, run.snapshot())
-    store.append(batch(run.run_id, [step(0, 1.0)]))
-    store.close()
-    store.close()
+    store.append(batch(begun(store).run_id, [step(0, 1.0)]))
+    for _ in range(2):
+        store.close()
     assert Store(tmp_path).list()[0].num_events == 1
     with pytest.raises(StoreError, match="closed"):
         store.list()
@@ -145,37 +145,28 @@ def test_closing_twice_is_no_harm_and_keeps_what_is_pending(tmp_path: Path):
 
 def test_two_notebooks_write_at_once(tmp_path: Path):
     stores = [Store(tmp_path, flush_seconds=0) for _ in range(2)]
-    threads = [
-        threading.Thread(target=write_many, args=(store, number))
-        for number, store in enumerate(stores)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+
+    def write_many(number: int) -> None:
+        run = begun(stores[number], number)
+        for sequence in range(40):
+            stores[number].append(batch(run.run_id, [step(sequence, 1.0)], sequence=sequence))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write_many, range(2)))
     listed = stores[0].list()
     assert {run.comparison for run in listed} == {"digits-1", "digits-2"}
     assert [run.num_events for run in listed] == [40, 40]
 
 
-def write_many(store: Store, number: int) -> None:
-    started = store.begin_comparison(a_comparison(number))
-    run = run_of(spec("ddp", comparison=f"c{number}"), created=float(number))
-    store.begin_run(started.comparison_id, run.snapshot())
-    for sequence in range(40):
-        store.append(batch(run.run_id, [step(sequence, 1.0)], sequence=sequence))
-
-
 WRITER = """
 import sys, time
 from pathlib import Path
-from tests.unit.history.fake_runs import batch, header, run_of, spec, step
-from tests.unit.history.test_store import a_comparison
+from tests.unit.history.fake_runs import batch, header, spec, step
+from tests.unit.history.test_store import begun
 from ddpnb.history.store import Store
 
 store = Store(Path(sys.argv[1]), flush_seconds=0)
-run = run_of(spec("ddp"), created=1.0)
-store.begin_run(store.begin_comparison(a_comparison()).comparison_id, run.snapshot())
+run = begun(store)
 for sequence in range(100000):
     head = header(spec("ddp"), 1) if sequence == 0 else None
     store.append(batch(run.run_id, [step(sequence, 1.0)] * 50, sequence=sequence, header=head))
@@ -244,9 +235,7 @@ def test_a_file_that_is_no_database_or_no_folder_is_refused_in_one_sentence(tmp_
 
 def test_a_full_disk_is_reported_and_pending_batches_are_kept(tmp_path: Path):
     store = Store(tmp_path / "runs", flush_seconds=600)  # append must not flush by itself
-    started = store.begin_comparison(a_comparison())
-    run = run_of(spec("ddp"), created=1.0)
-    store.begin_run(started.comparison_id, run.snapshot())
+    run = begun(store)
     fill_the_disk(store)
     store.append(batch(run.run_id, [step(i, 1.0) for i in range(50_000)]))
     with pytest.raises(StoreError, match="full"):
@@ -262,9 +251,7 @@ def fill_the_disk(store: Store, num_pages: int = 30) -> None:
 
 
 def test_a_run_that_is_trained_is_not_deleted_by_another_notebook(store: Store, tmp_path: Path):
-    started = store.begin_comparison(a_comparison())
-    run = run_of(spec("ddp"), created=1.0)
-    store.begin_run(started.comparison_id, run.snapshot())
+    run = begun(store)
     other = Store(tmp_path / "runs")
     with pytest.raises(UserError, match="is being trained; %ddp_interrupt ends that"):
         other.delete("ddp")
@@ -284,24 +271,13 @@ def test_runs_lie_in_the_project_or_beside_the_notebook(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "gone",
-    [
-        {"strategy": "carrier-pigeon"},
-        {"strategy": "Averaging:=="},
-        {"task": "poetry"},
-        {"slow": ["often"]},
-    ],
-    ids=str,
+    "gone", [{"strategy": "Averaging:=="}, {"task": "poetry"}, {"slow": ["often"]}], ids=str
 )
 def test_what_is_no_longer_in_the_catalogue_is_still_listed_and_drawn(
     tmp_path: Path, gone: dict[str, Any]
 ):
-    run = fake_run("ddp", num_steps=5)
-    own = replace(a_comparison(), specs=(spec("ddp"),))
-    store = Store(tmp_path, flush_seconds=0)
-    begun = store.begin_comparison(own)
-    store.begin_run(begun.comparison_id, run.snapshot())
-    store.finish(run.run_id, Status.FINISHED)
+    store = Store(tmp_path)
+    store.finish(begun(store).run_id, Status.FINISHED)
     store.close()
     written = dataclasses.asdict(spec("ddp")) | gone
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
@@ -311,7 +287,7 @@ def test_what_is_no_longer_in_the_catalogue_is_still_listed_and_drawn(
             connection.execute("UPDATE runs SET name = ?", (gone["strategy"],))
     connection.close()
     store = Store(tmp_path)
-    (listed,), comparison = store.list(), store.load(begun.name)
+    (listed,), comparison = store.list(), store.load("digits-1")
     store.close()
     ((name, value),), (kept,) = gone.items(), comparison.runs
     assert kept.spec is not None

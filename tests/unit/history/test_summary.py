@@ -113,16 +113,6 @@ def test_speeds_and_their_ratios_follow_from_the_steps(result: ComparisonResult)
     assert found["ddp"].ideal == found["async"].ideal == 2 * speed["single"].middle
 
 
-def test_the_ideal_counts_devices_and_not_workers():
-    """Two workers that share a GPU have one."""
-    single, ddp = fake_comparison(("single", "ddp")).runs
-    assert ddp.header is not None
-    shared = replace(ddp, header=replace(ddp.header, num_devices=1))
-    one, two = summarise(fake_comparison(()).with_runs([single, shared]))
-    assert two.ideal == one.samples_per_second.middle
-    assert two.efficiency == two.speed_up
-
-
 def test_what_a_step_takes_and_sends_follows_from_the_steps(result: ComparisonResult):
     steps, found = result.steps(), summaries(result)
     for name, each in steps.groupby("strategy"):
@@ -208,34 +198,36 @@ def test_a_fault_that_did_not_strike_and_steps_that_a_death_lost_are_noted():
     assert "half second before" in ddp.notes[0]
 
 
-def test_samples_per_second_waits_for_the_slowest_worker():
-    assert samples_per_second(timed("ddp", (2.0, 4.0)).snapshot()) == 50.0
+def test_speed_up_is_over_the_devices_and_the_single_of_its_own_comparison():
+    """Two workers that share a GPU have one device."""
+    single, ddp = (timed(name, (1.0,)).snapshot() for name in ("single", "ddp"))
+    assert ddp.header is not None
+    ddp = replace(ddp, run_id="shared", header=replace(ddp.header, num_devices=1))
+    fast = [replace(run, comparison="other", run_id=run.name) for run in (single, ddp)]
+    slow = timed("single", (4.0,), 1).snapshot()
+    found = {s.key: s for s in summarise(fake_comparison(()).with_runs([slow, *fast]))}
+    both = found["other", "ddp"]
+    assert both.speed_up == both.efficiency == pytest.approx(1.0)
+    assert both.ideal == found["other", "single"].samples_per_second.middle
+    (alone,) = summarise(fake_comparison(()).with_runs([ddp]))
+    assert math.isnan(alone.speed_up)
+    assert math.isnan(alone.efficiency)
 
 
-def test_a_run_without_reports_is_measured_by_its_steps():
+def test_one_run_has_the_range_of_its_tenths():
+    (single,) = summarise(fake_comparison(("single",)))
+    speed = single.samples_per_second
+    assert speed.over == "tenths"
+    assert speed.low < speed.middle < speed.high
+
+
+def test_a_run_that_was_stopped_is_measured_by_its_steps():
     run = run_of(spec("ddp"), comparison="c", created=1.0)
-    for rank in (0, 1):
-        steps = [step(0, 4.0, samples=10)]
+    for rank, seconds in enumerate((2.0, 4.0)):
+        steps = [step(0, seconds, samples=10)]
         run.add(batch(run.run_id, steps, rank=rank, header=header(spec("ddp"), 1)))
-    assert samples_per_second(run.snapshot()) == 5.0
     run.end(Status.STOPPED, "interrupted")
     assert samples_per_second(run.snapshot()) == 5.0
-
-
-def test_without_single_there_is_no_speed_up():
-    (ddp,) = summarise(compared(timed("ddp", (2.0, 2.0))))
-    assert math.isnan(ddp.speed_up)
-    assert math.isnan(ddp.efficiency)
-
-
-def test_speed_up_is_measured_within_each_comparison():
-    fast = replace(timed("single", (1.0,)).snapshot(), comparison="other", run_id="o1")
-    slow = timed("single", (4.0,)).snapshot()
-    ddp = replace(timed("ddp", (1.0, 1.0)).snapshot(), comparison="other", run_id="o2")
-    by_key = {
-        s.key: s for s in summarise(Comparison(comparison_id="c", name="c", runs=(slow, fast, ddp)))
-    }
-    assert by_key["other", "ddp"].speed_up == pytest.approx(2.0)
 
 
 def test_a_repeat_that_one_lacks_bends_no_rate():
@@ -244,17 +236,6 @@ def test_a_repeat_that_one_lacks_bends_no_rate():
     assert single.samples_per_second.middle == pytest.approx(50)
     assert ddp.samples_per_second.middle == pytest.approx(60)
     assert ddp.speed_up == pytest.approx(1.2)
-
-
-def test_repeats_give_geometric_mean_and_range_and_one_gives_its_tenths():
-    (single,) = summarise(compared(*repeated(single=(100, 50, 16))))
-    speed = single.samples_per_second
-    assert (speed.low, speed.high, speed.over) == (16, 100, "repeats")
-    assert speed.middle == pytest.approx(80_000 ** (1 / 3))
-    (single,) = summarise(fake_comparison(("single",)))
-    speed = single.samples_per_second
-    assert speed.over == "tenths"
-    assert speed.low < speed.middle < speed.high
 
 
 def test_a_ceiling_is_as_fast_as_if_all_workers_were_as_slow_as_the_slowest():
