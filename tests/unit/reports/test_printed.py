@@ -15,12 +15,6 @@ def shown(printed: PrintedLines, capsys: pytest.CaptureFixture[str]) -> list[str
     return capsys.readouterr().out.splitlines()
 
 
-def test_nothing_printed_is_nothing_shown(capsys: pytest.CaptureFixture[str]):
-    printed = PrintedLines()
-    say(printed, "", "")
-    assert shown(printed, capsys) == []
-
-
 def test_lines_of_ranks_and_calls_are_shown_once(capsys: pytest.CaptureFixture[str]):
     printed = PrintedLines()
     say(printed, "model\n---\nsizes\n---\n", "model\n---\nsizes\n---\n")
@@ -50,3 +44,4 @@ def test_a_display_is_its_text(capsys: pytest.CaptureFixture[str]):
     printed.take(0, "display_data", {"data": {"text/html": "<b>x</b>", "text/plain": "x"}})
     printed.take(0, "clear_output", {"wait": True})
     assert shown(printed, capsys) == ["Printed by the cell:", "[0] x"]
+    assert shown(PrintedLines(), capsys) == []
