@@ -93,7 +93,6 @@ class Database:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.RLock()
-        self._connection: sqlite3.Connection | None = None
         with self._store_errors("opened"):
             if not path.parent.is_dir():
                 path.parent.mkdir(mode=0o700, parents=True)
@@ -106,40 +105,26 @@ class Database:
     def read(self, query: str, values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
         """Return all rows of ``query``."""
         with self._lock, self._store_errors("read"):
-            return self._open().execute(query, values).fetchall()
+            return self._connection.execute(query, values).fetchall()
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
         """Return a context with a connection; its changes are committed together or not at all."""
         with self._lock, self._store_errors("written"):
-            connection = self._open()
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
+            self._connection.execute("BEGIN IMMEDIATE")
+            with self._connection:  # commits, or rolls back
+                yield self._connection
 
     def close(self) -> None:
         """Close the file; may be called twice."""
         with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-            self._connection = None
-
-    def _open(self) -> sqlite3.Connection:
-        if self._connection is None:
-            raise StoreError(f"The runs in {self._path} are closed.")
-        return self._connection
+            self._connection.close()
 
     def _prepare(self) -> None:
-        connection = self._open()
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA synchronous = NORMAL")
+        self._connection.execute("PRAGMA foreign_keys = ON")
+        self._connection.execute("PRAGMA synchronous = NORMAL")
         if self._format() == 0:
-            with self.write():
+            with self.write() as connection:
                 if self._format() == 0:  # another notebook may have been first
                     for statement in TABLES.split(";"):
                         connection.execute(statement)
@@ -153,7 +138,7 @@ class Database:
             )
 
     def _format(self) -> int:
-        return int(self._open().execute("PRAGMA user_version").fetchone()[0])
+        return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
 
     @contextmanager
     def _store_errors(self, verb: str) -> Iterator[None]:
