@@ -77,19 +77,21 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
         return comparisons[0]
     runs = {run.run_id: run for comparison in comparisons for run in comparison.all_runs}
     environments = [comparison.environment for comparison in comparisons]
+    shared = set.intersection(*(set(each.items()) for each in environments))
     return Comparison(
         comparison_id="+".join(comparison.comparison_id for comparison in comparisons),
         name=", ".join(dict.fromkeys(comparison.name for comparison in comparisons)),
         created=max(comparison.created for comparison in comparisons),
         task=_common([comparison.task for comparison in comparisons]),
         source=_common([comparison.source for comparison in comparisons]),
-        environment=_common_items(environments),
+        environment=dict(item for item in environments[0].items() if item in shared),
         differing=_differing(environments),
     ).with_runs(list(runs.values()))
 
 
 def environment() -> dict[str, str]:
     """Return this machine's properties and the versions of its libraries."""
+    cores, threads = num_cores(), num_hardware_threads()
     installed = {}
     for library in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
@@ -100,7 +102,7 @@ def environment() -> dict[str, str]:
         "system": platform.platform(),
         "host": platform.node(),
         "CPU": _cpu_model(),
-        "CPU cores": _cores(),
+        "CPU cores": f"{cores}, with {threads} hyper-threads" if threads != cores else str(cores),
     }
 
 
@@ -179,12 +181,6 @@ def chosen(spec: RunSpec) -> Iterator[tuple[str, Option]]:
             yield name, option
 
 
-def _cores() -> str:
-    """Return how many cores may be used, and their hyper-threads where these are more."""
-    cores, threads = num_cores(), num_hardware_threads()
-    return str(cores) if cores == threads else f"{cores}, with {threads} hyper-threads"
-
-
 def _cpu_model() -> str:
     """Return the name of the processor, as far as it is known."""
     with contextlib.suppress(OSError):
@@ -201,12 +197,6 @@ def _distinct(values: Iterable[str]) -> str:
 def _common(values: Sequence[str]) -> str:
     """Return the value that all have; empty if they differ."""
     return values[0] if len(set(values)) == 1 else ""
-
-
-def _common_items(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the items that all have."""
-    first, *others = environments
-    return {key: value for key, value in first.items() if all(o.get(key) == value for o in others)}
 
 
 def _differing(environments: Sequence[Mapping[str, str]]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """One run: the steps that have arrived, and a snapshot to draw.  (Kernel.)"""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -114,7 +115,7 @@ class RunSnapshot:
     """Training seconds of the rank that has come furthest."""
     num_bad: int = 0
     """Losses that are NaN or infinite."""
-    recent_loss: float = float("nan")
+    recent_loss: float = math.nan
     """Mean of the latest losses to arrive."""
     staleness: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """How many updates had staleness 0, 1, 2 ..."""
@@ -149,6 +150,11 @@ class RunSnapshot:
         """How many losses are infinite, or NaN although others were logged."""
         never_logged = self.spec is None and self.num_bad == self.num_events
         return 0 if never_logged else self.num_bad
+
+    def reported(self, name: str) -> float:
+        """Return the first number of this name in the ranks' reports; NaN if there is none."""
+        values = [getattr(report, name) for report in self.reports]
+        return next((value for value in values if not math.isnan(value)), math.nan)
 
     @property
     def is_ceiling(self) -> bool:
@@ -206,8 +212,9 @@ class Run:
         self._arrived: list[Records] = []
         self._incomplete: Records = np.empty(0, dtype=EVENT)
         self._reports: dict[int, RunReport] = {}
-        self._num_sequences: dict[int, int] = {}
-        self._missing: set[tuple[int, int]] = set()
+        self._num_sent: dict[int, int] = {}
+        """Batches of each rank, as far as they are numbered or reported."""
+        self._seen: set[tuple[int, int]] = set()
         self._lock = threading.Lock()  # one thread adds, others take snapshots
 
     @property
@@ -219,8 +226,10 @@ class Run:
         """Add a batch; return False if it was here already."""
         assert batch.run_id == self.run_id, (batch.run_id, self.run_id)
         with self._lock:
-            if not self._is_new(batch.rank, batch.sequence):
+            if (batch.rank, batch.sequence) in self._seen:
                 return False
+            self._seen.add((batch.rank, batch.sequence))
+            self._expect(batch.rank, batch.sequence + 1)
             rows = rows_of(batch)
             self._arrived.append(rows)
             if self._rows is not None:
@@ -254,7 +263,8 @@ class Run:
             if self._is_settled:
                 return self._now
             reports = tuple(report for _, report in sorted(self._reports.items()))
-            now = replace(self._now, reports=reports, num_lost_batches=len(self._missing))
+            num_lost = sum(self._num_sent.values()) - len(self._seen)
+            now = replace(self._now, reports=reports, num_lost_batches=num_lost)
             if now.is_running:
                 now = self._with_arrived(now)
             else:
@@ -297,21 +307,9 @@ class Run:
             now = replace(now, curve=curve_of(complete, now.header))
         return now
 
-    def _is_new(self, rank: int, sequence: int) -> bool:
-        if (rank, sequence) in self._missing:
-            self._missing.remove((rank, sequence))
-            return True
-        if sequence < self._num_sequences.get(rank, 0):
-            return False
-        self._expect(rank, sequence)
-        self._num_sequences[rank] = sequence + 1
-        return True
-
-    def _expect(self, rank: int, num_sequences: int) -> None:
-        """Count as missing every batch below ``num_sequences`` that has not come."""
-        first = self._num_sequences.get(rank, 0)
-        self._missing.update((rank, sequence) for sequence in range(first, num_sequences))
-        self._num_sequences[rank] = max(first, num_sequences)
+    def _expect(self, rank: int, num_batches: int) -> None:
+        """Note that a rank has sent so many batches at least."""
+        self._num_sent[rank] = max(self._num_sent.get(rank, 0), num_batches)
 
 
 def _with_ends(rows: Records, reports: tuple[RunReport, ...]) -> Records:

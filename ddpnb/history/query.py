@@ -6,6 +6,7 @@
 """
 
 import difflib
+import itertools
 import re
 import time
 from collections.abc import Collection, Sequence
@@ -88,25 +89,20 @@ def free_name(wanted: str, base: str, taken: Collection[str]) -> str:
         wanted: the user's name, or ``""``; gets a number if it is taken.
         base: used where the user gave no name, e.g. the task.
         taken: names that exist.
+
+    Raises:
+        UserError: the user's name cannot be one.
     """
-    if wanted and wanted not in taken:
-        return check_name(wanted)
-    first, stem = (2, check_name(wanted)) if wanted else (1, base)
-    number = first
-    while f"{stem}-{number}" in taken:
-        number += 1
-    return f"{stem}-{number}"
-
-
-def check_name(name: str) -> str:
-    """Return ``name`` if it may name a comparison, or raise a ``UserError``."""
-    if name in STRATEGIES:
-        raise UserError(f"{name!r} is a strategy; give the comparison a name of its own.")
-    if not re.fullmatch(r"\w[\w.+-]{0,59}", name):
+    if wanted in STRATEGIES:
+        raise UserError(f"{wanted!r} is a strategy; give the comparison a name of its own.")
+    if wanted and not re.fullmatch(r"\w[\w.+-]{0,59}", wanted):
         raise UserError(
-            f"{name!r} cannot be a name: use up to 60 letters, digits, '-', '_', '.' or '+'."
+            f"{wanted!r} cannot be a name: use up to 60 letters, digits, '-', '_', '.' or '+'."
         )
-    return name
+    if wanted and wanted not in taken:
+        return wanted
+    numbered = (f"{wanted or base}-{number}" for number in itertools.count(2 if wanted else 1))
+    return next(name for name in numbered if name not in taken)
 
 
 def _latest(name: str, runs: Sequence[StoredRun]) -> list[StoredRun]:

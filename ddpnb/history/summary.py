@@ -20,7 +20,7 @@ from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.history.notes import notes_of
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.messages import Evaluation, RunReport
+from ddpnb.protocol.messages import Evaluation
 from ddpnb.protocol.notation import Target
 
 StalenessCounts = NDArray[np.int64]
@@ -226,18 +226,7 @@ def staleness_counts(runs: Sequence[RunSnapshot]) -> StalenessCounts:
 
 def staleness_median(counts: StalenessCounts) -> float:
     """Return the median staleness; NaN if no update has a staleness."""
-    total = int(counts.sum())
-    if total == 0:
-        return math.nan
-    upto = np.cumsum(counts)
-    middle = np.searchsorted(upto, [(total - 1) // 2, total // 2], side="right")
-    return float(middle.mean())
-
-
-def reported(run: RunSnapshot, number_of: Callable[[RunReport], float]) -> float:
-    """Return the first number in the ranks' reports that is not NaN; NaN if there is none."""
-    values = [number_of(report) for report in run.reports]
-    return next((value for value in values if not math.isnan(value)), math.nan)
+    return float(np.median(np.repeat(np.arange(len(counts)), counts))) if counts.any() else math.nan
 
 
 def reported_metrics(run: RunSnapshot) -> Mapping[str, float]:
@@ -293,8 +282,8 @@ def trained_model(run: RunSnapshot) -> tuple[Evaluation, ...]:
     last = Evaluation(
         num_samples=run.num_samples,
         seconds=run.seconds,
-        loss=reported(run, lambda report: report.held_out_loss),
-        accuracy=reported(run, lambda report: report.held_out_accuracy),
+        loss=run.reported("held_out_loss"),
+        accuracy=run.reported("held_out_accuracy"),
     )
     is_judged = any(report.num_held_out for report in run.reports) or not math.isnan(last.loss)
     return (last,) if is_judged else ()
@@ -318,6 +307,8 @@ def _summary(
     single, ceiling = (settled.get((comparison, each), math.nan) for each in (BASELINE, CEILING))
     devices = max(map(num_devices, counted), default=0)
     ideal = devices * single if devices else math.nan
+    reports = [report for run in counted for report in run.reports]
+    num_lost = max((report.num_lost_samples for report in reports), default=0)
     headers = [run.header for run in counted if run.header is not None]
     is_computed = any(run.spec is not None and run.spec.is_emulated for run in counted)
     return StrategySummary(
@@ -335,16 +326,16 @@ def _summary(
         machine=math.nan if name == BASELINE else ceiling / ideal,
         share_of_ceiling=math.nan if name == BASELINE else level / ceiling,
         split=step_split(counted),
-        final_loss=spread([reported(run, lambda r: r.final_loss) for run in counted]),
-        held_out_loss=spread([reported(run, lambda r: r.held_out_loss) for run in counted]),
-        held_out_accuracy=spread([reported(run, lambda r: r.held_out_accuracy) for run in counted]),
-        num_held_out=max((r.num_held_out for run in counted for r in run.reports), default=0),
+        final_loss=_over_runs(counted, "final_loss"),
+        held_out_loss=_over_runs(counted, "held_out_loss"),
+        held_out_accuracy=_over_runs(counted, "held_out_accuracy"),
+        num_held_out=max((report.num_held_out for report in reports), default=0),
         held_out_metrics=_spreads([reported_metrics(run) for run in counted]),
         last_metrics=_spreads([last_metrics(run) for run in counted]),
         bytes_received=bytes_received(counted),
         staleness_median=staleness_median(stale),
         staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
-        num_lost_samples=_greatest(counted, lambda report: report.num_lost_samples),
+        num_lost_samples=float(num_lost) if num_lost else math.nan,
         memory=memory_of(counted),
         seconds_to_target=spread([seconds for seconds, _ in reached.values()]),
         samples_to_target=spread([samples for _, samples in reached.values()]),
@@ -357,7 +348,11 @@ def _summary(
         is_ceiling=any(run.is_ceiling for run in counted),
         is_emulated=is_emulated(runs),
         has_even_shares=all(header.synchronous for header in headers),
-        is_short=not is_computed and any(map(_is_short, runs)),
+        is_short=not is_computed
+        and any(
+            run.status is Status.FINISHED and run.spec and 0 < run.seconds < SHORT_SECONDS
+            for run in runs
+        ),
         notes=notes_of(runs, counted, staleness_median(stale)),
     )
 
@@ -381,6 +376,10 @@ def _speed(runs: Sequence[RunSnapshot], rates: Mapping[int, float], level: float
     if len(parts) < 2 or math.isnan(level):
         return Spread(middle=level)
     return Spread(middle=level, low=min(parts), high=max(parts), over=over)
+
+
+def _over_runs(runs: Sequence[RunSnapshot], name: str) -> Spread:
+    return spread([run.reported(name) for run in runs])
 
 
 def _spreads(found: Sequence[Mapping[str, float]]) -> Mapping[str, Spread]:
@@ -411,19 +410,6 @@ def num_devices(run: RunSnapshot) -> int:
     return (run.header.num_devices if run.header is not None else 0) or _num_workers(run)
 
 
-def _greatest(runs: Sequence[RunSnapshot], number_of: Callable[[RunReport], int]) -> float:
-    """Return the greatest number in any rank's report; NaN if all are 0."""
-    return float(max((number_of(report) for run in runs for report in run.reports), default=0)) or (
-        math.nan
-    )
-
-
 def _counted(runs: Sequence[RunSnapshot]) -> list[RunSnapshot]:
     """Return the runs that finished, if any did; a failed repeat must not bend a mean."""
     return [run for run in runs if run.status is Status.FINISHED] or list(runs)
-
-
-def _is_short(run: RunSnapshot) -> bool:
-    """Return whether a run was over before its speed could be measured."""
-    is_over = run.status is Status.FINISHED and run.spec is not None
-    return is_over and 0 < run.seconds < SHORT_SECONDS

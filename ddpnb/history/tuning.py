@@ -33,15 +33,9 @@ def tried(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapshot
     return _tuned([run for run in runs if run.repeat == 0])
 
 
-def held_out_loss(run: RunSnapshot) -> float:
-    """Return the loss of a run's trained model; NaN if it is not known."""
-    losses = [report.held_out_loss for report in run.reports]
-    return next((loss for loss in losses if not math.isnan(loss)), math.nan)
-
-
 def has_score(run: RunSnapshot) -> bool:
     """Return whether a run may win: its held-out loss is a finite number."""
-    return math.isfinite(held_out_loss(run))
+    return math.isfinite(run.reported("held_out_loss"))
 
 
 def has_diverged(run: RunSnapshot) -> bool:
@@ -65,7 +59,7 @@ def _tuned(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapsho
 
 def _rank(run: RunSnapshot) -> tuple[bool, bool, bool, float, float]:
     """Return what orders the runs of a strategy: one that trains is first, so that it is drawn."""
-    loss = held_out_loss(run) if has_score(run) else math.inf
+    loss = run.reported("held_out_loss") if has_score(run) else math.inf
     return not run.is_running, not has_score(run), not is_tried(run), loss, _rate(run)
 
 

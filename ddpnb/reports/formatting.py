@@ -13,7 +13,7 @@ from ddpnb.history.summary import (
     group_runs,
     is_emulated,
 )
-from ddpnb.history.tuning import has_diverged, has_score, held_out_loss, is_tried, tried
+from ddpnb.history.tuning import has_diverged, has_score, is_tried, tried
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import training_options
@@ -212,7 +212,7 @@ def _at_rate(run: RunSnapshot) -> str:
     rate = f"{run.spec.learning_rate:g}" if run.spec else NOTHING
     if run.status is not Status.FINISHED:
         return f"{rate}: {run.status.value}"
-    return f"{rate}: {'diverged' if has_diverged(run) else number(held_out_loss(run))}"
+    return f"{rate}: {'diverged' if has_diverged(run) else number(run.reported('held_out_loss'))}"
 
 
 def listed(parts: Sequence[str]) -> str:

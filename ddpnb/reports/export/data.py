@@ -16,7 +16,6 @@ from ddpnb.history.summary import (
     evaluations,
     memory_of,
     num_devices,
-    reported,
     reported_metrics,
     samples_per_second,
     staleness_counts,
@@ -79,7 +78,7 @@ def evaluations_frame(comparison: Comparison) -> "pd.DataFrame":
 def _final_scores(run: RunSnapshot) -> dict[str, object]:
     """Return what was measured of the trained model alone."""
     own = {f"held_out_{name}": value for name, value in reported_metrics(run).items()}
-    return {"final_loss": reported(run, lambda report: report.final_loss), **own}
+    return {"final_loss": run.reported("final_loss"), **own}
 
 
 def steps_frame(comparison: Comparison) -> "pd.DataFrame":
@@ -109,8 +108,8 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         "num_samples": run.num_samples,
         "seconds": run.seconds,
         "samples_per_second": samples_per_second(run),
-        "held_out_loss": reported(run, lambda report: report.held_out_loss),
-        "held_out_accuracy": reported(run, lambda report: report.held_out_accuracy),
+        "held_out_loss": run.reported("held_out_loss"),
+        "held_out_accuracy": run.reported("held_out_accuracy"),
         **_final_scores(run),
         "staleness_median": staleness_median(stale),
         "staleness_max": float(len(stale) - 1) if len(stale) else np.nan,
