@@ -40,9 +40,8 @@ def notes_of(
 def _described(mark: Mark, run: RunSnapshot) -> str:
     """Return the note for something that happened during the run."""
     text = f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s"
-    is_death = mark.kind in (MarkKind.KILLED, MarkKind.DIED)
     on_purpose = () if run.spec is None else run.spec.kill
-    if is_death and not any(kill.startswith(f"{mark.rank}@") for kill in on_purpose):
+    if mark.kind.is_death and not any(kill.startswith(f"{mark.rank}@") for kill in on_purpose):
         return f"{text}; its steps of the last half second before may be missing"
     return text
 
