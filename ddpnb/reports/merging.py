@@ -21,17 +21,12 @@ On the ranks, ipykernel sends printed text every 0.2 s.
 MAX_ROWS = 64
 """How many of a stream's last lines a progress bar can still return to."""
 
-MAX_ESCAPE = 8
-"""The most letters of an escape sequence."""
 MOVES = re.compile(r"(\n|\x1b\[\d*[AB])")
 """A line end, or an escape sequence that moves up (tqdm's ``position=1``) or down."""
 ERASES = re.compile(r"\x1b\[\d*[JK]")
 """An escape sequence that erases the rest of a line, which a bar's next text replaces anyway."""
 INCOMPLETE = re.compile(r"\x1b(\[\d*)?\Z")
 """The beginning of an escape sequence, whose end is still to come."""
-REDRAWS = re.compile(r"\x1b\[\d*[ABJK]")
-"""What moves or erases; colours do not."""
-
 
 Item = tuple[str, str]
 """A piece of output that is shown as a whole: its kind, and its text.
@@ -180,9 +175,9 @@ class Screen:
     def write(self, text: str) -> list[Item]:
         """Add text; return the lines that are finished."""
         text, self._incomplete = self._incomplete + text, ""
-        if found := INCOMPLETE.search(text, max(0, len(text) - MAX_ESCAPE)):
+        if found := INCOMPLETE.search(text):
             text, self._incomplete = text[: found.start()], found[0]
-        if len(self._rows) == 1 and not redraws(text) and "\r" not in self._rows[0]:
+        if len(self._rows) == 1 and "\r" not in self._rows[0] + text and "\x1b" not in text:
             *lines, self._rows[0] = (self._rows[0] + text).split("\n")
             return list(zip(repeat(self._stream), lines, strict=False))
         for part in MOVES.split(ERASES.sub("", text)):
@@ -223,11 +218,6 @@ class Screen:
     def _items(self, rows: Sequence[str]) -> list[Item]:
         items = [("bar" if is_bar(row) else self._stream, visible(row)) for row in rows]
         return [(kind, text) for kind, text in items if kind != "bar" or text.strip()]
-
-
-def redraws(text: str) -> bool:
-    """Return whether text is that of a bar; plain or coloured text is not."""
-    return "\r" in text or ("\x1b" in text and REDRAWS.search(text) is not None)
 
 
 def is_bar(row: str) -> bool:
