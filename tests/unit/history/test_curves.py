@@ -137,10 +137,7 @@ def test_who_communicates_longer_than_the_last_to_come_has_waited_for_it():
     assert waited(4.0, 1.0) == [(3.0, 1.0), (0.0, 1.0)]
     assert waited(4.0, 0.0) == [(4.0, 0.0), (0.0, 0.0)], "all was hidden on the second"
     assert waited(4.0, 1.0, waiting=0.25) == [(0.25, 4.0), (0.25, 1.0)], "it has measured it"
-
-
-def test_a_rank_that_is_late_by_its_optimizer_makes_others_wait_before_they_average():
-    """As under local-sgd, where the optimizer comes before the communication."""
+    # under local-sgd, where the optimizer comes before the communication
     assert waited(0.6, 0.1, optimizer=(0.0, 0.5)) == [(0.5, 0.1), (0.0, 0.1)]
 
 

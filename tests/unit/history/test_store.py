@@ -1,12 +1,7 @@
 import dataclasses
 import json
 import math
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -156,42 +151,6 @@ def test_two_notebooks_write_at_once(tmp_path: Path):
     listed = stores[0].list()
     assert {run.comparison for run in listed} == {"digits-1", "digits-2"}
     assert [run.num_events for run in listed] == [40, 40]
-
-
-WRITER = """
-import sys, time
-from pathlib import Path
-from tests.unit.history.fake_runs import batch, header, spec, step
-from tests.unit.history.test_store import begun
-from ddpnb.history.store import Store
-
-store = Store(Path(sys.argv[1]), flush_seconds=0)
-run = begun(store)
-for sequence in range(100000):
-    head = header(spec("ddp"), 1) if sequence == 0 else None
-    store.append(batch(run.run_id, [step(sequence, 1.0)] * 50, sequence=sequence, header=head))
-    if sequence == 5:
-        print("writing", flush=True)
-"""
-
-
-def test_a_writer_killed_midway_leaves_a_readable_run(tmp_path: Path):
-    root = Path(__file__).parents[2]
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True
-    )
-    assert writer.stdout is not None
-    assert writer.stdout.readline().strip() == "writing"
-    time.sleep(0.1)
-    os.kill(writer.pid, signal.SIGKILL)
-    writer.wait()
-    (run,) = Store(tmp_path).load("ddp").runs
-    assert run.status == "stopped"
-    assert "kernel ended" in run.detail
-    assert run.header is not None
-    assert len(run.events) >= 300
-    assert len(run.events) % 50 == 0
-    assert run.num_lost_batches == 0
 
 
 def test_another_format_is_refused_in_one_sentence(tmp_path: Path):
