@@ -23,8 +23,8 @@ BAR_SECONDS = 0.2
 MUCH_TEXT = 100_000
 """How many letters are not waited for until they are sent."""
 
-MAX_KEPT = 20_000_000
-"""How many letters, also of pictures, come back after another rank has cleared its own."""
+MAX_KEPT = 20_000
+"""How many pieces of output come back after another rank has cleared its own."""
 
 MAX_LINES = 50
 """How many printed lines of a comparison are shown; the others are counted."""
@@ -62,9 +62,8 @@ class CellOutput:
         self._streams = Streams()
         self._displays = _displays()
         self._displays.begin_cell()
-        self._shown: deque[Run] = deque()
+        self._shown: deque[Run] = deque(maxlen=MAX_KEPT)
         """What stands under the cell, except bars; needed where a rank clears its part of it."""
-        self._num_shown = 0
         self._updates: dict[tuple[int, str], Item] = {}
         """What a rank shows now in place of a display's first content."""
         self._clearing: set[int] = set()
@@ -116,8 +115,7 @@ class CellOutput:
         self._merger.clear(rank)
         self._bars.clear(rank)
         rest = [([r for r in ranks if r != rank], items) for ranks, items in self._shown]
-        self._shown = deque((ranks, items) for ranks, items in rest if ranks)
-        self._num_shown = sum(num_letters(items) for _, items in self._shown)
+        self._shown = deque(((ranks, items) for ranks, items in rest if ranks), MAX_KEPT)
         if not self._cleared:
             self._cleared_at = time.monotonic()
         self._cleared.add(rank)
@@ -137,7 +135,6 @@ class CellOutput:
             self._merger.put_back(rank, [self._current(rank, item) for item in items])
         runs = self._merger.take(at_once=True)
         self._shown.clear()
-        self._num_shown = 0
         self._cleared.clear()
         self._drawn_at = time.monotonic()
         clear_output(wait=bool(runs))
@@ -173,9 +170,6 @@ class CellOutput:
                         self._show_bundle(ranks, kind, json.loads(text))
                 if kind not in ("bar", "update"):
                     self._shown.append((ranks, group))
-                    self._num_shown += num_letters(group)
-        while self._num_shown > MAX_KEPT and len(self._shown) > 1:
-            self._num_shown -= num_letters(self._shown.popleft()[1])
         self._streams.write(stream, chunk)
 
     def _show_bundle(self, ranks: Sequence[int], kind: str, bundle: Mapping[str, Any]) -> None:
@@ -251,11 +245,6 @@ class PrintedLines:
                     self._seen[line] += 1
                 else:
                     self._num_more += 1
-
-
-def num_letters(items: Iterable[Item]) -> int:
-    """Return how much text some items are."""
-    return sum(len(text) for _, text in items)
 
 
 @final
