@@ -20,9 +20,6 @@ from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Run
 BAR_SECONDS = 0.2
 """The shortest time between two redraws of progress bars (tqdm), or of what ranks clear."""
 
-MUCH_TEXT = 100_000
-"""How many letters are not waited for until they are sent."""
-
 MAX_KEPT = 20_000
 """How many pieces of output come back after another rank has cleared its own."""
 
@@ -59,7 +56,6 @@ class CellOutput:
         self._on_clear = on_clear
         self._merger = OutputMerger(self._ranks)
         self._bars = Bars()
-        self._streams = Streams()
         self._displays = _displays()
         self._displays.begin_cell()
         self._shown: deque[Run] = deque(maxlen=MAX_KEPT)
@@ -158,7 +154,8 @@ class CellOutput:
                 group = list(same)
                 texts = [text for _, text in group]
                 if chunk and kind not in (stream, "bar"):
-                    self._streams.write(stream, chunk)
+                    write(stream, "".join(chunk))
+                    chunk.clear()
                 if kind == "bar":
                     self._bars.finished += [(ranks, line) for line in texts]
                 elif kind in ("stdout", "stderr"):
@@ -170,7 +167,7 @@ class CellOutput:
                         self._show_bundle(ranks, kind, json.loads(text))
                 if kind not in ("bar", "update"):
                     self._shown.append((ranks, group))
-        self._streams.write(stream, chunk)
+        write(stream, "".join(chunk))
 
     def _show_bundle(self, ranks: Sequence[int], kind: str, bundle: Mapping[str, Any]) -> None:
         """Show a display or a cell's value under the label of its ranks."""
@@ -181,13 +178,11 @@ class CellOutput:
             self._updates |= {(rank, name): item for rank in ranks}
         elif kind == "value" and set(data) == {"text/plain"}:
             text = data["text/plain"]
-            self._streams.write(
-                "stdout", [f"{label} {text}\n" if "\n" not in text else f"{label}\n{text}\n"]
-            )
+            write("stdout", f"{label}\n{text}\n" if "\n" in text else f"{label} {text}\n")
         elif name is not None:
             self._displays.show(ranks, bundle)
         else:
-            self._streams.write("stdout", [f"{label}\n"])
+            write("stdout", f"{label}\n")
             display(data, raw=True, metadata=bundle["metadata"] or {})
 
 
@@ -281,19 +276,7 @@ def labelled(ranks: Sequence[int], text: str) -> str:
     return f"{label_of(ranks)} {text}"
 
 
-class Streams:
-    """This process's stdout and stderr, in the order in which they are written to."""
-
-    def __init__(self) -> None:
-        self._last = "stdout"
-
-    def write(self, stream: str, chunks: list[str]) -> None:
-        """Write text in one call, and empty the list; another thread sends much text meanwhile."""
-        if not chunks:
-            return
-        if stream != self._last:
-            getattr(sys, self._last).flush()
-            self._last = stream
-        text = "".join(chunks)
-        print(text, end="", file=getattr(sys, stream), flush=len(text) < MUCH_TEXT)
-        chunks.clear()
+def write(stream: str, text: str) -> None:
+    """Write text, if there is any, to this process's stdout or stderr at once."""
+    if text:
+        print(text, end="", file=getattr(sys, stream), flush=True)
