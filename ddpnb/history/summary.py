@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import zip_longest
 from statistics import fmean
 
 import numpy as np
@@ -218,10 +219,8 @@ def bytes_received(runs: Sequence[RunSnapshot]) -> float:
 
 def staleness_counts(runs: Sequence[RunSnapshot]) -> StalenessCounts:
     """Return how many updates had staleness 0, 1, 2 ..., over all runs."""
-    counts = np.zeros(max((len(run.staleness) for run in runs), default=0), dtype=np.int64)
-    for run in runs:
-        counts[: len(run.staleness)] += run.staleness
-    return counts
+    counts = zip_longest(*(run.staleness for run in runs), fillvalue=0)
+    return np.array([sum(each) for each in counts], dtype=np.int64)
 
 
 def staleness_median(counts: StalenessCounts) -> float:

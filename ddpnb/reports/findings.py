@@ -5,11 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ddpnb.history.claims import (
-    LEVEL,
-    ratios_of,
-    standard_error,
-)
+from ddpnb.history.claims import LEVEL, ratios_of, standard_error
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import Spread, StrategySummary, summarise
