@@ -149,11 +149,8 @@ class RunSnapshot:
 
         Of a run that is over, the last step of each rank ends with what followed it.
         """
-        rows = stacked(self.rows).copy()
-        for report in () if self.is_running else self.reports:
-            own = np.flatnonzero(rows["rank"] == report.rank)
-            if len(own) and report.seconds > rows["seconds"][own].max():  # it may be NaN
-                rows["seconds"][own[np.argmax(rows["seconds"][own])]] = report.seconds
+        rows = stacked(self.rows)
+        rows = rows if self.is_running else _with_ends(rows, self.reports)
         rows.flags.writeable = False
         return rows
 
@@ -280,6 +277,16 @@ class Run:
     def _expect(self, rank: int, num_batches: int) -> None:
         """Note that a rank has sent so many batches at least."""
         self._num_sent[rank] = max(self._num_sent.get(rank, 0), num_batches)
+
+
+def _with_ends(rows: Records, reports: tuple[RunReport, ...]) -> Records:
+    """Return a copy in which each rank's last step ends when its report says the rank did."""
+    rows = rows.copy()
+    for report in reports:
+        own = np.flatnonzero(rows["rank"] == report.rank)
+        if len(own) and report.seconds > rows["seconds"][own].max():  # it may be NaN
+            rows["seconds"][own[np.argmax(rows["seconds"][own])]] = report.seconds
+    return rows
 
 
 def _counted(run: RunSnapshot, rows: Records) -> RunSnapshot:

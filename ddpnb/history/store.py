@@ -9,6 +9,7 @@ import platform
 import sqlite3
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import final
@@ -30,6 +31,9 @@ from ddpnb.protocol.messages import EventBatch, RunHeader, RunReport, RunSpec
 from ddpnb.protocol.processes import is_alive, process_id, working_folder
 
 FILE_NAME = "runs.sqlite3"
+
+MAX_PENDING_BATCHES = 20_000
+"""Batches kept in memory while the disk refuses them; later ones are lost, and counted so."""
 
 INSERT_BATCH = """
 INSERT OR IGNORE INTO batches SELECT * FROM (VALUES (?, ?, ?, ?, ?, ?, ?))
@@ -121,7 +125,8 @@ class Store:
     def append(self, batch: EventBatch) -> None:
         """Store a batch; it is written within ``flush_seconds``, at the next call."""
         with self._lock:
-            self._pending.append(batch)
+            if len(self._pending) < MAX_PENDING_BATCHES:
+                self._pending.append(batch)
         if time.monotonic() - self._last_flush >= self._flush_seconds:
             self.flush()
 
@@ -143,12 +148,9 @@ class Store:
     def flush(self) -> None:
         """Write all pending batches, or none if the disk refuses."""
         with self._lock:
-            headers = [(to_text(b.header), b.run_id) for b in self._pending if b.header is not None]
             try:
                 if self._pending:
-                    with self._database.write() as connection:
-                        connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)
-                        connection.executemany(INSERT_BATCH, map(batch_row, self._pending))
+                    self._write(self._pending)
                 self._pending.clear()
             finally:  # after a failure too, so that a slow disk gets a pause
                 self._last_flush = time.monotonic()
@@ -220,10 +222,8 @@ class Store:
         parts = []
         for comparison_id in dict.fromkeys(run.comparison_id for run in found):
             own = [run for run in found if run.comparison_id == comparison_id]
-            fields = dict(self._database.read(COMPARISON, (comparison_id,))[0])
-            fields["specs"] = tuple(from_fields(RunSpec, s) for s in json.loads(fields["specs"]))
-            fields["environment"] = json.loads(fields["environment"])
-            parts.append(Comparison(**fields).with_runs([self._read_run(run) for run in own]))
+            (row,) = self._database.read(COMPARISON, (comparison_id,))
+            parts.append(_comparison(row).with_runs([self._read_run(run) for run in own]))
         return overlay(parts)
 
     def _read_run(self, stored: StoredRun) -> RunSnapshot:
@@ -242,6 +242,12 @@ class Store:
         run.end(stored.status, stored.detail)
         return run.snapshot()
 
+    def _write(self, batches: Sequence[EventBatch]) -> None:
+        headers = [(to_text(b.header), b.run_id) for b in batches if b.header is not None]
+        with self._database.write() as connection:
+            connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)
+            connection.executemany(INSERT_BATCH, map(batch_row, batches))
+
 
 def runs_folder(start: Path | None = None) -> Path:
     """Return the folder for stored runs; it need not exist.
@@ -254,15 +260,17 @@ def runs_folder(start: Path | None = None) -> Path:
         start: where to look from; the working directory if not given.
     """
     here = (start or working_folder()).resolve()
-    for folder in (here, *here.parents):
-        is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
-        if is_marked and (folder / "data").is_dir():
-            return folder / "data" / "runs"
-    return here / "data" / "runs"
+    project = next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
+    return project / "data" / "runs"
 
 
 def _names(connection: sqlite3.Connection) -> set[str]:
     return {name for (name,) in connection.execute("SELECT name FROM comparisons")}
+
+
+def _is_project(folder: Path) -> bool:
+    is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
+    return is_marked and (folder / "data").is_dir()
 
 
 def _stored_run(row: sqlite3.Row) -> StoredRun:
@@ -278,6 +286,14 @@ def _stored_run(row: sqlite3.Row) -> StoredRun:
         spec=from_text(RunSpec, spec) if spec else None,
         header=from_text(RunHeader, header) if header else None,
     )
+
+
+def _comparison(row: sqlite3.Row) -> Comparison:
+    """Return a comparison without its runs."""
+    fields = dict(row)
+    specs = tuple(from_fields(RunSpec, given) for given in json.loads(fields.pop("specs")))
+    versions = json.loads(fields.pop("environment"))
+    return Comparison(**fields, specs=specs, environment=versions)
 
 
 def _this_process() -> str:
