@@ -54,8 +54,10 @@ def step_split(runs: Sequence[RunSnapshot]) -> StepSplit:
 
 
 def slowness(ranks: Sequence[RankTotals]) -> dict[int, float]:
-    """Return each rank's own time of a step over that of the fastest rank."""
-    means = {rank.rank: float(np.nanmedian(rank.track.mean)) for rank in ranks if len(rank.track)}
+    """Return each rank's own time of a step (``own_seconds``) over that of the fastest rank."""
+    means = {
+        rank.rank: float(np.nanmedian(rank.own_seconds)) for rank in ranks if len(rank.own_seconds)
+    }
     fastest = min(means.values(), default=0.0)
     return {rank: mean / fastest for rank, mean in means.items()} if fastest > 0 else {}
 
@@ -63,11 +65,11 @@ def slowness(ranks: Sequence[RankTotals]) -> dict[int, float]:
 def absences(run: RunSnapshot) -> Absences:
     """Return when ranks that died were absent; one that is still absent is so to infinity."""
     periods: dict[int, list[tuple[float, float]]] = {}
-    steps = {rank.rank: rank.track.seconds for rank in run.ranks}
+    steps = {rank.rank: rank.at_seconds for rank in run.ranks}
     for mark in sorted(run.marks, key=lambda mark: mark.seconds):
         own = periods.get(mark.rank, [])
         is_absent = bool(own) and math.isinf(own[-1][1])
-        if mark.kind.is_death and not is_absent:
+        if mark.kind in (MarkKind.KILLED, MarkKind.DIED) and not is_absent:
             before = [at for at in steps.get(mark.rank, ()) if at <= mark.seconds]
             periods[mark.rank] = [*own, (max(before, default=0.0), math.inf)]
         elif mark.kind is MarkKind.CAME_BACK and is_absent:

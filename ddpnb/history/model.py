@@ -1,9 +1,10 @@
 """One run: the steps that have arrived, and a snapshot to draw.  (Kernel.)"""
 
+import contextlib
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import final
@@ -14,12 +15,14 @@ from numpy.typing import NDArray
 from ddpnb.history.curve import Curve, complete_steps, curve_of, with_waiting
 from ddpnb.history.database import (
     EVENT,
+    Floats,
     Records,
     metrics_of,
     rows_of,
     stacked,
     with_metrics,
 )
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import (
     NO_STALENESS,
     Evaluating,
@@ -30,6 +33,9 @@ from ddpnb.protocol.messages import (
     RunReport,
     RunSpec,
 )
+
+MAX_ROWS_IN_MEMORY = 20_000
+"""The steps of a longer run are in the store alone."""
 
 MAX_RANK_POINTS = 120
 """The most points of a rank's track."""
@@ -72,7 +78,17 @@ class RankTotals:
     parts: Parts = field(default_factory=Parts)
     num_bytes_sent: int = 0
     track: Curve = field(default_factory=Curve)
-    """The seconds of a step's ``COMPUTED`` parts; without parts, of the whole step."""
+    """The time of a step's ``COMPUTED`` parts; without parts, of the whole step."""
+
+    @property
+    def at_seconds(self) -> Floats:
+        """When each point of the track ends."""
+        return self.track.seconds
+
+    @property
+    def own_seconds(self) -> Floats:
+        """How long a step takes at each point of the track."""
+        return self.track.mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,8 +124,10 @@ class RunSnapshot:
     metric_curves: Mapping[str, Curve] = field(default_factory=dict)
     """The further numbers that the user logged."""
     ranks: tuple[RankTotals, ...] = ()
-    rows: tuple[Records, ...] = ()
-    """Its steps as they arrived, batch by batch."""
+    rows: Records | None = field(default_factory=lambda: np.empty(0, dtype=EVENT))
+    """Its steps as they arrived; None where there are too many for memory."""
+    load: Callable[[], Records] | None = None
+    """Reads its steps from the store."""
     reports: tuple[RunReport, ...] = ()
     marks: tuple[Mark, ...] = ()
     """In order of arrival."""
@@ -145,11 +163,11 @@ class RunSnapshot:
 
     @property
     def events(self) -> Records:
-        """One row per step, read-only, in order of arrival.
+        """One row per step, read-only, in order of arrival; a long run is read again each time.
 
         Of a run that is over, the last step of each rank ends with what followed it.
         """
-        rows = stacked(self.rows)
+        rows = self.rows if self.rows is not None else self.load() if self.load else stacked(())
         rows = rows if self.is_running else _with_ends(rows, self.reports)
         rows.flags.writeable = False
         return rows
@@ -168,6 +186,7 @@ class Run:
         comparison: name of its comparison.
         spec: what is trained; None for a hand-written loop.
         created: seconds since 1970; now if not given.
+        load: reads the steps from the store; without it, all stay in memory.
     """
 
     def __init__(
@@ -178,6 +197,7 @@ class Run:
         comparison: str = "",
         spec: RunSpec | None = None,
         created: float | None = None,
+        load: Callable[[], Records] | None = None,
     ) -> None:
         self._now = RunSnapshot(
             run_id=run_id,
@@ -185,9 +205,10 @@ class Run:
             comparison=comparison,
             spec=spec,
             created=time.time() if created is None else created,
+            load=load,
         )
         self._is_settled = False
-        self._rows: list[Records] = []
+        self._rows: list[Records] | None = []
         self._arrived: list[Records] = []
         self._incomplete: Records = np.empty(0, dtype=EVENT)
         self._reports: dict[int, RunReport] = {}
@@ -211,7 +232,8 @@ class Run:
             self._expect(batch.rank, batch.sequence + 1)
             rows = rows_of(batch)
             self._arrived.append(rows)
-            self._rows.append(rows)
+            if self._rows is not None:
+                self._rows.append(rows)
             self._now = replace(
                 self._now,
                 header=batch.header or self._now.header,
@@ -242,30 +264,41 @@ class Run:
                 return self._now
             reports = tuple(report for _, report in sorted(self._reports.items()))
             num_lost = sum(self._num_sent.values()) - len(self._seen)
-            now = replace(
-                self._now, reports=reports, num_lost_batches=num_lost, rows=tuple(self._rows)
-            )
-            self._is_settled = not now.is_running
-            self._now = self._with_arrived(now) if now.is_running else self._settled(now)
+            now = replace(self._now, reports=reports, num_lost_batches=num_lost)
+            if now.is_running:
+                now = self._with_arrived(now)
+            else:
+                now, self._is_settled = self._settled(now), True
+            rows = None if self._rows is None else stacked(self._rows)
+            if rows is not None and now.load is not None and len(rows) > MAX_ROWS_IN_MEMORY:
+                rows = None
+            self._rows = None if rows is None else [rows]
+            self._now = replace(now, rows=rows)
             return self._now
 
-    def _with_arrived(self, now: RunSnapshot) -> RunSnapshot:
+    def _with_arrived(self, now: RunSnapshot, *, is_over: bool = False) -> RunSnapshot:
         """Return the run with what has arrived: of synchronous steps those that are complete."""
         header, arrived = now.header, stacked(self._arrived)
-        if header is None and now.spec is not None:
+        if header is None and now.spec is not None and not is_over:
             return now
         self._arrived = []
         now = _counted(now, arrived)
         rows = stacked((self._incomplete, arrived))
         is_due = np.ones(len(rows), dtype=bool)
-        if header is not None and header.synchronous:
+        if header is not None and header.synchronous and not is_over:
             is_due = complete_steps(rows, header.num_ranks or header.num_workers)
         self._incomplete = rows[~is_due]
         return _drawn(now, rows[is_due])
 
     def _settled(self, now: RunSnapshot) -> RunSnapshot:
-        """Return the run measured anew by all of its steps."""
-        rows = now.events
+        """Return the run measured anew by all of its steps, if they can be read."""
+        num_arrived = now.num_events + sum(map(len, self._arrived))
+        rows = None
+        with contextlib.suppress(UserError):
+            rows = replace(now, rows=stacked(self._rows) if self._rows is not None else None).events
+        if rows is None or len(rows) < num_arrived:
+            return self._with_arrived(now, is_over=True)
+        self._arrived, self._incomplete = [], rows[:0]
         now = replace(now, num_events=0, num_samples=0, num_bad=0, seconds=0.0, ranks=())
         now = replace(now, staleness=np.empty(0, dtype=np.int64), curve=Curve(), metric_curves={})
         now = _drawn(_counted(now, rows), rows)

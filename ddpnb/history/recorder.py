@@ -59,7 +59,13 @@ class Recorder:
 
     def begin(self, run_id: str, name: str, spec: RunSpec | None = None) -> None:
         """Begin a run."""
-        run = Run(run_id=run_id, name=name, comparison=self._comparison.name, spec=spec)
+        run = Run(
+            run_id=run_id,
+            name=name,
+            comparison=self._comparison.name,
+            spec=spec,
+            load=lambda: self._store.steps(run_id),
+        )
         self._runs.append(run)
         self._write(self._store.begin_run, self._comparison.comparison_id, run.snapshot())
 

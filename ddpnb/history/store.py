@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -18,10 +19,13 @@ from ddpnb.history import query
 from ddpnb.history.comparison import Comparison, overlay
 from ddpnb.history.database import (
     Database,
+    Records,
     batch_of,
     batch_row,
     from_fields,
     from_text,
+    rows_of,
+    stacked,
     to_text,
 )
 from ddpnb.history.model import Run, RunSnapshot, Status
@@ -113,13 +117,21 @@ class Store:
 
     def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
         """Store a run that is about to train, of a comparison that has begun."""
-        known = (run.run_id, comparison_id, run.name, run.repeat, run.created)
         spec = to_text(run.spec) if run.spec else None
         with self._database.write() as connection:
             connection.execute(
                 "INSERT INTO runs (id, comparison, name, repeat, created, writer, status, spec)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (*known, _this_process(), run.status, spec),
+                (
+                    run.run_id,
+                    comparison_id,
+                    run.name,
+                    run.repeat,
+                    run.created,
+                    _this_process(),
+                    run.status,
+                    spec,
+                ),
             )
 
     def append(self, batch: EventBatch) -> None:
@@ -171,6 +183,12 @@ class Store:
         self.flush()
         known = self.list()
         return overlay([self._load(query.resolve(address, known)) for address in addresses])
+
+    def steps(self, run_id: str) -> Records:
+        """Return one row for each step of a run, in order of arrival."""
+        self.flush()
+        rows = self._database.read(BATCHES, (run_id,))
+        return stacked([rows_of(batch_of(row, None)) for row in rows])
 
     def rename(self, name: str, new_name: str) -> str:
         """Rename the comparison of the runs that ``name`` names; return the new name."""
@@ -227,13 +245,14 @@ class Store:
         return overlay(parts)
 
     def _read_run(self, stored: StoredRun) -> RunSnapshot:
-        """Return a run with its steps."""
+        """Return a run; the steps of a long one are read again when they are needed."""
         run = Run(
             run_id=stored.run_id,
             name=stored.name,
             comparison=stored.comparison,
             spec=stored.spec,
             created=stored.created,
+            load=partial(self.steps, stored.run_id),
         )
         for row in self._database.read(BATCHES, (stored.run_id,)):
             run.add(batch_of(row, stored.header if row["sequence"] == 0 else None))

@@ -46,12 +46,12 @@ def run_of(run_spec: RunSpec, *, comparison: str = "", created: float | None = N
     )
 
 
-def header(run_spec: RunSpec, num_steps: int) -> RunHeader:
+def header(run_spec: RunSpec, num_steps: int, synchronous: bool | None = None) -> RunHeader:
     strategy = run_spec.strategy
     return RunHeader(
         run_id=run_spec.run_id,
         strategy=strategy,
-        synchronous=strategy != "async",
+        synchronous=strategy != "async" if synchronous is None else synchronous,
         num_workers=WORKERS.get(strategy, NUM_RANKS),
         num_ranks=NUM_REPORTING.get(strategy, NUM_RANKS),
         num_threads=1,

@@ -161,9 +161,9 @@ def test_another_format_is_refused_in_one_sentence(tmp_path: Path):
         Store(tmp_path)
 
 
-def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store):
-    """Also where one rank comes late."""
-    num_batches = 4
+@pytest.mark.parametrize("num_batches", [4, 15])
+def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store, num_batches: int):
+    """Also a long one, whose steps leave memory, and where one rank comes late."""
     recorder = Recorder(store, name="late", task="cell", source="", specs=())
     recorder.begin("r1", "mine")
     for sequence in range(num_batches):
@@ -171,9 +171,10 @@ def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store):
         for rank in range(2):
             events = [step(i, i + 1.0 + rank / 2, loss=1 / (i + 1 + rank)) for i in steps]
             recorder.add(batch("r1", events, rank=rank, sequence=sequence))
-        assert len(recorder.comparison.runs) == 1
+        (run,) = recorder.comparison.runs
     recorder.end("r1", Status.FINISHED)
     (live,), (loaded,) = recorder.comparison.runs, store.load("late").runs
+    assert (run.rows is None) == (live.rows is None) == (loaded.rows is None) == (num_batches > 10)
     assert len(live.events) == len(loaded.events) == 2000 * num_batches
     for name in ("samples", "seconds", "mean", "lowest", "highest"):
         np.testing.assert_array_equal(getattr(live.curve, name), getattr(loaded.curve, name))
