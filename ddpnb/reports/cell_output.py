@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, TextIO, final
 
 from IPython.display import clear_output, display
 
@@ -20,18 +20,14 @@ from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Run
 BAR_SECONDS = 0.2
 """The shortest time between two redraws of progress bars (tqdm), or of what ranks clear."""
 
-MAX_KEPT = 20_000
-"""How many pieces of output come back after another rank has cleared its own."""
+MUCH_TEXT = 100_000
+"""How many letters are not waited for until they are sent."""
+
+MAX_KEPT = 20_000_000
+"""How many letters, also of pictures, come back after another rank has cleared its own."""
 
 MAX_LINES = 50
 """How many printed lines of a comparison are shown; the others are counted."""
-
-ITEM_KINDS = {
-    "display_data": "display",
-    "execute_result": "value",
-    "update_display_data": "update",
-}
-"""The kind of an item by that of its message."""
 
 Message = dict[str, Any]
 
@@ -56,10 +52,12 @@ class CellOutput:
         self._on_clear = on_clear
         self._merger = OutputMerger(self._ranks)
         self._bars = Bars()
+        self._streams = Streams()
         self._displays = _displays()
         self._displays.begin_cell()
-        self._shown: deque[Run] = deque(maxlen=MAX_KEPT)
+        self._shown: deque[Run] = deque()
         """What stands under the cell, except bars; needed where a rank clears its part of it."""
+        self._num_shown = 0
         self._updates: dict[tuple[int, str], Item] = {}
         """What a rank shows now in place of a display's first content."""
         self._clearing: set[int] = set()
@@ -71,17 +69,17 @@ class CellOutput:
 
     def take(self, rank: int, kind: str, content: Message) -> None:
         """Add a message from a rank's output channel."""
-        if kind == "clear_output" and content.get("wait"):
-            self._clearing.add(rank)
-        elif kind == "clear_output":
-            self._clear(rank)
-        elif kind == "stream" or kind in ITEM_KINDS:
-            if rank in self._clearing and kind != "update_display_data":
+        match kind:
+            case "clear_output" if content.get("wait"):
+                self._clearing.add(rank)
+            case "clear_output":
                 self._clear(rank)
-            if kind == "stream":
-                self._merger.write(rank, content["name"], content["text"])
-            else:
-                self._merger.add(rank, self._displays.item(rank, ITEM_KINDS[kind], content))
+            case "update_display_data":
+                self._merger.add(rank, [self._displays.item(rank, "update", content)])
+            case "stream" | "display_data" | "execute_result":
+                if rank in self._clearing:
+                    self._clear(rank)
+                self._add(rank, kind, content)
 
     def finish(self, rank: int) -> None:
         """Note that a rank has ended the cell and all of its output has arrived."""
@@ -105,13 +103,23 @@ class CellOutput:
         self.show()
         self._bars.show([], at_once=True)
 
+    def _add(self, rank: int, kind: str, content: Message) -> None:
+        match kind:
+            case "stream":
+                self._merger.write(rank, content["name"], content["text"])
+            case "display_data":
+                self._merger.add(rank, [self._displays.item(rank, "display", content)])
+            case "execute_result":
+                self._merger.add(rank, [self._displays.item(rank, "value", content)])
+
     def _clear(self, rank: int) -> None:
         """Drop all that a rank has written; the others' part is drawn again."""
         self._clearing.discard(rank)
         self._merger.clear(rank)
         self._bars.clear(rank)
         rest = [([r for r in ranks if r != rank], items) for ranks, items in self._shown]
-        self._shown = deque(((ranks, items) for ranks, items in rest if ranks), MAX_KEPT)
+        self._shown = deque((ranks, items) for ranks, items in rest if ranks)
+        self._num_shown = sum(num_letters(items) for _, items in self._shown)
         if not self._cleared:
             self._cleared_at = time.monotonic()
         self._cleared.add(rank)
@@ -131,6 +139,7 @@ class CellOutput:
             self._merger.put_back(rank, [self._current(rank, item) for item in items])
         runs = self._merger.take(at_once=True)
         self._shown.clear()
+        self._num_shown = 0
         self._cleared.clear()
         self._drawn_at = time.monotonic()
         clear_output(wait=bool(runs))
@@ -150,12 +159,10 @@ class CellOutput:
         stream = "stdout"
         for ranks, items in runs:
             label = label_of(ranks)
-            for kind, same in itertools.groupby(items, itemgetter(0)):
-                group = list(same)
-                texts = [text for _, text in group]
+            for kind, group in grouped(items):
+                texts = list(map(itemgetter(1), group))
                 if chunk and kind not in (stream, "bar"):
-                    write(stream, "".join(chunk))
-                    chunk.clear()
+                    self._streams.write(stream, chunk)
                 if kind == "bar":
                     self._bars.finished += [(ranks, line) for line in texts]
                 elif kind in ("stdout", "stderr"):
@@ -167,7 +174,10 @@ class CellOutput:
                         self._show_bundle(ranks, kind, json.loads(text))
                 if kind not in ("bar", "update"):
                     self._shown.append((ranks, group))
-        write(stream, "".join(chunk))
+                    self._num_shown += num_letters(group)
+        while self._num_shown > MAX_KEPT and len(self._shown) > 1:
+            self._num_shown -= num_letters(self._shown.popleft()[1])
+        self._streams.write(stream, chunk)
 
     def _show_bundle(self, ranks: Sequence[int], kind: str, bundle: Mapping[str, Any]) -> None:
         """Show a display or a cell's value under the label of its ranks."""
@@ -178,11 +188,13 @@ class CellOutput:
             self._updates |= {(rank, name): item for rank in ranks}
         elif kind == "value" and set(data) == {"text/plain"}:
             text = data["text/plain"]
-            write("stdout", f"{label}\n{text}\n" if "\n" in text else f"{label} {text}\n")
+            self._streams.write(
+                "stdout", [f"{label} {text}\n" if "\n" not in text else f"{label}\n{text}\n"]
+            )
         elif name is not None:
             self._displays.show(ranks, bundle)
         else:
-            write("stdout", f"{label}\n")
+            self._streams.write("stdout", [f"{label}\n"])
             display(data, raw=True, metadata=bundle["metadata"] or {})
 
 
@@ -242,6 +254,20 @@ class PrintedLines:
                     self._num_more += 1
 
 
+def num_letters(items: Iterable[Item]) -> int:
+    """Return how much text some items are."""
+    return sum(len(text) for _, text in items)
+
+
+def grouped(items: list[Item]) -> Iterable[tuple[str, list[Item]]]:
+    """Yield successive items of one kind, with the kind."""
+    if len(items) == 1 or all(map(items[0][0].__eq__, map(itemgetter(0), items))):
+        yield items[0][0], items  # by far the quickest way for many
+        return
+    for kind, group in itertools.groupby(items, itemgetter(0)):
+        yield kind, list(group)
+
+
 @final
 class Bars:
     """Progress bars (tqdm) in a display of their own; their last state stays."""
@@ -276,7 +302,25 @@ def labelled(ranks: Sequence[int], text: str) -> str:
     return f"{label_of(ranks)} {text}"
 
 
-def write(stream: str, text: str) -> None:
-    """Write text, if there is any, to this process's stdout or stderr at once."""
-    if text:
-        print(text, end="", file=getattr(sys, stream), flush=True)
+class Streams:
+    """This process's stdout and stderr, in the order in which they are written to."""
+
+    def __init__(self) -> None:
+        self._last = "stdout"
+
+    def write(self, stream: str, chunks: list[str]) -> None:
+        """Write text in one call, and empty the list; another thread sends much text meanwhile."""
+        if not chunks:
+            return
+        if stream != self._last:
+            _file(self._last).flush()
+            self._last = stream
+        text = "".join(chunks)
+        _file(stream).write(text)
+        if len(text) < MUCH_TEXT:
+            _file(stream).flush()
+        chunks.clear()
+
+
+def _file(stream: str) -> TextIO:
+    return sys.stderr if stream == "stderr" else sys.stdout

@@ -21,12 +21,17 @@ On the ranks, ipykernel sends printed text every 0.2 s.
 MAX_ROWS = 64
 """How many of a stream's last lines a progress bar can still return to."""
 
+MAX_ESCAPE = 8
+"""The most letters of an escape sequence."""
 MOVES = re.compile(r"(\n|\x1b\[\d*[AB])")
 """A line end, or an escape sequence that moves up (tqdm's ``position=1``) or down."""
 ERASES = re.compile(r"\x1b\[\d*[JK]")
 """An escape sequence that erases the rest of a line, which a bar's next text replaces anyway."""
 INCOMPLETE = re.compile(r"\x1b(\[\d*)?\Z")
 """The beginning of an escape sequence, whose end is still to come."""
+REDRAWS = re.compile(r"\x1b\[\d*[ABJK]")
+"""What moves or erases; colours do not."""
+
 
 Item = tuple[str, str]
 """A piece of output that is shown as a whole: its kind, and its text.
@@ -61,9 +66,9 @@ class OutputMerger:
             output.screens[stream] = Screen(stream)
         output.add(output.screens[stream].write(text))
 
-    def add(self, rank: int, item: Item) -> None:
+    def add(self, rank: int, items: Iterable[Item]) -> None:
         """Add what a rank displayed, or returned as the cell's value."""
-        self._outputs[rank].add([item])
+        self._outputs[rank].add(items)
 
     def put_back(self, rank: int, items: Sequence[Item]) -> None:
         """Add items that came before all others of a rank; they wait for no other rank."""
@@ -100,22 +105,37 @@ class OutputMerger:
         runs: list[Run] = []
         ahead: dict[int, Counter[Item]] = {}
         while ready := self._ready(at_once=at_once):
-            while all(output.items for output in ready.values()):
-                heads = {rank: output.items[0] for rank, output in ready.items()}
+            outputs = ready.items()
+            while all(output.items for _, output in outputs):
+                heads = {rank: output.items[0] for rank, output in outputs}
                 item, *others = heads.values()
                 if others.count(item) < len(others):
                     ahead = ahead or {r: Counter(o.items) for r, o in self._outputs.items()}
                     item = choose(heads, ahead)
                 ranks = [rank for rank, head in heads.items() if head == item]
+                if runs and runs[-1][0] == ranks:  # it may be one of many
+                    runs[-1][1].extend(self._take_many(ranks, heads, ahead))
+                    continue
                 for rank in ranks:
                     ready[rank].items.popleft()
                     if ahead:
                         ahead[rank][item] -= 1
-                if runs and runs[-1][0] == ranks:
-                    runs[-1][1].append(item)
-                else:
-                    runs.append((ranks, [item]))
+                runs.append((ranks, [item]))
         return runs
+
+    def _take_many(
+        self, ranks: list[int], heads: Iterable[int], ahead: Mapping[int, Counter[Item]]
+    ) -> list[Item]:
+        """Remove and return what ``ranks`` have next in common, of those with ``heads``."""
+        others = [ahead[rank] for rank in heads if rank not in ranks]
+        count = max(1, num_common([self._outputs[rank].items for rank in ranks], others))
+        *_, taken = [self._outputs[rank].take(count) for rank in ranks]
+        for rank in ranks if ahead else ():
+            if self._outputs[rank].items:
+                ahead[rank].subtract(taken)
+            else:
+                ahead[rank].clear()
+        return taken
 
     def _ready(self, *, at_once: bool) -> "dict[int, RankOutput]":
         """Return the ranks with items to show; none while waiting for the others may help."""
@@ -139,6 +159,20 @@ def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Ite
     return next(iter(heads.values()))
 
 
+def num_common(sequences: Sequence[deque[Item]], others: Sequence[Counter[Item]]) -> int:
+    """Return how many items several ranks have in common, up to one that another has ahead."""
+    first, *rest = sequences
+    if all(items == first for items in rest) and all(o.keys().isdisjoint(first) for o in others):
+        return len(first)  # by far the quickest way to compare many
+    count = 0
+    for items in zip(*sequences, strict=False):
+        item = items[0]
+        if items.count(item) < len(items) or any(other[item] for other in others):
+            break
+        count += 1
+    return count
+
+
 @dataclass(slots=True)
 class RankOutput:
     """One rank's output that is not shown yet."""
@@ -155,6 +189,13 @@ class RankOutput:
         if not self.items:
             self.since = time.monotonic()
         self.items.extend(items)
+
+    def take(self, count: int) -> list[Item]:
+        """Remove and return the first items."""
+        if count == len(self.items):
+            taken, self.items = list(self.items), deque()
+            return taken
+        return [self.items.popleft() for _ in range(count)]
 
 
 class Screen:
@@ -175,9 +216,9 @@ class Screen:
     def write(self, text: str) -> list[Item]:
         """Add text; return the lines that are finished."""
         text, self._incomplete = self._incomplete + text, ""
-        if found := INCOMPLETE.search(text):
+        if found := INCOMPLETE.search(text, max(0, len(text) - MAX_ESCAPE)):
             text, self._incomplete = text[: found.start()], found[0]
-        if len(self._rows) == 1 and "\r" not in self._rows[0] + text and "\x1b" not in text:
+        if len(self._rows) == 1 and not redraws(text) and "\r" not in self._rows[0]:
             *lines, self._rows[0] = (self._rows[0] + text).split("\n")
             return list(zip(repeat(self._stream), lines, strict=False))
         for part in MOVES.split(ERASES.sub("", text)):
@@ -218,6 +259,11 @@ class Screen:
     def _items(self, rows: Sequence[str]) -> list[Item]:
         items = [("bar" if is_bar(row) else self._stream, visible(row)) for row in rows]
         return [(kind, text) for kind, text in items if kind != "bar" or text.strip()]
+
+
+def redraws(text: str) -> bool:
+    """Return whether text is that of a bar; plain or coloured text is not."""
+    return "\r" in text or ("\x1b" in text and REDRAWS.search(text) is not None)
 
 
 def is_bar(row: str) -> bool:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ddpnb.reports.displays import Displays
-from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Screen
+from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Screen, visible
 
 Shown = list[tuple[list[int], Item]]
 
@@ -31,19 +31,22 @@ def of_rank(shown: Shown, rank: int) -> list[str]:
     return [item[1] for ranks, item in shown if rank in ranks]
 
 
-@pytest.mark.parametrize(
-    ("outputs", "shown"),
-    [
-        (["a\n\nb\n"] * 3, [([0, 1, 2], "a"), ([0, 1, 2], ""), ([0, 1, 2], "b")]),
-        (["a\nonly\nb\n", "a\nb\n"], [([0, 1], "a"), ([0], "only"), ([0, 1], "b")]),
-        (["a\nb\n", "a\nonly\nb\n"], [([0, 1], "a"), ([1], "only"), ([0, 1], "b")]),
-        (["a\r\nb\r\n"], [([0], "a"), ([0], "b")]),  # line ends of Windows are no bars
-    ],
-)
-def test_equal_lines_are_shown_once_and_others_split_no_pair(
-    outputs: list[str], shown: list[tuple[list[int], str]]
-):
-    assert lines(merged(*outputs)) == shown
+def test_equal_lines_are_shown_once():
+    shown = merged("a\nb\n", "a\nb\n", "a\nb\n")
+    assert lines(shown) == [([0, 1, 2], "a"), ([0, 1, 2], "b")]
+
+
+def test_a_line_that_one_rank_has_more_splits_no_pair():
+    shown = merged("start\nonly here\nend\n", "start\nend\n")
+    assert lines(shown) == [([0, 1], "start"), ([0], "only here"), ([0, 1], "end")]
+    shown = merged("start\nend\n", "start\nonly here\nend\n")
+    assert lines(shown) == [([0, 1], "start"), ([1], "only here"), ([0, 1], "end")]
+
+
+def test_lines_in_opposite_order_all_come():
+    shown = merged("a\nb\n", "b\na\n")
+    assert of_rank(shown, 0) == ["a", "b"]
+    assert of_rank(shown, 1) == ["b", "a"]
 
 
 def test_every_rank_keeps_its_own_order_whatever_it_writes():
@@ -100,6 +103,10 @@ def test_a_line_may_come_in_pieces():
     assert merger.unfinished() == {}
 
 
+def test_empty_lines_are_lines():
+    assert lines(merged("a\n\nb\n", "a\n\nb\n")) == [([0, 1], "a"), ([0, 1], ""), ([0, 1], "b")]
+
+
 def test_a_bar_is_its_last_state():
     merger = OutputMerger((0, 1))
     merger.write(0, "stderr", "\r 0%|   |\r50%|== |")
@@ -136,12 +143,24 @@ def test_a_plain_line_below_bars_finishes_them():
     assert Screen("stdout").write("\x1b[31mred\x1b[0m\n") == [("stdout", "\x1b[31mred\x1b[0m")]
 
 
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [("plain", "plain"), ("a\rb", "b"), ("a\rb\r", "b"), ("\r", ""), ("crlf\r", "crlf")],
+)
+def test_what_is_left_to_see_of_a_line(line: str, seen: str):
+    assert visible(line) == seen
+
+
+def test_windows_line_ends_are_no_bars():
+    assert merged("a\r\nb\r\n") == [([0], ("stdout", "a")), ([0], ("stdout", "b"))]
+
+
 def test_equal_displays_are_shown_once_and_different_ones_apart():
     merger, displays = OutputMerger((0, 1)), Displays()
     for rank in (0, 1):
         same, own = {"text/html": "<b>same</b>"}, {"text/plain": str(rank)}
-        merger.add(rank, displays.item(rank, "display", {"data": same, "metadata": {}}))
-        merger.add(rank, displays.item(rank, "value", {"data": own}))
+        merger.add(rank, [displays.item(rank, "display", {"data": same, "metadata": {}})])
+        merger.add(rank, [displays.item(rank, "value", {"data": own})])
         merger.finish(rank)
     shown = taken(merger)
     assert [(ranks, item[0]) for ranks, item in shown] == [
@@ -150,3 +169,21 @@ def test_equal_displays_are_shown_once_and_different_ones_apart():
         ([1], "value"),
     ]
     assert json.loads(shown[0][1][1])["data"] == {"text/html": "<b>same</b>"}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_much_output_takes_linear_time(same: bool):
+    def seconds(num_lines: int) -> float:
+        texts = [
+            "".join(f"line {i} of {0 if same else rank}\n" for i in range(num_lines))
+            for rank in range(2)
+        ]
+        began = time.process_time()
+        shown = merged(*texts)
+        took = time.process_time() - began
+        assert len(shown) == num_lines * (1 if same else 2)
+        return took
+
+    small, large = (min(seconds(n) for _ in range(3)) for n in (4_000, 40_000))
+    assert large < 70 * max(small, 0.01)  # linear: 10 times, quadratic: 100 times
+    assert large < 3.0
