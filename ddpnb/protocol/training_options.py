@@ -79,7 +79,6 @@ class TrainingSpec:
         0.05,
         "--lr",
         above=0,
-        label="learning rate",
         most_values=6,
         about="learning rate of the default optimizer, SGD; of several, 0.02,0.05,0.1, each "
         "strategy is compared at its best by held-out loss",
@@ -91,7 +90,6 @@ class TrainingSpec:
         "--momentum",
         least=0,
         below=1,
-        label="momentum",
         about="momentum of the default optimizer",
     )
     seed: int = _training(
