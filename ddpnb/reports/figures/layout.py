@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.font_manager import FontProperties
 
@@ -102,11 +103,10 @@ def _canvas() -> Any:  # matplotlib leaves its methods untyped
 def spread_out(
     wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0
 ) -> list[float]:
-    """Return positions at least ``gap`` apart, each as near as possible to its wanted one.
+    """Return positions at least ``gap`` apart, whose squared distances to the wanted are least.
 
-    Neighbours that are too close form a block around the mean of their wanted positions; blocks
-    that touch are joined.  Order is kept.  If there is too little space between ``low`` and
-    ``high``, the gap is smaller.
+    Less the gaps below each, they need only not fall: an isotonic regression, found by its
+    max-min formula.  If there is too little space between ``low`` and ``high``, the gap is smaller.
 
     Args:
         wanted: the wanted positions, in any order.
@@ -114,27 +114,14 @@ def spread_out(
         low: least position.
         high: greatest position.
     """
-    gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
-    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    blocks: list[list[int]] = []
-    starts: list[float] = []
-    for index in order:
-        blocks.append([index])
-        starts.append(_start(blocks[-1], wanted, gap, low, high))
-        while len(blocks) > 1 and starts[-2] + gap * len(blocks[-2]) > starts[-1]:
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-            starts[-2:] = [_start(blocks[-1], wanted, gap, low, high)]
-    placed = [0.0] * len(wanted)
-    for block, start in zip(blocks, starts, strict=True):
-        for offset, index in enumerate(block):
-            placed[index] = start + offset * gap
-    return placed
-
-
-def _start(
-    block: Sequence[int], wanted: Sequence[float], gap: float, low: float, high: float
-) -> float:
-    """Return the position of the block's first label, so that its mean is as wanted."""
-    length = gap * (len(block) - 1)
-    middle = sum(wanted[index] for index in block) / len(block)
-    return min(max(middle - length / 2, low), max(high - length, low))
+    num = len(wanted)
+    gap = min(gap, (high - low) / max(num - 1, 1))
+    order, apart = np.argsort(wanted, kind="stable"), gap * np.arange(num)
+    sums = np.append(0.0, np.cumsum(np.array(wanted)[order] - apart))
+    fitted = []
+    for n in range(num):
+        ends = np.arange(n + 1, num + 1)
+        fitted.append(max(((sums[ends] - sums[at]) / (ends - at)).min() for at in range(n + 1)))
+    placed = np.empty(num)
+    placed[order] = np.clip(fitted, low, high - gap * (num - 1)) + apart
+    return list(map(float, placed))
