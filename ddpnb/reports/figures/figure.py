@@ -3,13 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.summary import evaluations
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
+from ddpnb.reports import kit
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
 from ddpnb.reports.figures.curves import CurvePanel, draw_curves
 from ddpnb.reports.figures.layout import (
@@ -18,10 +17,9 @@ from ddpnb.reports.figures.layout import (
     ROWS_BOTTOM,
     TOP,
     WIDTH,
-    Box,
-    panel_boxes,
     panel_height,
-    row_boxes,
+    panel_places,
+    row_places,
     rows_height,
     shortened,
     width_inches,
@@ -39,14 +37,8 @@ from ddpnb.reports.figures.rows import (
 )
 from ddpnb.reports.figures.series import Series, series_of
 from ddpnb.reports.formatting import longest_label, title
-from ddpnb.reports.kit import DPI, add_paper
-from ddpnb.reports.style import (
-    EVERYTHING,
-    INK,
-    TITLE_POINTS,
-    PlotOptions,
-    style_of,
-)
+from ddpnb.reports.kit import Sheet
+from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 
 MOST_COLUMNS, MOST_HELD_OUT = 4, 3
 BESIDE = (BASELINE, CEILING)
@@ -83,43 +75,27 @@ def draw(
     curve_height, row_height = panel_height(num_rows), rows_height(num_rows)
     height = TOP + len(bands) * (curve_height + PANELS_GAP)
     height += len(columns) * (row_height + ROWS_BOTTOM) + max(len(columns) - 1, 0) * HEAD
-    figure = _paper(height, title(comparison))
+    sheet = Sheet(title(comparison), height - kit.TOP - kit.FOOT, width=WIDTH)
 
-    def add_axes(box: Box) -> Axes:
-        left, bottom, width, tall = box
-        return figure.add_axes((left / WIDTH, bottom / height, width / WIDTH, tall / height))
-
-    bottom = height - TOP
-    room = _room(labels, is_bold=False)
+    down = TOP - kit.TOP
     for panels in bands:
-        bottom -= curve_height
-        boxes = panel_boxes(len(panels), room, bottom, curve_height)
-        for panel, box in zip(panels, boxes, strict=True):
-            draw_curves(add_axes(box), panel)
-        bottom -= PANELS_GAP
+        places = panel_places(len(panels), _room(labels, is_bold=False))
+        for panel, (left, right) in zip(panels, places, strict=True):
+            draw_curves(sheet.axes(curve_height, down=down, left=left, right=right), panel)
+        down += curve_height + PANELS_GAP
     room = _room(labels, is_bold=True)
     names = [(each.label, each.style) for each in series]
     names += [(name, style_of(name, comparison.strategies)) for name in to_come]
     for kinds in columns:
-        bottom -= row_height
         for index, (name, style) in enumerate(names):
-            up = bottom + row_height * (1 - (index + 0.5) / num_rows)
-            draw_name(figure, name, style, up, is_begun=index < len(series))
-        boxes = row_boxes(room, [(k.share, k.text_inches) for k in kinds], bottom, row_height)
-        for kind, box in zip(kinds, boxes, strict=True):
-            draw_column(add_axes(box), kind, series, num_rows, seconds)
-        bottom -= ROWS_BOTTOM + HEAD
-    return figure
-
-
-def _paper(height: float, heading: str) -> Figure:
-    """Return a figure with a white background, which suits a light and a dark notebook."""
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="none")
-    FigureCanvasAgg(figure)
-    add_paper(figure)
-    text = figure.text(0.3 / WIDTH, 1 - 0.34 / height, heading, va="center", color=INK)
-    text.set(fontsize=TITLE_POINTS, weight="bold")
-    return figure
+            up = height - kit.TOP - down - row_height * (index + 0.5) / num_rows
+            draw_name(sheet.figure, name, style, up, is_begun=index < len(series))
+        places = row_places(room, [(kind.share, kind.text_inches) for kind in kinds])
+        for kind, (left, right) in zip(kinds, places, strict=True):
+            axes = sheet.axes(row_height, down=down, left=left, right=right)
+            draw_column(axes, kind, series, num_rows, seconds)
+        down += row_height + ROWS_BOTTOM + HEAD
+    return sheet.figure
 
 
 def _room(labels: Sequence[str], *, is_bold: bool) -> float:

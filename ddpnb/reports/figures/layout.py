@@ -31,8 +31,8 @@ ROW_HEIGHT, LEAST_ROW_HEIGHT, MANY_ROWS = 0.28, 0.24, 5
 NAMES_LEFT, NAMES_RIGHT, ROW_GAP = 0.4, 0.4, 0.3
 """Left of the strategies' markers, right of their names, and between columns."""
 
-Box = tuple[float, float, float, float]
-"""Left, bottom, width and height in inches."""
+Place = tuple[float, float]
+"""Inches left and right of axes."""
 
 
 def panel_height(num_strategies: int) -> float:
@@ -46,39 +46,28 @@ def rows_height(num_strategies: int) -> float:
     return max(num_strategies * each, 2 * ROW_HEIGHT)
 
 
-def panel_boxes(num: int, label_width: float, bottom: float, height: float) -> list[Box]:
-    """Return the places of panels side by side, each with space for labels at its right.
-
-    Args:
-        num: the number of panels.
-        label_width: width of the widest label.
-        bottom: the lower end of the axes.
-        height: of the axes.
-    """
+def panel_places(num: int, label_width: float) -> list[Place]:
+    """Return the places of panels side by side, each with space for labels at its right."""
     whole = (WIDTH - 2 * MARGIN) / num
-    width = whole - TICKS_WIDTH - 0.3 - label_width
-    return [(MARGIN + index * whole + TICKS_WIDTH, bottom, width, height) for index in range(num)]
+    lefts = [MARGIN + index * whole + TICKS_WIDTH for index in range(num)]
+    return [(left, WIDTH - left - whole + TICKS_WIDTH + 0.3 + label_width) for left in lefts]
 
 
-def row_boxes(
-    name_width: float, columns: Sequence[tuple[float, float]], bottom: float, height: float
-) -> list[Box]:
+def row_places(name_width: float, columns: Sequence[tuple[float, float]]) -> list[Place]:
     """Return the places of columns of rows, with space for names at the left of the first.
 
     Args:
         name_width: width of the widest name.
         columns: width of each column relative to the others, and inches for the text at its right.
-        bottom: the lower end of the axes.
-        height: of the axes.
     """
     left = NAMES_LEFT + NAMES_RIGHT + name_width
     free = WIDTH - 2 * MARGIN - left - sum(text + ROW_GAP for _, text in columns) + ROW_GAP
-    boxes = []
+    places = []
     for share, text in columns:
         width = free * share / sum(share for share, _ in columns)
-        boxes.append((left, bottom, width, height))
+        places.append((left, WIDTH - left - width))
         left += width + text + ROW_GAP
-    return boxes
+    return places
 
 
 def shortened(label: str) -> str:

@@ -120,6 +120,8 @@ def test_a_script_has_what_its_run_uses():
     assert "world_size = int" not in text
     seeded = text_of("from sklearn.model_selection import train_test_split\n" + PLAIN)
     assert {"seed_everything", "main"} <= defined(seeded), "a library may draw numbers"
+    drawn = PLAIN.replace("torch.randn", "numpy.random.randn")
+    assert "run" in defined(text_of("import numpy\n" + drawn))
 
 
 def test_the_settings_are_the_runs():
