@@ -6,6 +6,7 @@ can be used with the keyboard alone.
 
 import contextvars
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from typing import Any, final
 
@@ -28,7 +29,6 @@ CHOSEN = ("single", "ddp", "async")
 DEFAULTS = {"num_epochs": "6", "batch_size": "64"}
 """Where the panel starts from another value than ``%ddp_compare``."""
 WITHOUT_KERNEL = "The panel needs its kernel: run the cell again. Its figure and table are below."
-NOTHING_YET = "Run trains the selected strategies; their figure appears here."
 WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"}
 
 
@@ -52,42 +52,32 @@ class Panel:
         self._shell, self._parse, self._own_cell = shell, parse, own_cell
         self._output = LiveFigureAndTable()
         self._context = contextvars.copy_context()
+        box = partial(_control, widgets.Checkbox, width="auto", indent=False)
+        count = partial(_control, widgets.BoundedIntText, min=1)
+        text = partial(_control, widgets.Text, continuous_update=False)
+        # a text is sent when it is left: else its last key may come after a click on Run
         self.strategies = {
-            name: _control(
-                widgets.Checkbox, name, entry.about, "auto", value=name in CHOSEN, indent=False
-            )
-            for name, entry in STRATEGIES.items()
+            name: box(name, entry.about, value=name in CHOSEN) for name, entry in STRATEGIES.items()
         }
-        about = "what to train; a %%ddp_compare cell adds its own task"
-        self.task = _control(
-            widgets.Dropdown, "task", about, options=[(name, name) for name in TASKS]
-        )
-        about = "how many to start if no cluster is running"
-        self.ranks = _control(widgets.BoundedIntText, "ranks", about, value=2, min=1, max=MAX_RANKS)
+        tasks = [(name, name) for name in TASKS]
+        self.task = _control(widgets.Dropdown, "task", "what to train", options=tasks)
+        self.ranks = count("ranks", "started if no cluster is running", value=2, max=MAX_RANKS)
+        self.repeats = count("repeats", "of each strategy", value=1, max=1000)
         self.choices = {
-            option.flag: _control(
-                widgets.Text,
-                option.label,
-                option.about,
-                value=DEFAULTS.get(name, ""),
-                placeholder=option.example,
-                continuous_update=False,  # else the last key may come after a click on Run
+            each.flag: text(
+                each.label, each.about, value=DEFAULTS.get(name, ""), placeholder=each.example
             )
-            for name, option in training_options()
-            if option.label
+            for name, each in training_options()
+            if each.label
         }
-        self.repeats = _control(
-            widgets.BoundedIntText, "repeats", "of all", value=1, min=1, max=1000
-        )
         self.magic = _control(widgets.Textarea, "as a magic", "copy it", width="60em", rows=3)
         self.run = widgets.Button(description="Run", tooltip="train the selected strategies")
         self.stop = widgets.Button(description="Stop", tooltip="what was trained is kept")
         self.status = widgets.HTML(layout={"margin": "0 0 0 1em"})
-        settings = [self.task, self.ranks, *self.choices.values(), self.repeats]
+        settings = [self.task, self.ranks, self.repeats, *self.choices.values()]
         boxes = [widgets.HTML("<b>strategies</b>&emsp;"), *self.strategies.values()]
-        buttons = [self.run, self.stop, self.status]
-        rows = [widgets.HBox(row, layout=WRAPPED) for row in (boxes, settings, buttons)]
-        self._root = widgets.VBox([*rows[:2], self.magic, rows[2]])
+        rows = [boxes, settings, [self.magic], [self.run, self.stop, self.status]]
+        self._root = widgets.VBox([widgets.HBox(row, layout=WRAPPED) for row in rows])
         for control in (*self.strategies.values(), *settings):
             control.observe(lambda _: self._show_magic(), names="value")
         self.run.on_click(lambda _: self._run())
@@ -99,7 +89,7 @@ class Panel:
         self._context = contextvars.copy_context()  # so that a click prints under this cell
         self._refresh()
         display(self._root._repr_mimebundle_() | {"text/plain": WITHOUT_KERNEL}, raw=True)
-        self._output.appear(NOTHING_YET)
+        self._output.appear("Run trains the selected strategies; their figure appears here.")
 
     def close(self) -> None:
         """Disconnect from the notebook; may be called twice."""
@@ -174,9 +164,9 @@ class Panel:
 
     def _say(self, text: str, *, is_error: bool = False) -> None:
         """Show a line of status, which a screen reader reads aloud."""
-        role, style = ("alert", "font-weight:600") if is_error else ("status", "")
-        look = f'role="{role}" style="white-space:pre-wrap;{style}"'
-        self.status.value = f"<div {look}>{escape(text)}</div>"
+        role = "alert" if is_error else "status"
+        style = "white-space:pre-wrap;line-height:1.5"
+        self.status.value = f'<div role="{role}" style="{style}">{escape(text)}</div>'
 
 
 def _control(kind: Any, label: str, about: str, width: str = "21em", **traits: Any) -> Any:
