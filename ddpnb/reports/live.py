@@ -35,19 +35,7 @@ MAX_SHARE = 0.1
 def live(options: PlotOptions = EVERYTHING) -> "Live":
     """Return a live display: a figure in a Jupyter kernel, lines of text elsewhere."""
     in_kernel = hasattr(get_ipython(), "kernel")
-    return LiveFigureAndTable(options, on_end=_note_cell) if in_kernel else LiveText()
-
-
-def show_result(result: ComparisonResult) -> None:
-    """Show a result's sentence, figure and table under the current cell."""
-    LiveFigureAndTable().show(result)
-    _note_cell(result)
-
-
-def _note_cell(result: ComparisonResult) -> None:
-    """Note that the current cell shows the result."""
-    shell = get_ipython()
-    result.shown_in_cell = None if shell is None else shell.execution_count
+    return LiveFigureAndTable(options) if in_kernel else LiveText()
 
 
 @final
@@ -110,20 +98,10 @@ class LiveDisplay:
 
 @final
 class LiveFigureAndTable:
-    """A line of progress and one figure, redrawn in place; at the end sentence, figure, table.
+    """A line of progress and one figure, redrawn in place; at the end sentence, figure, table."""
 
-    Args:
-        options: how the comparison is drawn.
-        on_end: called with the result, once it is shown.
-    """
-
-    def __init__(
-        self,
-        options: PlotOptions = EVERYTHING,
-        on_end: Callable[[ComparisonResult], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, options: PlotOptions = EVERYTHING) -> None:
         self._options = options
-        self._on_end = on_end
         self._line, self._figure, self._table = LiveDisplay(), LiveDisplay(), LiveDisplay()
         self._seconds = 0.0
         """The end of the axis of time, which is kept while it fits."""
@@ -168,10 +146,11 @@ class LiveFigureAndTable:
     def finish(self, result: ComparisonResult) -> None:
         """Show the sentence in place of the progress, the last picture, and the table."""
         self._guard.draw(lambda: self.show(result))
-        self._guard.draw(lambda: self._on_end(result))
 
     def show(self, result: ComparisonResult) -> None:
-        """Show the sentence, the figure and the table of a result."""
+        """Show the sentence, the figure and the table of a result; note the cell they are in."""
+        shell = get_ipython()
+        result.shown_in_cell = None if shell is None else shell.execution_count
         self._line.show({"text/html": result.sentence_html(), "text/plain": result.sentence()})
         self._show_figure(result.plot())
         self._table.show({"text/html": result.table_html(), "text/plain": repr(result)})

@@ -1,8 +1,6 @@
 """The panel in a real JupyterLab, with the keyboard alone."""
 
-import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,31 +18,24 @@ PANEL, AFTER = 1, 2
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def lab(chromium: Browser, lab_folder: Path, lab_address: str) -> Iterator[tuple[Page, Path, str]]:
-    """A notebook with the panel, open in JupyterLab; its file; its address."""
+@pytest.fixture
+def page(chromium: Browser, lab_folder: Path, lab_address: str) -> Iterator[Page]:
+    """A notebook with the panel, open in JupyterLab."""
     (lab_folder / "panel" / "data").mkdir(parents=True)
-    path = lab_folder / "panel" / "panel.ipynb"
-    address = lab_address.format(path=f"panel/{path.name}")
-    sources = ["%load_ext ddpnb", "%ddp_panel", "%ddp_plot live", "%ddp_stop"]
+    sources = ["%load_ext ddpnb", "%ddp_panel", "%ddp_plot live"]
     notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
-    nbformat.write(notebook, path)
+    nbformat.write(notebook, lab_folder / "panel" / "panel.ipynb")
     page = chromium.new_page(viewport={"width": 1600, "height": 1100})
-    page.goto(address)
+    page.goto(lab_address.format(path="panel/panel.ipynb"))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
     wait_for_kernel(page)
     page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
     for index in (0, PANEL):
         run_cell(page, index)
     page.get_by_role("button", name="Run", exact=True).wait_for(timeout=60_000)
-    yield page, path, address
+    yield page
     page.close()
-
-
-@pytest.fixture
-def page(lab: tuple[Page, Path, str]) -> Page:
-    return lab[0]
 
 
 def cell(page: Page, index: int) -> Locator:
@@ -119,26 +110,3 @@ def test_it_trains_by_keyboard_alone_until_it_is_stopped(page: Page) -> None:
     expect(status(page)).to_have_text("Stopped; what was trained is kept.", timeout=20_000)
     expect(cell(page, PANEL).locator("table").first).to_contain_text("stopped")
     assert focused(page) == "Stop"
-
-
-def test_the_saved_notebook_shows_figure_and_table_without_a_kernel(
-    lab: tuple[Page, Path, str],
-) -> None:
-    page, path, address = lab
-    run_cell(page, 3)
-    command(page, "docmanager:save")
-    deadline = time.monotonic() + 30
-    while "The cluster has stopped" not in path.read_text():
-        assert time.monotonic() < deadline, "the notebook was not saved"
-        page.wait_for_timeout(200)
-    saved = json.loads(path.read_text())["cells"][PANEL]["outputs"]
-    assert ["image/png" in output["data"] for output in saved] == [False, False, True, False]
-    notebook = nbformat.read(path, as_version=4)
-    notebook.metadata.kernelspec = {"name": "gone", "display_name": "gone", "language": "python"}
-    alone = path.with_name("alone.ipynb")
-    nbformat.write(notebook, alone)
-    page.goto(address.replace("panel.ipynb", "alone.ipynb"))
-    panel = cell(page, PANEL)
-    panel.locator(".jp-RenderedImage img").wait_for(timeout=60_000)
-    expect(panel.locator("table").first).to_contain_text("single")
-    screenshot(page, "panel-without-kernel")

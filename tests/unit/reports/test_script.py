@@ -12,7 +12,6 @@ import pytest
 from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.reports.export.assembly import Import, imports_text
 from ddpnb.reports.export.script import script, write_script
 
 PLAIN = """import torch
@@ -175,26 +174,3 @@ def test_what_is_not_one_model_or_a_class_of_ones_own_is_refused():
     specs = comparison_of(PLAIN).specs + comparison_of(GENERAL).specs
     with pytest.raises(UserError, match="race has 2"):
         script(Comparison(comparison_id="c", name="race", specs=specs), "train.py")
-
-
-def test_imports_are_in_ruffs_order():
-    imports = [
-        *(Import("torch.utils.data", name, name) for name in ("random_split", "Dataset", "A_B")),
-        Import("torch", "", "torch"),
-        Import("os", "", "os"),
-        Import("torch.nn", "functional", "F"),
-        Import("collections.abc", "Iterator", "Iterator"),
-        Import("torch.distributed", "", "dist"),
-    ]
-    assert imports_text(imports).splitlines() == [
-        "import os",
-        "from collections.abc import Iterator",
-        "",
-        "import torch",
-        "import torch.distributed as dist",
-        "from torch.nn import functional as F",
-        "from torch.utils.data import A_B, Dataset, random_split",
-    ]
-    assert re.search(
-        r"import \(\n    a{40},\n", imports_text(Import("m", c * 40, c * 40) for c in "abc")
-    )
