@@ -169,7 +169,7 @@ class Panel:
         self.status.value = f'<div role="{role}" style="{style}">{escape(text)}</div>'
 
 
-def _control(kind: Any, label: str, about: str, width: str = "21em", **traits: Any) -> Any:
-    layout = {"width": width, "max_width": "99%"}
-    style = {"description_width": "initial" if width == "auto" else "8.5em"}
+def _control(kind: Any, label: str, about: str, width: str = "18em", **traits: Any) -> Any:
+    layout = {"width": width, "max_width": "99%", "margin": "2px 1em 2px 0"}
+    style = {"description_width": "initial" if width == "auto" else "6em"}
     return kind(description=label, tooltip=about, layout=layout, style=style, **traits)

@@ -1,12 +1,10 @@
 """The figure of a comparison, drawn from a snapshot, live and from the store (kernel)."""
 
-import math
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.summary import evaluations
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
 from ddpnb.reports import kit
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
@@ -17,10 +15,9 @@ from ddpnb.reports.figures.layout import (
     ROWS_BOTTOM,
     TOP,
     WIDTH,
-    panel_height,
+    heights,
     panel_places,
     row_places,
-    rows_height,
     shortened,
     width_inches,
 )
@@ -72,7 +69,7 @@ def draw(
     to_come = [name for name in comparison.strategies if name not in begun]
     num_rows = len(series) + len(to_come)
     labels = [each.label for each in series] + list(map(longest_label, to_come))
-    curve_height, row_height = panel_height(num_rows), rows_height(num_rows)
+    curve_height, row_height = heights(num_rows)
     height = TOP + len(bands) * (curve_height + PANELS_GAP)
     height += len(columns) * (row_height + ROWS_BOTTOM) + max(len(columns) - 1, 0) * HEAD
     sheet = Sheet(title(comparison), height - kit.TOP - kit.FOOT, width=WIDTH)
@@ -144,9 +141,10 @@ def _panels(
             target=target.value if target and target.is_accuracy and y == "accuracy" else None,
             is_share=y == "accuracy",
         )
-        for y in held_out_measures(comparison)
+        for y in ("accuracy", "loss")
         for x in [x for x in across if x != "updates"] or ["samples"]
     ]
+    held_out = [panel for panel in held_out if panel.lines]
     if options.panels != "all":
         marks_loss = target is not None and not target.is_accuracy
         is_shown = held_out and not is_live and not (options.y or marks_loss)
@@ -158,13 +156,6 @@ def _panels(
         is_of_time=True,
     )
     return [[*losses, rate], held_out[:MOST_HELD_OUT]] if held_out else [[*losses, rate]]
-
-
-def held_out_measures(comparison: Comparison) -> tuple[str, ...]:
-    """Return what held-out curves show, ``"accuracy"`` before ``"loss"``; empty without any."""
-    found = [each for run in comparison.runs for each in evaluations(run)]
-    measures = {"accuracy": [e.accuracy for e in found], "loss": [e.loss for e in found]}
-    return tuple(name for name, values in measures.items() if any(map(math.isfinite, values)))
 
 
 # -- rows ----------------------------------------------------------------------------------

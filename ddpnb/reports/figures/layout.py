@@ -35,15 +35,11 @@ Place = tuple[float, float]
 """Inches left and right of axes."""
 
 
-def panel_height(num_strategies: int) -> float:
-    """Return the height of a panel: enough for all labels at the ends of lines."""
-    return max(PANEL_HEIGHT, LABEL_HEIGHT * (num_strategies + 1))
-
-
-def rows_height(num_strategies: int) -> float:
-    """Return the height of the rows of all strategies together."""
-    each = ROW_HEIGHT if num_strategies <= MANY_ROWS else LEAST_ROW_HEIGHT
-    return max(num_strategies * each, 2 * ROW_HEIGHT)
+def heights(num_strategies: int) -> tuple[float, float]:
+    """Return the height of a panel, with room for all labels, and of the rows of all strategies."""
+    row = ROW_HEIGHT if num_strategies <= MANY_ROWS else LEAST_ROW_HEIGHT
+    panel = max(PANEL_HEIGHT, LABEL_HEIGHT * (num_strategies + 1))
+    return panel, max(num_strategies * row, 2 * ROW_HEIGHT)
 
 
 def panel_places(num: int, label_width: float) -> list[Place]:

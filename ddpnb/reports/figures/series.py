@@ -154,19 +154,13 @@ def _point_by_point(lines: list[tuple[Floats, Floats]]) -> Line:
 
 
 def _loss(curves: Sequence[Curve], across: Callable[[Curve], Floats]) -> Line:
-    line = _line(
-        [(across(curve), smoothed(curve)) for curve in curves],
-        [_raw(across(curve), curve) for curve in curves],
-    )
+    raw = [  # lines through the lowest and the highest value of each point
+        (np.repeat(across(curve), 2), np.column_stack([curve.lowest, curve.highest]).ravel())
+        for curve in curves
+    ]
+    line = _line([(across(curve), smoothed(curve)) for curve in curves], raw)
     bad = [across(curve)[curve.num_bad > 0] for curve in curves]
     return replace(line, bad_x=np.concatenate([np.empty(0), *bad]))
-
-
-def _raw(x: Floats, curve: Curve) -> tuple[Floats, Floats]:
-    """Return a line through the lowest and the highest value of each point."""
-    if curve.num_merged == 1:
-        return x, curve.mean
-    return np.repeat(x, 2), np.column_stack([curve.lowest, curve.highest]).ravel()
 
 
 def _line(strong: list[tuple[Floats, Floats]], raw: list[tuple[Floats, Floats]]) -> Line:

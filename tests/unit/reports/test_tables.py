@@ -1,7 +1,7 @@
 import math
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
@@ -36,25 +36,9 @@ SPEEDS = ["strategy", "samples/s", "speed-up"]
 EVIL = "<script>alert('x')</script>"
 
 
-class Balanced(HTMLParser):
-    """Fails on a tag that is not closed in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag not in ("img", "meta"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def check_html(html: str) -> None:
-    parser = Balanced()
-    parser.feed(html)
-    assert parser.open == []
+    """Fail on a tag that is not closed in order."""
+    ElementTree.fromstring(f"<div>{re.sub('<(img|meta)[^>]*>', '', html)}</div>")
 
 
 def test_numbers_in_words():
