@@ -105,7 +105,7 @@ CASES = {
     "plain": ("ddp --epochs 2.5 --batch-size 40 --lr 0.2 --momentum 0.5", "\n" + TASK),
     "general": ("ddp:find_unused_parameters=on --epochs 2.5 --batch-size 14", GENERAL),
     "rows": (
-        "ddp --epochs 2 --accumulate 2 --amp bf16 --clip 0.5 --momentum 0.9 --batch-per-worker 16",
+        "ddp --epochs 2 --accumulate 3 --amp bf16 --clip 0.5 --momentum 0.9 --batch-per-worker 16",
         ROWS,
     ),
     "digits": ("ddp --task digits --epochs 1 --batch-size 256", ""),
@@ -161,7 +161,7 @@ def test_a_script_has_the_losses_of_the_notebook(kernel: Kernel, name: str):
 
 
 def test_a_worker_killed_costs_one_interval_and_no_loss_changes(kernel: Kernel):
-    command = exported(kernel, "killed", "ddp --epochs 2.5 --batch-size 40 --lr 0.2", DYING)
+    command = exported(kernel, "killed", "ddp --epochs 2.5 --batch-size 40 --momentum 0.5", DYING)
     (kernel.folder / "dying").touch()
     printed = run(kernel, command)
     assert not (kernel.folder / "dying").exists()
