@@ -113,11 +113,8 @@ class Panel:
             self.magic.value = f"{start}%ddp_compare {self.line()}"
 
     def _refresh(self, _: Any = None) -> None:
-        """Offer the ranks and the cell that there are now; colour the button to press next.
-
-        Both buttons always work, so that neither loses the focus.
-        """
-        is_training = this_session().comparison is not None
+        """Offer the ranks and the cell that there are now; colour the button to press next."""
+        is_training = this_session().comparison is not None  # both always work: the focus stays
         self.run.button_style = "" if is_training else "primary"
         self.stop.button_style = "danger" if is_training else ""
         num_ranks = this_session().num_ranks
@@ -130,6 +127,7 @@ class Panel:
 
     def _run(self) -> None:
         cell = self._own_cell() if self.task.value == CELL_TASK else ""
+        self._say("Training; you can run other cells meanwhile.")
         try:
             self._context.run(
                 this_session().compare_in_background,
@@ -139,10 +137,8 @@ class Panel:
                 on_end=self._show_end,
             )
         except UserError as error:
-            self._say(str(error), is_error=True)
-            return
+            self._say(str(error), role="alert")
         self._refresh()
-        self._say("Training; you can run other cells meanwhile.")
 
     def _stop(self) -> None:
         running = this_session().comparison
@@ -156,15 +152,14 @@ class Panel:
             self._say("Stopped; what was trained is kept.")
         elif (error := running.error) is not None:
             text = str(error) if isinstance(error, UserError) else ANSI.sub("", render_error(error))
-            self._say(text, is_error=True)
+            self._say(text, role="alert")
         else:
             name = running.result.comparison.name
             self._say(f"Finished, and stored as {name}: %ddp_plot {name} draws it again.")
         self._refresh()
 
-    def _say(self, text: str, *, is_error: bool = False) -> None:
+    def _say(self, text: str, *, role: str = "status") -> None:
         """Show a line of status, which a screen reader reads aloud."""
-        role = "alert" if is_error else "status"
         style = "white-space:pre-wrap;line-height:1.5"
         self.status.value = f'<div role="{role}" style="{style}">{escape(text)}</div>'
 
