@@ -296,18 +296,12 @@ def test_a_held_out_score_takes_the_place_of_the_loss_at_the_end():
 
 def holding(comparison: Comparison, **held: Memory) -> Comparison:
     """The same with ranks that hold so much; ``async`` is a word of Python."""
-    return comparison.with_runs(
-        [
-            replace(
-                run,
-                reports=tuple(
-                    replace(each, memory=held.get(run.name, held.get(f"{run.name}_", Memory())))
-                    for each in run.reports
-                ),
-            )
-            for run in comparison.runs
-        ]
-    )
+    runs = []
+    for run in comparison.runs:
+        memory = held.get(run.name, held.get(f"{run.name}_", Memory()))
+        reports = tuple(replace(each, memory=memory) for each in run.reports)
+        runs.append(replace(run, reports=reports))
+    return comparison.with_runs(runs)
 
 
 def test_unlike_memory_has_a_bar_of_its_parts():
