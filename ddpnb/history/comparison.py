@@ -143,7 +143,6 @@ def line_of(
     choices: Sequence[str],
     *,
     num_repeats: int = 1,
-    name: str = "",
 ) -> str:
     """Return the arguments of ``%ddp_compare`` as a line.
 
@@ -152,7 +151,6 @@ def line_of(
         task: what is trained.
         choices: the words of the line that choose options of the training.
         num_repeats: how often each strategy is trained.
-        name: of the comparison; empty: ddpnb makes one.
     """
     others = [strategy for strategy in strategies if strategy != BASELINE]
     words = others or list(strategies)
@@ -161,8 +159,6 @@ def line_of(
     words += choices
     if num_repeats != 1:
         words += ["--repeats", str(num_repeats)]
-    if name:
-        words += ["--name", name]
     if others and BASELINE not in strategies:
         words += ["--no-baseline"]
     return shlex.join(words)

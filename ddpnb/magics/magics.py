@@ -32,7 +32,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.live import LIVE, LiveDisplay, show_result
+from ddpnb.reports.live import LIVE, LiveDisplay, LiveFigureAndTable
 from ddpnb.reports.style import ACROSS, PlotOptions
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.session import this_cell_number, this_session
@@ -351,7 +351,7 @@ class DdpMagics(Magics):
             target=args.target,
             panels=args.panels,
         )
-        show_result(result)
+        LiveFigureAndTable().show(result)
         return result
 
     @magic_arguments()

@@ -1,29 +1,35 @@
-"""``%ddp_panel``: joins the controls, the session and the figure (kernel).
+"""``%ddp_panel``: controls for ``%ddp_compare``, which trains in the background (kernel).
 
-A kernel has one panel; shown in two cells, it is the same in both.
+A kernel has one panel; shown in two cells, it is the same in both.  Each control has a label and
+can be used with the keyboard alone.
 """
 
 import contextvars
 from collections.abc import Callable
+from functools import partial
+from html import escape
 from typing import Any, final
 
+import ipywidgets as widgets
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
-from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.magics.panel_form import Form
-from ddpnb.protocol.catalogue import CELL_TASK
+from ddpnb.cluster.placement import MAX_RANKS, ClusterSpec
+from ddpnb.history.comparison import line_of
+from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.training_options import training_options
 from ddpnb.reports.live import LiveFigureAndTable
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import ANSI, render_error
 from ddpnb.session.session import this_session
 
-MAX_STORED = 200
-"""How many stored runs can be selected, the newest."""
+CHOSEN = ("single", "ddp", "async")
+DEFAULTS = {"num_epochs": "6", "batch_size": "64"}
+"""Where the panel starts from another value than ``%ddp_compare``."""
 WITHOUT_KERNEL = "The panel needs its kernel: run the cell again. Its figure and table are below."
-NOTHING_YET = "Run trains the selected strategies; their figure appears here."
+WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"}
 
 
 @final
@@ -43,92 +49,122 @@ class Panel:
         parse: Callable[[str, str], ComparisonSpec],
         own_cell: Callable[[], str],
     ) -> None:
-        self._shell = shell
-        self._parse = parse
-        self._own_cell = own_cell
+        self._shell, self._parse, self._own_cell = shell, parse, own_cell
         self._output = LiveFigureAndTable()
         self._context = contextvars.copy_context()
-        self._form = Form(
-            on_change=self._show_magic,
-            on_run=self._run,
-            on_stop=self._stop,
-            on_select=self._select,
-        )
+        box = partial(_control, widgets.Checkbox, width="auto", indent=False)
+        count = partial(_control, widgets.BoundedIntText, min=1)
+        text = partial(_control, widgets.Text, continuous_update=False)
+        # a text is sent when it is left: else its last key may come after a click on Run
+        self.strategies = {
+            name: box(name, entry.about, value=name in CHOSEN) for name, entry in STRATEGIES.items()
+        }
+        tasks = [(name, name) for name in TASKS]
+        self.task = _control(widgets.Dropdown, "task", "what to train", options=tasks)
+        self.ranks = count("ranks", "started if no cluster is running", value=2, max=MAX_RANKS)
+        self.repeats = count("repeats", "of each strategy", value=1, max=1000)
+        self.choices = {
+            each.flag: text(
+                each.label, each.about, value=DEFAULTS.get(name, ""), placeholder=each.example
+            )
+            for name, each in training_options()
+            if each.label
+        }
+        self.magic = _control(widgets.Textarea, "as a magic", "copy it", width="60em", rows=3)
+        self.run = widgets.Button(description="Run", tooltip="train the selected strategies")
+        self.stop = widgets.Button(description="Stop", tooltip="what was trained is kept")
+        self.status = widgets.HTML(layout={"margin": "0 0 0 1em"})
+        settings = [self.task, self.ranks, self.repeats, *self.choices.values()]
+        boxes = [widgets.HTML("<b>strategies</b>&emsp;"), *self.strategies.values()]
+        rows = [boxes, settings, [self.magic], [self.run, self.stop, self.status]]
+        self._root = widgets.VBox([widgets.HBox(row, layout=WRAPPED) for row in rows])
+        for control in (*self.strategies.values(), *settings):
+            control.observe(lambda _: self._show_magic(), names="value")
+        self.run.on_click(lambda _: self._run())
+        self.stop.on_click(lambda _: self._stop())
         shell.events.register("post_run_cell", self._refresh)
 
     def show(self) -> None:
         """Appear under the current cell."""
         self._context = contextvars.copy_context()  # so that a click prints under this cell
         self._refresh()
-        bundle = self._form.root._repr_mimebundle_()
-        display(bundle | {"text/plain": WITHOUT_KERNEL}, raw=True)
-        self._output.appear(NOTHING_YET)
+        display(self._root._repr_mimebundle_() | {"text/plain": WITHOUT_KERNEL}, raw=True)
+        self._output.appear("Run trains the selected strategies; their figure appears here.")
 
     def close(self) -> None:
         """Disconnect from the notebook; may be called twice."""
         if self._refresh in self._shell.events.callbacks["post_run_cell"]:
             self._shell.events.unregister("post_run_cell", self._refresh)
-        self._form.root.close()
+        self._root.close()
 
-    def _refresh(self, _: Any = None) -> None:
-        """Offer the ranks, the cell and the stored runs that there are now."""
-        try:
-            stored = this_session().addresses()[:MAX_STORED]
-        except UserError:  # training works without the store
-            stored = ()
-        self._form.offer(
-            num_ranks=this_session().num_ranks, has_cell=bool(self._own_cell()), stored=stored
-        )
-        self._show_magic()
+    def line(self) -> str:
+        """Return the line of ``%ddp_compare``, without the magic's name."""
+        texts = {flag: box.value.replace(" ", "") for flag, box in self.choices.items()}
+        words = [word for flag, text in texts.items() if text for word in (flag, text)]
+        strategies = [name for name, box in self.strategies.items() if box.value]
+        return line_of(strategies, self.task.value, words, num_repeats=self.repeats.value)
 
     def _show_magic(self) -> None:
-        has_ranks = this_session().num_ranks is not None
-        state = self._form.state()
-        self._form.show_magic(state.magic(cell=self._own_cell(), has_ranks=has_ranks))
+        """Show a notebook cell that does the same, and starts ranks where none run."""
+        if self.task.value == CELL_TASK:
+            self.magic.value = f"%%ddp_compare {self.line()}\n{self._own_cell()}"
+        else:
+            start = "" if self.ranks.disabled else f"%ddp_start -n {self.ranks.value}\n"
+            self.magic.value = f"{start}%ddp_compare {self.line()}"
+
+    def _refresh(self, _: Any = None) -> None:
+        """Offer the ranks and the cell that there are now; colour the button to press next."""
+        is_training = this_session().comparison is not None  # both always work: the focus stays
+        self.run.button_style = "" if is_training else "primary"
+        self.stop.button_style = "danger" if is_training else ""
+        num_ranks = this_session().num_ranks
+        self.ranks.disabled = num_ranks is not None
+        self.ranks.value = num_ranks or self.ranks.value
+        if self._own_cell() and len(self.task.options) == len(TASKS):
+            self.task.options += (("own cell", CELL_TASK),)
+            self.task.value = CELL_TASK
+        self._show_magic()
 
     def _run(self) -> None:
-        state = self._form.state()
-        cell = self._own_cell() if state.task == CELL_TASK else ""
+        cell = self._own_cell() if self.task.value == CELL_TASK else ""
+        self._say("Training; you can run other cells meanwhile.")
         try:
             self._context.run(
                 this_session().compare_in_background,
-                self._parse(state.line(), cell),
-                cluster=ClusterSpec(num_ranks=state.num_ranks),
+                self._parse(self.line(), cell),
+                cluster=ClusterSpec(num_ranks=self.ranks.value),
                 shown_by=self._output,
                 on_end=self._show_end,
             )
         except UserError as error:
-            self._form.show_status(str(error), is_error=True)
-            return
-        self._form.is_training = True
-        self._form.show_status("Training; you can run other cells meanwhile.")
+            self._say(str(error), role="alert")
+        self._refresh()
 
     def _stop(self) -> None:
         running = this_session().comparison
-        if running is None:
-            self._form.show_status("Nothing is training.")
-            return
-        running.interrupt()
-        self._form.show_status("Stopping ...")
-
-    def _select(self, names: tuple[str, ...]) -> None:
-        try:
-            self._output.put_beside([this_session().store.load(name) for name in names])
-        except UserError as error:
-            self._form.show_status(str(error), is_error=True)
+        self._say("Nothing is training." if running is None else "Stopping ...")
+        if running is not None:
+            running.interrupt()
 
     def _show_end(self, running: RunningComparison) -> None:
         """Show how a comparison ended; called in its thread."""
-        self._form.is_training = False
-        error = running.error
         if running.was_stopped:
-            self._form.show_status("Stopped; what was trained is kept.")
-        elif error is None:
-            name = running.result.comparison.name
-            self._form.show_status(
-                f"Finished, and stored as {name}: %ddp_plot {name} draws it again."
-            )
-        else:
+            self._say("Stopped; what was trained is kept.")
+        elif (error := running.error) is not None:
             text = str(error) if isinstance(error, UserError) else ANSI.sub("", render_error(error))
-            self._form.show_status(text, is_error=True)
+            self._say(text, role="alert")
+        else:
+            name = running.result.comparison.name
+            self._say(f"Finished, and stored as {name}: %ddp_plot {name} draws it again.")
         self._refresh()
+
+    def _say(self, text: str, *, role: str = "status") -> None:
+        """Show a line of status, which a screen reader reads aloud."""
+        style = "white-space:pre-wrap;line-height:1.5"
+        self.status.value = f'<div role="{role}" style="{style}">{escape(text)}</div>'
+
+
+def _control(kind: Any, label: str, about: str, width: str = "18em", **traits: Any) -> Any:
+    layout = {"width": width, "max_width": "99%", "margin": "2px 1em 2px 0"}
+    style = {"description_width": "initial" if width == "auto" else "6em"}
+    return kind(description=label, tooltip=about, layout=layout, style=style, **traits)

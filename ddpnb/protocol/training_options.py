@@ -72,14 +72,13 @@ class TrainingSpec:
         256,
         "--batch-size",
         least=1,
-        label="global batch",
+        label="batch",
         about="the global batch: samples per step over all workers",
     )
     learning_rate: float = _training(
         0.05,
         "--lr",
         above=0,
-        label="learning rate",
         most_values=6,
         about="learning rate of the default optimizer, SGD; of several, 0.02,0.05,0.1, each "
         "strategy is compared at its best by held-out loss",
@@ -91,7 +90,6 @@ class TrainingSpec:
         "--momentum",
         least=0,
         below=1,
-        label="momentum",
         about="momentum of the default optimizer",
     )
     seed: int = _training(
@@ -160,7 +158,7 @@ class TrainingSpec:
         "",
         "--devices",
         example="8xV100",
-        label="emulated devices",
+        label="devices",
         about="time is computed for so many devices, each as fast as one idle core: 8; or for "
         "cards, on two hosts: 16xV100/2; gradients and losses are real; real: it is measured",
     )
@@ -186,7 +184,7 @@ class TrainingSpec:
         "",
         "--link",
         example="1Gbit,0.5ms",
-        label="emulated link",
+        label="link",
         about="the network between hosts, rate and one-way latency, with one host between its "
         f"devices; or {', '.join(LINKS)}",
     )
@@ -206,7 +204,7 @@ class TrainingSpec:
         (),
         "--slow",
         example="1:3x",
-        label="straggler",
+        label="slow rank",
         about="rank 1 takes 3 times as long; 1:50ms: 50 ms longer per step; "
         "separate several by commas",
     )

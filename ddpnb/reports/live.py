@@ -2,16 +2,15 @@
 
 import base64
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any, final
 
 from IPython.core.getipython import get_ipython
 from IPython.display import DisplayHandle, display
 
-from ddpnb.history.comparison import Comparison, overlay
+from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import summary_of
 from ddpnb.reports.formatting import title
 from ddpnb.reports.kit import Picture
@@ -36,19 +35,7 @@ MAX_SHARE = 0.1
 def live(options: PlotOptions = EVERYTHING) -> "Live":
     """Return a live display: a figure in a Jupyter kernel, lines of text elsewhere."""
     in_kernel = hasattr(get_ipython(), "kernel")
-    return LiveFigureAndTable(options, on_end=_note_cell) if in_kernel else LiveText()
-
-
-def show_result(result: ComparisonResult) -> None:
-    """Show a result's sentence, figure and table under the current cell."""
-    Page().show(result)
-    _note_cell(result)
-
-
-def _note_cell(result: ComparisonResult) -> None:
-    """Note that the current cell shows the result."""
-    shell = get_ipython()
-    result.shown_in_cell = None if shell is None else shell.execution_count
+    return LiveFigureAndTable(options) if in_kernel else LiveText()
 
 
 @final
@@ -110,61 +97,16 @@ class LiveDisplay:
 
 
 @final
-class Page:
-    """What a class sees of a comparison: a line, the figure, the table."""
-
-    def __init__(self) -> None:
-        self.line, self.figure, self.table = LiveDisplay(), LiveDisplay(), LiveDisplay()
-
-    def appear(self) -> None:
-        """Appear under the current cell, also if it already stands under another."""
-        for each in (self.line, self.figure, self.table):
-            each.appear()
-
-    def announce(self, text: str) -> None:
-        """Show a line alone, until there is a figure."""
-        self.line.show({"text/plain": text, "text/html": f"<p>{escape(text)}</p>"})
-        quiet = f'<p style="{QUIET}">{COMES_BACK}</p>'
-        self.figure.show({"text/plain": COMES_BACK, "text/html": quiet} if text else NOTHING)
-        self.table.show(NOTHING)
-
-    def show_figure(self, picture: Picture) -> None:
-        """Show a figure, with a text for frontends that show no pictures."""
-        png = base64.b64encode(picture.png()).decode()
-        self.figure.show({"image/png": png, "text/plain": repr(picture)})
-
-    def show(self, result: ComparisonResult) -> None:
-        """Show the sentence, the figure and the table of a result."""
-        self.line.show({"text/html": result.sentence_html(), "text/plain": result.sentence()})
-        self.show_figure(result.plot())
-        self.table.show({"text/html": result.table_html(), "text/plain": repr(result)})
-
-
-@final
 class LiveFigureAndTable:
-    """A line of progress and one figure, redrawn in place; at the end sentence, figure, table.
+    """A line of progress and one figure, redrawn in place; at the end sentence, figure, table."""
 
-    Args:
-        options: how the comparison is drawn.
-        on_end: called with the result, once it is shown.
-    """
-
-    def __init__(
-        self,
-        options: PlotOptions = EVERYTHING,
-        on_end: Callable[[ComparisonResult], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, options: PlotOptions = EVERYTHING) -> None:
         self._options = options
-        self._on_end = on_end
-        self._page = Page()
+        self._line, self._figure, self._table = LiveDisplay(), LiveDisplay(), LiveDisplay()
         self._seconds = 0.0
         """The end of the axis of time, which is kept while it fits."""
         self._next_seconds = 0.0
         self._guard = DrawingGuard()
-        self._lock = threading.Lock()  # a training's thread and a panel's controls both draw
-        self._is_training = False
-        self._latest: tuple[Comparison, ...] = ()
-        self._beside: tuple[Comparison, ...] = ()
 
     def appear(self, text: str = "") -> None:
         """Appear under the current cell, also if it already stands under another.
@@ -172,27 +114,23 @@ class LiveFigureAndTable:
         Args:
             text: shown until there is something else.
         """
-        if self._page.line.has_appeared:
-            self._page.appear()
-        else:
+        if not self._line.has_appeared:
             self.announce(text)
+            return
+        for each in (self._line, self._figure, self._table):
+            each.appear()
 
     def announce(self, text: str) -> None:
         """Say what is done before there is a figure; nothing: show nothing."""
-        self._page.announce(text)
-
-    def put_beside(self, comparisons: Sequence[Comparison]) -> None:
-        """Draw stored runs with the latest comparison."""
-        with self._lock:
-            self._beside = tuple(comparisons)
-            if not self._is_training:
-                self._show_result()
+        self._line.show({"text/plain": text, "text/html": f"<p>{escape(text)}</p>"})
+        quiet = f'<p style="{QUIET}">{COMES_BACK}</p>'
+        self._figure.show({"text/plain": COMES_BACK, "text/html": quiet} if text else NOTHING)
+        self._table.show(NOTHING)
 
     def begin(self, comparison: Comparison) -> None:
         """Draw the first picture, before training begins."""
-        with self._lock:
-            self._is_training, self._seconds = True, 0.0
-            self._guard.draw(lambda: self._show_progress(comparison))
+        self._seconds = 0.0
+        self._guard.draw(lambda: self._show_progress(comparison))
 
     def is_due(self) -> bool:
         """Return whether the next redraw is due."""
@@ -200,39 +138,36 @@ class LiveFigureAndTable:
 
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now."""
-        with self._lock:
-            began = time.thread_time()
-            self._guard.draw(lambda: self._show_progress(comparison))
-            pause = (time.thread_time() - began) / MAX_SHARE
-            pause = min(max(pause, REDRAW_SECONDS), MAX_PAUSE_SECONDS)
-            self._next_seconds = time.monotonic() + pause
+        began = time.thread_time()
+        self._guard.draw(lambda: self._show_progress(comparison))
+        pause = (time.thread_time() - began) / MAX_SHARE
+        self._next_seconds = time.monotonic() + min(max(pause, REDRAW_SECONDS), MAX_PAUSE_SECONDS)
 
     def finish(self, result: ComparisonResult) -> None:
         """Show the sentence in place of the progress, the last picture, and the table."""
-        with self._lock:
-            self._latest, self._is_training = (result.comparison,), False
-            self._show_result(result)
-        self._guard.draw(lambda: self._on_end(result))
+        self._guard.draw(lambda: self.show(result))
+
+    def show(self, result: ComparisonResult) -> None:
+        """Show the sentence, the figure and the table of a result; note the cell they are in."""
+        shell = get_ipython()
+        result.shown_in_cell = None if shell is None else shell.execution_count
+        self._line.show({"text/html": result.sentence_html(), "text/plain": result.sentence()})
+        self._show_figure(result.plot())
+        self._table.show({"text/html": result.table_html(), "text/plain": repr(result)})
 
     def _show_progress(self, comparison: Comparison) -> None:
         from ddpnb.reports.figures.axes import planned_seconds  # noqa: PLC0415  matplotlib: 0.3 s
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415
 
-        self._latest = (comparison,)
-        self._page.line.show_table(progress_of(comparison, COMES_BACK))
-        shown = self._all()
-        self._seconds = planned_seconds(shown, self._seconds)
-        figure = draw(shown, self._options, is_live=True, seconds=self._seconds)
-        self._page.show_figure(Picture(figure, title(shown)))
+        self._line.show_table(progress_of(comparison, COMES_BACK))
+        self._seconds = planned_seconds(comparison, self._seconds)
+        figure = draw(comparison, self._options, is_live=True, seconds=self._seconds)
+        self._show_figure(Picture(figure, title(comparison)))
 
-    def _show_result(self, result: ComparisonResult | None = None) -> None:
-        if self._beside or (result is None and self._latest):
-            result = ComparisonResult(self._all(), self._options)
-        if (shown := result) is not None:
-            self._guard.draw(lambda: self._page.show(shown))
-
-    def _all(self) -> Comparison:
-        return overlay([*self._latest, *self._beside])
+    def _show_figure(self, picture: Picture) -> None:
+        """Show a figure, with a text for frontends that show no pictures."""
+        png = base64.b64encode(picture.png()).decode()
+        self._figure.show({"image/png": png, "text/plain": repr(picture)})
 
 
 @final

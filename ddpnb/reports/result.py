@@ -141,13 +141,10 @@ class ComparisonResult:
         """
         target = Path(folder)
         page, picture, runs = (target / f"comparison.{kind}" for kind in ("html", "png", "csv"))
-        png = self.plot().png(PAGE_DPI)
         try:
             target.mkdir(parents=True, exist_ok=True)
-            page.write_text(
-                report_html(self.comparison, png, self.options.target), encoding="utf-8"
-            )
-            picture.write_bytes(png)
+            _write_report(self, page)
+            _write_figure(self, picture)
             _write_runs(self, runs)
         except OSError as error:
             raise UserError(f"The comparison cannot be saved in {target}: {error}.") from error
@@ -192,24 +189,18 @@ def export(result: ComparisonResult, path: Path | str) -> str:
         UserError: the ending is unknown, or the file cannot be written.
     """
     target = Path(path)
-    write = _writer(target)
+    ending = ".runs.csv" if target.name.endswith(".runs.csv") else target.suffix
+    if ending not in WRITERS:
+        raise UserError(
+            f"{target.name} has no ending that can be written: choose one of "
+            f"{', '.join(WRITERS)}; the .csv files and result.to_frame() have all numbers for "
+            "other tools."
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        return f"{target}: {write(result, target)}"
+        return f"{target}: {WRITERS[ending](result, target)}"
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error}.") from error
-
-
-def _writer(target: Path) -> "Writer":
-    if target.name.endswith(".runs.csv"):
-        return _write_runs
-    if target.suffix not in WRITERS:
-        endings = ", ".join((*WRITERS, ".runs.csv"))
-        raise UserError(
-            f"{target.name} has no ending that can be written: choose one of {endings}; the "
-            ".csv files and result.to_frame() have all numbers for other tools."
-        )
-    return WRITERS[target.suffix]
 
 
 def _write_steps(result: ComparisonResult, path: Path) -> str:
@@ -236,16 +227,11 @@ def _write_figure(result: ComparisonResult, path: Path) -> str:
     return "the figure."
 
 
-def _write_script(result: ComparisonResult, path: Path) -> str:
-    return write_script(result.comparison, path)
-
-
-Writer = Callable[[ComparisonResult, Path], str]
-
-WRITERS: Mapping[str, Writer] = {
+WRITERS: Mapping[str, Callable[[ComparisonResult, Path], str]] = {
     ".csv": _write_steps,
     ".html": _write_report,
     ".png": _write_figure,
-    ".py": _write_script,
+    ".py": lambda result, path: write_script(result.comparison, path),
+    ".runs.csv": _write_runs,
 }
 """The writer of each ending; it returns what it wrote."""

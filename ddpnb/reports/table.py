@@ -35,8 +35,6 @@ QUIET = "opacity:.72;font-size:.88em;font-weight:400;"
 RIM = "box-shadow:0 0 0 1px rgba(128,128,128,.4);"
 """Around a dot, so that a dark one is visible on black and a pale one on white."""
 
-MAX_HEAD_CHARACTERS = 9
-"""A longer column head is broken into two lines."""
 MAX_CELL_CHARACTERS = 28
 """A longer cell is shortened unless it is prose; a longer row head is broken into lines."""
 
@@ -151,19 +149,10 @@ def _head(column: Column, sticky: str) -> str:
     side = "right" if column.is_number else "left"
     style = f"{CELL}{sticky}text-align:{side};font-weight:600;vertical-align:bottom;"
     style += "white-space:normal;font-size:.95em"
-    unbroken = '<span style="white-space:nowrap">'
-    lines = " ".join(f"{unbroken}{escape(line)}</span>" for line in in_two_lines(column.title))
+    whole = '<span style="white-space:nowrap">'  # else it is broken at a hyphen
+    words = " ".join(f"{whole}{escape(word)}</span>" for word in column.title.split())
     about = f' title="{escape(column.about)}"' if column.about else ""
-    return f'<th scope="col" style="{style}"{about}>{lines}</th>'
-
-
-def in_two_lines(title: str) -> list[str]:
-    """Return the lines that a column head may be broken into: two where it is long."""
-    breaks = [at for at, letter in enumerate(title) if letter == " "]
-    if len(title) <= MAX_HEAD_CHARACTERS or not breaks:
-        return [title]
-    middle = min(breaks, key=lambda at: max(at, len(title) - at))
-    return [title[:middle], title[middle + 1 :]]
+    return f'<th scope="col" style="{style}"{about}>{words}</th>'
 
 
 def _row(columns: Sequence[Column], row: Sequence[Cell]) -> str:

@@ -1,8 +1,6 @@
 """The panel in a real JupyterLab, with the keyboard alone."""
 
-import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,31 +18,24 @@ PANEL, AFTER = 1, 2
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def lab(chromium: Browser, lab_folder: Path, lab_address: str) -> Iterator[tuple[Page, Path, str]]:
-    """A notebook with the panel, open in JupyterLab; its file; its address."""
+@pytest.fixture
+def page(chromium: Browser, lab_folder: Path, lab_address: str) -> Iterator[Page]:
+    """A notebook with the panel, open in JupyterLab."""
     (lab_folder / "panel" / "data").mkdir(parents=True)
-    path = lab_folder / "panel" / "panel.ipynb"
-    address = lab_address.format(path=f"panel/{path.name}")
-    sources = ["%load_ext ddpnb", "%ddp_panel", "%ddp_plot live", "%ddp_stop"]
+    sources = ["%load_ext ddpnb", "%ddp_panel", "%ddp_plot live"]
     notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
-    nbformat.write(notebook, path)
-    page = chromium.new_page(viewport={"width": 1600, "height": 1250})
-    page.goto(address)
+    nbformat.write(notebook, lab_folder / "panel" / "panel.ipynb")
+    page = chromium.new_page(viewport={"width": 1600, "height": 1100})
+    page.goto(lab_address.format(path="panel/panel.ipynb"))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
     wait_for_kernel(page)
     page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
     for index in (0, PANEL):
         run_cell(page, index)
     page.get_by_role("button", name="Run", exact=True).wait_for(timeout=60_000)
-    yield page, path, address
+    yield page
     page.close()
-
-
-@pytest.fixture
-def page(lab: tuple[Page, Path, str]) -> Page:
-    return lab[0]
 
 
 def cell(page: Page, index: int) -> Locator:
@@ -84,99 +75,38 @@ def tab_to(page: Page, name: str) -> None:
     raise AssertionError(f"no Tab leads to {name}; the focus is at {focused(page)}")
 
 
-def test_every_control_has_a_label(page: Page) -> None:
+def test_it_trains_by_keyboard_alone_until_it_is_stopped(page: Page) -> None:
     controls = cell(page, PANEL).locator("input, select, textarea, button.jupyter-button")
     unlabelled = controls.evaluate_all(
         """all => all.filter(e => !(e.labels && e.labels.length && e.labels[0].innerText.trim())
             && !e.innerText.trim()).map(e => e.outerHTML)"""
     )
     assert unlabelled == []
-    assert controls.count() >= 14
-
-
-def test_it_trains_by_keyboard_alone_and_the_figure_changes(page: Page) -> None:
-    cell(page, PANEL).locator("input[type=checkbox]").first.focus()
+    controls.first.focus()
     tab_to(page, "async")
     page.keyboard.press("Space")
-    tab_to(page, "ranks")
-    page.keyboard.press("Control+A")
-    page.keyboard.type("2")
-    tab_to(page, "name")
-    page.keyboard.type("mine")
     tab_to(page, "epochs")
     page.keyboard.press("Control+A")
     page.keyboard.type("100000")
     tab_to(page, "as a magic")
-    magic = page.get_by_label("as a magic")
-    expect(magic).to_have_value(
-        "%ddp_start -n 2\n"
-        "%ddp_compare ddp --task digits --epochs 100000 --batch-size 64 --lr 0.05 --momentum 0 "
-        "--name mine"
+    expect(page.get_by_label("as a magic")).to_have_value(
+        "%ddp_start -n 2\n%ddp_compare ddp --task digits --epochs 100000 --batch-size 64"
     )
     tab_to(page, "Run")
     page.keyboard.press("Space")
     picture = cell(page, PANEL).locator(".jp-RenderedImage img")
-    picture.wait_for(timeout=60_000)
+    for _ in range(3):
+        shown = str(picture.get_attribute("src", timeout=60_000))
+        expect(picture).not_to_have_attribute("src", shown, timeout=30_000)
     assert focused(page) == "Run"
-    seen = set()
-    deadline = time.monotonic() + 60
-    while len(seen) < 5 and time.monotonic() < deadline:
-        seen.add(picture.get_attribute("src"))
-        page.wait_for_timeout(200)
-    assert len(seen) >= 5, "the figure did not change while training"
     screenshot(page, "panel-while-training")
     run_cell(page, AFTER)
     again = cell(page, AFTER).locator(".jp-RenderedImage img")
-    shown = again.get_attribute("src")
-    expect(again).not_to_have_attribute("src", str(shown), timeout=30_000)
-
-
-def test_stop_ends_it_and_the_table_stands(page: Page) -> None:
+    shown = str(again.get_attribute("src"))
+    expect(again).not_to_have_attribute("src", shown, timeout=30_000)
     page.get_by_role("button", name="Run", exact=True).focus()
     tab_to(page, "Stop")
     page.keyboard.press("Space")
     expect(status(page)).to_have_text("Stopped; what was trained is kept.", timeout=20_000)
-    table = cell(page, PANEL).locator("table").first
-    expect(table).to_contain_text("stopped")
+    expect(cell(page, PANEL).locator("table").first).to_contain_text("stopped")
     assert focused(page) == "Stop"
-
-
-def test_a_second_run_ends_and_stored_runs_stand_beside_it(page: Page) -> None:
-    for label, value in (("epochs", "3"), ("name", "second")):
-        page.get_by_label(label, exact=True).fill(value)
-        page.keyboard.press("Tab")
-    magic = page.get_by_label("as a magic")  # what the kernel has of the form
-    expect(magic).to_have_value(re.compile("--epochs 3 .*--name second"), timeout=20_000)
-    page.get_by_role("button", name="Run", exact=True).press("Space")
-    expect(status(page)).to_contain_text("stored as second", timeout=120_000)
-    table = cell(page, PANEL).locator("table").first
-    expect(table).not_to_contain_text("mine")
-    page.get_by_label("stored runs").select_option(["mine/single"])
-    expect(table).to_contain_text("mine/single", timeout=20_000)
-    expect(table).to_contain_text("second/ddp")
-    screenshot(page, "panel-finished")
-
-
-def test_the_saved_notebook_shows_figure_and_table_without_a_kernel(
-    lab: tuple[Page, Path, str],
-) -> None:
-    page, path, address = lab
-    run_cell(page, 3)
-    command(page, "docmanager:save")
-    deadline = time.monotonic() + 30
-    while "The cluster has stopped" not in path.read_text():
-        assert time.monotonic() < deadline, "the notebook was not saved"
-        page.wait_for_timeout(200)
-    saved = json.loads(path.read_text())["cells"][PANEL]["outputs"]
-    kinds = [set(output["data"]) for output in saved]
-    assert ["image/png" in kind for kind in kinds] == [False, False, True, False]
-    assert "second/ddp" in "".join(saved[3]["data"]["text/html"])
-    notebook = nbformat.read(path, as_version=4)
-    notebook.metadata.kernelspec = {"name": "gone", "display_name": "gone", "language": "python"}
-    alone = path.with_name("alone.ipynb")
-    nbformat.write(notebook, alone)
-    page.goto(address.replace("panel.ipynb", "alone.ipynb"))
-    panel = cell(page, PANEL)
-    panel.locator(".jp-RenderedImage img").wait_for(timeout=60_000)
-    expect(panel.locator("table").first).to_contain_text("second/ddp")
-    screenshot(page, "panel-without-kernel")

@@ -28,7 +28,7 @@ def compared(kernel_of_module: Kernel) -> Cell:
     return cell
 
 
-def test_csv_has_one_row_per_step_or_per_run(compared: Cell, kernel: Kernel):
+def test_files_have_one_row_per_step_or_per_run_and_a_page_has_all(compared: Cell, kernel: Kernel):
     shown = kernel.run("%ddp_export out deep/out.csv\n%ddp_export out out.runs.csv").stdout
     with (kernel.folder / "deep" / "out.csv").open() as file:
         steps = list(csv.DictReader(file))
@@ -37,20 +37,12 @@ def test_csv_has_one_row_per_step_or_per_run(compared: Cell, kernel: Kernel):
     assert [run["strategy"] for run in runs] == ["single", "no-comm", "ddp", "async"]
     assert f"{len(steps):,} rows, one per step of each worker." in shown
     assert kernel.value("len(out.steps())") == str(len(steps))
-    ddp = [row for row in steps if row["strategy"] == "ddp"]
-    assert {row["rank"] for row in ddp} == {"0", "1"}
-    assert all(float(row["loss"]) > 0 for row in ddp)
-
-
-def test_the_report_is_one_page_with_everything(compared: Cell, kernel: Kernel):
+    assert {row["rank"] for row in steps if row["strategy"] == "ddp"} == {"0", "1"}
     assert kernel.value("ddpnb.report('out', path='race.html')") == "race.html"
     html = (kernel.folder / "race.html").read_text()
     for piece in ("data:image/png;base64,", "<table", "def model()", "gloo", "@media print"):
         assert piece in html
     assert not re.search(r'(?:src|href)="(?!data:)', html)
-
-
-def test_a_script_is_written_without_torch_in_the_kernel(compared: Cell, kernel: Kernel):
     assert "torchrun" in kernel.run("%ddp_export out train.py").stdout
     assert kernel.value("'torch' in __import__('sys').modules") == "False"
 
@@ -59,7 +51,6 @@ def test_a_script_is_written_without_torch_in_the_kernel(compared: Cell, kernel:
     ("line", "expected"),
     [
         ("out out.json", "choose one of .csv, .html, .png, .py, .runs.csv; the .csv files and"),
-        ("out logs/out", "choose one of"),
         ("out", "%ddp_export? explains it."),
         ("nobody x.csv", "There is no run 'nobody'"),
     ],

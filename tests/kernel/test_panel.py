@@ -5,47 +5,45 @@ import time
 from tests.cells import COMPARED
 from tests.kernel.client import Kernel
 
-FORM = "get_ipython().magics_manager.registry['DdpMagics'].panel._form"
+PANEL = "panel = get_ipython().magics_manager.registry['DdpMagics'].panel"
+
+
+def wait_for_status(kernel: Kernel, word: str) -> None:
+    deadline = time.monotonic() + 60
+    while word not in kernel.value("panel.status.value"):
+        assert time.monotonic() < deadline, kernel.value("panel.status.value")
+        time.sleep(0.1)
 
 
 def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel):
     first = kernel.run("%ddp_panel").passed
     assert len(first.outputs) == 4
-    assert kernel.run(COMPARED.replace("--name lines", "--name before")).passed
-    assert kernel.value(f"{FORM}._task.value") == "own cell"
-    assert kernel.value(f"{FORM}._stored.options[:2]") == "('before/ddp', 'before/no-comm')"
+    assert kernel.run(COMPARED).passed
     again = kernel.run("%ddp_panel").passed
     setting = (
-        f"form = {FORM}\nchoices = form._choices\n"
-        "choices['num_epochs'].value, choices['batch_size'].value = 1, 32\n"
-        "form._strategies['async'].value = False\nform._name.value = 'paneled'\nform._run.click()"
+        f"{PANEL}\n"
+        "panel.choices['--epochs'].value, panel.choices['--batch-size'].value = '1', '32'\n"
+        "panel.strategies['async'].value = False\npanel.run.click()"
     )
     assert kernel.run(setting).passed
-    assert kernel.value("form._magic.value.splitlines()[0]") == (
-        "%%ddp_compare ddp --epochs 1 --batch-size 32 --lr 0.05 --momentum 0 --name paneled"
-    )
-    deadline = time.monotonic() + 60
-    while "Finished" not in kernel.value("form._status.value"):
-        assert time.monotonic() < deadline, kernel.value("form._status.value")
-        time.sleep(0.1)
+    magic = "%%ddp_compare ddp --epochs 1 --batch-size 32"
+    assert kernel.value("panel.magic.value.splitlines()[0]") == magic
+    wait_for_status(kernel, "Finished")
     for cell in (first, again):
         assert len(cell.bundles("image/png")) == 1
-        assert "paneled" in cell.bundles("text/html")[-1]
-    assert kernel.value("sorted(__import__('ddpnb').plot('paneled').to_frame().strategy)") == (
+        assert "ddp" in cell.bundles("text/html")[-1]
+    assert kernel.value("sorted(__import__('ddpnb').plot('live').to_frame().strategy)") == (
         "['ddp', 'no-comm', 'single']"
     )
 
 
 def test_run_and_stop_at_the_wrong_moment_are_reported(kernel: Kernel):
-    kernel.run(f"%ddp_panel\nform = {FORM}\nform._stop.click()")
-    assert "Nothing is training." in kernel.value("form._status.value")
+    kernel.run(f"%ddp_panel\n{PANEL}\npanel.stop.click()")
+    assert "Nothing is training." in kernel.value("panel.status.value")
     kernel.run(
-        "form._choices['num_epochs'].value, form._task.value = 500, 'digits'\nform._run.click()"
+        "panel.choices['--epochs'].value, panel.task.value = '500', 'digits'\npanel.run.click()"
     )
-    kernel.run("form._run.click()")
-    assert "A comparison is training on the ranks" in kernel.value("form._status.value")
-    kernel.run("form._stop.click()")
-    deadline = time.monotonic() + 30
-    while "Stopped" not in kernel.value("form._status.value"):
-        assert time.monotonic() < deadline, kernel.value("form._status.value")
-        time.sleep(0.1)
+    kernel.run("panel.run.click()")
+    assert "A comparison is training on the ranks" in kernel.value("panel.status.value")
+    kernel.run("panel.stop.click()")
+    wait_for_status(kernel, "Stopped")

@@ -9,18 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cells import COMPARED
 from tests.kernel.client import Kernel
 
-PLAIN = """
-import torch
-from torch import nn
-def model():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-def data(split):
-    x = torch.randn(103, 4)
-    y = (x.sum(1) > 0).long()
-    return x, y
-"""
+TASK = COMPARED.partition("\n")[2]
 DYING = """
 import os, signal
 import torch
@@ -110,10 +102,10 @@ def metric(outputs, targets):
     return {"right": (outputs.argmax(1) == targets).double().mean()}
 """
 CASES = {
-    "plain": ("ddp --epochs 2.5 --batch-size 40 --lr 0.2 --momentum 0.5", PLAIN),
+    "plain": ("ddp --epochs 2.5 --batch-size 40 --lr 0.2 --momentum 0.5", "\n" + TASK),
     "general": ("ddp:find_unused_parameters=on --epochs 2.5 --batch-size 14", GENERAL),
     "rows": (
-        "ddp --epochs 2 --accumulate 2 --amp bf16 --clip 0.5 --momentum 0.9 --batch-per-worker 16",
+        "ddp --epochs 2 --accumulate 3 --amp bf16 --clip 0.5 --momentum 0.9 --batch-per-worker 16",
         ROWS,
     ),
     "digits": ("ddp --task digits --epochs 1 --batch-size 256", ""),
@@ -135,16 +127,10 @@ def exported(kernel: Kernel, name: str, line: str, cell: str) -> str:
 def run(kernel: Kernel, command: str) -> str:
     """Run a line in the notebook's folder, as one types it; return what it prints."""
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    ended = subprocess.run(
-        command,
-        shell=True,
-        cwd=kernel.folder,
-        env=environment | {"OMP_NUM_THREADS": "1", "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    environment |= {"OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = {"cwd": kernel.folder, "env": environment, "timeout": 180}
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, **options)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -175,7 +161,7 @@ def test_a_script_has_the_losses_of_the_notebook(kernel: Kernel, name: str):
 
 
 def test_a_worker_killed_costs_one_interval_and_no_loss_changes(kernel: Kernel):
-    command = exported(kernel, "killed", "ddp --epochs 2.5 --batch-size 40 --lr 0.2", DYING)
+    command = exported(kernel, "killed", "ddp --epochs 2.5 --batch-size 40 --momentum 0.5", DYING)
     (kernel.folder / "dying").touch()
     printed = run(kernel, command)
     assert not (kernel.folder / "dying").exists()

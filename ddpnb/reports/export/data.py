@@ -1,25 +1,17 @@
 """A comparison as tidy DataFrames (kernel)."""
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ddpnb.history.claims import Ratio, Ratios, ratios_of
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.database import metrics_of
-from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.history.summary import (
-    bytes_received,
     evaluations,
-    memory_of,
     num_devices,
     reported_metrics,
     samples_per_second,
-    staleness_counts,
-    staleness_median,
     summarise,
     trained_model,
 )
@@ -31,6 +23,8 @@ if TYPE_CHECKING:
 
 SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed", "devices", "link")
 CIRCUMSTANCES = ("momentum", "num_workers", "num_threads", "device", "backend", "num_parameters")
+BESIDE = (BASELINE, CEILING)
+"""What a run is measured against."""
 STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_bytes_sent")
 
 
@@ -39,17 +33,8 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
     ratios = ratios_of(summarise(comparison))
-    rates = {
-        (run.comparison, run.name, run.repeat): samples_per_second(run)
-        for run in comparison.runs
-        if not run.is_running
-    }
-    frame = pd.DataFrame(
-        [
-            _run_row(run) | _efficiency(run, rates) | _speed_ratio(run, ratios)
-            for run in comparison.all_runs
-        ]
-    )
+    rows = [_run_row(run, comparison) | _speed_ratio(run, ratios) for run in comparison.all_runs]
+    frame = pd.DataFrame(rows)
     if comparison.other_rates:
         frame["is_compared"] = [run in comparison.runs for run in comparison.all_runs]
     return frame
@@ -94,38 +79,45 @@ def steps_frame(comparison: Comparison) -> "pd.DataFrame":
     return steps
 
 
-def _run_row(run: RunSnapshot) -> dict[str, object]:
-    stale, split = staleness_counts([run]), step_split([run])
+def _run_row(run: RunSnapshot, comparison: Comparison) -> dict[str, object]:
+    """Return a run as it is summarised among the runs of its own repeat."""
+    place = (run.comparison, run.repeat)
+    beside = [
+        other
+        for other in comparison.runs
+        if (other.comparison, other.repeat) == place and other.name in {*BESIDE} - {run.name}
+    ]
+    *_, summary = summarise(comparison.with_runs([*beside, run]))
+    settings = {name: getattr(run.spec, name, None) for name in SETTINGS}
+    if run.spec is not None and run.header is not None:
+        settings["batch_size"] = run.spec.global_batch(run.header.num_workers)
     return {
         "comparison": run.comparison,
         "strategy": run.name,
         "repeat": run.repeat + 1,
         "status": run.status.value,
-        **{name: getattr(run.spec, name, None) for name in SETTINGS},
-        **_global_batch(run),
+        **settings,
         **{name: getattr(run.header, name, None) for name in CIRCUMSTANCES},
         "num_steps": run.num_events,
         "num_samples": run.num_samples,
         "seconds": run.seconds,
         "samples_per_second": samples_per_second(run),
-        "held_out_loss": run.reported("held_out_loss"),
-        "held_out_accuracy": run.reported("held_out_accuracy"),
+        "held_out_loss": summary.held_out_loss.middle,
+        "held_out_accuracy": summary.held_out_accuracy.middle,
         **_final_scores(run),
-        "staleness_median": staleness_median(stale),
-        "staleness_max": float(len(stale) - 1) if len(stale) else np.nan,
-        **{f"{name}_seconds": getattr(split.parts, name) for name in Parts._fields},
-        "bytes_sent_per_step": split.num_bytes_sent,
-        "bytes_received_per_step": bytes_received([run]),
-        **{f"memory_{part}": value for part, value in memory_of([run])._asdict().items()},
+        "staleness_median": summary.staleness_median,
+        "staleness_max": summary.staleness_max,
+        **{f"{name}_seconds": each for name, each in summary.split.parts._asdict().items()},
+        "bytes_sent_per_step": summary.split.num_bytes_sent,
+        "bytes_received_per_step": summary.bytes_received,
+        **{f"memory_{part}": value for part, value in summary.memory._asdict().items()},
         "notes": "; ".join(run.header.notes) if run.header else "",
+        "num_devices": num_devices(run),
+        "speed_up": summary.speed_up,
+        "efficiency": summary.efficiency,
+        "machine": summary.machine,
+        "communication": summary.share_of_ceiling,
     }
-
-
-def _global_batch(run: RunSnapshot) -> dict[str, int]:
-    """Return the batch size, where it follows from the number of workers."""
-    if run.spec is None or run.header is None:
-        return {}
-    return {"batch_size": run.spec.global_batch(run.header.num_workers)}
 
 
 def _speed_ratio(run: RunSnapshot, ratios: Ratios | None) -> dict[str, object]:
@@ -139,20 +131,6 @@ def _speed_ratio(run: RunSnapshot, ratios: Ratios | None) -> dict[str, object]:
         "speed_ratio_low": found.low if found.has_interval else math.nan,
         "speed_ratio_high": found.high if found.has_interval else math.nan,
         "speed_ratio_to": ratios.reference.name if ratios is not None else None,
-    }
-
-
-def _efficiency(run: RunSnapshot, rates: Mapping[tuple[str, str, int], float]) -> dict[str, object]:
-    """Return a run's speed-up and efficiency against the other runs of its repeat."""
-    single = rates.get((run.comparison, BASELINE, run.repeat), np.nan)
-    ceiling = rates.get((run.comparison, CEILING, run.repeat), np.nan)
-    speed, devices = samples_per_second(run), num_devices(run) or np.nan
-    return {
-        "num_devices": num_devices(run),
-        "speed_up": speed / single,
-        "efficiency": speed / single / devices,
-        "machine": np.nan if run.name == BASELINE else ceiling / single / devices,
-        "communication": np.nan if run.name == BASELINE else speed / ceiling,
     }
 
 

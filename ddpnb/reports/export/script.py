@@ -72,8 +72,9 @@ def script(comparison: Comparison, file: str) -> str:
         UserError: the comparison has no cell, or several, or one that only a notebook can run.
     """
     spec = _spec_of(comparison)
-    own, tasks = _cell(spec), [_read(path) for path in _task_files(spec)]
-    names, plain, general = (_read(FOLDER / f"{name}.py") for name in ("names", "plain", "general"))
+    files = [*_task_files(spec), *(FOLDER / f"{each}.py" for each in ("names", "plain", "general"))]
+    own, texts = _cell(spec), [path.read_text(encoding="utf-8") for path in files]
+    *tasks, names, plain, general = map(parse, texts)
     _check(own, names.bound | {each.bound for each in general.imports})
     lines = _settings(comparison, spec, file)
     settings = {name: value for line in lines for name, value in line.items()}
@@ -85,7 +86,8 @@ def script(comparison: Comparison, file: str) -> str:
     roots = own.unknown | seed.unknown | guard.unknown
     imports, used, found = needed(roots, [names, *tasks, plain, general], own, settings)
     values = [{name: line[name] for name in line if name in found} for line in lines]
-    body = [*parse("\n".join(map(_assignment, filter(None, values)))).statements]
+    assigned = [f"{', '.join(v)} = {', '.join(map(_literal, v.values()))}" for v in values if v]
+    body = [*parse("\n".join(assigned)).statements]
     for source in (names, seed, own, *tasks, plain, general, guard):
         is_whole = source in (seed, own, guard)
         body += [each for each in source.statements if is_whole or each in used]
@@ -166,10 +168,6 @@ def _task_files(spec: RunSpec) -> list[Path]:
     return [TASKS[each].file for each in names]
 
 
-def _read(path: Path) -> Source:
-    return parse(path.read_text(encoding="utf-8"))
-
-
 def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str, Any]]:
     """Return the values at the top of the script, line by line; it gets those that it uses."""
     known, given = STRATEGIES["ddp"].options, parse_strategy(spec.strategy).options
@@ -194,17 +192,11 @@ def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str
     ]
 
 
-def _assignment(values: Mapping[str, Any]) -> str:
-    return f"{', '.join(values)} = {', '.join(map(_literal, values.values()))}"
-
-
 def _literal(value: Any) -> str:
     """Return a value as ruff writes it."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{json.dumps(key)}: {each!r}' for key, each in value.items())}}}"
     if value == math.inf:
         return 'float("inf")'
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    return json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
 
 
 def _call(settings: Mapping[str, Any], sources: Sequence[Source]) -> str:

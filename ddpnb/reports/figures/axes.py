@@ -1,23 +1,21 @@
 """The look of axes, and the ends of their scales (kernel)."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
-from matplotlib.axis import XAxis
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot
 from ddpnb.reports.formatting import short
-from ddpnb.reports.kit import dress
+from ddpnb.reports.kit import DPI, dress
 from ddpnb.reports.style import INK, SMALL_POINTS, Style
 
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 """An axis ends at one of these times a power of ten, so that it seldom changes."""
-DIGIT_WIDTH, GAP_WIDTH = 0.66, 1.0
-"""Width of a digit, and least space between two numbers, as shares of their height."""
+TICK_WIDTH = 3.0
+"""Least distance of the ticks of an x axis, as a multiple of their numbers' height."""
 
 LEAST_SHARE = 0.02
 """The share of a run from which on its duration is estimated, and all of it has a place."""
@@ -42,50 +40,19 @@ def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"], num_ticks: int)
         num_ticks: the maximum number of ticks on the x axis.
     """
     dress(axes, title=title, grid=lines)
-    axes.xaxis.set_major_locator(RoomyLocator(num_ticks))
+    num_places = int(axes.bbox.width * 72 / DPI / (TICK_WIDTH * SMALL_POINTS))
+    nbins = max(1, min(num_ticks, num_places))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=nbins, steps=[1, 2, 5, 10]))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
 
 
-@final
-class RoomyLocator(MaxNLocator):
-    """At most ``nbins`` round numbers, fewer where their labels would nearly touch."""
-
-    def __init__(self, nbins: int) -> None:
-        super().__init__(nbins=nbins, steps=[1, 2, 2.5, 5, 10])
-        self._max_bins = nbins
-
-    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
-        """Return the ticks between two ends."""
-        assert isinstance(self.axis, XAxis)
-        points = self.axis.axes.bbox.width * 72 / self.axis.axes.figure.dpi
-        for num_bins in range(self._max_bins, 0, -1):
-            self.set_params(nbins=num_bins)
-            values = super().tick_values(vmin, vmax)
-            shown = [value for value in values if vmin <= value <= vmax]
-            longest = max((len(tick(value)) for value in shown), default=0)
-            needed = (longest * DIGIT_WIDTH + GAP_WIDTH) * SMALL_POINTS
-            if len(shown) < 2 or points * (shown[1] - shown[0]) / (vmax - vmin) >= needed:
-                break
-        return values
-
-
 def draw_target(axes: Axes, target: float, *, is_reached_from_below: bool = False) -> None:
     """Draw a line across at ``target``, with its label at the right, far from the curves."""
-    line = axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
-    axes.legend(
-        [line],
-        [f"target {tick(target)}"],
-        loc="lower right" if is_reached_from_below else "upper right",
-        bbox_to_anchor=(1.0, 0.03 if is_reached_from_below else 0.97),
-        borderaxespad=0,
-        borderpad=0.1,
-        handlelength=1.6,
-        handletextpad=0.5,
-        fontsize=SMALL_POINTS,
-        labelcolor=INK,
-        frameon=False,
-    )
+    axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
+    up, va = (0.03, "bottom") if is_reached_from_below else (0.97, "top")
+    look: Look = {"ha": "right", "va": va, "fontsize": SMALL_POINTS, "color": INK}
+    axes.text(1.0, up, f"- - target {tick(target)}", transform=axes.transAxes, **look)
 
 
 def marker(style: Style) -> Look:

@@ -46,7 +46,7 @@ class CurvePanel:
 
 def draw_curves(axes: Axes, panel: CurvePanel) -> None:
     """Draw each strategy's line on bare axes, with its name at the right."""
-    prepare(axes, panel.title, lines="y", num_ticks=5)
+    prepare(axes, panel.title, lines="y", num_ticks=6)
     axes.tick_params(axis="x", length=4)
     axes.tick_params(axis="y", length=0)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))

@@ -1,15 +1,12 @@
 """The figure of a comparison, drawn from a snapshot, live and from the store (kernel)."""
 
-import math
 from collections.abc import Sequence
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.summary import evaluations
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
+from ddpnb.reports import kit
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
 from ddpnb.reports.figures.curves import CurvePanel, draw_curves
 from ddpnb.reports.figures.layout import (
@@ -18,11 +15,9 @@ from ddpnb.reports.figures.layout import (
     ROWS_BOTTOM,
     TOP,
     WIDTH,
-    Box,
-    panel_boxes,
-    panel_height,
-    row_boxes,
-    rows_height,
+    heights,
+    panel_places,
+    row_places,
     shortened,
     width_inches,
 )
@@ -39,14 +34,8 @@ from ddpnb.reports.figures.rows import (
 )
 from ddpnb.reports.figures.series import Series, series_of
 from ddpnb.reports.formatting import longest_label, title
-from ddpnb.reports.kit import DPI, add_paper
-from ddpnb.reports.style import (
-    EVERYTHING,
-    INK,
-    TITLE_POINTS,
-    PlotOptions,
-    style_of,
-)
+from ddpnb.reports.kit import Sheet
+from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 
 MOST_COLUMNS, MOST_HELD_OUT = 4, 3
 BESIDE = (BASELINE, CEILING)
@@ -80,46 +69,30 @@ def draw(
     to_come = [name for name in comparison.strategies if name not in begun]
     num_rows = len(series) + len(to_come)
     labels = [each.label for each in series] + list(map(longest_label, to_come))
-    curve_height, row_height = panel_height(num_rows), rows_height(num_rows)
+    curve_height, row_height = heights(num_rows)
     height = TOP + len(bands) * (curve_height + PANELS_GAP)
     height += len(columns) * (row_height + ROWS_BOTTOM) + max(len(columns) - 1, 0) * HEAD
-    figure = _paper(height, title(comparison))
+    sheet = Sheet(title(comparison), height - kit.TOP - kit.FOOT, width=WIDTH)
 
-    def add_axes(box: Box) -> Axes:
-        left, bottom, width, tall = box
-        return figure.add_axes((left / WIDTH, bottom / height, width / WIDTH, tall / height))
-
-    bottom = height - TOP
-    room = _room(labels, is_bold=False)
+    down = TOP - kit.TOP
     for panels in bands:
-        bottom -= curve_height
-        boxes = panel_boxes(len(panels), room, bottom, curve_height)
-        for panel, box in zip(panels, boxes, strict=True):
-            draw_curves(add_axes(box), panel)
-        bottom -= PANELS_GAP
+        places = panel_places(len(panels), _room(labels, is_bold=False))
+        for panel, (left, right) in zip(panels, places, strict=True):
+            draw_curves(sheet.axes(curve_height, down=down, left=left, right=right), panel)
+        down += curve_height + PANELS_GAP
     room = _room(labels, is_bold=True)
     names = [(each.label, each.style) for each in series]
     names += [(name, style_of(name, comparison.strategies)) for name in to_come]
     for kinds in columns:
-        bottom -= row_height
         for index, (name, style) in enumerate(names):
-            up = bottom + row_height * (1 - (index + 0.5) / num_rows)
-            draw_name(figure, name, style, up, is_begun=index < len(series))
-        boxes = row_boxes(room, [(k.share, k.text_inches) for k in kinds], bottom, row_height)
-        for kind, box in zip(kinds, boxes, strict=True):
-            draw_column(add_axes(box), kind, series, num_rows, seconds)
-        bottom -= ROWS_BOTTOM + HEAD
-    return figure
-
-
-def _paper(height: float, heading: str) -> Figure:
-    """Return a figure with a white background, which suits a light and a dark notebook."""
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="none")
-    FigureCanvasAgg(figure)
-    add_paper(figure)
-    text = figure.text(0.3 / WIDTH, 1 - 0.34 / height, heading, va="center", color=INK)
-    text.set(fontsize=TITLE_POINTS, weight="bold")
-    return figure
+            up = height - kit.TOP - down - row_height * (index + 0.5) / num_rows
+            draw_name(sheet.figure, name, style, up, is_begun=index < len(series))
+        places = row_places(room, [(kind.share, kind.text_inches) for kind in kinds])
+        for kind, (left, right) in zip(kinds, places, strict=True):
+            axes = sheet.axes(row_height, down=down, left=left, right=right)
+            draw_column(axes, kind, series, num_rows, seconds)
+        down += row_height + ROWS_BOTTOM + HEAD
+    return sheet.figure
 
 
 def _room(labels: Sequence[str], *, is_bold: bool) -> float:
@@ -168,9 +141,10 @@ def _panels(
             target=target.value if target and target.is_accuracy and y == "accuracy" else None,
             is_share=y == "accuracy",
         )
-        for y in held_out_measures(comparison)
+        for y in ("accuracy", "loss")
         for x in [x for x in across if x != "updates"] or ["samples"]
     ]
+    held_out = [panel for panel in held_out if panel.lines]
     if options.panels != "all":
         marks_loss = target is not None and not target.is_accuracy
         is_shown = held_out and not is_live and not (options.y or marks_loss)
@@ -182,13 +156,6 @@ def _panels(
         is_of_time=True,
     )
     return [[*losses, rate], held_out[:MOST_HELD_OUT]] if held_out else [[*losses, rate]]
-
-
-def held_out_measures(comparison: Comparison) -> tuple[str, ...]:
-    """Return what held-out curves show, ``"accuracy"`` before ``"loss"``; empty without any."""
-    found = [each for run in comparison.runs for each in evaluations(run)]
-    measures = {"accuracy": [e.accuracy for e in found], "loss": [e.loss for e in found]}
-    return tuple(name for name, values in measures.items() if any(map(math.isfinite, values)))
 
 
 # -- rows ----------------------------------------------------------------------------------

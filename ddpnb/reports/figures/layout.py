@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.font_manager import FontProperties
 
@@ -30,54 +31,39 @@ ROW_HEIGHT, LEAST_ROW_HEIGHT, MANY_ROWS = 0.28, 0.24, 5
 NAMES_LEFT, NAMES_RIGHT, ROW_GAP = 0.4, 0.4, 0.3
 """Left of the strategies' markers, right of their names, and between columns."""
 
-Box = tuple[float, float, float, float]
-"""Left, bottom, width and height in inches."""
+Place = tuple[float, float]
+"""Inches left and right of axes."""
 
 
-def panel_height(num_strategies: int) -> float:
-    """Return the height of a panel: enough for all labels at the ends of lines."""
-    return max(PANEL_HEIGHT, LABEL_HEIGHT * (num_strategies + 1))
+def heights(num_strategies: int) -> tuple[float, float]:
+    """Return the height of a panel, with room for all labels, and of the rows of all strategies."""
+    row = ROW_HEIGHT if num_strategies <= MANY_ROWS else LEAST_ROW_HEIGHT
+    panel = max(PANEL_HEIGHT, LABEL_HEIGHT * (num_strategies + 1))
+    return panel, max(num_strategies * row, 2 * ROW_HEIGHT)
 
 
-def rows_height(num_strategies: int) -> float:
-    """Return the height of the rows of all strategies together."""
-    each = ROW_HEIGHT if num_strategies <= MANY_ROWS else LEAST_ROW_HEIGHT
-    return max(num_strategies * each, 2 * ROW_HEIGHT)
-
-
-def panel_boxes(num: int, label_width: float, bottom: float, height: float) -> list[Box]:
-    """Return the places of panels side by side, each with space for labels at its right.
-
-    Args:
-        num: the number of panels.
-        label_width: width of the widest label.
-        bottom: the lower end of the axes.
-        height: of the axes.
-    """
+def panel_places(num: int, label_width: float) -> list[Place]:
+    """Return the places of panels side by side, each with space for labels at its right."""
     whole = (WIDTH - 2 * MARGIN) / num
-    width = whole - TICKS_WIDTH - 0.3 - label_width
-    return [(MARGIN + index * whole + TICKS_WIDTH, bottom, width, height) for index in range(num)]
+    lefts = [MARGIN + index * whole + TICKS_WIDTH for index in range(num)]
+    return [(left, WIDTH - left - whole + TICKS_WIDTH + 0.3 + label_width) for left in lefts]
 
 
-def row_boxes(
-    name_width: float, columns: Sequence[tuple[float, float]], bottom: float, height: float
-) -> list[Box]:
+def row_places(name_width: float, columns: Sequence[tuple[float, float]]) -> list[Place]:
     """Return the places of columns of rows, with space for names at the left of the first.
 
     Args:
         name_width: width of the widest name.
         columns: width of each column relative to the others, and inches for the text at its right.
-        bottom: the lower end of the axes.
-        height: of the axes.
     """
     left = NAMES_LEFT + NAMES_RIGHT + name_width
     free = WIDTH - 2 * MARGIN - left - sum(text + ROW_GAP for _, text in columns) + ROW_GAP
-    boxes = []
+    places = []
     for share, text in columns:
         width = free * share / sum(share for share, _ in columns)
-        boxes.append((left, bottom, width, height))
+        places.append((left, WIDTH - left - width))
         left += width + text + ROW_GAP
-    return boxes
+    return places
 
 
 def shortened(label: str) -> str:
@@ -102,11 +88,10 @@ def _canvas() -> Any:  # matplotlib leaves its methods untyped
 def spread_out(
     wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0
 ) -> list[float]:
-    """Return positions at least ``gap`` apart, each as near as possible to its wanted one.
+    """Return positions at least ``gap`` apart, whose squared distances to the wanted are least.
 
-    Neighbours that are too close form a block around the mean of their wanted positions; blocks
-    that touch are joined.  Order is kept.  If there is too little space between ``low`` and
-    ``high``, the gap is smaller.
+    Less the gaps below each, they need only not fall: an isotonic regression, found by its
+    max-min formula.  If there is too little space between ``low`` and ``high``, the gap is smaller.
 
     Args:
         wanted: the wanted positions, in any order.
@@ -114,27 +99,14 @@ def spread_out(
         low: least position.
         high: greatest position.
     """
-    gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
-    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    blocks: list[list[int]] = []
-    starts: list[float] = []
-    for index in order:
-        blocks.append([index])
-        starts.append(_start(blocks[-1], wanted, gap, low, high))
-        while len(blocks) > 1 and starts[-2] + gap * len(blocks[-2]) > starts[-1]:
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-            starts[-2:] = [_start(blocks[-1], wanted, gap, low, high)]
-    placed = [0.0] * len(wanted)
-    for block, start in zip(blocks, starts, strict=True):
-        for offset, index in enumerate(block):
-            placed[index] = start + offset * gap
-    return placed
-
-
-def _start(
-    block: Sequence[int], wanted: Sequence[float], gap: float, low: float, high: float
-) -> float:
-    """Return the position of the block's first label, so that its mean is as wanted."""
-    length = gap * (len(block) - 1)
-    middle = sum(wanted[index] for index in block) / len(block)
-    return min(max(middle - length / 2, low), max(high - length, low))
+    num = len(wanted)
+    gap = min(gap, (high - low) / max(num - 1, 1))
+    order, apart = np.argsort(wanted, kind="stable"), gap * np.arange(num)
+    sums = np.append(0.0, np.cumsum(np.array(wanted)[order] - apart))
+    fitted = []
+    for n in range(num):
+        ends = np.arange(n + 1, num + 1)
+        fitted.append(max(((sums[ends] - sums[at]) / (ends - at)).min() for at in range(n + 1)))
+    placed = np.empty(num)
+    placed[order] = np.clip(fitted, low, high - gap * (num - 1)) + apart
+    return list(map(float, placed))

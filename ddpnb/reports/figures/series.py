@@ -22,7 +22,7 @@ from ddpnb.history.summary import (
     staleness_counts,
     summarise,
 )
-from ddpnb.protocol.messages import Evaluation, Mark
+from ddpnb.protocol.messages import Mark
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import labels, styles
 from ddpnb.reports.style import Style
@@ -52,8 +52,6 @@ class Series:
 
     label: str
     style: Style
-    is_live: bool
-    """Whether it is training now."""
     losses: Mapping[str, Line]
     """By the quantity on the x axis, one of ``style.ACROSS``."""
     throughput: Line
@@ -115,7 +113,6 @@ def _series(
     return Series(
         label=label,
         style=style,
-        is_live=any(run.is_running for run in runs),
         losses={
             "samples": _loss(sampled, lambda curve: curve.samples),
             "seconds": _loss(timed, lambda curve: curve.seconds),
@@ -131,21 +128,20 @@ def _series(
         ranks=runs[-1].ranks,
         away=absences(runs[-1]),
         staleness=staleness_counts(runs),
-        marks=tuple((mark, _samples_until(mark, run)) for run in runs for mark in run.marks),
+        marks=tuple(
+            (mark, float(samples_at(run.curve, np.array([mark.seconds]))[0]))
+            for run in runs
+            for mark in run.marks
+        ),
     )
-
-
-def _samples_until(mark: Mark, run: RunSnapshot) -> float:
-    seen = samples_at(run.curve, np.array([mark.seconds]))
-    return float(seen[0])
 
 
 def _held_out(runs: Sequence[RunSnapshot], y: str, x: str) -> list[tuple[Floats, Floats]]:
     """Return the held-out curve of each run that has one."""
-    at = Evaluation._fields.index({"samples": "num_samples", "seconds": "seconds"}[x])
-    of = Evaluation._fields.index(y)
-    found = [np.array(evaluations(run), dtype=np.float64) for run in runs if evaluations(run)]
-    return [(each[:, at], each[:, of]) for each in found if np.isfinite(each[:, of]).any()]
+    across = {"samples": "num_samples", "seconds": "seconds"}[x]
+    points = [[(getattr(e, across), getattr(e, y)) for e in evaluations(run)] for run in runs]
+    lines = [(each[:, 0], each[:, 1]) for each in (np.array(found) for found in points if found)]
+    return [line for line in lines if np.isfinite(line[1]).any()]
 
 
 def _point_by_point(lines: list[tuple[Floats, Floats]]) -> Line:
@@ -158,19 +154,13 @@ def _point_by_point(lines: list[tuple[Floats, Floats]]) -> Line:
 
 
 def _loss(curves: Sequence[Curve], across: Callable[[Curve], Floats]) -> Line:
-    line = _line(
-        [(across(curve), smoothed(curve)) for curve in curves],
-        [_raw(across(curve), curve) for curve in curves],
-    )
+    raw = [  # lines through the lowest and the highest value of each point
+        (np.repeat(across(curve), 2), np.column_stack([curve.lowest, curve.highest]).ravel())
+        for curve in curves
+    ]
+    line = _line([(across(curve), smoothed(curve)) for curve in curves], raw)
     bad = [across(curve)[curve.num_bad > 0] for curve in curves]
     return replace(line, bad_x=np.concatenate([np.empty(0), *bad]))
-
-
-def _raw(x: Floats, curve: Curve) -> tuple[Floats, Floats]:
-    """Return a line through the lowest and the highest value of each point."""
-    if curve.num_merged == 1:
-        return x, curve.mean
-    return np.repeat(x, 2), np.column_stack([curve.lowest, curve.highest]).ravel()
 
 
 def _line(strong: list[tuple[Floats, Floats]], raw: list[tuple[Floats, Floats]]) -> Line:

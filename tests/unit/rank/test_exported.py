@@ -1,66 +1,12 @@
 """The functions of an exported script, where they stand."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpnb.rank.script import general, plain
-
-
-@pytest.fixture
-def group(tmp_path: Path, monkeypatch) -> Iterator[None]:
-    """A group of this process alone, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def trained(net: nn.Module, optim: torch.optim.Optimizer) -> list[float]:
-    """The weights after one step with dropout."""
-    optim.zero_grad()
-    nn.functional.dropout(net(torch.ones(2, 4))).sum().backward()
-    optim.step()
-    return [weight for each in net.parameters() for weight in each.flatten().tolist()]
-
-
-def test_training_goes_on_from_a_checkpoint_as_it_was(group):
-    net = nn.Linear(4, 2)
-    optim = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    assert plain.load_checkpoint(net, optim) == 0
-    trained(net, optim)
-    plain.save_checkpoint(7, net, optim)
-    expected = trained(net, optim)
-    again = nn.Linear(4, 2)
-    other = torch.optim.SGD(again.parameters(), 0.1, momentum=0.9)
-    assert plain.load_checkpoint(again, other) == 7
-    assert trained(again, other) == expected
-    assert [path.name for path in Path().glob("train*")] == ["train.pt"]
-
-
-def test_a_batch_in_parts_has_the_gradients_of_the_whole(group, monkeypatch):
-    batch = {"x": (torch.randn(5, 4),), "y": torch.tensor([0, 1, 1, 0, 1])}
-    nets = [nn.Linear(4, 2), nn.Linear(4, 2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    errors = []
-
-    def loss_of(net, batch):
-        return nn.functional.cross_entropy(net(batch["x"][0]), batch["y"])
-
-    monkeypatch.setattr(general, "ACCUMULATE", 3)
-    for net, update in zip(nets, (general.update, general.update_in_parts), strict=True):
-        ddp = nn.parallel.DistributedDataParallel(net)
-        optim = torch.optim.SGD(net.parameters(), 0.1)
-        errors.append(update(ddp, optim, batch, loss_of).item())
-    assert errors[0] == pytest.approx(errors[1])
-    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+from ddpnb.rank.script import general
 
 
 def test_data_of_any_kind_is_loaded(monkeypatch):

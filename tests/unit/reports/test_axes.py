@@ -1,5 +1,3 @@
-import pytest
-
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
@@ -31,13 +29,9 @@ def test_the_beginning_of_a_long_training_fills_its_axes():
     assert 0.3 < planned_seconds(begun, 0.0) <= 0.4
 
 
-@pytest.mark.parametrize("num_steps", range(20, NUM_STEPS, 20))
-def test_it_stays_where_it_is_while_the_rate_does(num_steps: int):
+def test_it_stays_where_it_is_while_the_rate_does_and_follows_what_turns_out_otherwise():
     shown = planned_seconds(trained(20), 0.0)
-    assert planned_seconds(trained(num_steps), shown) == shown
-
-
-def test_it_follows_a_training_that_turns_out_slower_or_much_faster():
+    assert planned_seconds(trained(180), shown) == shown
     assert planned_seconds(trained(100), 5.0) >= 20
     assert planned_seconds(trained(100), 100.0) <= 30
 
@@ -46,8 +40,5 @@ def test_it_ends_where_runs_did_that_are_over():
     stopped = trained(50, Status.STOPPED)
     assert planned_seconds(stopped, 25.0) == 5.0
     assert planned_samples(stopped) == 50 * BATCH_SIZE
-
-
-def test_nothing_is_foreseen_of_nothing():
     nothing = Comparison(comparison_id="c", name="c", runs=())
     assert planned_seconds(nothing, 0.0) == planned_samples(nothing) == 0

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.image import AxesImage
 
 from ddpnb.history.comparison import Comparison, overlay
-from ddpnb.history.model import Run, RunSnapshot, Status
+from ddpnb.history.model import Run, Status
 from ddpnb.history.summary import time_to_target
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, Parts
@@ -36,7 +36,7 @@ def shown_texts(
     comparison: Comparison, options: PlotOptions = EVERYTHING
 ) -> list[matplotlib.text.Text]:
     figure = draw(comparison, options)
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     beyond = [  # tick labels that matplotlib keeps outside the limits, and does not draw
         label
         for axes in figure.axes
@@ -64,7 +64,7 @@ def axes_called(title: str, comparison: Comparison, options: PlotOptions = EVERY
 
 LOSSES = ["Training loss by samples", "Training loss by time, s"]
 ALWAYS = ["Samples per second", "Time of one step, ms"]
-ALL = PlotOptions(panels="all")
+ALL, LOG = PlotOptions(panels="all"), PlotOptions(log=True)
 LAPTOP, SMALL_LAPTOP = 1186, 828
 """CSS pixels of the width of an output in JupyterLab: of 1366 without the file browser, of 1280
 with it."""
@@ -79,16 +79,13 @@ def test_the_figure_fits_a_laptop_and_can_be_read_there(share: float):
     assert points / 72 / width * SMALL_LAPTOP >= 10
 
 
-@pytest.mark.parametrize("options", [EVERYTHING, ALL])
-def test_no_text_covers_another_and_all_are_inside(options: PlotOptions):
-    names = ["single", "async:compensate=on", "async:bound=2"]
-    for comparison in (
-        fake_comparison(repeats=3),
-        curved(fake_comparison()),
-        compared(*(fake_run(name, num_steps=60) for name in names)),
-        holding(slowed("ddp", "async"), ddp=Memory(20_000_000), async_=Memory(40_000_000)),
-        *(compared(*(fake_run(f"Own{n}", num_steps=60) for n in range(num))) for num in (1, 16)),
-    ):
+def test_no_text_covers_another_and_all_are_inside():
+    held = holding(
+        curved(slowed("ddp", "async")), ddp=Memory(20_000_000), async_=Memory(40_000_000)
+    )
+    names = [*(f"Own{n}" for n in range(14)), "async:compensate=on", "async:bound=2"]
+    many = compared(*(fake_run(name, num_steps=20) for name in names))
+    for comparison, options in ((held, ALL), (many, EVERYTHING), (curved(fake_comparison()), ALL)):
         texts = shown_texts(comparison, options)
         boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
         edge = texts[0].figure.bbox.width - 10
@@ -99,18 +96,16 @@ def test_no_text_covers_another_and_all_are_inside(options: PlotOptions):
                 assert not box.padded(-1.5).overlaps(other_box.padded(-1.5)), (name, other)
 
 
-def test_nothing_yet_is_drawn_as_waiting():
-    empty = compared(run_of(spec("ddp"), created=1.0))
-    assert sum(text.startswith("waiting for") for text in words(empty)) == 2
-
-
-def test_one_step_negative_losses_and_none_but_nan_can_be_drawn():
+def test_nothing_yet_one_step_negative_losses_and_none_but_nan_can_be_drawn():
     one = run_of(spec("single"), created=1.0)
     one.add(batch(one.run_id, [step(0, 0.5, -3.0)], header=header(spec("single"), 1)))
     bottom, top = axes_called(LOSSES[0], compared(one)).get_ylim()
     assert bottom <= -3.0 <= top
     nans = compared(fake_run("single", num_steps=40, nan_from=0))
-    assert sum(text.startswith("waiting for") for text in words(nans)) == 2
+    empty = compared(run_of(spec("ddp"), created=1.0))
+    for nothing, options in ((nans, EVERYTHING), (empty, EVERYTHING), (compared(one), LOG)):
+        texts = words(nothing, options)
+        assert sum(text.startswith("waiting for") for text in texts) == 2
     assert len(axes_called(ALWAYS[0], nans).patches)
 
 
@@ -145,29 +140,21 @@ def test_a_long_training_has_a_curve_of_its_rate_from_its_beginning_and_when_sto
         np.testing.assert_allclose(each.throughput.y, 320)
 
 
-def test_runs_on_other_machines_are_named():
+def test_runs_on_other_machines_and_of_other_cells_are_named():
     run = fake_run("ddp", num_steps=20).snapshot()
     where = {"ranks": "4", "CPU": "fast", "system": "Linux"}
     one = Comparison(comparison_id="a", name="a", runs=(run,), environment=where)
     other = replace(one, environment={"ranks": "4", "hosts": "a:2,b:2", "system": "Linux 6"})
     assert title(other) == "a: digits, global batch 256, 2 workers on cpu of 2 hosts"
     assert notes(overlay([one, one]), ()) == ()
-    assert notes(overlay([one, other]), ()) == ("these runs differ in hosts",)
     slow = replace(other, environment=where | {"CPU": "slow", "ranks": "2"})
     assert notes(overlay([one, other, slow]), ()) == ("these runs differ in CPU, ranks and hosts",)
-
-
-def test_other_cells_are_named():
-    def of_cell(name: str, source: str) -> RunSnapshot:
-        run = fake_run(name, num_steps=20).snapshot()
-        assert run.spec is not None
-        return replace(run, spec=replace(run.spec, task="cell", source=source))
-
-    head = "# %%ddp_compare ddp\n"
-    runs = [of_cell("ddp", f"{head}wide = 8"), of_cell("dp", "wide = 8"), of_cell("async", "a = 1")]
-    same = Comparison(comparison_id="c", name="c", runs=tuple(runs[:2]))
-    assert not any(note.startswith("these runs") for note in notes(same, ()))
-    assert notes(same.with_runs(runs), ()) == ("these runs differ in the cell's code",)
+    cells = [
+        replace(run.spec, task="cell", source=text) for text in ("# %%ddp_compare a\na", "a", "b")
+    ]
+    same, also, unlike = (replace(run, spec=spec, comparison="c") for spec in cells)
+    assert not any(note.startswith("these runs") for note in notes(one.with_runs([same, also]), ()))
+    assert notes(one.with_runs([also, unlike]), ()) == ("these runs differ in the cell's code",)
 
 
 def test_repeats_become_a_median_over_at_least_half():
@@ -223,34 +210,20 @@ def test_ranks_and_staleness_stand_where_they_say_something():
     run = Run(run_id="m", name="mine")
     run.add(batch("m", [step(i, i + 1.0) for i in range(20)]))
     assert titles(compared(run)) == LOSSES
-
-
-def test_all_panels_are_drawn_where_they_are_asked_for():
     held = holding(curved(slowed("ddp", "async")), ddp=Memory(20), async_=Memory(20))
     assert titles(held, ALL) == [
-        *LOSSES,
-        "Samples per second by time, s",
-        "Held-out accuracy by samples",
-        "Held-out accuracy by time, s",
-        "Held-out loss by samples",
-        *ALWAYS,
-        "Own work by rank",
-        "Memory per rank, MB",
-        "Staleness",
+        *(*LOSSES, "Samples per second by time, s", "Held-out accuracy by samples"),
+        *("Held-out accuracy by time, s", "Held-out loss by samples", *ALWAYS),
+        *("Own work by rank", "Memory per rank, MB", "Staleness"),
     ]
 
 
-def test_a_straggler_and_what_struck_it_are_shown():
-    found = words(slowed("ddp"))
-    assert "rank 1: 1.3×" in found
-    assert " rank 1: 3x slower " in found
-
-
-@pytest.mark.parametrize("seconds", [0.4, 1.8, 2.4, 3.3])
+@pytest.mark.parametrize("seconds", [0.4, 3.3])
 def test_a_rank_that_was_killed_is_named_inside_the_axes(seconds: float):
     struck = ((0.1, "3x slower"), (seconds, "killed"), (seconds + 0.1, "came back"))
     marks = [Mark(rank=1, seconds=at, text=text) for at, text in struck]
     texts = shown_texts(compared(fake_run("ddp", num_steps=150, slow_rank=1, marks=marks)))
+    assert "rank 1: 1.3×" in [each.get_text() for each in texts]
     (text,) = [each for each in texts if "killed" in each.get_text()]
     assert text.get_text() == " rank 1: killed \n rank 1: came back "
     box, around = text.get_window_extent(), text.axes.bbox
@@ -260,7 +233,7 @@ def test_a_rank_that_was_killed_is_named_inside_the_axes(seconds: float):
 
 @pytest.mark.parametrize("x", ACROSS)
 def test_losses_are_drawn_against_what_was_chosen(x: str):
-    comparison = fake_comparison(("single", "async"), num_steps=50)
+    comparison = fake_comparison(("async",), num_steps=50)
     first, *rest = draw(comparison, PlotOptions(x=x)).axes
     right = {"samples": 50 * 256, "seconds": 1.0, "updates": 50}[x]
     assert right <= first.get_xlim()[1] <= 2.6 * right
@@ -270,19 +243,12 @@ def test_losses_are_drawn_against_what_was_chosen(x: str):
 def test_a_target_is_drawn_and_a_logarithmic_axis_shows_no_zero():
     comparison = curved(fake_comparison(("single", "ddp")))
     options = PlotOptions(log=True, target=Target(value=0.3))
-    assert words(comparison, options).count("target 0.3") == 2
+    assert words(comparison, options).count("- - target 0.3") == 2
     assert titles(comparison, options)[:2] == LOSSES, "what the target is of"
     axes = axes_called(LOSSES[0], comparison, options)
     bottom, top = axes.get_ylim()
     assert axes.get_yscale() == "log"
     assert 0 < bottom < 0.3 < top
-
-
-def test_losses_that_cannot_stand_on_a_logarithmic_axis_do_no_harm():
-    run = Run(run_id="m", name="mine")
-    run.add(batch("m", [step(i, i + 1.0, -1.0) for i in range(20)]))
-    found = words(compared(run), PlotOptions(log=True))
-    assert found.count("waiting for the first steps") == 2
 
 
 def curved(comparison: Comparison, *, accuracy: bool = True) -> Comparison:
@@ -311,36 +277,31 @@ def curved(comparison: Comparison, *, accuracy: bool = True) -> Comparison:
     return comparison.with_runs(runs)
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_a_held_out_score_takes_the_place_of_the_loss_at_the_end(repeats: int):
-    comparison = curved(fake_comparison(repeats=repeats))
+def test_a_held_out_score_takes_the_place_of_the_loss_at_the_end():
+    comparison = curved(fake_comparison(("ddp",), repeats=3))
     options = PlotOptions(target=Target(value=0.75, is_accuracy=True))
     assert titles(comparison, options)[:2] == [LOSSES[0], "Held-out accuracy by time, s"]
     assert titles(comparison, options, is_live=True)[:2] == LOSSES
     axes = axes_called("Held-out accuracy by time, s", comparison, options)
     assert axes.get_ylim() == (pytest.approx(0.5), 1.0), "near the lowest accuracy, and up to all"
-    assert "target 0.75" in words(comparison, options)
-    line = series_of(comparison)[0].held_out["accuracy", "samples"]
-    assert line.x[-1] == comparison.runs[0].num_samples
-    assert line.y[-1] == pytest.approx(0.9611)
+    assert "- - target 0.75" in [text.get_text() for text in axes.texts]
+    (series,) = series_of(comparison)
+    line = series.held_out["accuracy", "seconds"]
+    seconds = np.median([run.seconds for run in comparison.runs])
+    assert line.x == pytest.approx(seconds * np.array([0.2, 0.4, 0.6, 0.8, 1.0]))
+    assert line.y == pytest.approx([0.6, 0.7, 0.8, 0.9, 0.9611])
     without = curved(fake_comparison(("ddp",)), accuracy=False)
     assert titles(without)[1] == "Held-out loss by time, s"
 
 
 def holding(comparison: Comparison, **held: Memory) -> Comparison:
     """The same with ranks that hold so much; ``async`` is a word of Python."""
-    return comparison.with_runs(
-        [
-            replace(
-                run,
-                reports=tuple(
-                    replace(each, memory=held.get(run.name, held.get(f"{run.name}_", Memory())))
-                    for each in run.reports
-                ),
-            )
-            for run in comparison.runs
-        ]
-    )
+    runs = []
+    for run in comparison.runs:
+        memory = held.get(run.name, held.get(f"{run.name}_", Memory()))
+        reports = tuple(replace(each, memory=memory) for each in run.reports)
+        runs.append(replace(run, reports=reports))
+    return comparison.with_runs(runs)
 
 
 def test_unlike_memory_has_a_bar_of_its_parts():
@@ -364,12 +325,3 @@ def test_when_an_accuracy_was_reached():
     assert all(map(math.isnan, time_to_target(run, Target(value=0.99, is_accuracy=True))))
     (plain,) = fake_comparison(("ddp",)).runs
     assert all(map(math.isnan, time_to_target(plain, Target(value=0.5, is_accuracy=True))))
-
-
-def test_the_median_of_held_out_curves_is_made_point_by_point():
-    comparison = curved(fake_comparison(("ddp",), repeats=3))
-    (series,) = series_of(comparison)
-    seconds = [run.seconds for run in comparison.runs]
-    line = series.held_out["accuracy", "seconds"]
-    assert line.x == pytest.approx(np.median(seconds) * np.array([0.2, 0.4, 0.6, 0.8, 1.0]))
-    assert line.y[:4] == pytest.approx([0.6, 0.7, 0.8, 0.9])

@@ -11,10 +11,9 @@ from PIL import Image
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import StepEvent
 from ddpnb.reports.figures.layout import WIDTH
 from ddpnb.reports.result import PAGE_DPI, ComparisonResult
-from tests.unit.history.fake_runs import batch, fake_comparison
+from tests.unit.history.fake_runs import batch, fake_comparison, step
 from tests.unit.reports.test_tables import EVIL, check_html
 
 
@@ -26,27 +25,17 @@ def result() -> ComparisonResult:
 
 def test_a_result_is_saved_as_page_picture_and_numbers(result: ComparisonResult, tmp_path: Path):
     page, png, numbers = result.save(tmp_path / "build" / "demo")
-    assert [path.name for path in (page, png, numbers)] == [
-        "comparison.html",
-        "comparison.png",
-        "comparison.csv",
-    ]
     html = page.read_text()
     check_html(html.removeprefix("<!doctype html>"))
     assert "data:image/png;base64," in html
-    assert "<script" not in html
     assert "def model(): ...  # &lt;script&gt;" in html
     assert "2.13.0" in html
     assert result.sentence() in html
     assert Image.open(png).width == pytest.approx(PAGE_DPI * WIDTH, abs=1)
     rows = list(csv.DictReader(numbers.open()))
     assert [row["strategy"] for row in rows] == ["single", "dp", "ddp", "async"]
-
-
-def test_a_folder_that_cannot_be_written_is_reported(result: ComparisonResult, tmp_path: Path):
-    (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be saved"):
-        result.save(tmp_path / "file")
+        result.save(page)
 
 
 def test_a_saved_notebook_holds_sentence_picture_table_and_text(result: ComparisonResult):
@@ -75,16 +64,15 @@ def test_a_result_is_not_shown_twice_in_one_cell(result: ComparisonResult):
         InteractiveShell.clear_instance()
 
 
-def test_the_frame_has_one_row_per_run(result: ComparisonResult):
-    frame = result.to_frame()
+def test_frames_have_one_row_per_run_and_per_step(result: ComparisonResult):
+    frame, steps = result.to_frame(), result.steps()
     assert frame["strategy"].tolist() == ["single", "dp", "ddp", "async"]
     assert frame["repeat"].tolist() == [1] * 4
     assert frame["num_steps"].tolist() == [60, 60, 120, 120]
     assert frame["held_out_accuracy"].notna().all()
-
-
-def test_the_steps_are_one_row_each(result: ComparisonResult):
-    steps = result.steps()
+    assert frame["speed_up"].tolist()[0] == 1
+    ratio = frame["samples_per_second"] / frame["samples_per_second"][0]
+    assert frame["speed_up"].tolist() == pytest.approx(ratio.tolist())
     assert len(steps) == 360
     assert steps.loc[steps.strategy == "single", "staleness"].isna().all()
     assert steps.loc[steps.strategy == "async", "staleness"].max() == 3
@@ -92,17 +80,13 @@ def test_the_steps_are_one_row_each(result: ComparisonResult):
 
 def test_metrics_of_ones_own_are_columns():
     run = Run(run_id="m", name="mine")
-    steps = [
-        StepEvent(step=0, seconds=1.0, num_samples=1, loss=1.0),
-        StepEvent(step=1, seconds=2.0, num_samples=1, loss=1.0),
-    ]
+    steps = [step(0, 1.0, 1.0), step(1, 2.0, 1.0)]
     run.add(batch("m", steps, metrics=[(0, "grad", 0.5), (1, "loss", 9.0)]))
-    steps = ComparisonResult(
-        Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
-    ).steps()
-    assert steps["grad"].tolist()[0] == 0.5
-    assert steps["metric_loss"].tolist()[1] == 9.0
-    assert steps["loss"].tolist() == [1.0, 1.0]
+    mine = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
+    found = ComparisonResult(mine).steps()
+    assert found["grad"].tolist()[0] == 0.5
+    assert found["metric_loss"].tolist()[1] == 9.0
+    assert found["loss"].tolist() == [1.0, 1.0]
 
 
 def test_an_empty_comparison_can_be_shown_and_saved(tmp_path: Path):
