@@ -11,7 +11,7 @@ Whoever knows these knows when a worker will be ready: nothing is measured while
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -63,29 +63,25 @@ class ComputeTimes:
 
 
 TRIAL_SECONDS = 2.0
-"""How long a core is measured; the fastest step of each size counts."""
+"""How long a core is measured."""
 LEAST_TRIALS = 3
 """The first is cold."""
 
 
-def measured(steps: Mapping[int, Callable[[], object]]) -> Compute:
-    """Return how fast this thread computes: a line through the smallest and the largest batch.
+def measured(make: Callable[[], object], num_samples: int) -> Compute:
+    """Return how fast this thread computes: the fastest of many steps, in processor time.
 
-    Its processor time is measured, and often, so that other programs hardly disturb it.
+    So other programs hardly change it.
 
     Args:
-        steps: makes a step on a batch, by its number of samples.
+        make: makes a step.
+        num_samples: of this step.
     """
-    fastest = dict.fromkeys(steps, math.inf)
+    fastest = math.inf
     trials, end = 0, time.monotonic() + TRIAL_SECONDS
     while trials < LEAST_TRIALS or time.monotonic() < end:
         trials += 1
-        for num_samples, make in steps.items():
-            began = time.thread_time()
-            make()
-            fastest[num_samples] = min(fastest[num_samples], time.thread_time() - began)
-    few, every = min(steps), max(steps)
-    per_sample = (fastest[every] - fastest[few]) / (every - few) if every > few else 0.0
-    if per_sample <= 0:
-        return Compute(fastest[every] / every)
-    return Compute(per_sample, max(0.0, fastest[few] - few * per_sample))
+        began = time.thread_time()
+        make()
+        fastest = min(fastest, time.thread_time() - began)
+    return Compute(fastest / num_samples)

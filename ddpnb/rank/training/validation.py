@@ -125,15 +125,14 @@ def measure_compute(spec: RunSpec, **options: Any) -> Compute:
         torch.set_num_threads(1)
         context = build_context(spec, **options)
         worker = context.worker("check", num_steps=1)
-        num_all = context.schedule.size(0)
-        num_few = max(1, num_all // max(2, context.state.world_size))
+        num_samples = max(1, context.schedule.size(0) // context.state.world_size)
         optimizer = worker.optimizer(worker.parameters)
 
-        def make(num_samples: int) -> None:
+        def make() -> None:
             worker.compute_gradients(context.first_batch(num_samples))
             worker.update(optimizer)
 
-        return measured({num: partial(make, num) for num in (num_few, num_all)})
+        return measured(make, num_samples)
 
 
 def _smallest_batch(context: RunContext) -> Batch:
