@@ -14,8 +14,8 @@ from ddpnb.protocol.trace import Span, Trace
 from ddpnb.reports.formatting import NOTHING, counted, listed, percent, size
 from ddpnb.reports.inside.spans import in_units, timeline_text
 from ddpnb.reports.inside.timeline import draw_timeline
-from ddpnb.reports.kit import Picture
-from ddpnb.reports.table import Column, Table, table_row
+from ddpnb.reports.kit import Picture, Shown
+from ddpnb.reports.table import Column, Table, columns, table_row
 
 NEARLY_ALL = 0.8
 """Say so of a bucket that holds at least this share of all gradients."""
@@ -38,8 +38,8 @@ class Split(NamedTuple):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DdpInspection:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DdpInspection(Shown):
     """The steps of one model through DDP, on every rank; drawn from these numbers alone."""
 
     title: str
@@ -84,7 +84,6 @@ class DdpInspection:
         return (self._caps_table(), self._buckets_table())
 
     def _caps_table(self) -> Table:
-        titles = ["bucket_cap_mb", "buckets", "largest", "step", "exposed", "hidden"]
         rows = []
         for index, cap in enumerate(self.caps):
             split = self.split(index)
@@ -101,7 +100,7 @@ class DdpInspection:
             )
         return Table(
             caption=f"{self.title}: all-reduces hidden behind the backward pass",
-            columns=_columns(titles),
+            columns=columns("bucket_cap_mb", "buckets", "largest", "step", "exposed", "hidden"),
             rows=tuple(rows),
             notes=(FORMULA,),
         )
@@ -129,7 +128,7 @@ class DdpInspection:
             f"{counted(len(own.buckets), 'bucket')}, as they are sent, and when "
             "each is full in the backward pass",
             columns=(
-                *_columns(["", "bytes", "of all", "full"]),
+                *columns("", "bytes", "of all", "full"),
                 Column(title="parameters", is_prose=True),
             ),
             rows=tuple(rows),
@@ -145,17 +144,18 @@ class DdpInspection:
             about.append(f"On {self.devices} time is computed; the gradients are real.")
         return about
 
-    def pictures(self) -> list[tuple[Picture, str]]:
-        """Return a step with each value of ``bucket_cap_mb``: drawn, and in words."""
+    def pictures(self) -> list[Picture]:
+        """Return a step with each value of ``bucket_cap_mb``."""
         steps = [self.trace(index) for index in range(len(self.caps))]
-        return [(Picture(draw_timeline(step), step.title), timeline_text(step)) for step in steps]
+        return [Picture(draw_timeline(step), step.title) for step in steps]
 
-    def __repr__(self) -> str:
+    def text(self) -> str:
+        """Return the step with the model's own buckets in words, and the tables."""
         return "\n\n".join([timeline_text(self.trace()), *(t.text() for t in self.tables())])
 
-
-def _columns(titles: Sequence[str]) -> tuple[Column, ...]:
-    return tuple(Column(title=title, is_number=at > 0) for at, title in enumerate(titles))
+    def html(self, images: str) -> str:
+        """Return the tables below the pictures."""
+        return "".join([images, *(table.html() for table in self.tables())])
 
 
 def split_of(spans: Sequence[Span], num_ranks: int) -> Split:

@@ -7,7 +7,7 @@ from ddpnb.protocol.costs import Algorithm, algorithm_of
 from ddpnb.protocol.trace import REDUCING, ROOTED, CollectiveShown, CollectiveSpec
 from ddpnb.reports.formatting import NOTHING, counted, size
 from ddpnb.reports.inside.spans import MAX_RANKS, in_units
-from ddpnb.reports.kit import LEFT, TOP, Picture, Sheet, ink_on, rank_colour, write
+from ddpnb.reports.kit import LEFT, Picture, Sheet, Shown, ink_on, rank_colour, write
 from ddpnb.reports.style import FONT_POINTS, MUTED, PAPER, SMALL_POINTS
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ ON_NCCL = (
 
 
 @final
-class CollectiveResult:
+class CollectiveResult(Shown):
     """What a collective did on each rank, which a notebook shows as a picture and as a text."""
 
     def __init__(self, spec: CollectiveSpec, shown: Sequence[CollectiveShown]) -> None:
@@ -66,9 +66,9 @@ class CollectiveResult:
         place = (ranks.index(rank) - ranks.index(root)) % len(ranks)
         return self.algorithm.bytes_sent(self.num_bytes, len(ranks), place)
 
-    def plot(self) -> "Figure":
-        """Return the picture as a matplotlib figure."""
-        return draw_collective(self)
+    def pictures(self) -> list[Picture]:
+        """Return the picture."""
+        return [Picture(draw_collective(self), title_of(self))]
 
     def text(self) -> str:
         """Return the same in words."""
@@ -81,13 +81,6 @@ class CollectiveResult:
                 f"{size(self.sent_by_formula(each.rank))}; {in_units(each.seconds)}"
             )
         return "\n".join([*lines, *notes_of(self)])
-
-    def __repr__(self) -> str:
-        return self.text()
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return the picture with the text below it, and each alone as a fallback."""
-        return Picture(self.plot(), title_of(self)).bundle(self.text())
 
 
 def title_of(result: CollectiveResult) -> str:
@@ -149,15 +142,18 @@ def draw_collective(result: CollectiveResult) -> "Figure":
     shown = result.shown[:MAX_RANKS]
     rest = len(result.shown) - len(shown)
     title = title_of(result) + (f"; {rest} of them are not drawn" if rest else "")
-    sheet = Sheet(title, HEAD + ROW_HEIGHT * len(shown) + 0.2, notes_of(result))
-    axes = sheet.canvas()
+    height = HEAD + ROW_HEIGHT * len(shown)
+    sheet = Sheet(title, height + 0.2, notes_of(result))
+    axes = sheet.axes(height, left=0, right=0)
+    axes.set(xlim=(0, sheet.width), ylim=(height, 0))
+    axes.axis("off")
     heads = {BEFORE: "before", AFTER: "after", SENT: "sends", TIME: "time"}
     for x, text in heads.items():
-        write(axes, x, TOP + HEAD - 0.3, text, colour=MUTED)
+        write(axes, x, HEAD - 0.3, text, colour=MUTED)
     widest = max((_num_cells(c) for each in shown for c in (each.before, each.after)), default=1)
     is_reduced = result.spec.name in REDUCING
     for row, each in enumerate(shown):
-        middle = TOP + HEAD + ROW_HEIGHT * (row + 0.5)
+        middle = HEAD + ROW_HEIGHT * (row + 0.5)
         axes.bar(LEFT, 0.18, 0.18, middle - 0.09, align="edge", color=rank_colour(each.rank))
         write(axes, LEFT + 0.26, middle, f"rank {each.rank}", points=FONT_POINTS)
         cells = _Cells(axes, middle, min(LARGEST_CELL, (CELLS_WIDTH - 0.3) / max(widest, 1)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ddpnb.reports.kit import (
     Look,
     Picture,
     Sheet,
+    Shown,
     ink_on,
     legend,
     rank_colour,
@@ -85,8 +86,8 @@ class Row:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Handout:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Handout(Shown):
     """Who gets what: a picture in a notebook, text elsewhere."""
 
     title: str
@@ -137,15 +138,13 @@ class Handout:
                     lines.append(f"  {what}: {self._named(found)}")
         return "\n".join([*lines, "", *self.notes]).rstrip()
 
-    def plot(self) -> Picture:
-        """Return the picture; ``.figure`` is a matplotlib figure."""
-        return Picture(draw(self), self.sentence())
+    def pictures(self) -> list[Picture]:
+        """Return the picture."""
+        return [Picture(draw(self), self.sentence())]
 
-    __repr__ = text
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return picture and table together, and each alone as a fallback."""
-        return self.plot().bundle(self.text(), self.table().html())
+    def html(self, images: str) -> str:
+        """Return the table below the picture."""
+        return images + self.table().html()
 
     def _named(self, indices: Indices) -> str:
         """Return which cells these are: ``"sample 0"``, ``"samples 0 1"``, ``"none"``."""

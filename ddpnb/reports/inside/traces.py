@@ -4,10 +4,8 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.trace import RankSpans, Span, Trace
 from ddpnb.reports.formatting import counted
@@ -18,10 +16,8 @@ from ddpnb.reports.inside.spans import (
     meetings,
     timeline_text,
 )
-from ddpnb.reports.kit import Picture
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ddpnb.reports.inside.timeline import draw_timeline
+from ddpnb.reports.kit import Picture, Shown
 
 CALL_SECONDS = 20e-6
 """What recording costs, about: 5 to 12 microseconds on a rank, 26 until a waiting pair is done."""
@@ -61,11 +57,10 @@ def joined(
         backend: of the default group.
     """
     are_several = len(set(hosts)) > 1
-    spans = [
-        _shifted(span, each.clock_at - recorded[0].clock_at) if are_several else span
-        for each in recorded
-        for span in each.spans
-    ]
+    spans = []
+    for each in recorded:
+        late = each.clock_at - recorded[0].clock_at if are_several else 0.0
+        spans += [replace(s, start=s.start + late, end=s.end + late) for s in each.spans]
     notes = [SEVERAL_CLOCKS if are_several else CLOCK]
     missing = sorted(set(ranks or range(len(hosts))) - {each.rank for each in recorded})
     if missing:
@@ -92,71 +87,31 @@ def joined(
     )
 
 
-def _shifted(span: Span, seconds: float) -> Span:
-    """Return a span by the first rank's clock, which a rank's own is this far behind."""
-    return replace(span, start=span.start + seconds, end=span.end + seconds)
-
-
 @final
-class TraceResult:
+class TraceResult(Shown):
     """The trace of one cell, which a notebook shows as a picture and as a text."""
+
+    endings = (".json", *Shown.endings)
+    """JSON is for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
 
-    def plot(self) -> "Figure":
-        """Return the time line as a matplotlib figure.
-
-        Raises:
-            UserError: there is nothing to draw.
-        """
-        from ddpnb.reports.inside.timeline import draw_timeline  # noqa: PLC0415  matplotlib: 0.3 s
-
+    def pictures(self) -> list[Picture]:
+        """Return the time line, if there is something to draw."""
         if not self.trace.spans:
-            raise UserError(NOTHING)
-        return draw_timeline(self.trace)
+            return []
+        return [Picture(draw_timeline(self.trace), self.trace.title)]
 
     def text(self) -> str:
         """Return the trace in words."""
         return timeline_text(self.trace) if self.trace.spans else NOTHING
 
-    def save(self, path: Path | str) -> str:
-        """Write a file that Perfetto (ui.perfetto.dev) and chrome://tracing open, or a picture.
-
-        Args:
-            path: ends with ``.json``; with ``.png`` or ``.svg`` for the picture.
-
-        Returns:
-            A sentence about what was written.
-
-        Raises:
-            UserError: the ending is another one, or the file cannot be written.
-        """
-        target = Path(path).expanduser()
-        if target.suffix not in (".json", ".png", ".svg"):
-            raise UserError(
-                f"{target.name} cannot be written: end it with .json for Perfetto and "
-                "chrome://tracing, with .png or .svg for the picture."
-            )
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.suffix == ".json":
-                target.write_text(json.dumps(chrome_trace(self.trace)), encoding="utf-8")
-                num = len(self.trace.spans)
-                return f"{target}: {num:,} spans; open it at ui.perfetto.dev or chrome://tracing."
-            self.plot().savefig(target)
-            return f"{target}: the picture."
-        except OSError as error:
-            raise UserError(f"{target} cannot be written: {error}.") from error
-
-    def __repr__(self) -> str:
-        return self.text()
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return the picture with the text below it, and each alone as a fallback."""
-        if not self.trace.spans:
-            return {"text/plain": self.text()}
-        return Picture(self.plot(), self.trace.title).bundle(self.text())
+    def content(self, ending: str) -> bytes:
+        """Return a file; Perfetto's is a trace in Chrome's format."""
+        if ending == ".json":
+            return json.dumps(chrome_trace(self.trace)).encode()
+        return super().content(ending)
 
 
 # -- the file for Perfetto -----------------------------------------------------------------

@@ -106,13 +106,16 @@ def test_the_file_has_a_process_per_rank_and_no_spans_that_cross():
 
 
 def test_a_trace_is_saved_as_the_ending_says(tmp_path: Path):
-    result = TraceResult(TWO)
-    assert "ui.perfetto.dev" in result.save(tmp_path / "deep" / "trace.json")
-    assert (tmp_path / "deep" / "trace.json").read_text().startswith('{"schemaVersion"')
-    result.save(tmp_path / "trace.svg")
-    assert "<svg" in (tmp_path / "trace.svg").read_text()
-    with pytest.raises(UserError, match=r"end it with \.json"):
-        result.save(tmp_path / "trace.txt")
+    starts = {".json": b'{"schemaVersion"', ".png": b"\x89PNG", ".svg": b"<?xml"}
+    starts |= {".html": b"<!doctype html>", ".txt": b"Cell 3 on 2 ranks"}
+    for ending in TraceResult.endings:
+        path = tmp_path / "deep" / f"trace{ending}"
+        assert TraceResult(TWO).save(path).startswith(f"{path}: ")
+        assert path.read_bytes().startswith(starts[ending])
+    with pytest.raises(UserError, match=r"it\.pdf cannot be written: choose one of \.json"):
+        TraceResult(TWO).save(tmp_path / "it.pdf")
+    with pytest.raises(UserError, match="cannot be written"):
+        TraceResult(TWO).save(path / "it.txt")
 
 
 def test_a_cell_without_collectives_is_one_sentence():
@@ -179,7 +182,7 @@ def shown(num_ranks: int, **options) -> CollectiveResult:
 @pytest.mark.parametrize("num_ranks", [1, 2, 64])
 def test_a_collective_is_drawn_up_to_sixteen_ranks(num_ranks: int):
     result = shown(num_ranks)
-    lines = texts_in(result.plot()).splitlines()
+    lines = texts_in(result.plot().figure).splitlines()
     assert len([line for line in lines if line.startswith("rank ")]) == min(num_ranks, 16)
     assert ("Bandwidth-bound at this size" in result.text()) == (num_ranks > 1)
 

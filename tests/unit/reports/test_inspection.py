@@ -116,10 +116,9 @@ def test_there_is_a_row_for_each_size_and_for_each_bucket():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 20])
-def test_a_step_with_each_size_is_drawn(num_ranks: int):
-    pictures = inspection_of(num_ranks).pictures()
-    assert len(pictures) == 2
-    assert all(picture.png() and "backward" in text for picture, text in pictures)
+def test_a_step_with_each_size_is_shown_above_the_tables(num_ranks: int):
+    html = inspection_of(num_ranks)._repr_mimebundle_()["text/html"]
+    assert html.count("<img") == html.count("<table") == 2
 
 
 # -- async ---------------------------------------------------------------------------------
@@ -180,27 +179,20 @@ def comparison_of(run: RunSnapshot) -> Comparison:
 @pytest.mark.parametrize("num_ranks", [2, 20])
 def test_versions_are_drawn_with_a_death_and_for_many_workers(num_ranks: int):
     mark = Mark(rank=1, seconds=0.1, kind=MarkKind.KILLED)
-    run, _ = async_run(num_ranks, 300, marks=(mark,), strategy="async:bound=3")
+    run, truth = async_run(num_ranks, 300, marks=(mark,), strategy="async:bound=3")
     inspection = async_inspection(comparison_of(run))
-    ((picture, text),) = inspection.pictures()
-    assert picture.png()
-    assert "killed" in "".join(each.get_text() for each in picture.figure.axes[0].texts)
+    lanes, arrows = (
+        [each.get_text() for each in axes.texts] for axes in inspection.plot().figure.axes
+    )
+    assert "   killed" in lanes
     assert "Rank 1 killed at 0.10 s." in inspection.words()
     assert inspection.bound == 3
-    assert text.count("\n") == len(inspection.window())
-
-
-def test_figure_and_table_have_the_same_mean_staleness():
-    run, truth = async_run(2, 300)
-    inspection = async_inspection(comparison_of(run))
-    ((picture, _),) = inspection.pictures()
-    shown = [each.get_text() for each in picture.figure.axes[1].texts]
-    (table,) = inspection.tables()
-    assert sum(int(row[1].text) for row in table.rows) == 300
-    for rank, row in enumerate(table.rows):
+    rows = inspection.table().rows
+    assert sum(int(row[1].text) for row in rows) == 300
+    for rank in range(2):  # figure and table have the same mean
         own = [written - 1 - read for who, read, written in truth if who == rank]
         assert inspection.mean_staleness(rank) == pytest.approx(sum(own) / len(own))
-        assert f"mean of all steps: {row[3].text}" in shown
+        assert f"mean of all steps: {rows[rank][3].text}" in arrows
 
 
 def test_only_async_has_versions():

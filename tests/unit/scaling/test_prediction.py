@@ -219,7 +219,7 @@ def test_what_cannot_be_answered_gets_one_sentence(tmp_path):
         measured_in(fake_comparison())
 
 
-def test_all_is_shown_once_and_can_be_saved(tmp_path):
+def test_all_is_shown_once():
     question = Question(
         ranks=(1, 2, 4, 8, 16, 32, 64, 128, 256),
         strategies=("ddp", "async", "local-sgd"),
@@ -237,11 +237,6 @@ def test_all_is_shown_once_and_can_be_saved(tmp_path):
     assert sorted(names) == ["async", "ddp", "ideal", "local-sgd"]
     heights = sorted(text.get_position()[1] for text in axes.texts)
     assert min(b - a for a, b in pairwise(heights)) > 0.05
-    for ending, start in ((".png", b"\x89PNG"), (".html", b"<!doctype"), (".svg", b"<?xml")):
-        assert result.save(tmp_path / f"it{ending}").read_bytes().startswith(start)
-    assert "held up by" in result.save(tmp_path / "it.txt").read_text()
-    with pytest.raises(UserError, match="a prediction is saved as"):
-        result.save(tmp_path / "it.pdf")
 
 
 def test_numbers_are_finite_even_where_exchanges_cost_nothing():
