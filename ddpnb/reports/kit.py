@@ -274,12 +274,12 @@ class Shown(ABC):
     endings: ClassVar[tuple[str, ...]] = (".png", ".svg", ".html", ".txt")
 
     @abstractmethod
-    def pictures(self) -> Sequence[Picture]:
-        """Return the pictures; none: only the text is shown."""
-
-    @abstractmethod
     def text(self) -> str:
         """Return all that is shown, in words."""
+
+    def pictures(self) -> Sequence[Picture]:
+        """Return the pictures, if there are any."""
+        return ()
 
     def html(self, images: str) -> str:
         """Return what is shown above the folded text: the images, and tables."""
@@ -338,11 +338,13 @@ class Shown(ABC):
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """Return pictures, tables and text together; the first picture and the text alone."""
         pictures = self.pictures()
-        if not pictures:
-            return {"text/plain": self.text()}
         pngs = [each.png() for each in pictures]
-        html = self._body(pictures, pngs)
-        return {"text/plain": self.text(), "text/html": html, "image/png": pngs[0]}
+        bundle: dict[str, Any] = {"text/plain": self.text()}
+        if html := self._body(pictures, pngs):
+            bundle["text/html"] = html
+        if pngs:
+            bundle["image/png"] = pngs[0]
+        return bundle
 
     def _body(self, pictures: Sequence[Picture], pngs: Sequence[bytes]) -> str:
         pairs = zip(pngs, pictures, strict=True)
@@ -351,7 +353,7 @@ class Shown(ABC):
             '<details><summary>As text</summary><pre style="white-space:pre-wrap">'
             f"{escape(self.text())}</pre></details>"
         )
-        return f"{self.html(images)}{folded}"
+        return self.html(images) + (folded if images else "")
 
 
 def image_html(png: bytes, description: str) -> str:

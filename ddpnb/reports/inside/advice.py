@@ -6,12 +6,12 @@ and whether GPUs are connected faster to the host or to each other.
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from ddpnb.protocol.messages import RankState
+from ddpnb.reports.kit import RANK_COLOURS, Shown
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
-MARK = "#3f90da"
 PLACES = ("one machine", "several machines")
 CPU_GPU, GPU_GPU, NO_GPU = CONNECTIONS = (
     "faster CPU-GPU connection",
@@ -77,7 +77,7 @@ def _connection(rank: RankState) -> tuple[str, str]:
 
 
 @final
-class AdviceResult:
+class AdviceResult(Shown):
     """The recommendation, as a table with this machine's cell marked."""
 
     def __init__(self, ranks: Sequence[RankState]) -> None:
@@ -107,7 +107,7 @@ class AdviceResult:
         is_here = (place, connection) == self.advice[:2]
         text = f"{choice.ddpnb}  ◀ this machine" if is_here else choice.ddpnb
         quiet = f"{choice.torch}; {choice.tensorflow}"
-        return Cell(text=text, quiet=quiet, dot=MARK if is_here else "")
+        return Cell(text=text, quiet=quiet, dot=RANK_COLOURS[0] if is_here else "")
 
     def sentence(self) -> str:
         """Return the recommendation and its reason."""
@@ -117,10 +117,10 @@ class AdviceResult:
             f"{choice.tensorflow}). {self.advice.reason}"
         )
 
-    def __repr__(self) -> str:
+    def text(self) -> str:
+        """Return the sentence and the table."""
         return f"{self.sentence()}\n\n{self.table().text()}"
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return text and HTML."""
-        html = f"<p><strong>{escape(self.sentence())}</strong></p>{self.table().html()}"
-        return {"text/plain": repr(self), "text/html": html}
+    def html(self, images: str) -> str:
+        """Return the sentence and the table."""
+        return f"{images}<p><strong>{escape(self.sentence())}</strong></p>{self.table().html()}"

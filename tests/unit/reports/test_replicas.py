@@ -31,7 +31,7 @@ def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> Re
     ]
     findings = []
     for each in find(replicas):
-        if each.first is not None and each.first.chunks:
+        if each.first.chunks:
             values = [
                 on_rank.elements(
                     namespaces[rank], each.name, each.part, each.first.tensor, each.first.chunks
@@ -40,7 +40,8 @@ def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> Re
             ]
             each = measured(each, values)
         findings.append(each)
-    return ReplicaCheck(with_causes(findings, replicas), range(len(namespaces)))
+    ranks = tuple(range(len(namespaces)))
+    return ReplicaCheck(findings=with_causes(findings, replicas), ranks=ranks)
 
 
 def trained(seed: int = 0, data_seed: int = 0, num_steps: int = 1) -> Namespace:
@@ -80,13 +81,12 @@ def test_the_first_difference_is_named_with_its_size():
     finding = next(each for each in result.findings if each.part is Part.PARAMETERS)
     assert (finding.num_different, finding.num_tensors) == (1, 6)
     first = finding.first
-    assert first is not None
     assert first.groups == ((0, 2), (1,))
     assert (first.tensor, first.num_different, first.num_elements) == ("2.weight", 3, 16)
     assert first.largest == pytest.approx(0.25)
     shown = "2.weight: ranks 0,2 against rank 1, 3 of 16 elements: 0.25 at most"
     assert shown in result.text()
-    assert shown in result.html()
+    assert shown in result.table().html()
 
 
 def test_causes():
