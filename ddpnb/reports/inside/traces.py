@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from ddpnb.protocol.notation import format_ranks
-from ddpnb.protocol.trace import RankSpans, Span, Trace
+from ddpnb.protocol.trace import RankSpans, Trace
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.inside.spans import (
     bounds,
@@ -126,33 +126,36 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     """
     begin, _ = bounds(trace.spans)
     threads = _threads(trace)
-    until = last_arrivals(trace)
     events: list[dict[str, Any]] = []
+
+    def add(kind: str, name: str, rank: int, thread: int, start: float, **more: Any) -> None:
+        place = {"pid": rank + 1, "tid": thread, "ts": _micro(start - begin)}  # 0 is Perfetto's own
+        events.append({"ph": kind, "name": name, **place, **more})
+
     for rank in range(trace.num_ranks):
-        events.append(_named("process", _pid(rank), 0, f"rank {rank}"))
-    named = {
-        (span.rank, thread): span.lane for span, thread in zip(trace.spans, threads, strict=True)
-    }
-    for (rank, thread), lane in sorted(named.items()):
-        events.append(_named("thread", _pid(rank), thread, lane))
-    for span, thread, last in zip(trace.spans, threads, until, strict=True):
-        place = {"pid": _pid(span.rank), "tid": thread, "ts": _micro(span.start - begin)}
-        events.append(
-            {"ph": "X", "cat": span.lane, "name": span.name, **place}
-            | {"dur": _micro(span.seconds), "args": _arguments(span, last)}
-        )
+        add("M", "process_name", rank, 0, begin, args={"name": f"rank {rank}"})
+    lanes = {(span.rank, each): span.lane for span, each in zip(trace.spans, threads, strict=True)}
+    for (rank, thread), lane in sorted(lanes.items()):
+        add("M", "thread_name", rank, thread, begin, args={"name": lane})
+    for span, thread, last in zip(trace.spans, threads, last_arrivals(trace), strict=True):
+        args: dict[str, Any] = {"bytes": span.num_bytes, "line": span.line}
+        if span.lane == "communication":
+            args |= {"Collective name": span.name, "Group size": len(span.group)}
+            args["Process Group Ranks"] = list(span.group)
+            args["waited for the last rank (us)"] = _micro(last - span.start)
+        args = {name: value for name, value in args.items() if value not in (None, "")}
+        place, length = (span.rank, thread, span.start), _micro(span.seconds)
+        add("X", span.name, *place, cat=span.lane, dur=length, args=args)
         if last > span.start:
-            waits = {"name": "waits for the last rank", "dur": _micro(last - span.start)}
-            events.append({"ph": "X", "cat": "wait", **waits, **place, "args": {}})
-    for number, indices in enumerate(meetings(trace), start=1):
-        *early, latest = indices
-        flow = {"cat": "arrival", "name": "last rank", "id": number}
-        for kind, index in [("s", latest), *(("f", index) for index in early)]:
-            span, at = trace.spans[index], trace.spans[latest].start
-            place = {"pid": _pid(span.rank), "tid": threads[index]}
-            at = min(max(at, span.start), span.end)
-            end = {"bp": "e"} if kind == "f" else {}
-            events.append({"ph": kind, **flow, **place, "ts": _micro(at - begin), **end})
+            length = _micro(last - span.start)
+            add("X", "waits for the last rank", *place, cat="wait", dur=length, args={})
+    for number, (*early, latest) in enumerate(meetings(trace), start=1):
+        flow, at = {"cat": "arrival", "id": number}, trace.spans[latest].start
+        add("s", "last rank", trace.spans[latest].rank, threads[latest], at, **flow)
+        for index in early:
+            span = trace.spans[index]
+            start = min(max(at, span.start), span.end)
+            add("f", "last rank", span.rank, threads[index], start, bp="e", **flow)
     return {
         "schemaVersion": 1,
         "traceName": trace.title,
@@ -163,31 +166,8 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    place = {"ph": "M", "ts": 0, "pid": pid, "tid": tid}
-    return {**place, "name": f"{what}_name", "args": {"name": name}}
-
-
-def _pid(rank: int) -> int:
-    """Return a process number: Perfetto takes 0 for the idle process."""
-    return rank + 1
-
-
 def _micro(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _arguments(span: Span, last: float) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if span.lane == "communication":
-        found |= {"Collective name": span.name, "Group size": len(span.group)}
-        found["Process Group Ranks"] = list(span.group)
-        found["waited for the last rank (us)"] = _micro(last - span.start)
-    if span.num_bytes is not None:
-        found["bytes"] = span.num_bytes
-    if span.line:
-        found["line"] = span.line
-    return found
 
 
 def _threads(trace: Trace) -> list[int]:

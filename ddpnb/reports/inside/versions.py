@@ -144,8 +144,6 @@ def async_inspection(comparison: Comparison) -> AsyncInspection:
         names = ", ".join(dict.fromkeys(run.name for run in comparison.runs)) or "no run"
         raise UserError(f"Versions are those of async, and {comparison.name} has {names}.")
     run = runs[-1]
-    if not len(run.events):
-        raise UserError(f"{run.name} has made no step: there is nothing to draw.")
     if not run.events["version"].any():
         raise UserError(f"{run.name} has no versions in its record: train it again to have them.")
     task = f" on {comparison.task}" if comparison.task not in ("", "cell") else ""
@@ -254,12 +252,9 @@ def _draw_lanes(
             x, y = (mark.seconds - begin) * scale, mark.rank + 1.5
             axes.plot([x], [y], "X", color=INK, markersize=13, zorder=5)
             write(axes, x, y, f"   {mark.text}", zorder=5)
-    names: dict[str, str | Look] = {
-        "computes": rank_colour(0),
-        "exchanges with the server": PART_COLOURS["communication"],
-        "waits for others": WAITING,
-    }
-    legend(axes, names)
+    sends = PART_COLOURS["communication"]
+    names = {"computes": rank_colour(0), "exchanges with the server": sends}
+    legend(axes, {**names, "waits for others": WAITING})
 
 
 def _draw_arrows(
