@@ -8,12 +8,7 @@ import pytest
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.inspection import (
-    Bucket,
-    CapReport,
-    DdpReport,
-    ParameterSize,
-)
+from ddpnb.protocol.inspection import Bucket, CapReport, DdpReport, ParameterSize
 from ddpnb.protocol.messages import Mark, MarkKind, Parts, StepEvent
 from ddpnb.protocol.trace import Span
 from ddpnb.protocol.training_options import make_training_spec
@@ -27,58 +22,40 @@ MS = 1e-3
 
 def spans_of(rank: int, *, late: float = 0.0) -> tuple[Span, ...]:
     """A step of 10 ms: bucket 0 hides for 3 ms, bucket 1 and the end of 0 are exposed for 4."""
-    group = (0, 1)
-
-    def span(lane, name, start, end, num_bytes=None):
-        return Span(
-            rank=rank,
-            lane=lane,
-            name=name,
-            start=(start + late) * MS,
-            end=(end + late) * MS,
-            num_bytes=num_bytes,
-            group=group if lane == "communication" else (),
-        )
-
-    return (
-        span("compute", "forward", 0, 2),
-        span("compute", "backward", 2, 5),
-        span("communication", "bucket 0", 2, 6, 900),
-        span("communication", "bucket 1", 5, 9, 100),
-        span("wait", "wait for buckets", 5, 9),
-        span("compute", "update", 9, 10),
-    )
-
-
-def report_of(rank: int, num_buckets: int = 2) -> DdpReport:
-    names = [f"layer.{n}.weight" for n in range(num_buckets)]
-    sizes = [900, *[100] * (num_buckets - 1)]
-    buckets = tuple(
-        Bucket(names=(name,), num_bytes=size) for name, size in zip(names, sizes, strict=True)
-    )
-    cap = CapReport(
-        cap_mb=25.0,
-        buckets=buckets,
-        steps=(spans_of(rank), spans_of(rank, late=20.0), spans_of(rank, late=40.0)),
-        ready_seconds={name: MS * (1 + n) for n, name in enumerate(names)},
-    )
-    return DdpReport(
-        rank=rank,
-        caps=(cap, replace(cap, cap_mb=1.0)),
+    rows = [
+        ("compute", "forward", 0, 2),
+        ("compute", "backward", 2, 5),
+        ("communication", "bucket 0", 2, 6, 900, (0, 1)),
+        ("communication", "bucket 1", 5, 9, 100, (0, 1)),
+        ("wait", "wait for buckets", 5, 9),
+        ("compute", "update", 9, 10),
+    ]
+    names = ("lane", "name", "start", "end", "num_bytes", "group")
+    spans = [Span(rank=rank, **dict(zip(names, row, strict=False))) for row in rows]
+    return tuple(
+        replace(span, start=(span.start + late) * MS, end=(span.end + late) * MS) for span in spans
     )
 
 
 def inspection_of(num_ranks: int, num_buckets: int = 2, **others) -> DdpInspection:
-    sizes = [900, *[100] * (num_buckets - 1)]
+    sizes = {f"layer.{n}.weight": 100 if n else 900 for n in range(num_buckets)}
+    cap = CapReport(
+        cap_mb=25.0,
+        buckets=tuple(Bucket(names=(name,), num_bytes=size) for name, size in sizes.items()),
+        steps=(),
+        ready_seconds={name: MS * (1 + n) for n, name in enumerate(sizes)},
+    )
+    reports = []
+    for rank in range(num_ranks):
+        own = replace(cap, steps=tuple(spans_of(rank, late=late) for late in (0.0, 20.0, 40.0)))
+        reports.append(DdpReport(rank=rank, caps=(own, replace(own, cap_mb=1.0))))
     return DdpInspection(
         title="net",
         parameters=tuple(
-            ParameterSize(name=f"layer.{n}.weight", shape=(3, 3), num_bytes=size)
-            for n, size in enumerate(sizes)
+            ParameterSize(name=name, shape=(3, 3), num_bytes=size) for name, size in sizes.items()
         ),
-        unused=others.pop("unused", {}),
-        reports=tuple(report_of(rank, num_buckets) for rank in range(num_ranks)),
-        **others,
+        reports=tuple(reports),
+        **{"unused": {}, **others},
     )
 
 
@@ -124,6 +101,10 @@ def test_a_step_with_each_size_is_shown_above_the_tables(num_ranks: int):
 # -- async ---------------------------------------------------------------------------------
 
 
+def comparison_of(run: RunSnapshot) -> Comparison:
+    return Comparison(comparison_id="c", name="c", task="digits", runs=(run,))
+
+
 def async_run(
     num_ranks: int, num_updates: int, *, skew: float = 0.0, strategy: str = "async", marks=()
 ) -> tuple[RunSnapshot, list[tuple[int, int, int]]]:
@@ -151,17 +132,10 @@ def async_run(
         ends[rank] += 0.01 * (1 + chance.random())
     run_spec = spec(strategy)
     run = run_of(run_spec, comparison="c")
+    first = replace(header(run_spec, num_updates), num_workers=num_ranks)
     for rank, own in steps.items():
-        first = replace(header(run_spec, num_updates), num_workers=num_ranks)
-        run.add(
-            batch(
-                run_spec.run_id,
-                own,
-                rank=rank,
-                header=None if rank else first,
-                marks=() if rank else marks,
-            )
-        )
+        more = {} if rank else {"header": first, "marks": marks}
+        run.add(batch(run_spec.run_id, own, rank=rank, **more))
     run.end(Status.FINISHED)
     return run.snapshot(), truth
 
@@ -170,10 +144,6 @@ def test_versions_are_those_that_the_server_counted_however_the_clocks_differ():
     run, truth = async_run(8, 200, skew=0.03)
     updates = updates_of(run)
     assert [(each.rank, each.version_read, each.version_written) for each in updates] == truth
-
-
-def comparison_of(run: RunSnapshot) -> Comparison:
-    return Comparison(comparison_id="c", name="c", task="digits", runs=(run,))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 20])
@@ -210,14 +180,9 @@ def test_only_async_has_versions():
         ({"given": ("kill",)}, "--kill goes with --strategy async"),
         ({"batch": "x"}, "--batch goes with a model"),
         ({"run": "race", "has_task": True}, "draws what is stored"),
+        ({"bucket_caps": "big"}, "--bucket-cap takes sizes"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(given: dict, named: str):
     with pytest.raises(UserError, match=named):
-        InspectionRequest(training=make_training_spec({"task": "digits"}), **given)
-
-
-def test_sizes_of_buckets_are_numbers():
-    request = InspectionRequest(training=make_training_spec({"task": "digits"}), bucket_caps="big")
-    with pytest.raises(UserError, match="--bucket-cap takes sizes"):
-        request.caps()
+        InspectionRequest(training=make_training_spec({"task": "digits"}), **given).caps()
