@@ -3,6 +3,7 @@
 Pure functions of what the ranks have measured.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +82,7 @@ class DdpInspection(Shown):
 
     def tables(self) -> tuple[Table, ...]:
         """Return a row for each value of ``bucket_cap_mb``; then one for each bucket."""
-        return (self._caps_table(), self._buckets_table())
+        return self._caps_table(), self._buckets_table()
 
     def _caps_table(self) -> Table:
         rows = []
@@ -162,17 +163,21 @@ def split_of(spans: Sequence[Span], num_ranks: int) -> Split:
     """Return the times of one step, as means over the ranks."""
     exposed = hidden = 0.0
     for rank in range(num_ranks):
-        own = [span for span in spans if span.rank == rank]
-        sent = _union([span for span in own if span.lane == "communication"])
-        busy = _union([span for span in own if span.lane == "compute"])
-        behind = sum(
-            max(0.0, min(end, stop) - max(start, begin))
-            for start, end in sent
-            for begin, stop in busy
-        )
-        hidden += behind
-        exposed += sum(end - start for start, end in sent) - behind
+        own = [span for span in spans if span.rank == rank and span.lane != "wait"]
+        sent = _covered([span for span in own if span.lane == "communication"])
+        busy = _covered([span for span in own if span.lane == "compute"])
+        exposed += _covered(own) - busy
+        hidden += sent + busy - _covered(own)
     return Split(_length(spans), exposed / num_ranks, hidden / num_ranks)
+
+
+def _covered(spans: Sequence[Span]) -> float:
+    """Return the seconds in which there is any of the spans."""
+    covered, until = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.start):
+        covered += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return covered
 
 
 # -- in words ------------------------------------------------------------------------------
@@ -248,14 +253,3 @@ def one_by_one(spans: Sequence[Span]) -> tuple[Span, ...]:
             span = replace(span, start=max(span.start, ahead)) if span.end > ahead else span
         found.append(span)
     return tuple(found)
-
-
-def _union(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """Return the times that any of the spans covers."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted((span.start, span.end) for span in spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found

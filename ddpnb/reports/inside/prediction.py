@@ -34,11 +34,40 @@ class PredictionResult(Shown):
 
     def table(self) -> Table:
         """Return one row per strategy: throughput, step and efficiency at each number of ranks."""
-        return prediction_table(self.prediction)
+        ranks = self.prediction.question.ranks
+        shown = ranks if len(ranks) <= MAX_COLUMNS else (*ranks[: MAX_COLUMNS - 1], ranks[-1])
+        rows = []
+        for name, points in self.prediction.points.items():
+            at = {each.num_ranks: each for each in points}
+            stop = self.prediction.stops[name]
+            stops = f"> {self.prediction.searched:,}" if stop is None else f"{stop:,}"
+            head = Cell(text=name, dot=style_of(name, tuple(self.prediction.points)).colour)
+            cells = [_cell(at.get(n)) for n in shown]
+            rows.append(table_row(head, *cells, stops, self.prediction.limits[name]))
+        return Table(
+            caption="Samples/s, then the step and the efficiency against one rank alone",
+            columns=(
+                Column(title="strategy"),
+                *(Column(title=counted(n, "rank"), is_number=True) for n in shown),
+                Column(title="stops at", is_number=True),
+                Column(title="held up by"),
+            ),
+            rows=tuple(rows),
+            notes=assumptions(self.prediction),
+        )
 
     def sentence(self) -> str:
-        """Return where each strategy stops scaling, as one sentence."""
-        return sentence(self.prediction)
+        """Return where each strategy stops scaling, and what holds it up."""
+        parts = []
+        for name, stop in self.prediction.stops.items():
+            held = self.prediction.limits[name]
+            if stop is None:
+                parts.append(f"{name} scales to {self.prediction.searched:,} ranks and more")
+            elif stop == 1:
+                parts.append(f"{name} gains nothing from a second rank ({held})")
+            else:
+                parts.append(f"{name} stops scaling at about {stop:,} ranks ({held})")
+        return f"Predicted, not measured: {'; '.join(parts)}."
 
     def pictures(self) -> list[Picture]:
         """Return the picture."""
@@ -51,45 +80,6 @@ class PredictionResult(Shown):
     def html(self, images: str) -> str:
         """Return the sentence above the picture, and the table below."""
         return f"<p><strong>{escape(self.sentence())}</strong></p>{images}{self.table().html()}"
-
-
-def sentence(prediction: Prediction) -> str:
-    """Return where each strategy stops scaling, and what holds it up."""
-    parts = []
-    for name, stop in prediction.stops.items():
-        held = prediction.limits[name]
-        if stop is None:
-            parts.append(f"{name} scales to {prediction.searched:,} ranks and more")
-        elif stop == 1:
-            parts.append(f"{name} gains nothing from a second rank ({held})")
-        else:
-            parts.append(f"{name} stops scaling at about {stop:,} ranks ({held})")
-    return f"Predicted, not measured: {'; '.join(parts)}."
-
-
-def prediction_table(prediction: Prediction) -> Table:
-    """Return one row per strategy, and one column per number of ranks."""
-    ranks = prediction.question.ranks
-    shown = ranks if len(ranks) <= MAX_COLUMNS else (*ranks[: MAX_COLUMNS - 1], ranks[-1])
-    rows = []
-    for name, points in prediction.points.items():
-        at = {each.num_ranks: each for each in points}
-        stop = prediction.stops[name]
-        stops = f"> {prediction.searched:,}" if stop is None else f"{stop:,}"
-        head = Cell(text=name, dot=style_of(name, tuple(prediction.points)).colour)
-        cells = [_cell(at.get(n)) for n in shown]
-        rows.append(table_row(head, *cells, stops, prediction.limits[name]))
-    return Table(
-        caption="Samples/s, then the step and the efficiency against one rank alone",
-        columns=(
-            Column(title="strategy"),
-            *(Column(title=counted(n, "rank"), is_number=True) for n in shown),
-            Column(title="stops at", is_number=True),
-            Column(title="held up by"),
-        ),
-        rows=tuple(rows),
-        notes=assumptions(prediction),
-    )
 
 
 def _cell(found: Point | None) -> Cell:

@@ -126,7 +126,20 @@ class AsyncInspection(Shown):
 
     def text(self) -> str:
         """Return the drawn updates in words, and the table."""
-        return f"{versions_text(self)}\n\n{self.table().text()}"
+        shown = self.window()
+        lines = [
+            f"{self.title}: {counted(len(self.updates), 'gradient')}, of which "
+            f"{len(shown)} are drawn"
+        ]
+        begin = min((each.start for each in shown), default=0.0)
+        for each in shown:
+            waits = f", waits {in_units(each.waited)}" if each.waited > SHOWN_WAIT_SECONDS else ""
+            lines.append(
+                f"  {in_units(each.written - begin):>8}  rank {each.rank} reads "
+                f"{each.version_read}, writes {each.version_written}: "
+                f"staleness {each.staleness}{waits}"
+            )
+        return "\n".join([*lines, "", self.table().text()])
 
     def html(self, images: str) -> str:
         """Return the table below the picture."""
@@ -176,23 +189,6 @@ def updates_of(run: RunSnapshot) -> tuple[Update, ...]:
             )
         )
     return tuple(sorted(found, key=lambda each: (each.version_written, each.written)))
-
-
-def versions_text(inspection: AsyncInspection) -> str:
-    """Return the drawn updates in words, a line each."""
-    shown = inspection.window()
-    lines = [
-        f"{inspection.title}: {counted(len(inspection.updates), 'gradient')}, of which "
-        f"{len(shown)} are drawn"
-    ]
-    begin = min((each.start for each in shown), default=0.0)
-    for each in shown:
-        waits = f", waits {in_units(each.waited)}" if each.waited > SHOWN_WAIT_SECONDS else ""
-        lines.append(
-            f"  {in_units(each.written - begin):>8}  rank {each.rank} reads {each.version_read}, "
-            f"writes {each.version_written}: staleness {each.staleness}{waits}"
-        )
-    return "\n".join(lines)
 
 
 # -- drawn ---------------------------------------------------------------------------------
