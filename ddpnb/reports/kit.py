@@ -25,6 +25,7 @@ from ddpnb.reports.style import (
     TITLE_POINTS,
     contrast_on_white,
 )
+from ddpnb.reports.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -281,9 +282,17 @@ class Shown(ABC):
         """Return the pictures, if there are any."""
         return ()
 
+    def table(self) -> Table | None:
+        """Return the table; None: there is none, or there are several."""
+        return None
+
+    def tables(self) -> Sequence[Table]:
+        """Return the tables, if there are any."""
+        return [table] if (table := self.table()) else []
+
     def html(self, images: str) -> str:
-        """Return what is shown above the folded text: the images, and tables."""
-        return images
+        """Return what is shown above the folded text."""
+        return "".join([images, *(table.html() for table in self.tables())])
 
     def plot(self) -> Picture:
         """Return the first picture; ``.figure`` is a matplotlib figure.

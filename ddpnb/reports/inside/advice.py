@@ -123,4 +123,4 @@ class AdviceResult(Shown):
 
     def html(self, images: str) -> str:
         """Return the sentence and the table."""
-        return f"{images}<p><strong>{escape(self.sentence())}</strong></p>{self.table().html()}"
+        return f"<p><strong>{escape(self.sentence())}</strong></p>{super().html(images)}"

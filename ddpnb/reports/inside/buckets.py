@@ -154,10 +154,6 @@ class DdpInspection(Shown):
         """Return the step with the model's own buckets in words, and the tables."""
         return "\n\n".join([timeline_text(self.trace()), *(t.text() for t in self.tables())])
 
-    def html(self, images: str) -> str:
-        """Return the tables below the pictures."""
-        return "".join([images, *(table.html() for table in self.tables())])
-
 
 def split_of(spans: Sequence[Span], num_ranks: int) -> Split:
     """Return the times of one step, as means over the ranks."""

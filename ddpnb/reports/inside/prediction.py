@@ -79,7 +79,7 @@ class PredictionResult(Shown):
 
     def html(self, images: str) -> str:
         """Return the sentence above the picture, and the table below."""
-        return f"<p><strong>{escape(self.sentence())}</strong></p>{images}{self.table().html()}"
+        return f"<p><strong>{escape(self.sentence())}</strong></p>{super().html(images)}"
 
 
 def _cell(found: Point | None) -> Cell:

@@ -218,10 +218,6 @@ class ReplicaCheck(Shown):
         )
         return Table(caption=self.sentence(), columns=columns, rows=tuple(map(_row, self.findings)))
 
-    def html(self, images: str) -> str:
-        """Return the table."""
-        return images + self.table().html()
-
     def text(self) -> str:
         """Return the same for a terminal: a line per part, and what differs below."""
         lines = [self.sentence(), ""]

@@ -147,10 +147,6 @@ class Handout(Shown):
         """Return the picture."""
         return [Picture(draw(self), self.sentence())]
 
-    def html(self, images: str) -> str:
-        """Return the table below the picture."""
-        return images + self.table().html()
-
     def _named(self, indices: Indices) -> str:
         """Return which cells these are: ``"sample 0"``, ``"samples 0 1"``, ``"none"``."""
         plural = "" if len(indices) == 1 else "s"

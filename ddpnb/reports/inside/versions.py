@@ -141,10 +141,6 @@ class AsyncInspection(Shown):
             )
         return "\n".join([*lines, "", self.table().text()])
 
-    def html(self, images: str) -> str:
-        """Return the table below the picture."""
-        return images + self.table().html()
-
 
 def async_inspection(comparison: Comparison) -> AsyncInspection:
     """Return what the workers of a run have read and written; the last one, if there are several.
