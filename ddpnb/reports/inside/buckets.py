@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
-from ddpnb.protocol.inspection import CapReport, DdpReport, ParameterSize
+from ddpnb.protocol.inspection import CapReport, ParameterSize
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.trace import Span, Trace
 from ddpnb.reports.formatting import NOTHING, counted, listed, percent, size
@@ -47,14 +47,14 @@ class DdpInspection(Shown):
     parameters: tuple[ParameterSize, ...]
     unused: Mapping[str, tuple[int, ...]]
     """Parameters that had no part in the loss, and on which ranks."""
-    reports: tuple[DdpReport, ...]
-    """By rank."""
+    reports: tuple[tuple[CapReport, ...], ...]
+    """Of each rank, on each value of ``bucket_cap_mb``: the model's own first."""
     devices: str = ""
 
     @property
     def caps(self) -> tuple[CapReport, ...]:
-        """Rank 0's report on each value of ``bucket_cap_mb``, the model's own first."""
-        return self.reports[0].caps
+        """Rank 0's reports."""
+        return self.reports[0]
 
     @property
     def gradient_bytes(self) -> int:
@@ -227,8 +227,8 @@ def _first(names: Sequence[str]) -> str:
 # -- spans ---------------------------------------------------------------------------------
 
 
-def _spans(reports: Sequence[DdpReport], index: int, step: int) -> tuple[Span, ...]:
-    return tuple(span for report in reports for span in report.caps[index].steps[step])
+def _spans(reports: Sequence[Sequence[CapReport]], index: int, step: int) -> tuple[Span, ...]:
+    return tuple(span for report in reports for span in report[index].steps[step])
 
 
 def _length(spans: Sequence[Span]) -> float:

@@ -8,7 +8,7 @@ import pytest
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.inspection import Bucket, CapReport, DdpReport, ParameterSize
+from ddpnb.protocol.inspection import Bucket, CapReport, ParameterSize
 from ddpnb.protocol.messages import Mark, MarkKind, Parts, StepEvent
 from ddpnb.protocol.trace import Span
 from ddpnb.protocol.training_options import make_training_spec
@@ -48,7 +48,7 @@ def inspection_of(num_ranks: int, num_buckets: int = 2, **others) -> DdpInspecti
     reports = []
     for rank in range(num_ranks):
         own = replace(cap, steps=tuple(spans_of(rank, late=late) for late in (0.0, 20.0, 40.0)))
-        reports.append(DdpReport(rank=rank, caps=(own, replace(own, cap_mb=1.0))))
+        reports.append((own, replace(own, cap_mb=1.0)))
     return DdpInspection(
         title="net",
         parameters=tuple(

@@ -87,8 +87,8 @@ def test_pictures_stay_on_their_paper(num_ranks: int, num_samples: int):
 
 
 def test_ranks_with_other_samplers_are_said():
-    first = RankSamples(rank=0, kind="A", num_samples=4, epochs=(np.arange(4),))
-    other = replace(first, rank=1, kind="B", num_samples=5, epochs=(np.arange(2),))
+    first = RankSamples(kind="A", num_samples=4, epochs=(np.arange(4),))
+    other = replace(first, kind="B", num_samples=5, epochs=(np.arange(2),))
     handout = handout_of(SamplerSpec(expression="x", num_epochs=1), [first, other])
     assert "The ranks have different samplers: A and B." in handout.notes
     assert "The ranks' data sets are not equally long." in handout.notes
