@@ -6,7 +6,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import make_training_spec
-from ddpnb.reports.inside.advice import AdviceResult
+from ddpnb.reports.inside.advice import Advice
 from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.prediction import PredictionResult
@@ -262,13 +262,13 @@ def predict(
 
 
 @typed
-def advise() -> AdviceResult:
+def advise() -> Advice:
     """Recommend a strategy for where the ranks live; the twin of ``%ddp_advise``.
 
     Returns:
-        The result, with ``.table()`` and ``.advice``.
+        The result, with ``.table()``, ``.choice`` and ``.reason``.
 
     Raises:
         UserError: no cluster is running.
     """
-    return AdviceResult(this_session().idle_cluster().states)
+    return Advice.of(this_session().idle_cluster().states)

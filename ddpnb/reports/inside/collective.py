@@ -1,6 +1,7 @@
 """One collective as it ran: each rank's tensor before and after, time, bytes, formula (kernel)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from ddpnb.protocol.costs import Algorithm, algorithm_of
@@ -34,12 +35,13 @@ ON_NCCL = (
 
 
 @final
+@dataclass(frozen=True, repr=False)
 class CollectiveResult(Shown):
     """What a collective did on each rank, which a notebook shows as a picture and as a text."""
 
-    def __init__(self, spec: CollectiveSpec, shown: Sequence[CollectiveShown]) -> None:
-        self.spec = spec
-        self.shown = tuple(shown)
+    spec: CollectiveSpec
+    shown: Sequence[CollectiveShown]
+    """By rank, of those that took part."""
 
     @property
     def algorithm(self) -> Algorithm:

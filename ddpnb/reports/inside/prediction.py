@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, final
 
@@ -26,11 +27,11 @@ MAX_COLUMNS = 8
 
 
 @final
+@dataclass(frozen=True, repr=False)
 class PredictionResult(Shown):
     """A prediction, shown as a picture and a table; ``prediction`` has its numbers."""
 
-    def __init__(self, prediction: Prediction) -> None:
-        self.prediction = prediction
+    prediction: Prediction
 
     def table(self) -> Table:
         """Return one row per strategy: throughput, step and efficiency at each number of ranks."""

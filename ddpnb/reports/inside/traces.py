@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from ddpnb.protocol.notation import format_ranks
@@ -88,14 +88,14 @@ def joined(
 
 
 @final
+@dataclass(frozen=True, repr=False)
 class TraceResult(Shown):
     """The trace of one cell, which a notebook shows as a picture and as a text."""
 
     endings = (".json", *Shown.endings)
     """JSON is for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    trace: Trace
 
     def pictures(self) -> list[Picture]:
         """Return the time line, if there is something to draw."""

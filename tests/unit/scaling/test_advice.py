@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddpnb.reports.inside.advice import AdviceResult, advise
+from ddpnb.reports.inside.advice import Advice
 from tests.rank.ranks import make_state
 
 CPU = make_state(0, 2)
@@ -22,12 +22,12 @@ GPU = replace(CPU, device="cuda:0", has_peer_access=True)
     ],
 )
 def test_the_table_has_a_cell_for_every_machine(ranks, recommended, tensorflow):
-    choice = advise(ranks).choice
+    choice = Advice.of(ranks).choice
     assert (choice.ddpnb, choice.tensorflow) == (recommended, tensorflow)
 
 
 def test_the_table_marks_this_machine():
-    bundle = AdviceResult([GPU, GPU])._repr_mimebundle_()
+    bundle = Advice.of([GPU, GPU])._repr_mimebundle_()
     (marked,) = [line for line in bundle["text/plain"].splitlines() if "◀ this machine" in line]
     assert marked.startswith("one machine")
     assert bundle["text/html"].count("◀ this machine") == 1
