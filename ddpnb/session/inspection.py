@@ -137,13 +137,7 @@ def inspect_async(cluster: Cluster, strategy: str, training: TrainingSpec) -> As
 
     What was trained is not stored.
     """
-    short = replace(
-        training,
-        num_epochs=MOST_EPOCHS,
-        eval_every=0.0,
-        min_seconds=None,
-        save=False,
-    )
+    short = replace(training, num_epochs=MOST_EPOCHS, eval_every=0.0, min_seconds=None, save=False)
     spec = ComparisonSpec(strategies=(strategy,), training=short, name="inspect", baseline=False)
     with tempfile.TemporaryDirectory(prefix="ddpnb-inspect-") as folder:
         store = Store(Path(folder))
@@ -184,11 +178,9 @@ class _Moment:
         run = comparison.runs[-1] if comparison.runs else None
         if run is None or self.training is None:
             return
-        since = 0.0
-        if self._awaits_death:
-            deaths = [mark.seconds for mark in run.marks if mark.kind.is_death]
-            since = min(deaths) + AFTER_DEATH_SECONDS if deaths else math.inf
-        is_enough = run.num_events >= self._num_wanted and run.seconds >= since
+        ends = [mark.seconds + AFTER_DEATH_SECONDS for mark in run.marks if mark.kind.is_death]
+        has_died = not self._awaits_death or run.seconds >= min(ends, default=math.inf)
+        is_enough = run.num_events >= self._num_wanted and has_died
         if is_enough or time.monotonic() - self._began > MOST_SECONDS:
             self.has_stopped = True
             self.training.stop()
