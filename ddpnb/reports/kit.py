@@ -272,7 +272,13 @@ class Picture:
 class Shown(ABC):
     """A result that a notebook shows as pictures, tables and text, and that can be saved."""
 
-    endings: ClassVar[tuple[str, ...]] = (".png", ".svg", ".html", ".txt")
+    endings: ClassVar[Mapping[str, str]] = {
+        ".png": "the picture",
+        ".svg": "the picture",
+        ".html": "a page that needs no other file",
+        ".txt": "the text",
+    }
+    """Of files that can be written, and what these are."""
 
     @abstractmethod
     def text(self) -> str:
@@ -326,7 +332,7 @@ class Shown(ABC):
             target.write_bytes(content)
         except OSError as error:
             raise UserError(f"{target} cannot be written: {error}.") from error
-        return f"{target}: {len(content):,} bytes."
+        return f"{target}: {self.endings[target.suffix]}."
 
     def content(self, ending: str) -> bytes:
         """Return a file with one of ``endings``; PNG and SVG have the first picture."""

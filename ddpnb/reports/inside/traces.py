@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.trace import RankSpans, Trace
@@ -92,8 +92,7 @@ def joined(
 class TraceResult(Shown):
     """The trace of one cell, which a notebook shows as a picture and as a text."""
 
-    endings = (".json", *Shown.endings)
-    """JSON is for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+    endings: ClassVar = {".json": "open it at ui.perfetto.dev or chrome://tracing", **Shown.endings}
 
     trace: Trace
 
