@@ -6,12 +6,14 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import make_training_spec
-from ddpnb.reports.inside.advice import AdviceResult
+from ddpnb.reports.inside.advice import Advice
+from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout, handout_of_run
 from ddpnb.reports.inside.traces import TraceResult
+from ddpnb.reports.inside.versions import AsyncInspection, async_inspection
 from ddpnb.scaling.predict import Question, parse_numbers
 from ddpnb.session.inside import (
     check_replicas,
@@ -19,7 +21,7 @@ from ddpnb.session.inside import (
     run_collective,
     samples_of_sampler,
 )
-from ddpnb.session.inspection import Inspection, InspectionRequest, inspect_run
+from ddpnb.session.inspection import InspectionRequest
 from ddpnb.session.inspection import inspect as inspect_step
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
@@ -118,7 +120,7 @@ def last_trace() -> TraceResult:
     """Return the trace of the latest cell of ``%%ddp --trace``.
 
     Returns:
-        With ``.plot()``, ``.text()``, ``.save("trace.json")`` for Perfetto.
+        With ``.plot()``, ``.text()``, and ``.save("trace.json")`` for Perfetto.
 
     Raises:
         UserError: no cell has been traced.
@@ -145,7 +147,7 @@ def inspect(
     slow: str = "",
     kill: str = "",
     run: str = "",
-) -> Inspection:
+) -> DdpInspection | AsyncInspection:
     """Return what happens in a training step; the twin of ``%ddp_inspect``.
 
     All is measured on a copy: models, gradients, optimizers and random numbers stay as they are.
@@ -168,7 +170,7 @@ def inspect(
         run: a stored asynchronous run to draw.
 
     Returns:
-        The result, with ``.figures()``, ``.tables()`` and the numbers in ``.result``.
+        The numbers, with ``.pictures()``, ``.text()`` and ``.save(path)``.
 
     Raises:
         UserError: there is nothing to inspect, or the model does not fit the batch.
@@ -200,7 +202,7 @@ def inspect(
     )
     session = this_session()
     if run:
-        return inspect_run(session.load([run]).comparison)
+        return async_inspection(session.load([run]).comparison)
     return inspect_step(session.idle_cluster(), request, session.last_training)
 
 
@@ -260,13 +262,13 @@ def predict(
 
 
 @typed
-def advise() -> AdviceResult:
+def advise() -> Advice:
     """Recommend a strategy for where the ranks live; the twin of ``%ddp_advise``.
 
     Returns:
-        The result, with ``.table()`` and ``.advice``.
+        The result, with ``.table()``, ``.choice`` and ``.reason``.
 
     Raises:
         UserError: no cluster is running.
     """
-    return AdviceResult(this_session().idle_cluster().states)
+    return Advice.of(this_session().idle_cluster().states)

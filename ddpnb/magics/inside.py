@@ -12,7 +12,6 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, TRACE
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout
-from ddpnb.session.inspection import Inspection
 
 
 @magics_class
@@ -100,7 +99,7 @@ class InsideMagics(Magics):
     @argument("--kill", metavar="1@1s", default="", help="async: rank 1 is killed after a second")
     @argument("--run", metavar="NAME", default="", help="async: draw this stored run")
     @line_cell_magic
-    def ddp_inspect(self, line: str, cell: str = "") -> Inspection:
+    def ddp_inspect(self, line: str, cell: str = "") -> Any:
         """Show what happens in a step: ``%ddp_inspect model --batch x --loss "f(output, y)"``.
 
         DDP's buckets, and forward, backward, all-reduces and update of each rank on one time line.

@@ -59,7 +59,6 @@ class ParameterSize:
 class Found:
     """What a rank has found, alone: the model fits the batch, and has gradients."""
 
-    rank: int
     parameters: tuple[ParameterSize, ...]
     unused: tuple[str, ...]
     """Parameters that had no part in the loss."""
@@ -85,15 +84,6 @@ class CapReport:
     """What the rank did in each measured step."""
     ready_seconds: dict[str, float]
     """When each gradient was there: after the backward pass began, the median of the steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DdpReport:
-    """What one rank has measured."""
-
-    rank: int
-    caps: tuple[CapReport, ...]
-    """The model's own first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

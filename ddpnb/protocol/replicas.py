@@ -103,7 +103,6 @@ class SamplerSpec:
 class RankSamples:
     """The samples that one rank gets."""
 
-    rank: int
     kind: str
     """The class of the sampler."""
     num_samples: int

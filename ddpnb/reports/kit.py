@@ -7,10 +7,13 @@ imported when the first picture is drawn.
 import base64
 import io
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
+from ddpnb.protocol.errors import UserError
 from ddpnb.reports.style import (
     FONT_POINTS,
     INK,
@@ -22,6 +25,7 @@ from ddpnb.reports.style import (
     TITLE_POINTS,
     contrast_on_white,
 )
+from ddpnb.reports.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,7 +96,7 @@ class Sheet:
         self.figure = Figure(figsize=(width, self.height), dpi=DPI, facecolor="none")
         FigureCanvasAgg(self.figure)
         add_paper(self.figure)
-        self.title = self.text(0.38, title, fontsize=TITLE_POINTS, color=INK, weight="bold")
+        self.text(0.38, title, fontsize=TITLE_POINTS, color=INK, weight="bold")
         for number, line in enumerate(lines):
             y = TOP + height + NOTE_HEIGHT * (number + 0.5)
             self.text(y, line, fontsize=SMALL_POINTS - 1, color=MUTED)
@@ -116,13 +120,6 @@ class Sheet:
                 height / self.height,
             )
         )
-
-    def canvas(self) -> "Axes":
-        """Add axes over all the paper, in inches from its upper left corner."""
-        axes = self.figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, self.width), ylim=(self.height, 0))
-        axes.axis("off")
-        return axes
 
 
 def add_paper(figure: "Figure") -> None:
@@ -237,7 +234,7 @@ def legend(axes: "Axes", looks: Mapping[str, str | Look]) -> None:
     )
 
 
-# -- what a notebook keeps -----------------------------------------------------------------
+# -- what a notebook shows, and files ------------------------------------------------------
 
 
 @final
@@ -251,40 +248,158 @@ class Picture:
 
     def __init__(self, figure: "Figure", description: str) -> None:
         self.figure = figure
-        self._description = description
+        self.description = description
 
     def png(self, dpi: float = DPI) -> bytes:
         """Return the picture with ``dpi`` dots an inch."""
+        return self._saved(format="png", dpi=dpi)
+
+    def svg(self) -> bytes:
+        """Return the picture as SVG."""
+        return self._saved(format="svg")
+
+    def _saved(self, **options: Any) -> bytes:
         buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=dpi)
+        self.figure.savefig(buffer, **options)
         return buffer.getvalue()
 
-    def bundle(self, text: str, html: str = "") -> dict[str, Any]:
-        """Return what a notebook shows and keeps: the picture, HTML below it, the text folded.
-
-        Args:
-            text: all that the picture shows, in words; alone where there are no pictures.
-            html: a table, for below the picture.
-        """
-        png = self.png()
-        folded = (
-            '<details><summary>As text</summary><pre style="white-space:pre-wrap">'
-            f"{escape(text)}</pre></details>"
-        )
-        page = f"{image_html(png, self._description)}{html}{folded}"
-        return {"text/plain": text, "text/html": page, "image/png": _base64(png)}
-
     def __repr__(self) -> str:
-        return self._description
+        return self.description
 
     _repr_png_ = png
 
 
+class Shown(ABC):
+    """A result that a notebook shows as pictures, tables and text, and that can be saved."""
+
+    endings: ClassVar[Mapping[str, str]] = {
+        ".png": "the picture",
+        ".svg": "the picture",
+        ".html": "a page that needs no other file",
+        ".txt": "the text",
+    }
+    """Of files that can be written, and what these are."""
+
+    @abstractmethod
+    def text(self) -> str:
+        """Return all that is shown, in words."""
+
+    def pictures(self) -> Sequence[Picture]:
+        """Return the pictures, if there are any."""
+        return ()
+
+    def table(self) -> Table | None:
+        """Return the table; None: there is none, or there are several."""
+        return None
+
+    def tables(self) -> Sequence[Table]:
+        """Return the tables, if there are any."""
+        return [table] if (table := self.table()) else []
+
+    def html(self, images: str) -> str:
+        """Return what is shown above the folded text."""
+        return "".join([images, *(table.html() for table in self.tables())])
+
+    def plot(self) -> Picture:
+        """Return the first picture; ``.figure`` is a matplotlib figure.
+
+        Raises:
+            UserError: there is nothing to draw.
+        """
+        if not (pictures := self.pictures()):
+            raise UserError(self.text())
+        return pictures[0]
+
+    def save(self, path: Path | str) -> str:
+        """Write a file in the format that its ending names, one of ``endings``.
+
+        Args:
+            path: missing folders are created, an existing file is replaced.
+
+        Returns:
+            A sentence about what was written.
+
+        Raises:
+            UserError: the ending is another one, or the file cannot be written.
+        """
+        target = Path(path).expanduser()
+        if target.suffix not in self.endings:
+            endings = ", ".join(self.endings)
+            raise UserError(f"{target.name} cannot be written: choose one of {endings}.")
+        content = self.content(target.suffix)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        except OSError as error:
+            raise UserError(f"{target} cannot be written: {error}.") from error
+        return f"{target}: {self.endings[target.suffix]}."
+
+    def content(self, ending: str) -> bytes:
+        """Return a file with one of ``endings``; PNG and SVG have the first picture."""
+        match ending:
+            case ".png":
+                return self.plot().png(PAGE_DPI)
+            case ".svg":
+                return self.plot().svg()
+            case ".html":
+                pictures = self.pictures()
+                body = self._body(pictures, [each.png(PAGE_DPI) for each in pictures])
+                return page(self.text().partition("\n")[0], body).encode()
+        return f"{self.text()}\n".encode()
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        """Return pictures, tables and text together; the first picture and the text alone."""
+        pictures = self.pictures()
+        pngs = [each.png() for each in pictures]
+        bundle: dict[str, Any] = {"text/plain": self.text()}
+        if html := self._body(pictures, pngs):
+            bundle["text/html"] = html
+        if pngs:
+            bundle["image/png"] = pngs[0]
+        return bundle
+
+    def _body(self, pictures: Sequence[Picture], pngs: Sequence[bytes]) -> str:
+        pairs = zip(pngs, pictures, strict=True)
+        images = "".join(image_html(png, each.description) for png, each in pairs)
+        folded = (
+            '<details><summary>As text</summary><pre style="white-space:pre-wrap">'
+            f"{escape(self.text())}</pre></details>"
+        )
+        return self.html(images) + (folded if images else "")
+
+
 def image_html(png: bytes, description: str) -> str:
     """Return a picture as an HTML image with its data in it."""
-    style, data = "max-width:100%;height:auto", _base64(png)
+    style, data = "max-width:100%;height:auto", base64.b64encode(png).decode("ascii")
     return f'<img style="{style}" alt="{escape(description)}" src="data:image/png;base64,{data}">'
 
 
-def _base64(png: bytes) -> str:
-    return base64.b64encode(png).decode("ascii")
+STYLE_SHEET = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
+img { max-width: 100%; height: auto; }
+pre { padding: 1rem; overflow: auto; border-radius: .5rem; background: rgba(128,128,128,.12); }
+.wide { overflow-x: auto; }
+h1 { font-size: 1.5rem; }
+h2 { font-size: 1.15rem; margin-top: 2rem; }
+@media print {
+  body { max-width: none; margin: 0; font-size: 11pt; }
+  pre { white-space: pre-wrap; overflow: visible; }
+  img, tr, pre { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .wide, .wide > div { overflow-x: visible !important; }
+}
+"""
+
+
+def page(title: str, body: str) -> str:
+    """Return an HTML page that needs no other file; ``title`` is text, ``body`` is HTML."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{STYLE_SHEET}</style></head>\n"
+        f"<body>{body}</body></html>\n"
+    )

@@ -126,6 +126,11 @@ def table_row(*shown: Cell | str | int) -> tuple[Cell, ...]:
     return tuple(each if isinstance(each, Cell) else Cell(text=str(each)) for each in shown)
 
 
+def columns(*titles: str) -> tuple[Column, ...]:
+    """Return heads of a column of names, and of numbers after it."""
+    return tuple(Column(title=title, is_number=at > 0) for at, title in enumerate(titles))
+
+
 def pairs_table(caption: str, pairs: Mapping[str, str]) -> Table:
     """Return a table of names and values, one pair a row."""
     return Table(

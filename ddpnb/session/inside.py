@@ -28,13 +28,13 @@ def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
             "compare, %ddp_check x."
         )
     found = [_measure(cluster, each) for each in find(replicas)]
-    return ReplicaCheck(with_causes(found, replicas), cluster.ranks)
+    return ReplicaCheck(findings=with_causes(found, replicas), ranks=tuple(cluster.ranks))
 
 
 def _measure(cluster: Cluster, finding: Finding) -> Finding:
     """Return a finding with the size of its first difference, if it has one."""
     first = finding.first
-    if first is None or not first.chunks:
+    if not first.chunks:
         return finding
     ranks, wanted = first.measured_ranks, (finding.name, finding.part, first.tensor, first.chunks)
     found = cells.ask(cluster, OnRank("elements"), ranks, *wanted)

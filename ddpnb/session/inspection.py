@@ -3,37 +3,27 @@
 import math
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, final
-
-from IPython.display import display
+from typing import Any, cast, final
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.recorder import new_id
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.inspection import DdpReport, Found, InspectSpec
+from ddpnb.protocol.inspection import Found, InspectSpec
 from ddpnb.protocol.messages import OnRank, RunSpec
 from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.reports.inside.buckets import DdpInspection
+from ddpnb.reports.inside.versions import AsyncInspection, async_inspection
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.reports.table import Table
 from ddpnb.session.cells import ask, warn_stale
 from ddpnb.session.comparison import Training, prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt
 from ddpnb.session.laboratory import with_devices
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from ddpnb.reports.inside.buckets import DdpInspection
-    from ddpnb.reports.inside.versions import AsyncInspection
-
-    Result = DdpInspection | AsyncInspection
 
 ONE_RANK = "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."
 MOST_EPOCHS = 1000.0
@@ -115,37 +105,9 @@ class InspectionRequest:
         return replace(last, **{name: getattr(self.training, name) for name in self.given})
 
 
-@final
-class Inspection:
-    """What an inspection has found: shown in a notebook as pictures and a table.
-
-    Args:
-        result: the numbers; all pictures are drawn from these.
-    """
-
-    def __init__(self, result: "Result") -> None:
-        self.result = result
-
-    def tables(self) -> tuple[Table, ...]:
-        """Return the numbers, and what they show."""
-        return self.result.tables()
-
-    def figures(self) -> list["Figure"]:
-        """Return the pictures, as matplotlib figures."""
-        return [picture.figure for picture, _ in self.result.pictures()]
-
-    def __repr__(self) -> str:
-        return repr(self.result)
-
-    def _ipython_display_(self) -> None:
-        """Show pictures and tables as outputs of the cell, which a saved notebook keeps."""
-        for picture, text in self.result.pictures():
-            display(picture.bundle(text), raw=True)
-        for table in self.tables():
-            display({"text/html": table.html(), "text/plain": table.text()}, raw=True)
-
-
-def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | None) -> Inspection:
+def inspect(
+    cluster: Cluster, request: InspectionRequest, last: TrainingSpec | None
+) -> DdpInspection | AsyncInspection:
     """Make steps on the ranks, and return what happened in them.
 
     Args:
@@ -153,54 +115,29 @@ def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | N
         request: what to inspect.
         last: the training of the latest comparison.
     """
-    if request.model:
-        spec = InspectSpec(
-            model=request.model,
-            batch=request.batch,
-            loss=request.loss,
-            bucket_caps=request.caps(),
-            devices=with_devices(cluster, request.training).emulated,
-        )
-        return Inspection(inspect_ddp(cluster, spec))
-    training = request.task(last)
+    training = request.training if request.model else request.task(last)
     if len(cluster.ranks) == 1:
         raise UserError(ONE_RANK)
     if request.strategy.startswith("async"):
-        return Inspection(inspect_async(cluster, request.strategy, training))
+        return inspect_async(cluster, request.strategy, training)
     chosen = asdict(training) | {"data_seed": training.seed}
     spec = InspectSpec(
-        task=RunSpec(run_id=new_id(), strategy="ddp", **chosen),
+        task=None if request.model else RunSpec(run_id=new_id(), strategy="ddp", **chosen),
+        model=request.model,
+        batch=request.batch,
+        loss=request.loss,
         bucket_caps=request.caps(),
         devices=with_devices(cluster, training).emulated,
     )
-    return Inspection(inspect_ddp(cluster, spec))
+    return inspect_ddp(cluster, spec)
 
 
-def inspect_run(comparison: Comparison) -> Inspection:
-    """Return what happened in a stored asynchronous run.
-
-    Raises:
-        UserError: it has none.
-    """
-    from ddpnb.reports.inside.versions import async_inspection  # noqa: PLC0415  matplotlib: 0.3 s
-
-    return Inspection(async_inspection(comparison))
-
-
-def inspect_async(cluster: Cluster, strategy: str, training: TrainingSpec) -> "AsyncInspection":
+def inspect_async(cluster: Cluster, strategy: str, training: TrainingSpec) -> AsyncInspection:
     """Train for a moment; return which versions each worker has read and written.
 
     What was trained is not stored.
     """
-    from ddpnb.reports.inside.versions import async_inspection  # noqa: PLC0415  matplotlib: 0.3 s
-
-    short = replace(
-        training,
-        num_epochs=MOST_EPOCHS,
-        eval_every=0.0,
-        min_seconds=None,
-        save=False,
-    )
+    short = replace(training, num_epochs=MOST_EPOCHS, eval_every=0.0, min_seconds=None, save=False)
     spec = ComparisonSpec(strategies=(strategy,), training=short, name="inspect", baseline=False)
     with tempfile.TemporaryDirectory(prefix="ddpnb-inspect-") as folder:
         store = Store(Path(folder))
@@ -241,11 +178,9 @@ class _Moment:
         run = comparison.runs[-1] if comparison.runs else None
         if run is None or self.training is None:
             return
-        since = 0.0
-        if self._awaits_death:
-            deaths = [mark.seconds for mark in run.marks if mark.kind.is_death]
-            since = min(deaths) + AFTER_DEATH_SECONDS if deaths else math.inf
-        is_enough = run.num_events >= self._num_wanted and run.seconds >= since
+        ends = [mark.seconds + AFTER_DEATH_SECONDS for mark in run.marks if mark.kind.is_death]
+        has_died = not self._awaits_death or run.seconds >= min(ends, default=math.inf)
+        is_enough = run.num_events >= self._num_wanted and has_died
         if is_enough or time.monotonic() - self._began > MOST_SECONDS:
             self.has_stopped = True
             self.training.stop()
@@ -254,56 +189,33 @@ class _Moment:
         """Show nothing."""
 
 
-def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> "DdpInspection":
+def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> DdpInspection:
     """Make steps of DDP on all ranks; return what happened in them.
 
     Raises:
-        UserError: there is nothing to inspect; nothing has been sent then.
+        UserError: there is no such model on some ranks, or it differs, or does not fit the batch;
+            nothing has been sent then.
         RankError: the user's code failed in a step.
     """
-    from ddpnb.reports.inside.buckets import DdpInspection  # noqa: PLC0415  matplotlib: 0.3 s
-
-    found = find(cluster, spec)
-    unused = {name for each in found.values() for name in each.unused}
-    returned = ask(cluster, OnRank("inspect_ddp"), replace(spec, finds_unused=bool(unused)))
-    reports = [returned[rank] for rank in sorted(returned)]
-    assert all(isinstance(report, DdpReport) for report in reports)
-    first = found[0]
-    return DdpInspection(
-        title=spec.title,
-        parameters=first.parameters,
-        unused={name: ranks_of(name, found) for name in first_order(first, unused)},
-        reports=tuple(reports),
-        devices="" if spec.devices is None else spec.devices.text,
-    )
-
-
-def find(cluster: Cluster, spec: InspectSpec) -> dict[int, Found]:
-    """Have every rank look at the model on its own; return what each has found.
-
-    Raises:
-        UserError: there is no such model on some ranks, or it differs, or does not fit the batch.
-    """
-    if len(cluster.ranks) == 1:
-        raise UserError(ONE_RANK)
     warn_stale(cluster.require_group())
-    returned = ask(cluster, OnRank("find_inspected"), spec)
-    found = {rank: each for rank, each in sorted(returned.items()) if isinstance(each, Found)}
+    found: dict[int, Found] = ask(cluster, OnRank("find_inspected"), spec)
     shapes = {rank: [(p.name, p.shape) for p in each.parameters] for rank, each in found.items()}
-    others = [rank for rank, each in shapes.items() if each != shapes[0]]
-    if others:
+    if others := sorted(rank for rank, each in shapes.items() if each != shapes[0]):
         raise UserError(
             f"{spec.title} has other parameters on {spoken_ranks(others)} than on rank 0: "
             "DDP needs the same on every rank."
         )
-    return found
-
-
-def first_order(found: Found, names: set[str]) -> list[str]:
-    """Return some of the parameters, in the model's order."""
-    return [each.name for each in found.parameters if each.name in names]
-
-
-def ranks_of(name: str, found: Mapping[int, Found]) -> tuple[int, ...]:
-    """Return the ranks where a parameter had no part in the loss."""
-    return tuple(rank for rank, each in found.items() if name in each.unused)
+    parameters = found[0].parameters
+    unused = {
+        each.name: tuple(rank for rank in sorted(found) if each.name in found[rank].unused)
+        for each in parameters
+    }
+    unused = {name: ranks for name, ranks in unused.items() if ranks}
+    reports = ask(cluster, OnRank("inspect_ddp"), replace(spec, finds_unused=bool(unused)))
+    return DdpInspection(
+        title=spec.title,
+        parameters=parameters,
+        unused=unused,
+        reports=tuple(reports[rank] for rank in sorted(reports)),
+        devices="" if spec.devices is None else spec.devices.text,
+    )

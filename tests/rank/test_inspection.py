@@ -72,9 +72,9 @@ def test_the_buckets_carry_the_gradients_and_nothing_changes(ranks, is_ddp: bool
     for rank, (found, report, _) in enumerate(ranks(2).call(inspected, is_ddp, given)):
         assert found.unused == (() if is_ddp else ("unused.weight", "unused.bias"))
         sizes = {each.name: each.num_bytes for each in found.parameters}
-        assert [each.cap_mb for each in report.caps] == [0.01 if is_ddp else 25.0, 0.0001]
-        assert [len(cap.buckets) for cap in report.caps] == [1, 3 if is_ddp else 4]
-        for cap in report.caps:
+        assert [each.cap_mb for each in report] == [0.01 if is_ddp else 25.0, 0.0001]
+        assert [len(cap.buckets) for cap in report] == [1, 3 if is_ddp else 4]
+        for cap in report:
             assert sum(bucket.num_bytes for bucket in cap.buckets) == sum(sizes.values())
             assert set(cap.ready_seconds) == set(sizes) - set(found.unused)
             assert len(cap.steps) >= 3
@@ -89,7 +89,7 @@ def test_the_buckets_carry_the_gradients_and_nothing_changes(ranks, is_ddp: bool
 def test_the_traced_bytes_are_those_on_the_sockets(ranks):
     given = {"model": "nn.Linear(300, 300)", "batch": "x.new_ones(4, 300)"}
     answers = ranks(2).call(inspected, True, given)
-    (cap,) = answers[0][1].caps
+    (cap,) = answers[0][1]
     (size,) = {sum(s.num_bytes or 0 for s in step) for step in cap.steps}
     assert size == 4 * (300 * 300 + 300)
     num_steps = ddp_steps.NUM_WARMUP_STEPS + len(cap.steps)
@@ -100,7 +100,7 @@ def test_the_traced_bytes_are_those_on_the_sockets(ranks):
 def test_a_bucket_takes_its_messages_on_emulated_devices(ranks):
     devices = parse_devices("2", compute="1ms/sample", link="1Gbit,1ms")
     given = {"model": "nn.Linear(300, 300)", "batch": "x.new_ones(4, 300)", "devices": devices}
-    (cap,) = ranks(2).call(inspected, True, given)[0][1].caps
+    (cap,) = ranks(2).call(inspected, True, given)[0][1]
     (step,) = cap.steps
     spans = {span.name: span for span in step}
     assert spans["backward"].seconds == pytest.approx(4e-3 * 2 / 3)

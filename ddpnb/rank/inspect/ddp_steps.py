@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.devices import Compute, Devices
-from ddpnb.protocol.inspection import DEFAULT_CAP_MB, Bucket, CapReport, DdpReport, InspectSpec
+from ddpnb.protocol.inspection import DEFAULT_CAP_MB, Bucket, CapReport, InspectSpec
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.trace import Lane, Span
 from ddpnb.rank.cancellation import CancellationToken
@@ -55,10 +55,11 @@ def measure(
     cancellation: CancellationToken,
     folder: Path,
     **task: Any,
-) -> DdpReport:
-    """Make steps with each value of ``bucket_cap_mb``.  Takes part: every rank.
+) -> tuple[CapReport, ...]:
+    """Make steps with each value of ``bucket_cap_mb``, the model's own first.
 
-    All ranks give the same ``spec``, which ``find`` has accepted, and share ``folder``.
+    Takes part: every rank.  All give the same ``spec``, which ``find`` has accepted, and share
+    ``folder``.
     """
     device = torch.device(state.device)
     with preserve_globals(device):
@@ -76,7 +77,7 @@ def measure(
                     opened.enter_context(listening(exchanges))
                     stepper.emulate(clock, exchanges)
                 reports.append(stepper.report())
-    return DdpReport(rank=state.rank, caps=tuple(reports))
+    return tuple(reports)
 
 
 def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
@@ -137,11 +138,6 @@ class _Stepper:
             self._ddp.register_forward_pre_hook(self._note_buffers)
             self._model.register_forward_pre_hook(self._note_buffers)
 
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Those of the last step, in the order in which they are sent."""
-        return tuple(self._buckets[index] for index in sorted(self._buckets))
-
     def emulate(self, clock: VirtualClock, exchanges: Exchanges) -> None:
         """Have the time of steps computed, by a clock that exchanges advance."""
         self._timer, self._ends = clock, exchanges.ends
@@ -159,7 +155,7 @@ class _Stepper:
         }
         return CapReport(
             cap_mb=self._cap_mb,
-            buckets=self.buckets,
+            buckets=tuple(self._buckets[index] for index in sorted(self._buckets)),
             steps=tuple(each.spans for each in steps),
             ready_seconds=dict(sorted(ready.items(), key=lambda item: item[1])),
         )

@@ -85,17 +85,15 @@ def steps_in(namespace: Mapping[str, Any]) -> dict[str, int]:
 
 def held_under(name: str, namespace: Mapping[str, Any]) -> Held:
     """Return what an expression gives, as digests."""
-    parts = {part: tensors for part, tensors in parts_of(name, namespace).items() if tensors}
     ddp = ddp_around(value_of(name, namespace), namespace)
+    parts, sharded = {}, {}
+    for part, tensors in parts_of(name, namespace).items():
+        if tensors:
+            parts[part] = {key: digest(each) for key, each in tensors.items() if is_whole(each)}
+            sharded[part] = len(tensors) - len(parts[part])
     return Held(
-        parts={
-            part: {key: digest(each) for key, each in tensors.items() if is_whole(each)}
-            for part, tensors in parts.items()
-        },
-        sharded={
-            part: sum(not is_whole(each) for each in tensors.values())
-            for part, tensors in parts.items()
-        },
+        parts=parts,
+        sharded=sharded,
         is_ddp=ddp is not None,
         syncs_buffers=ddp is not None and ddp.broadcast_buffers,
     )

@@ -53,7 +53,6 @@ def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -
                     f"A rank gets {MAX_INDICES:,} samples or more: take --epochs 1, or fewer -n."
                 )
     return RankSamples(
-        rank=state.rank,
         kind=type(layers[-1]).__name__,
         num_samples=num_samples,
         epochs=tuple(epochs),

@@ -64,7 +64,6 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
         loss.backward()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         return Found(
-            rank=state.rank,
             parameters=tuple(
                 ParameterSize(name=name, shape=tuple(p.shape), num_bytes=num_bytes([p]))
                 for name, p in trained.items()

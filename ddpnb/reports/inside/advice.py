@@ -5,13 +5,14 @@ and whether GPUs are connected faster to the host or to each other.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from ddpnb.protocol.messages import RankState
+from ddpnb.reports.kit import RANK_COLOURS, Shown
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
-MARK = "#3f90da"
 PLACES = ("one machine", "several machines")
 CPU_GPU, GPU_GPU, NO_GPU = CONNECTIONS = (
     "faster CPU-GPU connection",
@@ -45,43 +46,26 @@ CHOICES: Mapping[tuple[str, str], Choice] = {
 }
 
 
-class Advice(NamedTuple):
-    """What is recommended, and why."""
+@final
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Advice(Shown):
+    """What is recommended, and why: a table with this machine's cell marked."""
 
     place: str
     connection: str
     choice: Choice
     reason: str
 
-
-def advise(ranks: Sequence[RankState]) -> Advice:
-    """Return the recommendation for where the ranks live."""
-    place = PLACES[len({each.host for each in ranks}) > 1]
-    connection, reason = _connection(ranks[0])
-    choice = CHOICES[place, connection]
-    if len(ranks) == 1:
-        choice = Choice("single", "no wrapper", "OneDeviceStrategy")
-        reason = "There is one rank, and nothing to exchange."
-    return Advice(place, connection, choice, reason)
-
-
-def _connection(rank: RankState) -> tuple[str, str]:
-    """Return the column of the table, and why it is this one."""
-    if rank.device == "cpu":
-        return NO_GPU, "Ranks compute on the cores and share the host's memory."
-    if rank.has_peer_access is None:
-        return GPU_GPU, "Each host has one GPU, with nothing but the network between them."
-    if rank.has_peer_access:
-        return GPU_GPU, "GPUs of a host read each other's memory: they have peer access."
-    return CPU_GPU, "GPUs of a host have no peer access: copies between them go through the host."
-
-
-@final
-class AdviceResult:
-    """The recommendation, as a table with this machine's cell marked."""
-
-    def __init__(self, ranks: Sequence[RankState]) -> None:
-        self.advice = advise(ranks)
+    @classmethod
+    def of(cls, ranks: Sequence[RankState]) -> "Advice":
+        """Return the recommendation for where the ranks live."""
+        place = PLACES[len({each.host for each in ranks}) > 1]
+        connection, reason = _connection(ranks[0])
+        choice = CHOICES[place, connection]
+        if len(ranks) == 1:
+            choice = Choice("single", "no wrapper", "OneDeviceStrategy")
+            reason = "There is one rank, and nothing to exchange."
+        return cls(place=place, connection=connection, choice=choice, reason=reason)
 
     def table(self) -> Table:
         """Return the known table; a dot marks this machine's cell."""
@@ -104,23 +88,34 @@ class AdviceResult:
 
     def _cell(self, place: str, connection: str) -> Cell:
         choice = CHOICES[place, connection]
-        is_here = (place, connection) == self.advice[:2]
+        is_here = (place, connection) == (self.place, self.connection)
         text = f"{choice.ddpnb}  ◀ this machine" if is_here else choice.ddpnb
         quiet = f"{choice.torch}; {choice.tensorflow}"
-        return Cell(text=text, quiet=quiet, dot=MARK if is_here else "")
+        return Cell(text=text, quiet=quiet, dot=RANK_COLOURS[0] if is_here else "")
 
     def sentence(self) -> str:
         """Return the recommendation and its reason."""
-        choice = self.advice.choice
+        choice = self.choice
         return (
             f"Use {choice.ddpnb} here (in PyTorch {choice.torch}, in TensorFlow "
-            f"{choice.tensorflow}). {self.advice.reason}"
+            f"{choice.tensorflow}). {self.reason}"
         )
 
-    def __repr__(self) -> str:
+    def text(self) -> str:
+        """Return the sentence and the table."""
         return f"{self.sentence()}\n\n{self.table().text()}"
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return text and HTML."""
-        html = f"<p><strong>{escape(self.sentence())}</strong></p>{self.table().html()}"
-        return {"text/plain": repr(self), "text/html": html}
+    def html(self, images: str) -> str:
+        """Return the sentence and the table."""
+        return f"<p><strong>{escape(self.sentence())}</strong></p>{super().html(images)}"
+
+
+def _connection(rank: RankState) -> tuple[str, str]:
+    """Return the column of the table, and why it is this one."""
+    if rank.device == "cpu":
+        return NO_GPU, "Ranks compute on the cores and share the host's memory."
+    if rank.has_peer_access is None:
+        return GPU_GPU, "Each host has one GPU, with nothing but the network between them."
+    if rank.has_peer_access:
+        return GPU_GPU, "GPUs of a host read each other's memory: they have peer access."
+    return CPU_GPU, "GPUs of a host have no peer access: copies between them go through the host."

@@ -3,19 +3,20 @@
 Pure functions of what the ranks have measured.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
-from ddpnb.protocol.inspection import CapReport, DdpReport, ParameterSize
+from ddpnb.protocol.inspection import CapReport, ParameterSize
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.trace import Span, Trace
 from ddpnb.reports.formatting import NOTHING, counted, listed, percent, size
 from ddpnb.reports.inside.spans import in_units, timeline_text
 from ddpnb.reports.inside.timeline import draw_timeline
-from ddpnb.reports.kit import Picture
-from ddpnb.reports.table import Column, Table, table_row
+from ddpnb.reports.kit import Picture, Shown
+from ddpnb.reports.table import Column, Table, columns, table_row
 
 NEARLY_ALL = 0.8
 """Say so of a bucket that holds at least this share of all gradients."""
@@ -38,22 +39,22 @@ class Split(NamedTuple):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DdpInspection:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DdpInspection(Shown):
     """The steps of one model through DDP, on every rank; drawn from these numbers alone."""
 
     title: str
     parameters: tuple[ParameterSize, ...]
     unused: Mapping[str, tuple[int, ...]]
     """Parameters that had no part in the loss, and on which ranks."""
-    reports: tuple[DdpReport, ...]
-    """By rank."""
+    reports: tuple[tuple[CapReport, ...], ...]
+    """Of each rank, on each value of ``bucket_cap_mb``: the model's own first."""
     devices: str = ""
 
     @property
     def caps(self) -> tuple[CapReport, ...]:
-        """Rank 0's report on each value of ``bucket_cap_mb``, the model's own first."""
-        return self.reports[0].caps
+        """Rank 0's reports."""
+        return self.reports[0]
 
     @property
     def gradient_bytes(self) -> int:
@@ -81,10 +82,9 @@ class DdpInspection:
 
     def tables(self) -> tuple[Table, ...]:
         """Return a row for each value of ``bucket_cap_mb``; then one for each bucket."""
-        return (self._caps_table(), self._buckets_table())
+        return self._caps_table(), self._buckets_table()
 
     def _caps_table(self) -> Table:
-        titles = ["bucket_cap_mb", "buckets", "largest", "step", "exposed", "hidden"]
         rows = []
         for index, cap in enumerate(self.caps):
             split = self.split(index)
@@ -101,7 +101,7 @@ class DdpInspection:
             )
         return Table(
             caption=f"{self.title}: all-reduces hidden behind the backward pass",
-            columns=_columns(titles),
+            columns=columns("bucket_cap_mb", "buckets", "largest", "step", "exposed", "hidden"),
             rows=tuple(rows),
             notes=(FORMULA,),
         )
@@ -129,7 +129,7 @@ class DdpInspection:
             f"{counted(len(own.buckets), 'bucket')}, as they are sent, and when "
             "each is full in the backward pass",
             columns=(
-                *_columns(["", "bytes", "of all", "full"]),
+                *columns("", "bytes", "of all", "full"),
                 Column(title="parameters", is_prose=True),
             ),
             rows=tuple(rows),
@@ -145,34 +145,35 @@ class DdpInspection:
             about.append(f"On {self.devices} time is computed; the gradients are real.")
         return about
 
-    def pictures(self) -> list[tuple[Picture, str]]:
-        """Return a step with each value of ``bucket_cap_mb``: drawn, and in words."""
+    def pictures(self) -> list[Picture]:
+        """Return a step with each value of ``bucket_cap_mb``."""
         steps = [self.trace(index) for index in range(len(self.caps))]
-        return [(Picture(draw_timeline(step), step.title), timeline_text(step)) for step in steps]
+        return [Picture(draw_timeline(step), step.title) for step in steps]
 
-    def __repr__(self) -> str:
+    def text(self) -> str:
+        """Return the step with the model's own buckets in words, and the tables."""
         return "\n\n".join([timeline_text(self.trace()), *(t.text() for t in self.tables())])
-
-
-def _columns(titles: Sequence[str]) -> tuple[Column, ...]:
-    return tuple(Column(title=title, is_number=at > 0) for at, title in enumerate(titles))
 
 
 def split_of(spans: Sequence[Span], num_ranks: int) -> Split:
     """Return the times of one step, as means over the ranks."""
     exposed = hidden = 0.0
     for rank in range(num_ranks):
-        own = [span for span in spans if span.rank == rank]
-        sent = _union([span for span in own if span.lane == "communication"])
-        busy = _union([span for span in own if span.lane == "compute"])
-        behind = sum(
-            max(0.0, min(end, stop) - max(start, begin))
-            for start, end in sent
-            for begin, stop in busy
-        )
-        hidden += behind
-        exposed += sum(end - start for start, end in sent) - behind
+        own = [span for span in spans if span.rank == rank and span.lane != "wait"]
+        sent = _covered([span for span in own if span.lane == "communication"])
+        busy = _covered([span for span in own if span.lane == "compute"])
+        exposed += _covered(own) - busy
+        hidden += sent + busy - _covered(own)
     return Split(_length(spans), exposed / num_ranks, hidden / num_ranks)
+
+
+def _covered(spans: Sequence[Span]) -> float:
+    """Return the seconds in which there is any of the spans."""
+    covered, until = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.start):
+        covered += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return covered
 
 
 # -- in words ------------------------------------------------------------------------------
@@ -226,8 +227,8 @@ def _first(names: Sequence[str]) -> str:
 # -- spans ---------------------------------------------------------------------------------
 
 
-def _spans(reports: Sequence[DdpReport], index: int, step: int) -> tuple[Span, ...]:
-    return tuple(span for report in reports for span in report.caps[index].steps[step])
+def _spans(reports: Sequence[Sequence[CapReport]], index: int, step: int) -> tuple[Span, ...]:
+    return tuple(span for report in reports for span in report[index].steps[step])
 
 
 def _length(spans: Sequence[Span]) -> float:
@@ -248,14 +249,3 @@ def one_by_one(spans: Sequence[Span]) -> tuple[Span, ...]:
             span = replace(span, start=max(span.start, ahead)) if span.end > ahead else span
         found.append(span)
     return tuple(found)
-
-
-def _union(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """Return the times that any of the spans covers."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted((span.start, span.end) for span in spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found

@@ -1,7 +1,7 @@
 """Why replicas differ: the likely cause of each finding, from all of them together (kernel)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import final
 
 from ddpnb.protocol.notation import spoken_ranks
@@ -14,24 +14,23 @@ def with_causes(
     findings: Sequence[Finding], replicas: Sequence[RankReplica]
 ) -> tuple[Finding, ...]:
     """Return the findings, each with a sentence on what has probably led to it."""
-    evidence = Evidence(findings, replicas)
+    evidence = Evidence(findings=findings, replicas=replicas)
     return tuple(each if each.cause else evidence.judge(each) for each in findings)
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What the findings together say of one of them."""
 
-    def __init__(self, findings: Sequence[Finding], replicas: Sequence[RankReplica]) -> None:
-        self._findings = findings
-        self._replicas = replicas
+    findings: Sequence[Finding]
+    replicas: Sequence[RankReplica]
 
     def judge(self, finding: Finding) -> Finding:
         """Return the finding with its likely cause; expected where it is by design."""
-        cause = self._cause_of(finding)
-        if finding.verdict is Verdict.DIFFERENT and self._is_by_design(finding):
-            return replace(finding, verdict=Verdict.FACT, cause=cause)
-        return replace(finding, cause=cause)
+        is_fact = finding.verdict is Verdict.DIFFERENT and self._is_by_design(finding)
+        verdict = Verdict.FACT if is_fact else finding.verdict
+        return replace(finding, verdict=verdict, cause=self._cause_of(finding))
 
     def _cause_of(self, finding: Finding) -> str:
         """Return the likely cause in a sentence or two; empty where nothing differs."""
@@ -51,7 +50,7 @@ class Evidence:
         return "Each rank has computed its own, from its own samples or random numbers."
 
     def _parameters(self, finding: Finding) -> str:
-        if finding.first is not None and (finding.first.texts or finding.first.lacking):
+        if finding.first.texts or finding.first.lacking:
             return "The ranks have built different models."
         if skipped := self._skipped_step():
             return skipped
@@ -59,7 +58,7 @@ class Evidence:
         if self._is_ddp(finding):
             if gradients is not None and gradients.verdict is Verdict.DIFFERENT:
                 return "Steps were made with gradients that DDP had not averaged."
-            if finding.first is not None and finding.first.is_rounding:
+            if finding.first.is_rounding:
                 return ROUNDING_CAUSE
             return (
                 "DDP averages gradients, not weights: after it had copied rank 0's, "
@@ -82,7 +81,7 @@ class Evidence:
         )
 
     def _gradients(self, finding: Finding) -> str:
-        if finding.first is not None and finding.first.lacking:
+        if finding.first.lacking:
             return (
                 f"{spoken_ranks(finding.first.lacking).capitalize()} made no backward pass, "
                 "or called zero_grad() before the check."
@@ -92,7 +91,7 @@ class Evidence:
                 f"Nothing averages them, as {NO_DDP}: each rank's are those of its own samples, as "
                 "its sampler hands them out."
             )
-        if finding.first is not None and finding.first.is_rounding:
+        if finding.first.is_rounding:
             return ROUNDING_CAUSE
         return (
             "The last backward pass was made under no_sync() or by the module inside DDP, or a "
@@ -100,8 +99,7 @@ class Evidence:
         )
 
     def _buffers(self, finding: Finding) -> str:
-        tensor = "" if finding.first is None else finding.first.tensor
-        if not _is_statistic(tensor):
+        if not _is_statistic(finding.first.tensor):
             return "Each rank has updated it by itself; DDP averages gradients alone."
         own = "BatchNorm's statistics are of each rank's own samples"
         if self._is_by_design(finding):
@@ -127,11 +125,12 @@ class Evidence:
         )
 
     def _state(self, finding: Finding) -> str:
-        if finding.first is not None and finding.first.lacking:
+        if finding.first.lacking:
             return f"{spoken_ranks(finding.first.lacking).capitalize()} has made no step yet."
         if skipped := self._skipped_step():
             return skipped
-        if self._differs(Part.GRADIENTS) or self._differs(Part.PARAMETERS):
+        parts = Part.GRADIENTS, Part.PARAMETERS
+        if any(f.part in parts and f.verdict is Verdict.DIFFERENT for f in self.findings):
             return "It is made of gradients, and those of the ranks differ, or have differed."
         return "Averaged from gradients that differed once, or loaded on some ranks only."
 
@@ -145,9 +144,9 @@ class Evidence:
 
     def _skipped_step(self) -> str:
         """Return the sentence about optimizers that have made different numbers of steps."""
-        for name in dict.fromkeys(name for each in self._replicas for name in each.num_steps):
+        for name in dict.fromkeys(name for each in self.replicas for name in each.num_steps):
             counts: dict[int, list[int]] = {}
-            for each in self._replicas:
+            for each in self.replicas:
                 counts.setdefault(each.num_steps.get(name, 0), []).append(each.rank)
             if len(counts) > 1:
                 made = [f"{num} on {spoken_ranks(ranks)}" for num, ranks in sorted(counts.items())]
@@ -155,21 +154,18 @@ class Evidence:
         return ""
 
     def _held(self, finding: Finding) -> list[Held]:
-        return [each.held[finding.name] for each in self._replicas]
+        return [each.held[finding.name] for each in self.replicas]
 
     def _is_ddp(self, finding: Finding) -> bool:
         return all(each.is_ddp for each in self._held(finding))
 
     def _of(self, name: str, part: Part) -> Finding | None:
-        return next((f for f in self._findings if (f.name, f.part) == (name, part)), None)
-
-    def _differs(self, part: Part) -> bool:
-        return any(f.part is part and f.verdict is Verdict.DIFFERENT for f in self._findings)
+        return next((f for f in self.findings if (f.name, f.part) == (name, part)), None)
 
 
 def _odd(finding: Finding) -> str:
     """Return the ranks that are alone against most others; ``"a rank"`` if none are."""
-    groups = sorted(finding.first.groups, key=len) if finding.first is not None else []
+    groups = sorted(finding.first.groups, key=len)
     is_clear = len(groups) == 2 and len(groups[0]) < len(groups[1])
     return spoken_ranks(groups[0]) if is_clear else "a rank"
 

@@ -1,13 +1,14 @@
 """One collective as it ran: each rank's tensor before and after, time, bytes, formula (kernel)."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
 
 from ddpnb.protocol.costs import Algorithm, algorithm_of
 from ddpnb.protocol.trace import REDUCING, ROOTED, CollectiveShown, CollectiveSpec
-from ddpnb.reports.formatting import NOTHING, counted, size
+from ddpnb.reports.formatting import NOTHING, counted, percent, size
 from ddpnb.reports.inside.spans import MAX_RANKS, in_units
-from ddpnb.reports.kit import LEFT, TOP, Picture, Sheet, ink_on, rank_colour, write
+from ddpnb.reports.kit import LEFT, Picture, Sheet, Shown, ink_on, rank_colour, write
 from ddpnb.reports.style import FONT_POINTS, MUTED, PAPER, SMALL_POINTS
 
 if TYPE_CHECKING:
@@ -34,12 +35,13 @@ ON_NCCL = (
 
 
 @final
-class CollectiveResult:
+@dataclass(frozen=True, repr=False)
+class CollectiveResult(Shown):
     """What a collective did on each rank, which a notebook shows as a picture and as a text."""
 
-    def __init__(self, spec: CollectiveSpec, shown: Sequence[CollectiveShown]) -> None:
-        self.spec = spec
-        self.shown = tuple(shown)
+    spec: CollectiveSpec
+    shown: Sequence[CollectiveShown]
+    """By rank, of those that took part."""
 
     @property
     def algorithm(self) -> Algorithm:
@@ -66,9 +68,9 @@ class CollectiveResult:
         place = (ranks.index(rank) - ranks.index(root)) % len(ranks)
         return self.algorithm.bytes_sent(self.num_bytes, len(ranks), place)
 
-    def plot(self) -> "Figure":
-        """Return the picture as a matplotlib figure."""
-        return draw_collective(self)
+    def pictures(self) -> list[Picture]:
+        """Return the picture."""
+        return [Picture(draw_collective(self), title_of(self))]
 
     def text(self) -> str:
         """Return the same in words."""
@@ -81,13 +83,6 @@ class CollectiveResult:
                 f"{size(self.sent_by_formula(each.rank))}; {in_units(each.seconds)}"
             )
         return "\n".join([*lines, *notes_of(self)])
-
-    def __repr__(self) -> str:
-        return self.text()
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return the picture with the text below it, and each alone as a fallback."""
-        return Picture(self.plot(), title_of(self)).bundle(self.text())
 
 
 def title_of(result: CollectiveResult) -> str:
@@ -121,19 +116,15 @@ def notes_of(result: CollectiveResult) -> list[str]:
         time += f"; all ranks sent {size(sum(known))}, {size(extra)} of it gloo's headers"
     notes.append(f"Measured: {time}.")
     small = max(each.small_seconds for each in result.shown)
-    notes.append(_bound(result.num_bytes, result.seconds, small))
-    return [*notes, ON_NCCL] if result.shown[0].backend == "nccl" else notes
-
-
-def _bound(num_bytes: int, seconds: float, small: float) -> str:
-    """Return whether it is the latency that a call costs, or its bytes."""
-    if num_bytes <= PACKET_BYTES:
-        return "Latency-bound at this size: a tensor fits into one packet of a network."
     few = f"with as few numbers as there can be it takes {in_units(small)}"
-    if seconds <= LATENCY_FACTOR * small:
-        return f"Latency-bound at this size: {few}."
-    share = 1 - small / seconds
-    return f"Bandwidth-bound at this size: {few}; {100 * share:.0f} % of the time is for the bytes."
+    if result.num_bytes <= PACKET_BYTES:
+        few = "a tensor fits into one packet of a network"
+    bound = f"Latency-bound at this size: {few}."
+    if result.num_bytes > PACKET_BYTES and result.seconds > LATENCY_FACTOR * small:
+        share = percent(1 - small / result.seconds)
+        bound = f"Bandwidth-bound at this size: {few}; {share} of the time is for the bytes."
+    notes.append(bound)
+    return [*notes, ON_NCCL] if result.shown[0].backend == "nccl" else notes
 
 
 def _listed(chunks: Sequence[Sequence[float]]) -> str:
@@ -149,65 +140,57 @@ def draw_collective(result: CollectiveResult) -> "Figure":
     shown = result.shown[:MAX_RANKS]
     rest = len(result.shown) - len(shown)
     title = title_of(result) + (f"; {rest} of them are not drawn" if rest else "")
-    sheet = Sheet(title, HEAD + ROW_HEIGHT * len(shown) + 0.2, notes_of(result))
-    axes = sheet.canvas()
+    height = HEAD + ROW_HEIGHT * len(shown)
+    sheet = Sheet(title, height + 0.2, notes_of(result))
+    axes = sheet.axes(height, left=0, right=0)
+    axes.set(xlim=(0, sheet.width), ylim=(height, 0))
+    axes.axis("off")
     heads = {BEFORE: "before", AFTER: "after", SENT: "sends", TIME: "time"}
     for x, text in heads.items():
-        write(axes, x, TOP + HEAD - 0.3, text, colour=MUTED)
-    widest = max((_num_cells(c) for each in shown for c in (each.before, each.after)), default=1)
+        write(axes, x, HEAD - 0.3, text, colour=MUTED)
+    shares = [chunks[:MAX_CHUNKS] for each in shown for chunks in (each.before, each.after)]
+    widest = max(sum(map(len, each)) + 0.2 * max(0, len(each) - 1) for each in shares)
+    width = min(LARGEST_CELL, (CELLS_WIDTH - 0.3) / max(widest, 1))
     is_reduced = result.spec.name in REDUCING
     for row, each in enumerate(shown):
-        middle = TOP + HEAD + ROW_HEIGHT * (row + 0.5)
+        middle = HEAD + ROW_HEIGHT * (row + 0.5)
         axes.bar(LEFT, 0.18, 0.18, middle - 0.09, align="edge", color=rank_colour(each.rank))
         write(axes, LEFT + 0.26, middle, f"rank {each.rank}", points=FONT_POINTS)
-        cells = _Cells(axes, middle, min(LARGEST_CELL, (CELLS_WIDTH - 0.3) / max(widest, 1)))
-        cells.draw(each.before, BEFORE, each.num_given)
+        _draw_cells(axes, (BEFORE, middle), width, each.before, each.num_given)
         arrow = {"arrowstyle": "->", "color": MUTED, "linewidth": 1.2}
         axes.annotate("", (AFTER - 0.15, middle), (AFTER - 0.6, middle), arrowprops=arrow)
-        cells.draw(each.after, AFTER, each.num_got, is_reduced=is_reduced)
+        place = AFTER, middle
+        _draw_cells(axes, place, width, each.after, each.num_got, is_reduced=is_reduced)
         write(axes, SENT, middle, size(result.sent_by_formula(each.rank)))
         write(axes, TIME, middle, in_units(each.seconds))
     return sheet.figure
 
 
-def _num_cells(chunks: Sequence[Sequence[float]]) -> float:
-    """Return the room that chunks take, in cells: a gap counts as a fifth of one."""
-    shown = chunks[:MAX_CHUNKS]
-    return sum(map(len, shown)) + 0.2 * max(0, len(shown) - 1)
-
-
-class _Cells(NamedTuple):
-    """Draws a tensor's numbers as cells in the colours of the ranks that they come from."""
-
-    axes: "Axes"
-    middle: float
-    width: float
-
-    def draw(
-        self,
-        chunks: Sequence[Sequence[float]],
-        left: float,
-        num_numbers: int,
-        *,
-        is_reduced: bool = False,
-    ) -> None:
-        """Draw the first cells of a tensor that has so many numbers."""
-        if not chunks:
-            write(self.axes, left, self.middle, NOTHING, colour=MUTED)
-            return
-        x, num_drawn = left, 0
-        look: dict[str, Any] = {"align": "edge", "edgecolor": PAPER, "linewidth": 1.0}
-        for chunk in chunks[:MAX_CHUNKS]:
-            for value in chunk:
-                colour = REDUCED if is_reduced else rank_colour(int(value // 10) - 1)
-                bottom = self.middle - CELL_HEIGHT / 2
-                self.axes.bar(x, CELL_HEIGHT, self.width, bottom, color=colour, **look)
-                text = f"{value:g}" if abs(value) < 1e5 else f"{value:.0e}".replace("e+0", "e")
-                points = min(SMALL_POINTS - 1, self.width * 72 / (0.66 * max(len(text), 2)))
-                style: dict[str, Any] = {"points": points, "colour": ink_on(colour)}
-                write(self.axes, x + self.width / 2, self.middle + 0.01, text, ha="center", **style)
-                x += self.width
-                num_drawn += 1
-            x += 0.2 * self.width
-        if num_numbers > num_drawn:
-            write(self.axes, x, self.middle, "…", points=FONT_POINTS, colour=MUTED)
+def _draw_cells(
+    axes: "Axes",
+    place: tuple[float, float],
+    width: float,
+    chunks: Sequence[Sequence[float]],
+    num_numbers: int,
+    *,
+    is_reduced: bool = False,
+) -> None:
+    """Draw the first of a tensor's numbers, in the colours of the ranks that they come from."""
+    x, middle = place
+    if not chunks:
+        write(axes, x, middle, NOTHING, colour=MUTED)
+        return
+    drawn = chunks[:MAX_CHUNKS]
+    look: dict[str, Any] = {"align": "edge", "edgecolor": PAPER, "linewidth": 1.0}
+    for chunk in drawn:
+        for value in chunk:
+            colour = REDUCED if is_reduced else rank_colour(int(value // 10) - 1)
+            axes.bar(x, CELL_HEIGHT, width, middle - CELL_HEIGHT / 2, color=colour, **look)
+            text = f"{value:g}" if abs(value) < 1e5 else f"{value:.0e}".replace("e+0", "e")
+            points = min(SMALL_POINTS - 1, width * 72 / (0.66 * max(len(text), 2)))
+            style: dict[str, Any] = {"points": points, "colour": ink_on(colour), "ha": "center"}
+            write(axes, x + width / 2, middle + 0.01, text, **style)
+            x += width
+        x += 0.2 * width
+    if num_numbers > sum(map(len, drawn)):
+        write(axes, x, middle, "…", points=FONT_POINTS, colour=MUTED)

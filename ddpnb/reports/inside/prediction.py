@@ -1,18 +1,15 @@
 """A prediction as a picture, a table and text (kernel)."""
 
-import io
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LinkSpec
-from ddpnb.reports.export.report import STYLE_SHEET
 from ddpnb.reports.formatting import NOTHING, counted, number, percent, short
-from ddpnb.reports.kit import PAGE_DPI, Picture, image_html
-from ddpnb.reports.style import INK, MUTED, PAPER, RULE, SMALL_POINTS, style_of
+from ddpnb.reports.kit import Picture, Sheet, Shown, dress, write
+from ddpnb.reports.style import INK, MUTED, PAPER, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
 from ddpnb.scaling.model import Point
 from ddpnb.scaling.predict import Prediction, parse_step
@@ -21,125 +18,69 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 10.0, 4.6
-PLOT = (0.075, 0.125, 0.735, 0.785)
-"""Left, bottom, width and height of the axes; names stand to the right."""
+WIDTH, HEIGHT, TICKS, NAMES = 10.0, 3.6, 0.5, 1.9
+"""Inches: of the picture, of its axes, of their ticks, of the names at the right."""
 LABEL_GAP = 0.062
 """The least distance of two names, as a share of the height of the axes."""
 MAX_COLUMNS = 8
 """Numbers of ranks in the table: the first ones, and the last."""
-ENDINGS = (".html", ".png", ".svg", ".txt")
 
 
 @final
-class PredictionResult:
+@dataclass(frozen=True, repr=False)
+class PredictionResult(Shown):
     """A prediction, shown as a picture and a table; ``prediction`` has its numbers."""
 
-    def __init__(self, prediction: Prediction) -> None:
-        self.prediction = prediction
+    prediction: Prediction
 
     def table(self) -> Table:
         """Return one row per strategy: throughput, step and efficiency at each number of ranks."""
-        return prediction_table(self.prediction)
-
-    def plot(self) -> Picture:
-        """Return the picture."""
-        return Picture(draw(self.prediction), sentence(self.prediction))
+        ranks = self.prediction.question.ranks
+        shown = ranks if len(ranks) <= MAX_COLUMNS else (*ranks[: MAX_COLUMNS - 1], ranks[-1])
+        rows = []
+        for name, points in self.prediction.points.items():
+            at = {each.num_ranks: each for each in points}
+            stop = self.prediction.stops[name]
+            stops = f"> {self.prediction.searched:,}" if stop is None else f"{stop:,}"
+            head = Cell(text=name, dot=style_of(name, tuple(self.prediction.points)).colour)
+            cells = [_cell(at.get(n)) for n in shown]
+            rows.append(table_row(head, *cells, stops, self.prediction.limits[name]))
+        return Table(
+            caption="Samples/s, then the step and the efficiency against one rank alone",
+            columns=(
+                Column(title="strategy"),
+                *(Column(title=counted(n, "rank"), is_number=True) for n in shown),
+                Column(title="stops at", is_number=True),
+                Column(title="held up by"),
+            ),
+            rows=tuple(rows),
+            notes=assumptions(self.prediction),
+        )
 
     def sentence(self) -> str:
-        """Return where each strategy stops scaling, as one sentence."""
-        return sentence(self.prediction)
+        """Return where each strategy stops scaling, and what holds it up."""
+        parts = []
+        for name, stop in self.prediction.stops.items():
+            held = self.prediction.limits[name]
+            if stop is None:
+                parts.append(f"{name} scales to {self.prediction.searched:,} ranks and more")
+            elif stop == 1:
+                parts.append(f"{name} gains nothing from a second rank ({held})")
+            else:
+                parts.append(f"{name} stops scaling at about {stop:,} ranks ({held})")
+        return f"Predicted, not measured: {'; '.join(parts)}."
 
-    def save(self, path: Path | str) -> Path:
-        """Write it as ``.html`` (self-contained), ``.png``, ``.svg`` or ``.txt``; return the path.
+    def pictures(self) -> list[Picture]:
+        """Return the picture."""
+        return [Picture(draw(self.prediction), self.sentence())]
 
-        Raises:
-            UserError: the ending is another, or the file cannot be written.
-        """
-        target = Path(path)
-        if target.suffix not in ENDINGS:
-            raise UserError(f"{target.name}: a prediction is saved as {', '.join(ENDINGS)}.")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(self._content(target.suffix))
-        except OSError as error:
-            raise UserError(f"{target} cannot be written: {error}.") from error
-        return target
-
-    def __repr__(self) -> str:
+    def text(self) -> str:
+        """Return the sentence and the table."""
         return f"{self.sentence()}\n\n{self.table().text()}"
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return picture and table together, and each alone as a fallback."""
-        png = self.plot().png()
-        return {"text/plain": repr(self), "text/html": self._html(png), "image/png": png}
-
-    def _html(self, png: bytes) -> str:
-        said = self.sentence()
-        return f"<p><strong>{escape(said)}</strong></p>{image_html(png, said)}{self.table().html()}"
-
-    def _content(self, ending: str) -> bytes:
-        if ending == ".txt":
-            return f"{self!r}\n".encode()
-        if ending == ".svg":
-            buffer = io.BytesIO()
-            self.plot().figure.savefig(buffer, format="svg")
-            return buffer.getvalue()
-        png = self.plot().png(PAGE_DPI)
-        if ending == ".png":
-            return png
-        title = escape(heading(self.prediction))
-        page = (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            f"<title>{title}</title><style>{STYLE_SHEET}</style></head>\n"
-            f"<body><h1>{title}</h1>{self._html(png)}</body></html>\n"
-        )
-        return page.encode()
-
-
-def heading(prediction: Prediction) -> str:
-    """Return the title."""
-    most = max(prediction.question.ranks)
-    return f"Predicted: {prediction.found.measured.name} on up to {most:,} ranks"
-
-
-def sentence(prediction: Prediction) -> str:
-    """Return where each strategy stops scaling, and what holds it up."""
-    parts = []
-    for name, stop in prediction.stops.items():
-        held = prediction.limits[name]
-        if stop is None:
-            parts.append(f"{name} scales to {prediction.searched:,} ranks and more")
-        elif stop == 1:
-            parts.append(f"{name} gains nothing from a second rank ({held})")
-        else:
-            parts.append(f"{name} stops scaling at about {stop:,} ranks ({held})")
-    return f"Predicted, not measured: {'; '.join(parts)}."
-
-
-def prediction_table(prediction: Prediction) -> Table:
-    """Return one row per strategy, and one column per number of ranks."""
-    ranks = prediction.question.ranks
-    shown = ranks if len(ranks) <= MAX_COLUMNS else (*ranks[: MAX_COLUMNS - 1], ranks[-1])
-    rows = []
-    for name, points in prediction.points.items():
-        at = {each.num_ranks: each for each in points}
-        stop = prediction.stops[name]
-        stops = f"> {prediction.searched:,}" if stop is None else f"{stop:,}"
-        head = Cell(text=name, dot=style_of(name, tuple(prediction.points)).colour)
-        cells = [_cell(at.get(n)) for n in shown]
-        rows.append(table_row(head, *cells, stops, prediction.limits[name]))
-    return Table(
-        caption="Samples/s, then the step and the efficiency against one rank alone",
-        columns=(
-            Column(title="strategy"),
-            *(Column(title=counted(n, "rank"), is_number=True) for n in shown),
-            Column(title="stops at", is_number=True),
-            Column(title="held up by"),
-        ),
-        rows=tuple(rows),
-        notes=assumptions(prediction),
-    )
+    def html(self, images: str) -> str:
+        """Return the sentence above the picture, and the table below."""
+        return f"<p><strong>{escape(self.sentence())}</strong></p>{super().html(images)}"
 
 
 def _cell(found: Point | None) -> Cell:
@@ -242,11 +183,23 @@ def _spoken(link: LinkSpec) -> str:
 
 def draw(prediction: Prediction) -> "Figure":
     """Return throughput over ranks, both logarithmic; each line has its name at its end."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  takes 0.3 s
+    from ddpnb.reports.figures.axes import tick  # noqa: PLC0415  matplotlib: 0.3 s
 
-    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=100, facecolor=PAPER)
-    axes = figure.add_axes(PLOT)
-    _dress(axes, prediction)
+    rates = [each.samples_per_second for line in prediction.lines.values() for each in line]
+    rates += [*prediction.measured.values(), prediction.ideal[-1][1]]
+    most = max(prediction.question.ranks)
+    kind = "emulated" if prediction.found.measured.devices else "measured"
+    filled = f" (filled: {kind})" if prediction.measured else ""
+    title = f"Predicted: {prediction.found.measured.name} on up to {most:,} ranks, samples/s"
+    sheet = Sheet(title + filled, HEIGHT + TICKS, width=WIDTH)
+    axes = sheet.axes(HEIGHT, left=0.85, right=NAMES)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_ylim(min(rates) / 1.5, max(rates) * 1.5)
+    axes.set_xlim(0.9, 1.1 * max(prediction.ideal[-1][0], prediction.found.measured.num_ranks))
+    dress(axes, x_label="ranks", grid="both")
+    axes.yaxis.set_major_formatter(lambda value, _: tick(value))
+    axes.yaxis.set_minor_formatter("")
     names = tuple(prediction.points)
     axes.plot(*zip(*prediction.ideal, strict=True), color=MUTED, linewidth=1.2, zorder=1.5)
     for name in names:
@@ -261,7 +214,7 @@ def draw(prediction: Prediction) -> "Figure":
         look = {"marker": style.marker, "color": style.colour, "edgecolors": INK, "zorder": 4}
         axes.scatter([num], [rate], s=90, **look)
     _name_lines(axes, prediction)
-    return figure
+    return sheet.figure
 
 
 def _xy(points: Sequence[Point]) -> tuple[list[int], list[float]]:
@@ -280,38 +233,4 @@ def _name_lines(axes: "Axes", prediction: Prediction) -> None:
     for rate, text, ink in sorted(labels, reverse=True):
         height = axes.transAxes.inverted().transform(axes.transData.transform((1, rate)))[1]
         above = min(height, above - LABEL_GAP)
-        axes.text(
-            1.015,
-            above,
-            text,
-            transform=axes.transAxes,
-            va="center",
-            fontsize=SMALL_POINTS,
-            color=ink,
-        )
-
-
-def _dress(axes: "Axes", prediction: Prediction) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter  # noqa: PLC0415  as above
-
-    from ddpnb.reports.figures.axes import tick  # noqa: PLC0415  as above
-
-    rates = [each.samples_per_second for line in prediction.lines.values() for each in line]
-    rates += [*prediction.measured.values(), prediction.ideal[-1][1]]
-    kind = "emulated" if prediction.found.measured.devices else "measured"
-    filled = f" (filled: {kind})" if prediction.measured else ""
-    axes.set_title(
-        f"{heading(prediction)}, samples/s{filled}", loc="left", fontsize=SMALL_POINTS, color=INK
-    )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_ylim(min(rates) / 1.5, max(rates) * 1.5)
-    axes.set_xlim(0.9, 1.1 * max(prediction.ideal[-1][0], prediction.found.measured.num_ranks))
-    axes.set_xlabel("ranks", fontsize=SMALL_POINTS, color=MUTED)
-    axes.spines[["right", "top"]].set_visible(False)
-    axes.grid(color=RULE, linewidth=1.0)
-    axes.set_axisbelow(True)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, color=MUTED)
+        write(axes, 1.015, above, text, colour=ink, transform=axes.transAxes)

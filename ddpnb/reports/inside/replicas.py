@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.replicas import Part, RankReplica, TensorDigest
 from ddpnb.reports.formatting import counted, listed
+from ddpnb.reports.kit import Shown
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
 MAX_CHUNKS = 16
@@ -44,9 +45,9 @@ COLOURS = {
 class Difference:
     """The first tensor of a part that is not the same on all ranks."""
 
-    tensor: str
-    groups: tuple[tuple[int, ...], ...]
-    """Ranks with the same values, one group for each."""
+    tensor: str = ""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Ranks with the same values, one group for each; empty: no tensor differs."""
     lacking: tuple[int, ...] = ()
     """Ranks that have no such tensor."""
     texts: tuple[str, ...] = ()
@@ -74,6 +75,9 @@ class Difference:
         return self.largest <= ROUNDING * self.scale
 
 
+SAME = Difference()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """What was found in one part of what one name stands for."""
@@ -84,7 +88,7 @@ class Finding:
     num_tensors: int = 0
     num_different: int = 0
     num_sharded: int = 0
-    first: Difference | None = None
+    first: Difference = SAME
     cause: str = ""
 
 
@@ -112,8 +116,6 @@ def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
         finding: one of which the first difference has chunks.
         values: those in its chunks, of each of its ``measured_ranks``.
     """
-    first = finding.first
-    assert first is not None
     stacked = np.stack(values)
     with np.errstate(all="ignore"):
         same = (stacked == stacked[0]) | ((stacked != stacked) & (stacked[0] != stacked[0]))
@@ -121,7 +123,7 @@ def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
         apart = np.ptp(stacked[:, differs], axis=0)
         sizes = np.abs(stacked)
     first = replace(
-        first,
+        finding.first,
         num_measured=stacked.shape[1],
         num_different=int(differs.sum()),
         largest=float(apart.max(initial=0)),
@@ -129,7 +131,7 @@ def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
     )
     is_same = first.num_different == 0 and first.num_measured == first.num_elements
     if is_same and finding.num_different == 1 and len(first.groups) <= MAX_CHUNKS:  # 0.0 and -0.0
-        return replace(finding, verdict=Verdict.SAME, first=None, num_different=0)
+        return replace(finding, verdict=Verdict.SAME, first=SAME, num_different=0)
     return replace(finding, first=first)
 
 
@@ -138,43 +140,40 @@ def _compare(
 ) -> Finding:
     keys = list(dict.fromkeys(key for each in tensors.values() for key in each))
     different = [key for key in keys if len({each.get(key) for each in tensors.values()}) > 1]
-    made = Finding(
+    verdict, first = Verdict.SAME if keys else Verdict.UNKNOWN, SAME
+    if different:
+        verdict, key = Verdict.DIFFERENT, different[0]
+        first = _difference(key, {rank: each.get(key) for rank, each in tensors.items()})
+    return Finding(
         name=name,
         part=part,
-        verdict=Verdict.SAME if keys else Verdict.UNKNOWN,
+        verdict=verdict,
         num_tensors=len(keys),
+        num_different=len(different),
         num_sharded=num_sharded,
+        first=first,
     )
-    if not different:
-        return made
-    first = _difference(
-        different[0], {rank: each.get(different[0]) for rank, each in tensors.items()}
-    )
-    return replace(made, verdict=Verdict.DIFFERENT, num_different=len(different), first=first)
 
 
 def _difference(key: str, tensors: Mapping[int, TensorDigest | None]) -> Difference:
-    groups: dict[TensorDigest | None, list[int]] = {}
+    groups: dict[TensorDigest, list[int]] = {}
+    lacking: list[int] = []
     for rank, each in sorted(tensors.items()):
-        groups.setdefault(each, []).append(rank)
-    lacking = tuple(groups.pop(None, ()))
-    made = Difference(
-        tensor=key, groups=tuple(tuple(ranks) for ranks in groups.values()), lacking=lacking
-    )
-    digests = [each for each in groups if each is not None]
-    layouts = {(each.shape, each.kind) for each in digests}
-    if len(layouts) > 1:
-        return replace(made, texts=tuple(f"{each.kind} {list(each.shape)}" for each in digests))
-    if len(digests) < 2:
-        return made
-    num_each = max(1, MAX_CHUNKS // len(digests))
-    differing = [
-        number
-        for number in range(digests[0].num_chunks)
-        if len({each.chunk(number) for each in digests}) > 1
-    ]
-    return replace(
-        made, chunks=tuple(differing[:num_each]), num_elements=math.prod(digests[0].shape)
+        (lacking if each is None else groups.setdefault(each, [])).append(rank)
+    one, *others = groups
+    texts, chunks = [], []
+    if any((each.shape, each.kind) != (one.shape, one.kind) for each in others):
+        texts = [f"{each.kind} {list(each.shape)}" for each in groups]
+    elif others:
+        numbers = range(one.num_chunks)
+        chunks = [n for n in numbers if len({each.chunk(n) for each in groups}) > 1]
+    return Difference(
+        tensor=key,
+        groups=tuple(map(tuple, groups.values())),
+        lacking=tuple(lacking),
+        texts=tuple(texts),
+        chunks=tuple(chunks[: max(1, MAX_CHUNKS // len(groups))]),
+        num_elements=math.prod(one.shape),
     )
 
 
@@ -182,17 +181,14 @@ def _difference(key: str, tensors: Mapping[int, TensorDigest | None]) -> Differe
 
 
 @final
-class ReplicaCheck:
-    """Whether the ranks hold the same: a table in a notebook, text elsewhere.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ReplicaCheck(Shown):
+    """Whether the ranks hold the same: a table in a notebook, text elsewhere."""
 
-    Args:
-        findings: with causes.
-        ranks: those that were compared.
-    """
-
-    def __init__(self, findings: Sequence[Finding], ranks: Sequence[int]) -> None:
-        self.findings = tuple(findings)
-        self.ranks = tuple(ranks)
+    findings: tuple[Finding, ...]
+    """With causes."""
+    ranks: tuple[int, ...]
+    """Those that were compared."""
 
     @property
     def is_same(self) -> bool:
@@ -222,10 +218,6 @@ class ReplicaCheck:
         )
         return Table(caption=self.sentence(), columns=columns, rows=tuple(map(_row, self.findings)))
 
-    def html(self) -> str:
-        """Return the table as HTML."""
-        return self.table().html()
-
     def text(self) -> str:
         """Return the same for a terminal: a line per part, and what differs below."""
         lines = [self.sentence(), ""]
@@ -234,9 +226,6 @@ class ReplicaCheck:
             lines.append(f"{_label(each):<{width}}  {each.verdict}  {_count(each)}".rstrip())
             lines += [f"    {text}" for text in (described(each), each.cause) if text]
         return "\n".join(lines)
-
-    __repr__ = text
-    _repr_html_ = html
 
 
 def _label(finding: Finding) -> str:
@@ -259,7 +248,7 @@ def _count(finding: Finding) -> str:
 def described(finding: Finding) -> str:
     """Return where the first difference is, between whom, and how large it is."""
     parts = []
-    if (first := finding.first) is not None:
+    if (first := finding.first).groups:
         parts.append(f"{first.tensor}: {_between(first)}{_size(first)}")
     if finding.num_sharded:
         what = counted(finding.num_sharded, "tensor")

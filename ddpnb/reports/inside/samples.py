@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
@@ -19,12 +19,13 @@ from ddpnb.reports.kit import (
     Look,
     Picture,
     Sheet,
+    Shown,
     ink_on,
     legend,
     rank_colour,
     write,
 )
-from ddpnb.reports.style import INK, MUTED, RULE
+from ddpnb.reports.style import INK, MUTED, PAPER, RULE
 from ddpnb.reports.table import Column, Table, table_row
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ class Row:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Handout:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Handout(Shown):
     """Who gets what: a picture in a notebook, text elsewhere."""
 
     title: str
@@ -103,7 +104,12 @@ class Handout:
 
     def sentence(self) -> str:
         """Return what the rows show, in a few sentences."""
-        return " ".join([f"{self.title}.", *self.notes])
+        return " ".join([f"{self.title}.", *self._all_notes()])
+
+    def _all_notes(self) -> tuple[str, ...]:
+        num = len(self.rows)
+        rest = (f"The first {MAX_ROWS} of {num} rows are shown.",) if num > MAX_ROWS else ()
+        return (*self.notes, *rest)
 
     def table(self) -> Table:
         """Return one row per epoch: how many each rank gets, what is repeated, what is left out."""
@@ -117,7 +123,7 @@ class Handout:
             table_row(row.label, row.shares(), *map(self._named, (row.repeated(), row.absent())))
             for row in self.rows[:MAX_ROWS]
         ]
-        return Table(caption=self.title, columns=columns, rows=tuple(rows), notes=self.notes)
+        return Table(caption=self.title, columns=columns, rows=tuple(rows), notes=self._all_notes())
 
     def text(self) -> str:
         """Return who gets what, in the order in which each gets it."""
@@ -135,17 +141,11 @@ class Handout:
             for what, found in (("more than once", row.repeated()), (self.absent, row.absent())):
                 if len(found):
                     lines.append(f"  {what}: {self._named(found)}")
-        return "\n".join([*lines, "", *self.notes]).rstrip()
+        return "\n".join([*lines, "", *self._all_notes()]).rstrip()
 
-    def plot(self) -> Picture:
-        """Return the picture; ``.figure`` is a matplotlib figure."""
-        return Picture(draw(self), self.sentence())
-
-    __repr__ = text
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return picture and table together, and each alone as a fallback."""
-        return self.plot().bundle(self.text(), self.table().html())
+    def pictures(self) -> list[Picture]:
+        """Return the picture."""
+        return [Picture(draw(self), self.sentence())]
 
     def _named(self, indices: Indices) -> str:
         """Return which cells these are: ``"sample 0"``, ``"samples 0 1"``, ``"none"``."""
@@ -160,12 +160,6 @@ def _numbers(indices: Indices) -> str:
     return shown if num_more <= 0 else f"{shown} ... ({num_more:,} more)"
 
 
-def _hidden(rows: Sequence[Row]) -> list[str]:
-    """Return the note on rows that are not drawn."""
-    is_all = len(rows) <= MAX_ROWS
-    return [] if is_all else [f"The first {MAX_ROWS} of {len(rows)} rows are shown."]
-
-
 # -- of a sampler --------------------------------------------------------------------------
 
 
@@ -174,6 +168,8 @@ def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
     first = found[0]
     seen = [int(epoch.max(initial=0)) + 1 for each in found for epoch in each.epochs]
     num_samples = max(*seen, *(each.num_samples for each in found))
+    order = "shuffled" if spec.shuffle else "in order"
+    settings = f"{order}{', drop_last' if spec.drop_last else ''}"
     rows = [
         Row(
             label=f"epoch {number}",
@@ -184,21 +180,14 @@ def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
         for number in range(spec.num_epochs)
     ]
     return Handout(
-        title=f"{spec.expression or first.kind}: {counted(num_samples, 'sample')} "
-        f"over {counted(len(found), 'rank')}{_settings(spec, first)}",
+        title=f"{spec.expression or first.kind}: {counted(num_samples, 'sample')} over "
+        f"{counted(len(found), 'rank')}, {f'by its {first.kind}' if spec.expression else settings}",
         unit="sample",
         who="rank",
         rows=tuple(rows),
-        notes=(*_sampler_notes(spec, found, rows), *_hidden(rows)),
+        notes=tuple(_sampler_notes(spec, found, rows)),
         absent="left out",
     )
-
-
-def _settings(spec: SamplerSpec, first: RankSamples) -> str:
-    if spec.expression:
-        return f", by its {first.kind}"
-    order = "shuffled" if spec.shuffle else "in order"
-    return f", {order}{', drop_last' if spec.drop_last else ''}"
 
 
 def _sampler_notes(
@@ -256,40 +245,34 @@ def handout_of_run(name: str, comparison: Comparison) -> Handout:
     died = sorted({mark.rank for mark in run.marks if mark.kind.is_death})
     num_workers = max(max(shards) + 1, run.header.num_workers if run.header else 0)
     whole = [np.array(shards.get(rank, ()), dtype=np.int64) for rank in range(num_workers)]
-    end = _known_until(run, shards)
+    noted = [  # whose record is shorter than its run, has got others after its last
+        max(shards[report.rank]) + 1
+        for report in run.reports
+        if report.rank in shards and report.num_steps > len(shards[report.rank])
+    ]
+    end = min(noted, default=max(map(max, shards.values())) + 1)
+    stretches = [(begin, min(begin + MAX_CELLS, end)) for begin in range(0, end, MAX_CELLS)]
     rows = [
         Row(
-            label=f"{begin}-{min(begin + MAX_CELLS, end) - 1}",
+            label=f"{begin}-{stop - 1}",
             begin=begin,
-            num_cells=min(MAX_CELLS, end - begin),
-            handed_out=tuple(
-                each[(each >= begin) & (each < min(begin + MAX_CELLS, end))] for each in whole
-            ),
+            num_cells=stop - begin,
+            handed_out=tuple(each[(each >= begin) & (each < stop)] for each in whole),
         )
-        for begin in range(0, end, MAX_CELLS)
+        for begin, stop in stretches
     ]
     return Handout(
         title=f"{run.comparison}/{run.name}: shards, in the order in which they were handed out",
         unit="shard",
         who="worker",
         rows=tuple(rows),
-        notes=(*_run_notes(run, died, end), *_hidden(rows)),
+        notes=tuple(_run_notes(run, died, end)),
         absent="not known" if died else "nobody's",
     )
 
 
 def _shards_of(run: RunSnapshot) -> dict[int, tuple[int, ...]]:
     return {report.rank: report.shards for report in run.reports if report.shards}
-
-
-def _known_until(run: RunSnapshot, shards: dict[int, tuple[int, ...]]) -> int:
-    """Return the first shard of which it may not have been noted who got it."""
-    ends = [
-        max(shards[report.rank]) + 1
-        for report in run.reports
-        if report.rank in shards and report.num_steps > len(shards[report.rank])
-    ]
-    return min(ends, default=max(map(max, shards.values())) + 1)
 
 
 def _run_notes(run: RunSnapshot, died: Sequence[int], end: int) -> list[str]:
@@ -332,52 +315,38 @@ def draw(handout: Handout) -> "Figure":
         for column, owners in enumerate(row.owners().values()):
             _draw_cell(axes, column * width, middle, width, owners)
         place = min(row.num_cells, MAX_CELLS) * width + 0.15
-        write(axes, place, middle, _summary(row, handout.absent), points=POINTS, colour=MUTED)
+        counts = ((len(row.repeated()), "repeated"), (len(row.absent()), handout.absent))
+        summary = [row.shares(), *(f"{num:,} {what}" for num, what in counts if num)]
+        more = "… " if row.num_cells > MAX_CELLS else ""
+        write(axes, place, middle, more + ", ".join(summary), points=POINTS, colour=MUTED)
     if handout.unit == "sample":  # elsewhere each row has other numbers, which its label says
-        _draw_ticks(axes, num_columns, width, height + 0.16)
+        below = height + 0.16
+        write(axes, -0.15, below, "sample", points=POINTS, colour=MUTED, ha="right")
+        for cell in range(0, num_columns, 1 if num_columns <= 24 else 5):
+            x = (cell + 0.5) * width
+            write(axes, x, below, f"{cell}", points=POINTS, colour=MUTED, ha="center")
     if num_ranks <= len(RANK_COLOURS):
         legend(axes, {f"{handout.who} {rank}": rank_colour(rank) for rank in range(num_ranks)})
     return sheet.figure
-
-
-def _summary(row: Row, absent_word: str) -> str:
-    repeated, absent = len(row.repeated()), len(row.absent())
-    parts = [row.shares()]
-    parts += [f"{repeated:,} repeated"] if repeated else []
-    parts += [f"{absent:,} {absent_word}"] if absent else []
-    return ("… " if row.num_cells > MAX_CELLS else "") + ", ".join(parts)
 
 
 def _draw_cell(
     axes: "Axes", left: float, middle: float, width: float, owners: Sequence[int]
 ) -> None:
     """Draw a cell: halved and ringed where two ranks get it, crossed where none does."""
+    parts = [(f"{rank}", rank_colour(rank)) for rank in owners] or [("×", PAPER)]
+    if len(parts) > 2:
+        parts = [(f"{len(owners)}×", RULE)]
     x, wide, high = left + GAP, width - 2 * GAP, ROW - 4 * GAP
-    centre, top = left + width / 2, middle - high / 2
-    look: Look = {"align": "edge", "linewidth": 0}
-    if not owners:
-        dashes: Look = {"edgecolor": MUTED, "linestyle": (0, (2, 2)), "linewidth": 1.0}
-        axes.bar(x, high, wide, top, facecolor="none", align="edge", **dashes)
-        write(axes, centre, middle, "×", points=POINTS, colour=MUTED, ha="center")
-    elif len(owners) > 2:
-        axes.bar(x, high, wide, top, color=RULE, **look)
-        write(axes, centre, middle, f"{len(owners)}×", points=9.0, ha="center")
-    else:
-        part = high / len(owners)
-        for number, rank in enumerate(owners):
-            colour = rank_colour(rank)
-            axes.bar(x, part, wide, top + number * part, color=colour, **look)
-            points = min(POINTS, wide * 92 / len(str(rank)), part * 50)
-            place, style = top + (number + 0.5) * part, {"colour": ink_on(colour), "ha": "center"}
-            write(axes, centre, place, f"{rank}", points=points, **style)
-    if len(owners) > 1:
-        ring: Look = {"facecolor": "none", "edgecolor": INK, "linewidth": 1.8}
-        axes.bar(x, high, wide, top, align="edge", **ring)
-
-
-def _draw_ticks(axes: "Axes", num_cells: int, width: float, middle: float) -> None:
-    """Write the numbers of the samples below the last row."""
-    write(axes, -0.15, middle, "sample", points=POINTS, colour=MUTED, ha="right")
-    for cell in range(0, num_cells, 1 if num_cells <= 24 else 5):
-        x = (cell + 0.5) * width
-        write(axes, x, middle, f"{cell}", points=POINTS, colour=MUTED, ha="center")
+    top, part = middle - high / 2, high / len(parts)
+    for number, (text, colour) in enumerate(parts):
+        bottom = top + number * part
+        axes.bar(x, part, wide, bottom, color=colour, align="edge", linewidth=0)
+        points = min(POINTS, wide * 92 / len(text), part * 50)
+        look: Look = {"points": points, "colour": ink_on(colour), "ha": "center"}
+        write(axes, left + width / 2, bottom + part / 2, text, **look)
+    if len(owners) != 1:
+        rim: Look = {"edgecolor": INK, "linewidth": 1.8}
+        if not owners:
+            rim = {"edgecolor": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2))}
+        axes.bar(x, high, wide, top, align="edge", facecolor="none", **rim)

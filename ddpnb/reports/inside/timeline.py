@@ -6,10 +6,7 @@ ranks of a group make the same call, those that come early are hatched until the
 
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, NamedTuple
 
 from ddpnb.protocol.trace import Span, Trace
 from ddpnb.reports.formatting import size
@@ -36,6 +33,10 @@ from ddpnb.reports.kit import (
     write,
 )
 from ddpnb.reports.style import MUTED, PAPER, PART_COLOURS, RULE, SMALL_POINTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ROW_HEIGHT, LEAST_ROW_HEIGHT, MAX_ROWS_HEIGHT = 0.36, 0.13, 8.0
 """Inches of a row; and of all rows, beyond which they become lower."""
@@ -70,7 +71,7 @@ class _Bar(NamedTuple):
     """Until when it waits for the last rank to make the same call."""
 
 
-def draw_timeline(trace: Trace) -> Figure:
+def draw_timeline(trace: Trace) -> "Figure":
     """Return a trace as a figure: a band for each of up to 16 ranks, time from left to right."""
     bands = _bands(trace)
     num_rows = sum(map(len, bands.values())) + 0.5 * len(bands)
@@ -120,7 +121,7 @@ def _bands(trace: Trace) -> dict[int, dict[str, list[_Bar]]]:
 
 
 def _draw_row(
-    axes: Axes, top: float, bars: list[_Bar], begin: float, scale: float, *, has_names: bool
+    axes: "Axes", top: float, bars: list[_Bar], begin: float, scale: float, *, has_names: bool
 ) -> None:
     pixel = axes.get_xlim()[1] / PIXELS
     height = (top + 0.08, 0.84)
@@ -157,7 +158,7 @@ def _visible(bars: list[_Bar], pixel_seconds: float) -> Iterator[tuple[_Bar, flo
 
 
 def _write_name(
-    axes: Axes, span: Span, start: float, end: float, middle: float, inches: float
+    axes: "Axes", span: Span, start: float, end: float, middle: float, inches: float
 ) -> None:
     """Write a span's name into its bar, with its size and line where there is room."""
     texts = [span.name]
@@ -171,7 +172,7 @@ def _write_name(
         write(axes, (start + end) / 2, middle, text, ha="center", **look)
 
 
-def _add_legend(axes: Axes, bars: list[_Bar]) -> None:
+def _add_legend(axes: "Axes", bars: list[_Bar]) -> None:
     spans = [bar.span for bar in bars if bar.span.lane != "wait"]
     looks: dict[str, str | Look] = {kind_of(span): colour_of(span) for span in spans}
     looks = dict(list(looks.items())[:MAX_COLOURS])

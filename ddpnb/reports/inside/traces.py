@@ -3,13 +3,11 @@
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
 
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import format_ranks
-from ddpnb.protocol.trace import RankSpans, Span, Trace
+from ddpnb.protocol.trace import RankSpans, Trace
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.inside.spans import (
     bounds,
@@ -18,10 +16,8 @@ from ddpnb.reports.inside.spans import (
     meetings,
     timeline_text,
 )
-from ddpnb.reports.kit import Picture
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ddpnb.reports.inside.timeline import draw_timeline
+from ddpnb.reports.kit import Picture, Shown
 
 CALL_SECONDS = 20e-6
 """What recording costs, about: 5 to 12 microseconds on a rank, 26 until a waiting pair is done."""
@@ -61,11 +57,10 @@ def joined(
         backend: of the default group.
     """
     are_several = len(set(hosts)) > 1
-    spans = [
-        _shifted(span, each.clock_at - recorded[0].clock_at) if are_several else span
-        for each in recorded
-        for span in each.spans
-    ]
+    spans = []
+    for each in recorded:
+        late = each.clock_at - recorded[0].clock_at if are_several else 0.0
+        spans += [replace(s, start=s.start + late, end=s.end + late) for s in each.spans]
     notes = [SEVERAL_CLOCKS if are_several else CLOCK]
     missing = sorted(set(ranks or range(len(hosts))) - {each.rank for each in recorded})
     if missing:
@@ -92,71 +87,30 @@ def joined(
     )
 
 
-def _shifted(span: Span, seconds: float) -> Span:
-    """Return a span by the first rank's clock, which a rank's own is this far behind."""
-    return replace(span, start=span.start + seconds, end=span.end + seconds)
-
-
 @final
-class TraceResult:
+@dataclass(frozen=True, repr=False)
+class TraceResult(Shown):
     """The trace of one cell, which a notebook shows as a picture and as a text."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    endings: ClassVar = {".json": "open it at ui.perfetto.dev or chrome://tracing", **Shown.endings}
 
-    def plot(self) -> "Figure":
-        """Return the time line as a matplotlib figure.
+    trace: Trace
 
-        Raises:
-            UserError: there is nothing to draw.
-        """
-        from ddpnb.reports.inside.timeline import draw_timeline  # noqa: PLC0415  matplotlib: 0.3 s
-
+    def pictures(self) -> list[Picture]:
+        """Return the time line, if there is something to draw."""
         if not self.trace.spans:
-            raise UserError(NOTHING)
-        return draw_timeline(self.trace)
+            return []
+        return [Picture(draw_timeline(self.trace), self.trace.title)]
 
     def text(self) -> str:
         """Return the trace in words."""
         return timeline_text(self.trace) if self.trace.spans else NOTHING
 
-    def save(self, path: Path | str) -> str:
-        """Write a file that Perfetto (ui.perfetto.dev) and chrome://tracing open, or a picture.
-
-        Args:
-            path: ends with ``.json``; with ``.png`` or ``.svg`` for the picture.
-
-        Returns:
-            A sentence about what was written.
-
-        Raises:
-            UserError: the ending is another one, or the file cannot be written.
-        """
-        target = Path(path).expanduser()
-        if target.suffix not in (".json", ".png", ".svg"):
-            raise UserError(
-                f"{target.name} cannot be written: end it with .json for Perfetto and "
-                "chrome://tracing, with .png or .svg for the picture."
-            )
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.suffix == ".json":
-                target.write_text(json.dumps(chrome_trace(self.trace)), encoding="utf-8")
-                num = len(self.trace.spans)
-                return f"{target}: {num:,} spans; open it at ui.perfetto.dev or chrome://tracing."
-            self.plot().savefig(target)
-            return f"{target}: the picture."
-        except OSError as error:
-            raise UserError(f"{target} cannot be written: {error}.") from error
-
-    def __repr__(self) -> str:
-        return self.text()
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return the picture with the text below it, and each alone as a fallback."""
-        if not self.trace.spans:
-            return {"text/plain": self.text()}
-        return Picture(self.plot(), self.trace.title).bundle(self.text())
+    def content(self, ending: str) -> bytes:
+        """Return a file; Perfetto's is a trace in Chrome's format."""
+        if ending == ".json":
+            return json.dumps(chrome_trace(self.trace)).encode()
+        return super().content(ending)
 
 
 # -- the file for Perfetto -----------------------------------------------------------------
@@ -171,33 +125,36 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     """
     begin, _ = bounds(trace.spans)
     threads = _threads(trace)
-    until = last_arrivals(trace)
     events: list[dict[str, Any]] = []
+
+    def add(kind: str, name: str, rank: int, thread: int, start: float, **more: Any) -> None:
+        place = {"pid": rank + 1, "tid": thread, "ts": _micro(start - begin)}  # 0 is Perfetto's own
+        events.append({"ph": kind, "name": name, **place, **more})
+
     for rank in range(trace.num_ranks):
-        events.append(_named("process", _pid(rank), 0, f"rank {rank}"))
-    named = {
-        (span.rank, thread): span.lane for span, thread in zip(trace.spans, threads, strict=True)
-    }
-    for (rank, thread), lane in sorted(named.items()):
-        events.append(_named("thread", _pid(rank), thread, lane))
-    for span, thread, last in zip(trace.spans, threads, until, strict=True):
-        place = {"pid": _pid(span.rank), "tid": thread, "ts": _micro(span.start - begin)}
-        events.append(
-            {"ph": "X", "cat": span.lane, "name": span.name, **place}
-            | {"dur": _micro(span.seconds), "args": _arguments(span, last)}
-        )
+        add("M", "process_name", rank, 0, begin, args={"name": f"rank {rank}"})
+    lanes = {(span.rank, each): span.lane for span, each in zip(trace.spans, threads, strict=True)}
+    for (rank, thread), lane in sorted(lanes.items()):
+        add("M", "thread_name", rank, thread, begin, args={"name": lane})
+    for span, thread, last in zip(trace.spans, threads, last_arrivals(trace), strict=True):
+        args: dict[str, Any] = {"bytes": span.num_bytes, "line": span.line}
+        if span.lane == "communication":
+            args |= {"Collective name": span.name, "Group size": len(span.group)}
+            args["Process Group Ranks"] = list(span.group)
+            args["waited for the last rank (us)"] = _micro(last - span.start)
+        args = {name: value for name, value in args.items() if value not in (None, "")}
+        place, length = (span.rank, thread, span.start), _micro(span.seconds)
+        add("X", span.name, *place, cat=span.lane, dur=length, args=args)
         if last > span.start:
-            waits = {"name": "waits for the last rank", "dur": _micro(last - span.start)}
-            events.append({"ph": "X", "cat": "wait", **waits, **place, "args": {}})
-    for number, indices in enumerate(meetings(trace), start=1):
-        *early, latest = indices
-        flow = {"cat": "arrival", "name": "last rank", "id": number}
-        for kind, index in [("s", latest), *(("f", index) for index in early)]:
-            span, at = trace.spans[index], trace.spans[latest].start
-            place = {"pid": _pid(span.rank), "tid": threads[index]}
-            at = min(max(at, span.start), span.end)
-            end = {"bp": "e"} if kind == "f" else {}
-            events.append({"ph": kind, **flow, **place, "ts": _micro(at - begin), **end})
+            length = _micro(last - span.start)
+            add("X", "waits for the last rank", *place, cat="wait", dur=length, args={})
+    for number, (*early, latest) in enumerate(meetings(trace), start=1):
+        flow, at = {"cat": "arrival", "id": number}, trace.spans[latest].start
+        add("s", "last rank", trace.spans[latest].rank, threads[latest], at, **flow)
+        for index in early:
+            span = trace.spans[index]
+            start = min(max(at, span.start), span.end)
+            add("f", "last rank", span.rank, threads[index], start, bp="e", **flow)
     return {
         "schemaVersion": 1,
         "traceName": trace.title,
@@ -208,31 +165,8 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    place = {"ph": "M", "ts": 0, "pid": pid, "tid": tid}
-    return {**place, "name": f"{what}_name", "args": {"name": name}}
-
-
-def _pid(rank: int) -> int:
-    """Return a process number: Perfetto takes 0 for the idle process."""
-    return rank + 1
-
-
 def _micro(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _arguments(span: Span, last: float) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if span.lane == "communication":
-        found |= {"Collective name": span.name, "Group size": len(span.group)}
-        found["Process Group Ranks"] = list(span.group)
-        found["waited for the last rank (us)"] = _micro(last - span.start)
-    if span.num_bytes is not None:
-        found["bytes"] = span.num_bytes
-    if span.line:
-        found["line"] = span.line
-    return found
 
 
 def _threads(trace: Trace) -> list[int]:

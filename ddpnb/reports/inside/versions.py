@@ -6,11 +6,9 @@ and how stale the gradient was, so which version it was computed with is known t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot
@@ -26,6 +24,7 @@ from ddpnb.reports.kit import (
     Look,
     Picture,
     Sheet,
+    Shown,
     dress,
     legend,
     name_row,
@@ -33,7 +32,11 @@ from ddpnb.reports.kit import (
     write,
 )
 from ddpnb.reports.style import INK, MUTED, PAPER, PART_COLOURS, RULE, SMALL_POINTS
-from ddpnb.reports.table import Column, Table, table_row
+from ddpnb.reports.table import Table, columns, table_row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_UPDATES = 36
 """Gradients that are drawn, all workers together; of many workers, three of each."""
@@ -46,8 +49,8 @@ BAR: Look = {"edgecolor": PAPER, "zorder": 2}
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncInspection:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AsyncInspection(Shown):
     """What the workers of one asynchronous run have read and written."""
 
     title: str
@@ -74,9 +77,8 @@ class AsyncInspection:
         own = [each.staleness for each in self.updates if each.rank == rank]
         return float(np.mean(own)) if own else float("nan")
 
-    def tables(self) -> tuple[Table, ...]:
+    def table(self) -> Table:
         """Return a row for each worker, with what they show as notes."""
-        titles = ["worker", "gradients", "step", "mean staleness", "oldest", "waited"]
         rows = []
         for rank in range(self.num_ranks):
             own = [each for each in self.updates if each.rank == rank]
@@ -92,10 +94,11 @@ class AsyncInspection:
                     in_units(waited) if waited > SHOWN_WAIT_SECONDS else NOTHING,
                 )
             )
-        columns = tuple(Column(title=each, is_number=at > 0) for at, each in enumerate(titles))
-        caption = f"{self.title}: what the workers read and wrote, all steps"
-        return (
-            Table(caption=caption, columns=columns, rows=tuple(rows), notes=tuple(self.words())),
+        return Table(
+            caption=f"{self.title}: what the workers read and wrote, all steps",
+            columns=columns("worker", "gradients", "step", "mean staleness", "oldest", "waited"),
+            rows=tuple(rows),
+            notes=tuple(self.words()),
         )
 
     def words(self) -> list[str]:
@@ -117,12 +120,26 @@ class AsyncInspection:
         ]
         return [*said, *([" ".join(marks)] if marks else []), *self.notes]
 
-    def pictures(self) -> list[tuple[Picture, str]]:
-        """Return the picture, with its text."""
-        return [(Picture(draw_versions(self), self.title), versions_text(self))]
+    def pictures(self) -> list[Picture]:
+        """Return the picture."""
+        return [Picture(draw_versions(self), self.title)]
 
-    def __repr__(self) -> str:
-        return f"{versions_text(self)}\n\n{self.tables()[0].text()}"
+    def text(self) -> str:
+        """Return the drawn updates in words, and the table."""
+        shown = self.window()
+        lines = [
+            f"{self.title}: {counted(len(self.updates), 'gradient')}, of which "
+            f"{len(shown)} are drawn"
+        ]
+        begin = min((each.start for each in shown), default=0.0)
+        for each in shown:
+            waits = f", waits {in_units(each.waited)}" if each.waited > SHOWN_WAIT_SECONDS else ""
+            lines.append(
+                f"  {in_units(each.written - begin):>8}  rank {each.rank} reads "
+                f"{each.version_read}, writes {each.version_written}: "
+                f"staleness {each.staleness}{waits}"
+            )
+        return "\n".join([*lines, "", self.table().text()])
 
 
 def async_inspection(comparison: Comparison) -> AsyncInspection:
@@ -136,8 +153,6 @@ def async_inspection(comparison: Comparison) -> AsyncInspection:
         names = ", ".join(dict.fromkeys(run.name for run in comparison.runs)) or "no run"
         raise UserError(f"Versions are those of async, and {comparison.name} has {names}.")
     run = runs[-1]
-    if not len(run.events):
-        raise UserError(f"{run.name} has made no step: there is nothing to draw.")
     if not run.events["version"].any():
         raise UserError(f"{run.name} has no versions in its record: train it again to have them.")
     task = f" on {comparison.task}" if comparison.task not in ("", "cell") else ""
@@ -172,27 +187,10 @@ def updates_of(run: RunSnapshot) -> tuple[Update, ...]:
     return tuple(sorted(found, key=lambda each: (each.version_written, each.written)))
 
 
-def versions_text(inspection: AsyncInspection) -> str:
-    """Return the drawn updates in words, a line each."""
-    shown = inspection.window()
-    lines = [
-        f"{inspection.title}: {counted(len(inspection.updates), 'gradient')}, of which "
-        f"{len(shown)} are drawn"
-    ]
-    begin = min((each.start for each in shown), default=0.0)
-    for each in shown:
-        waits = f", waits {in_units(each.waited)}" if each.waited > SHOWN_WAIT_SECONDS else ""
-        lines.append(
-            f"  {in_units(each.written - begin):>8}  rank {each.rank} reads {each.version_read}, "
-            f"writes {each.version_written}: staleness {each.staleness}{waits}"
-        )
-    return "\n".join(lines)
-
-
 # -- drawn ---------------------------------------------------------------------------------
 
 
-def draw_versions(inspection: AsyncInspection) -> Figure:
+def draw_versions(inspection: AsyncInspection) -> "Figure":
     """Return two panels of up to 16 workers: who computed when; how stale each gradient was."""
     ranks = range(min(inspection.num_ranks, MAX_RANKS))
     shown = [each for each in inspection.window() if each.rank in ranks]
@@ -209,7 +207,7 @@ def draw_versions(inspection: AsyncInspection) -> Figure:
 
 
 def _draw_lanes(
-    axes: Axes, inspection: AsyncInspection, shown: Sequence[Update], ranks: range
+    axes: "Axes", inspection: AsyncInspection, shown: Sequence[Update], ranks: range
 ) -> None:
     """Draw the server above, with a dot for each version; a row for each worker below."""
     begin = min((each.start for each in shown), default=0.0)
@@ -246,16 +244,13 @@ def _draw_lanes(
             x, y = (mark.seconds - begin) * scale, mark.rank + 1.5
             axes.plot([x], [y], "X", color=INK, markersize=13, zorder=5)
             write(axes, x, y, f"   {mark.text}", zorder=5)
-    names: dict[str, str | Look] = {
-        "computes": rank_colour(0),
-        "exchanges with the server": PART_COLOURS["communication"],
-        "waits for others": WAITING,
-    }
-    legend(axes, names)
+    sends = PART_COLOURS["communication"]
+    names = {"computes": rank_colour(0), "exchanges with the server": sends}
+    legend(axes, {**names, "waits for others": WAITING})
 
 
 def _draw_arrows(
-    axes: Axes, inspection: AsyncInspection, shown: Sequence[Update], ranks: range
+    axes: "Axes", inspection: AsyncInspection, shown: Sequence[Update], ranks: range
 ) -> None:
     """Draw an arrow for each gradient, from the version read to the one that it updated."""
     dress(axes, x_label="version: an arrow from the one that was read to the one that was updated")

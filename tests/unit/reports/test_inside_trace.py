@@ -43,9 +43,9 @@ def many_ranks(num_ranks: int) -> Trace:
     return trace_of(*spans, num_ranks=num_ranks)
 
 
-def texts_in(figure) -> str:
+def ranks_in(figure) -> list[str]:
     found = [each.get_text() for axes in figure.axes for each in axes.texts]
-    return "\n".join([*found, *(each.get_text() for each in figure.texts)])
+    return [text for text in found if text.startswith("rank ")]
 
 
 SUB = [call(0, 0.0, 2.0, group=(0, 2)), call(2, 0.9, 2.0, group=(0, 2))]
@@ -66,25 +66,20 @@ def test_until_when_each_call_waited(spans: list[Span], until: list[float]):
     assert last_arrivals(trace_of(*spans, num_ranks=3)) == until
 
 
-@pytest.mark.parametrize("num_ranks", [1, 16, 64])
+@pytest.mark.parametrize("num_ranks", [1, 64])
 def test_every_rank_has_its_row_up_to_sixteen(num_ranks: int):
     figure = draw_timeline(many_ranks(num_ranks))
-    lines = texts_in(figure).splitlines()
-    shown = [line for line in lines if line.startswith("rank ")]
-    assert shown == [f"rank {rank}" for rank in range(min(num_ranks, 16))]
+    assert ranks_in(figure) == [f"rank {rank}" for rank in range(min(num_ranks, 16))]
     assert figure.get_size_inches()[1] < 14
 
 
-def test_the_text_says_who_waited_and_how_long():
+def test_the_text_says_who_waited_and_how_long_and_is_shortened():
     text = timeline_text(TWO)
     assert "rank 0: 2 all_reduce (600 ms, 8.0 kB, 300 ms of it waiting for the last rank)" in text
     assert "rank 1 all_reduce, 200 ms, 4.0 kB, ranks 0-1, line 3" in text
-
-
-def test_a_long_trace_is_shortened_in_words_and_drawn_whole():
-    spans = [call(rank, k, k + 0.5) for k in range(2_000) for rank in (0, 1)]
-    assert timeline_text(trace_of(*spans)).endswith("and 3,960 more")
-    draw_timeline(trace_of(*spans))
+    many = trace_of(*(call(rank, k, k + 0.5) for k in range(2_000) for rank in (0, 1)))
+    assert timeline_text(many).endswith("and 3,960 more")
+    assert len(draw_timeline(many).axes[0].collections) < 20  # what is too thin is not drawn twice
 
 
 def test_the_file_has_a_process_per_rank_and_no_spans_that_cross():
@@ -93,9 +88,8 @@ def test_the_file_has_a_process_per_rank_and_no_spans_that_cross():
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {1: "rank 0", 2: "rank 1"}
     spans = [e for e in events if e["ph"] == "X" and e["cat"] == "communication"]
-    assert spans[0]["args"]["bytes"] == 4000
-    assert spans[0]["args"]["line"] == "line 3"
-    assert spans[0]["args"]["Process Group Ranks"] == [0, 1]
+    wanted = {"bytes": 4000, "line": "line 3", "Process Group Ranks": [0, 1]}
+    assert wanted.items() <= spans[0]["args"].items()
     threads: dict = {}
     for each in sorted(spans, key=lambda e: e["ts"]):
         place = each["pid"], each["tid"]
@@ -106,19 +100,20 @@ def test_the_file_has_a_process_per_rank_and_no_spans_that_cross():
 
 
 def test_a_trace_is_saved_as_the_ending_says(tmp_path: Path):
-    result = TraceResult(TWO)
-    assert "ui.perfetto.dev" in result.save(tmp_path / "deep" / "trace.json")
-    assert (tmp_path / "deep" / "trace.json").read_text().startswith('{"schemaVersion"')
-    result.save(tmp_path / "trace.svg")
-    assert "<svg" in (tmp_path / "trace.svg").read_text()
-    with pytest.raises(UserError, match=r"end it with \.json"):
-        result.save(tmp_path / "trace.txt")
+    starts = {".json": b'{"schemaVersion"', ".png": b"\x89PNG", ".svg": b"<?xml"}
+    starts |= {".html": b"<!doctype html>", ".txt": b"Cell 3 on 2 ranks"}
+    for ending in TraceResult.endings:
+        path = tmp_path / "deep" / f"trace{ending}"
+        assert TraceResult(TWO).save(path).startswith(f"{path}: ")
+        assert path.read_bytes().startswith(starts[ending])
+    with pytest.raises(UserError, match=r"it\.pdf cannot be written: choose one of \.json"):
+        TraceResult(TWO).save(tmp_path / "it.pdf")
+    with pytest.raises(UserError, match="cannot be written"):
+        TraceResult(TWO).save(path / "it.txt")
 
 
 def test_a_cell_without_collectives_is_one_sentence():
-    result = TraceResult(
-        joined("Cell 1", [RankSpans(rank=r, spans=()) for r in (0, 1)], hosts=HERE)
-    )
+    result = TraceResult(joined("Cell 1", [RankSpans(rank=0, spans=())], hosts=HERE))
     assert result._repr_mimebundle_() == {"text/plain": repr(result)}
     assert repr(result).startswith("No rank called a collective")
     with pytest.raises(UserError, match="nothing to draw"):
@@ -156,7 +151,7 @@ def test_formulas_add_up_to_what_the_ranks_receive(num):
     assert sent == pytest.approx(2 * (num - 1) / num * 1000)
 
 
-def shown(num_ranks: int, **options) -> CollectiveResult:
+def shown(num_ranks: int) -> CollectiveResult:
     spec = CollectiveSpec(name="all_gather", ranks=tuple(range(num_ranks)))
     of_rank = [
         CollectiveShown(
@@ -169,7 +164,6 @@ def shown(num_ranks: int, **options) -> CollectiveResult:
             small_seconds=0.001,
             num_bytes_sent=None,
             backend="gloo",
-            **options,
         )
         for rank in range(num_ranks)
     ]
@@ -179,8 +173,7 @@ def shown(num_ranks: int, **options) -> CollectiveResult:
 @pytest.mark.parametrize("num_ranks", [1, 2, 64])
 def test_a_collective_is_drawn_up_to_sixteen_ranks(num_ranks: int):
     result = shown(num_ranks)
-    lines = texts_in(result.plot()).splitlines()
-    assert len([line for line in lines if line.startswith("rank ")]) == min(num_ranks, 16)
+    assert len(ranks_in(result.plot().figure)) == min(num_ranks, 16)
     assert ("Bandwidth-bound at this size" in result.text()) == (num_ranks > 1)
 
 
@@ -192,7 +185,6 @@ def test_a_collective_is_drawn_up_to_sixteen_ranks(num_ranks: int):
         ("all_reduce", {"op": "median"}, "no op 'median'"),
         ("all_reduce", {"root": 1}, "leave --root out"),
         ("reduce", {"root": 7}, "--root 7 does not take part"),
-        ("all_reduce", {"size": "many"}, "no size 'many'"),
         ("all_reduce", {"size": "4GB"}, "at most 256MB"),
     ],
 )

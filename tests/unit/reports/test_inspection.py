@@ -8,12 +8,7 @@ import pytest
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.inspection import (
-    Bucket,
-    CapReport,
-    DdpReport,
-    ParameterSize,
-)
+from ddpnb.protocol.inspection import Bucket, CapReport, ParameterSize
 from ddpnb.protocol.messages import Mark, MarkKind, Parts, StepEvent
 from ddpnb.protocol.trace import Span
 from ddpnb.protocol.training_options import make_training_spec
@@ -27,58 +22,40 @@ MS = 1e-3
 
 def spans_of(rank: int, *, late: float = 0.0) -> tuple[Span, ...]:
     """A step of 10 ms: bucket 0 hides for 3 ms, bucket 1 and the end of 0 are exposed for 4."""
-    group = (0, 1)
-
-    def span(lane, name, start, end, num_bytes=None):
-        return Span(
-            rank=rank,
-            lane=lane,
-            name=name,
-            start=(start + late) * MS,
-            end=(end + late) * MS,
-            num_bytes=num_bytes,
-            group=group if lane == "communication" else (),
-        )
-
-    return (
-        span("compute", "forward", 0, 2),
-        span("compute", "backward", 2, 5),
-        span("communication", "bucket 0", 2, 6, 900),
-        span("communication", "bucket 1", 5, 9, 100),
-        span("wait", "wait for buckets", 5, 9),
-        span("compute", "update", 9, 10),
-    )
-
-
-def report_of(rank: int, num_buckets: int = 2) -> DdpReport:
-    names = [f"layer.{n}.weight" for n in range(num_buckets)]
-    sizes = [900, *[100] * (num_buckets - 1)]
-    buckets = tuple(
-        Bucket(names=(name,), num_bytes=size) for name, size in zip(names, sizes, strict=True)
-    )
-    cap = CapReport(
-        cap_mb=25.0,
-        buckets=buckets,
-        steps=(spans_of(rank), spans_of(rank, late=20.0), spans_of(rank, late=40.0)),
-        ready_seconds={name: MS * (1 + n) for n, name in enumerate(names)},
-    )
-    return DdpReport(
-        rank=rank,
-        caps=(cap, replace(cap, cap_mb=1.0)),
+    rows = [
+        ("compute", "forward", 0, 2),
+        ("compute", "backward", 2, 5),
+        ("communication", "bucket 0", 2, 6, 900, (0, 1)),
+        ("communication", "bucket 1", 5, 9, 100, (0, 1)),
+        ("wait", "wait for buckets", 5, 9),
+        ("compute", "update", 9, 10),
+    ]
+    names = ("lane", "name", "start", "end", "num_bytes", "group")
+    spans = [Span(rank=rank, **dict(zip(names, row, strict=False))) for row in rows]
+    return tuple(
+        replace(span, start=(span.start + late) * MS, end=(span.end + late) * MS) for span in spans
     )
 
 
 def inspection_of(num_ranks: int, num_buckets: int = 2, **others) -> DdpInspection:
-    sizes = [900, *[100] * (num_buckets - 1)]
+    sizes = {f"layer.{n}.weight": 100 if n else 900 for n in range(num_buckets)}
+    cap = CapReport(
+        cap_mb=25.0,
+        buckets=tuple(Bucket(names=(name,), num_bytes=size) for name, size in sizes.items()),
+        steps=(),
+        ready_seconds={name: MS * (1 + n) for n, name in enumerate(sizes)},
+    )
+    reports = []
+    for rank in range(num_ranks):
+        own = replace(cap, steps=tuple(spans_of(rank, late=late) for late in (0.0, 20.0, 40.0)))
+        reports.append((own, replace(own, cap_mb=1.0)))
     return DdpInspection(
         title="net",
         parameters=tuple(
-            ParameterSize(name=f"layer.{n}.weight", shape=(3, 3), num_bytes=size)
-            for n, size in enumerate(sizes)
+            ParameterSize(name=name, shape=(3, 3), num_bytes=size) for name, size in sizes.items()
         ),
-        unused=others.pop("unused", {}),
-        reports=tuple(report_of(rank, num_buckets) for rank in range(num_ranks)),
-        **others,
+        reports=tuple(reports),
+        **{"unused": {}, **others},
     )
 
 
@@ -116,13 +93,16 @@ def test_there_is_a_row_for_each_size_and_for_each_bucket():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 20])
-def test_a_step_with_each_size_is_drawn(num_ranks: int):
-    pictures = inspection_of(num_ranks).pictures()
-    assert len(pictures) == 2
-    assert all(picture.png() and "backward" in text for picture, text in pictures)
+def test_a_step_with_each_size_is_shown_above_the_tables(num_ranks: int):
+    html = inspection_of(num_ranks)._repr_mimebundle_()["text/html"]
+    assert html.count("<img") == html.count("<table") == 2
 
 
 # -- async ---------------------------------------------------------------------------------
+
+
+def comparison_of(run: RunSnapshot) -> Comparison:
+    return Comparison(comparison_id="c", name="c", task="digits", runs=(run,))
 
 
 def async_run(
@@ -152,17 +132,10 @@ def async_run(
         ends[rank] += 0.01 * (1 + chance.random())
     run_spec = spec(strategy)
     run = run_of(run_spec, comparison="c")
+    first = replace(header(run_spec, num_updates), num_workers=num_ranks)
     for rank, own in steps.items():
-        first = replace(header(run_spec, num_updates), num_workers=num_ranks)
-        run.add(
-            batch(
-                run_spec.run_id,
-                own,
-                rank=rank,
-                header=None if rank else first,
-                marks=() if rank else marks,
-            )
-        )
+        more = {} if rank else {"header": first, "marks": marks}
+        run.add(batch(run_spec.run_id, own, rank=rank, **more))
     run.end(Status.FINISHED)
     return run.snapshot(), truth
 
@@ -173,34 +146,23 @@ def test_versions_are_those_that_the_server_counted_however_the_clocks_differ():
     assert [(each.rank, each.version_read, each.version_written) for each in updates] == truth
 
 
-def comparison_of(run: RunSnapshot) -> Comparison:
-    return Comparison(comparison_id="c", name="c", task="digits", runs=(run,))
-
-
 @pytest.mark.parametrize("num_ranks", [2, 20])
 def test_versions_are_drawn_with_a_death_and_for_many_workers(num_ranks: int):
     mark = Mark(rank=1, seconds=0.1, kind=MarkKind.KILLED)
-    run, _ = async_run(num_ranks, 300, marks=(mark,), strategy="async:bound=3")
+    run, truth = async_run(num_ranks, 300, marks=(mark,), strategy="async:bound=3")
     inspection = async_inspection(comparison_of(run))
-    ((picture, text),) = inspection.pictures()
-    assert picture.png()
-    assert "killed" in "".join(each.get_text() for each in picture.figure.axes[0].texts)
+    lanes, arrows = (
+        [each.get_text() for each in axes.texts] for axes in inspection.plot().figure.axes
+    )
+    assert "   killed" in lanes
     assert "Rank 1 killed at 0.10 s." in inspection.words()
     assert inspection.bound == 3
-    assert text.count("\n") == len(inspection.window())
-
-
-def test_figure_and_table_have_the_same_mean_staleness():
-    run, truth = async_run(2, 300)
-    inspection = async_inspection(comparison_of(run))
-    ((picture, _),) = inspection.pictures()
-    shown = [each.get_text() for each in picture.figure.axes[1].texts]
-    (table,) = inspection.tables()
-    assert sum(int(row[1].text) for row in table.rows) == 300
-    for rank, row in enumerate(table.rows):
+    rows = inspection.table().rows
+    assert sum(int(row[1].text) for row in rows) == 300
+    for rank in range(2):  # figure and table have the same mean
         own = [written - 1 - read for who, read, written in truth if who == rank]
         assert inspection.mean_staleness(rank) == pytest.approx(sum(own) / len(own))
-        assert f"mean of all steps: {row[3].text}" in shown
+        assert f"mean of all steps: {rows[rank][3].text}" in arrows
 
 
 def test_only_async_has_versions():
@@ -218,14 +180,9 @@ def test_only_async_has_versions():
         ({"given": ("kill",)}, "--kill goes with --strategy async"),
         ({"batch": "x"}, "--batch goes with a model"),
         ({"run": "race", "has_task": True}, "draws what is stored"),
+        ({"bucket_caps": "big"}, "--bucket-cap takes sizes"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(given: dict, named: str):
     with pytest.raises(UserError, match=named):
-        InspectionRequest(training=make_training_spec({"task": "digits"}), **given)
-
-
-def test_sizes_of_buckets_are_numbers():
-    request = InspectionRequest(training=make_training_spec({"task": "digits"}), bucket_caps="big")
-    with pytest.raises(UserError, match="--bucket-cap takes sizes"):
-        request.caps()
+        InspectionRequest(training=make_training_spec({"task": "digits"}), **given).caps()

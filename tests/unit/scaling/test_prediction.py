@@ -174,52 +174,50 @@ def test_stragglers_cost_more_the_more_ranks_there_are():
 STEP = "write the time of a step on one device and its samples, as 178ms/64."
 
 
+RATES = {name: rate for name, rate in measured().rates.items() if name != "ddp"}
+HOSTS = {"link": "10GbE", "ranks_per_host": 8}
+
+
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("found", "question", "sentence"),
     [
-        ({"ranks": (0,)}, "--ranks 0: give numbers of ranks from 1 to 1,000,000."),
-        ({"ranks": ()}, "--ranks names no number of ranks: write them as 1,2,4,8."),
-        ({"link": "1Gbit"}, "--link 1Gbit has no latency: write both, as in 1Gbit,0.5ms."),
-        ({"strategies": ("dpp",)}, "There is no strategy 'dpp'; did you mean dp or ddp?"),
-        ({"strategies": ("hogwild",)}, "hogwild trains in memory that its ranks share"),
-        ({"strategies": ("single:threads=all",)}, "single:threads=all cannot be predicted"),
-        ({"ranks_per_host": 8}, "--hosts goes with --link, which says what lies between hosts."),
-        ({"step": "178ms/64"}, "--step goes with --link, which says what lies between hosts."),
-        ({"link": "1GbE", "step": "178ms"}, f"--step 178ms: {STEP}"),
-        ({"link": "1GbE", "step": "0ms/64"}, "--step 0ms/64: a step takes more than 0 s"),
-        ({"link": "1GbE", "accumulate": 2}, "--accumulate goes with --step"),
-        ({"algorithm": "rings"}, "There is no algorithm 'rings'; choose one of: ring, tree,"),
+        ({}, {"ranks": (0,)}, "--ranks 0: give numbers of ranks from 1 to 1,000,000."),
+        ({}, {"ranks": ()}, "--ranks names no number of ranks: write them as 1,2,4,8."),
+        ({}, {"link": "1Gbit"}, "--link 1Gbit has no latency: write both, as in 1Gbit,0.5ms."),
+        ({}, {"strategies": ("dpp",)}, "There is no strategy 'dpp'; did you mean dp or ddp?"),
+        ({}, {"strategies": ("hogwild",)}, "hogwild trains in memory that its ranks share"),
+        ({}, {"strategies": ("single:threads=all",)}, "single:threads=all cannot be predicted"),
+        ({}, {"ranks_per_host": 8}, "--hosts goes with --link, which says what lies between"),
+        ({}, {"step": "178ms/64"}, "--step goes with --link, which says what lies between hosts."),
+        ({}, {"link": "1GbE", "step": "178ms"}, f"--step 178ms: {STEP}"),
+        ({}, {"link": "1GbE", "step": "0ms/64"}, "--step 0ms/64: a step takes more than 0 s"),
+        ({}, {"link": "1GbE", "accumulate": 2}, "--accumulate goes with --step"),
+        ({}, {"algorithm": "rings"}, "There is no algorithm 'rings'; choose one of: ring, tree,"),
+        ({}, {"ranks": (512,), "link": "10GbE"}, "A batch of 256 has no sample for each of 512"),
+        ({}, {**HOSTS, "strategies": ("dp",)}, "dp is one process, which cannot use several"),
+        ({"rates": RATES}, {}, "race has no ddp on two ranks or more, so that"),
+        ({"num_ranks": 1}, {}, "race has no ddp on two ranks or more"),
     ],
 )
-def test_a_question_that_makes_no_sense_gets_one_sentence(changes, sentence):
+def test_what_cannot_be_answered_gets_one_sentence(found, question, sentence):
     with pytest.raises(UserError) as caught:
-        Question(**({"ranks": (1, 2)} | changes))
+        predict(calibrate(measured(**found)), Question(**({"ranks": (1, 16)} | question)))
     assert str(caught.value).startswith(sentence)
     assert str(caught.value).count("\n") == 0
 
 
-def test_what_cannot_be_answered_gets_one_sentence(tmp_path):
+def test_what_is_lacking_is_named(tmp_path):
+    assert predict(calibrate(measured(rates=RATES)), Question(ranks=(4,), link="10GbE"))
     assert parse_numbers("1, 2,64") == (1, 2, 64)
     with pytest.raises(UserError, match="Write --ranks as 1,2,4,8, not two"):
         parse_numbers("two")
-    without = {name: rate for name, rate in measured().rates.items() if name != "ddp"}
-    with pytest.raises(UserError, match="race has no ddp on two ranks or more, so that"):
-        predict(calibrate(measured(rates=without)), Question(ranks=(4,)))
-    assert predict(calibrate(measured(rates=without)), Question(ranks=(4,), link="10GbE"))
-    with pytest.raises(UserError, match="race has no ddp on two ranks or more"):
-        predict(calibrate(measured(num_ranks=1)), Question(ranks=(4,)))
-    with pytest.raises(UserError, match="A batch of 256 has no sample for each of 512 ranks"):
-        predict(FOUND, Question(ranks=(512,), link="10GbE"))
-    across = Question(ranks=(16,), link="10GbE", ranks_per_host=8, strategies=("dp",))
-    with pytest.raises(UserError, match="dp is one process, which cannot use several hosts"):
-        predict(FOUND, across)
     with pytest.raises(UserError, match="No stored comparison has single and no-comm"):
         predicted(Store(tmp_path), Question(ranks=(2,)))
     with pytest.raises(UserError, match="has no no-comm that has finished"):
         measured_in(fake_comparison())
 
 
-def test_all_is_shown_once_and_can_be_saved(tmp_path):
+def test_all_is_shown_once():
     question = Question(
         ranks=(1, 2, 4, 8, 16, 32, 64, 128, 256),
         strategies=("ddp", "async", "local-sgd"),
@@ -237,11 +235,6 @@ def test_all_is_shown_once_and_can_be_saved(tmp_path):
     assert sorted(names) == ["async", "ddp", "ideal", "local-sgd"]
     heights = sorted(text.get_position()[1] for text in axes.texts)
     assert min(b - a for a, b in pairwise(heights)) > 0.05
-    for ending, start in ((".png", b"\x89PNG"), (".html", b"<!doctype"), (".svg", b"<?xml")):
-        assert result.save(tmp_path / f"it{ending}").read_bytes().startswith(start)
-    assert "held up by" in result.save(tmp_path / "it.txt").read_text()
-    with pytest.raises(UserError, match="a prediction is saved as"):
-        result.save(tmp_path / "it.pdf")
 
 
 def test_numbers_are_finite_even_where_exchanges_cost_nothing():
