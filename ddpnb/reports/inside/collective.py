@@ -77,10 +77,9 @@ class CollectiveResult(Shown):
         lines = [title_of(self)]
         for each in self.shown:
             before, after = _listed(each.before), _listed(each.after)
-            sent = "not counted" if each.num_bytes_sent is None else size(each.num_bytes_sent)
+            sent = size(self.sent_by_formula(each.rank))
             lines.append(
-                f"rank {each.rank}: {before} -> {after}; sent {sent}, by the formula "
-                f"{size(self.sent_by_formula(each.rank))}; {in_units(each.seconds)}"
+                f"rank {each.rank}: {before} -> {after}; sends {sent}; {in_units(each.seconds)}"
             )
         return "\n".join([*lines, *notes_of(self)])
 
