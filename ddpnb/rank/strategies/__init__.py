@@ -26,7 +26,7 @@ def make_strategy(word: str, namespace: Mapping[str, object]) -> Strategy:
     own = namespace.get(choice.name)
     if not isinstance(own, type):
         for name, entry in STRATEGIES.items():
-            if choice.name in entry.aliases:
+            if choice.name in entry.aliases or choice.name.lower() == name:
                 raise UserError(f"{choice.name} is called {name} here: write that.")
         raise UserError(
             f"There is no strategy {choice.name!r}: define a class of that name with setup, step "
