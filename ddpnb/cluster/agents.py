@@ -82,11 +82,6 @@ class AgentProcesses(Processes):
         with contextlib.suppress(OSError):  # it has ended, as waiting for it says
             self._send(op=KernelRequest.PREPARE, environment=environment)
 
-    def ping(self) -> None:
-        """Notify the agent that the kernel is there."""
-        with contextlib.suppress(OSError, ValueError):
-            self._send(op=KernelRequest.PING)
-
     def _read(self) -> None:
         try:
             self._skip_to_greeting()

@@ -40,7 +40,6 @@ from ddpnb.protocol.processes import KernelRequest, RankCommand
 
 PREPARE_SECONDS = 120.0
 """How long a host may take to import torch."""
-PING_SECONDS = 2.0
 NUM_SOCKETS = 12
 """Sockets or ports for the controller to choose from; ipyparallel has eight for engines."""
 
@@ -101,7 +100,6 @@ class HostProcesses(Processes):
         except BaseException:
             processes.stop()
             raise
-        threading.Thread(target=processes._ping, name="ddpnb-ping", daemon=True).start()
         return processes
 
     def place(self, progress: Callable[[str], None]) -> tuple[Placement, int]:
@@ -243,11 +241,6 @@ class HostProcesses(Processes):
     def _agent_of(self, rank: int) -> AgentProcesses:
         assert self._placement is not None
         return self._agents[self._placement.host_of(rank)]
-
-    def _ping(self) -> None:
-        while not self._is_over.wait(PING_SECONDS):
-            for agent in list(self._agents.values()):
-                agent.ping()
 
     def _check(self, agents: Sequence[AgentProcesses]) -> None:
         """Have agents describe their hosts; raises a UserError where one is not fit."""
