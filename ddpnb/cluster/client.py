@@ -26,7 +26,9 @@ from ddpnb.cluster.call import (
 )
 from ddpnb.cluster.processes import wait_for_file
 from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, python_internals
-from ddpnb.protocol.messages import OnRank, Question, RankState
+from ddpnb.protocol import calls
+from ddpnb.protocol.calls import Request
+from ddpnb.protocol.messages import Question, RankState
 
 ASK_AGAIN_SECONDS = 2.0
 """How long a new engine may take to answer until it is asked again: the controller drops a message
@@ -64,13 +66,13 @@ class EngineClient:
         libraries = (ipyparallel_internals, cloudpickle_internals, python_internals)
         return tuple(feature for library in libraries for feature in library.missing_features())
 
-    def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Call:
-        """Start ``function(*arguments)`` on some ranks and return at once."""
+    def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
+        """Start a call on some ranks and return at once."""
         call = Call(ranks=tuple(ranks))
         with self._lock:  # a background cell's thread asks its ranks where they are
             self._calls = [other for other in self._calls if not other.done] + [call]
         for rank in ranks:
-            self._send(call, rank, self._engine_of.get(rank, rank), function, arguments)
+            self._send(call, rank, self._engine_of.get(rank, rank), request)
         return call
 
     def lose(self, rank: int, cause: str) -> None:
@@ -121,7 +123,7 @@ class EngineClient:
                 raise TimeoutError(f"{len(call.running)} of {len(engines)} ranks did not answer")
             if now >= ask_at:
                 for engine in call.running:
-                    self._send(call, engine, engine, OnRank("state"), ())
+                    self._send(call, engine, engine, calls.state())
                 ask_at = now + ASK_AGAIN_SECONDS
             for event in call.events(WAIT_SECONDS):
                 if isinstance(event, Lost):
@@ -137,9 +139,7 @@ class EngineClient:
             self.lose(rank, cause)
         self._client.close()
 
-    def _send(
-        self, call: Call, rank: int, engine: int, function: OnRank, arguments: tuple[object, ...]
-    ) -> None:
+    def _send(self, call: Call, rank: int, engine: int, request: Request[Any]) -> None:
         def receive(kind: str, content: Any) -> None:
             match kind:
                 case "result" if isinstance(content, RemoteError):
@@ -157,7 +157,7 @@ class EngineClient:
                 case _:
                     call.inbox.put(Output(rank=rank, kind=kind, content=content))
 
-        ipyparallel_internals.send(self._client, engine, function, list(arguments), receive)
+        ipyparallel_internals.send(self._client, engine, request, receive)
 
 
 def connected_client(path: Path, while_waiting: Callable[[], None]) -> ipp.Client:

@@ -22,8 +22,9 @@ from ddpnb.cluster.placement import (
 )
 from ddpnb.cluster.processes import Processes, wait_for_file
 from ddpnb.cluster.run_folder import private_folder
+from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import OnRank, StaleVariable
+from ddpnb.protocol.messages import StaleVariable
 from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.processes import (
     KERNEL_LOCK,
@@ -155,7 +156,7 @@ class Cluster(Engines):
             )
             return {}
         self._begin_generation()
-        call = self.submit(OnRank("form_group"), self.generation, is_checked, ranks=self.ranks)
+        call = self.submit(calls.form_group(self.generation, is_checked), self.ranks)
         try:
             with self._freeing(call):
                 stale = call.results()
@@ -192,11 +193,11 @@ class Cluster(Engines):
         for rank in ranks:
             self.start_rank(rank, generation=self.generation)
         others = [rank for rank in self.ranks if rank not in ranks]
-        call = self.submit(OnRank("form_group"), self.generation, False, ranks=others)
+        call = self.submit(calls.form_group(self.generation, False), others)
         with self._freeing(call):
             self.client.wait_for(len(ranks), self.raise_if_dead)
             stale = call.results()
-        self.states = tuple(self.gather(OnRank("state")))
+        self.states = tuple(self.gather(calls.state()))
         self._note_formed(is_checked=False)
         return _ranks_of(dict(zip(others, stale, strict=True)))
 

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,9 @@ from ddpnb.cluster.processes import (
     log_tail,
     spoken,
 )
+from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import OnRank, RankState
+from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.notation import format_ranks
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Engines:
         there = (each for state in self.states for each in state.missing)
         return tuple(dict.fromkeys((*here, *there)))
 
-    def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Call:
+    def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 
         Raises a UserError if one of the ranks has died, or the whole cluster.
@@ -107,19 +107,17 @@ class Engines:
         self.require(ranks)
         sent, self._interrupts = self._interrupts, []
         wait(sent, SIGNAL_SECONDS)  # a late one would end the call that begins now
-        function = replace(function, folder=str(self.work_folder))
-        return self.client.submit(function, *arguments, ranks=ranks)
+        return self.client.submit(request.in_folder(str(self.work_folder)), ranks)
 
     def gather(
         self,
-        function: OnRank,
-        *arguments: object,
+        request: Request[Result],
         ranks: Sequence[int] | None = None,
         timeout: float = CALL_TIMEOUT_SECONDS,
-    ) -> list[Any]:
-        """Call a function on ranks, by default all; return the results in order of ranks."""
+    ) -> list[Result]:
+        """Make a call on ranks, by default all; return the results in order of ranks."""
         chosen = self.ranks if ranks is None else ranks
-        return self.submit(function, *arguments, ranks=chosen).results(timeout)
+        return self.submit(request, chosen).results(timeout)
 
     def require(self, ranks: Sequence[int]) -> None:
         """Raise a UserError unless all of ``ranks`` are alive."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from ddpnb.cluster.call import Call, CallEvent, Events, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.database import rows_of
+from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, OnRank, RejoinInfo, RunSpec
+from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, RejoinInfo, RunSpec
 
 KERNEL = -1
 """The rank under which the kernel sends its own marks."""
@@ -122,9 +123,7 @@ class RankRecovery:
         )
         with contextlib.suppress(UserError):  # it has died again: the next ``attend`` notes that
             self.before_joining(rank)
-            self._calls[rank] = self.cluster.submit(
-                OnRank("train"), self.spec, rejoin_info, ranks=[rank]
-            )
+            self._calls[rank] = self.cluster.submit(calls.train(self.spec, rejoin_info), [rank])
 
     def _take_joined(self, rank: int, event: CallEvent) -> None:
         is_first = rank not in self._training_again

@@ -20,8 +20,9 @@ from IPython.core.getipython import get_ipython
 from ddpnb.cluster.call import Call, CallEvent, Lost, Returned, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import HangDetector, StopDetector
+from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellReport, Failure, OnRank
+from ddpnb.protocol.messages import CellReport, Failure
 from ddpnb.protocol.notation import spoken_ranks
 
 MAX_ABORTS = 5
@@ -226,7 +227,7 @@ class Watch:
         stopped = [rank for rank in self.cluster.living if rank in self.returned]
         made: dict[str, set[int | None]] = {}
         try:
-            answers = self.cluster.submit(OnRank("num_calls"), ranks=stopped)
+            answers = self.cluster.submit(calls.num_calls(), stopped)
             for answer in answers.results(END_TIMEOUT_SECONDS):
                 for group, number in answer.items():
                     made.setdefault(group, set()).add(number)

@@ -36,22 +36,20 @@ def follows_calls() -> bool:
 def send(
     client: ipp.Client,
     engine: int,
-    function: Callable[..., object],
-    arguments: list[object],
+    function: Callable[[], object],
     receive: Receive,
 ) -> None:
-    """Start ``function(*arguments)`` on an engine and return at once.
+    """Start ``function()`` on an engine and return at once.
 
     The function must be importable there; ``receive`` is called with each message of the call.
     """
     if not follows_calls.works:
-        result = client[engine].apply_async(function, *arguments)
+        result = client[engine].apply_async(function)
         threading.Thread(target=_hand_over, args=(result, receive), daemon=True).start()
         return
     future = client.send_apply_request(
         client._mux_stream,  # as DirectView does; a view has no hook for callbacks
         function,
-        arguments,
         ident=client._engines[engine].encode(),
         message_future_hook=lambda future: _follow(future, receive),
     )

@@ -108,7 +108,7 @@ def run_rank(
     redirect_output(folder / f"rank-{rank}.log")
     os.environ.update(environment)
     sys.argv[:] = [""]  # as in an interpreter that runs no script; else the fork server's
-    from ddpnb.rank import engine  # noqa: PLC0415  imports torch, after the controller's fork
+    from ddpnb.rank import calls, engine  # noqa: F401, PLC0415  imports torch, after the controller's fork
 
     engine.run(settings, pipe=pipe, folder=folder)
 

@@ -16,7 +16,7 @@ from IPython.core.completer import (
 )
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddpnb.protocol.messages import OnRank
+from ddpnb.protocol import calls
 from ddpnb.session.session import this_session
 
 PRIORITY = 100
@@ -121,7 +121,10 @@ class RankNames:
         lines = context.full_text.split("\n")[: context.cursor_line]
         offset = sum(len(line) + 1 for line in lines) + context.cursor_position
         asked = self._asked(context.full_text, offset)
-        answer = asked and self._answer("complete", asked)
+        answer = None
+        if asked is not None:
+            request = calls.complete(asked.source, asked.offset)
+            answer = this_session().ask(request, asked.rank)
         fragment, found = answer or ("", [])
         if asked is not None and answer is None and (begun := NAME.search(asked.before)):
             fragment = begun[0]
@@ -139,8 +142,10 @@ class RankNames:
     ) -> Any:
         """Answer an ``inspect_request``, as ``IPythonKernel.do_inspect`` does."""
         asked = self._asked(code, cursor_pos)
-        if asked and (bundle := self._answer("describe", asked, detail_level)):
-            return {"status": "ok", "found": True, "data": bundle, "metadata": {}}
+        if asked is not None:
+            request = calls.describe(asked.source, asked.offset, detail_level)
+            if bundle := this_session().ask(request, asked.rank):
+                return {"status": "ok", "found": True, "data": bundle, "metadata": {}}
         usual = type(self._kernel).do_inspect
         return usual(self._kernel, code, cursor_pos, detail_level, omit_sections)
 
@@ -164,11 +169,6 @@ class RankNames:
         if offset <= begin and magic is not None:  # in the magic's own line
             return None
         return Place(source[begin:], max(0, offset - begin), rank)
-
-    def _answer(self, function: str, asked: "Place", *more: object) -> Any:
-        """Return what a rank answers; None if none does."""
-        session = this_session()
-        return session.ask(OnRank(function), asked.source, asked.offset, *more, rank=asked.rank)
 
 
 class Place(NamedTuple):

@@ -5,7 +5,6 @@ What reaches a rank that is busy goes through the fork server (``processes.RankC
 ``KernelRequest.SIGNAL``); of these, ``RankStatus`` is the answer to the one that asks for it.
 """
 
-import importlib
 import math
 import struct
 from collections.abc import Mapping
@@ -19,23 +18,6 @@ from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.notation import check_devices, parse_strategy
 from ddpnb.protocol.trace import RankSpans
 from ddpnb.protocol.training_options import TrainingSpec
-
-
-@dataclass(frozen=True, slots=True)
-class OnRank:
-    """A function of ``ddpnb.rank.calls``, by name: ``OnRank("state")``.
-
-    Only the name is sent, and the rank looks it up: the kernel never imports the ranks' rooms.
-    """
-
-    function: str
-    folder: str = ""
-    """The notebook's working folder, where the rank works too; empty: where it is."""
-
-    def __call__(self, *args: object) -> object:
-        """Look the function up and call it; runs on the rank."""
-        calls = importlib.import_module("ddpnb.rank.calls")
-        return calls.call(self.function, self.folder, *args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

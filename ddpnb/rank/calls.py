@@ -1,4 +1,4 @@
-"""The functions that the kernel calls on a rank by their names, through ``OnRank`` (ranks)."""
+"""Carries out on a rank what ``protocol.calls`` declares: registers a function for each (ranks)."""
 
 import functools
 import os
@@ -6,8 +6,10 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate
 
+from ddpnb.protocol import calls
+from ddpnb.protocol.calls import Arguments, RankCall, Result
 from ddpnb.protocol.messages import Checked, RejoinInfo, RunReport, RunSpec, StaleVariable
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables
@@ -19,29 +21,48 @@ from ddpnb.rank.training.context import UNNAMED
 
 trained = variables.TrainedModels()
 
+Implementation = Callable[Concatenate[RankEngine, Arguments], Result]
 
-def call(name: str, folder: str, *arguments: Any) -> Any:
-    """Call a function by its name, in the notebook's working folder once that has changed.
 
-    Where one of ``ANSWERED`` or ``USERS_CODE`` raises, a ``Failure`` is returned, to be shown.  An
-    interrupt ends the user's code alone.
+def carries_out(
+    declared: RankCall[Arguments, Result], *, answers: bool = True, runs_users_code: bool = False
+) -> Callable[[Implementation[Arguments, Result]], Implementation[Arguments, Result]]:
+    """Register what carries out a declared call, in the notebook's folder once that has changed.
+
+    Args:
+        declared: the call.
+        answers: whether what it raises is returned as a ``Failure``, to be shown.  Where it is not,
+            an exception means that ddpnb or the rank has failed.
+        runs_users_code: whether an interrupt ends it, as it does the user's code alone.
     """
-    engine: RankEngine = RankEngine.instance()
-    if folder and folder != engine.notebook_folder:  # a cell may have gone elsewhere
-        engine.notebook_folder = folder
-        with suppress(OSError):  # this host does not have it
-            os.chdir(folder)
-    if name in PLAIN:
-        return PLAIN[name](engine, *arguments)
-    try:
-        if name in ANSWERED:
-            return ANSWERED[name](engine, *arguments)
-        with engine.adopted_group.during():
-            return cells.interruptible(lambda: USERS_CODE[name](engine, *arguments))
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the edge of a call: the notebook shows it
-        return cells.failure_of(error, engine)
+
+    def register(
+        function: Implementation[Arguments, Result],
+    ) -> Implementation[Arguments, Result]:
+        def carry_out(folder: str, *arguments: Any) -> Any:
+            engine: RankEngine = RankEngine.instance()
+            if folder and folder != engine.notebook_folder:  # a cell may have gone elsewhere
+                engine.notebook_folder = folder
+                with suppress(OSError):  # this host does not have it
+                    os.chdir(folder)
+            call: Callable[[], Any] = functools.partial(function, engine, *arguments)
+            if not answers:
+                return call()
+            try:
+                if not runs_users_code:
+                    return call()
+                with engine.adopted_group.during():
+                    return cells.interruptible(call)
+            except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the edge of a call: the notebook shows it
+                return cells.failure_of(error, engine)
+
+        calls.registered[declared.name] = carry_out
+        return function
+
+    return register
 
 
+@carries_out(calls.form_group, answers=False)
 def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[StaleVariable]:
     """Form a new process group.  Takes part: every rank.
 
@@ -55,6 +76,7 @@ def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[St
 # -- training ------------------------------------------------------------------------------
 
 
+@carries_out(calls.validate, runs_users_code=True)
 def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     checks = engine.group.collective_checks
@@ -67,7 +89,8 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     )
 
 
-def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
+@carries_out(calls.train)  # which can be interrupted, but for its end
+def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> RunReport:
     """Train one run, or join it if the others train it already; report how it went."""
     group = engine.group
     cells.warn_again()
@@ -100,19 +123,12 @@ def run_options(engine: RankEngine, spec: RunSpec | None) -> dict[str, Any]:
     }
 
 
+@carries_out(calls.clean_up, answers=False)
 def clean_up(engine: RankEngine) -> None:
     """Free the data of the comparison that has ended, and remove what it has left."""
     tasks.forget()
     engine.stop_expected.clear()
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
-
-
-def give(
-    engine: RankEngine, expression: str, namespace: dict[str, Any], path: str, *more: Any
-) -> Parcel:
-    """Return the value of an expression; a large one in this rank's own file."""
-    own = f"{path}-{engine.group.rank}" if path else ""
-    return variables.give(expression, namespace, own, *more)
 
 
 def filename_of(spec: RunSpec | None, engine: RankEngine) -> str:
@@ -123,46 +139,55 @@ def filename_of(spec: RunSpec | None, engine: RankEngine) -> str:
     return name
 
 
-PLAIN: dict[str, Callable[..., Any]] = {
-    "state": lambda engine: engine.group.state(),
-    "form_group": form_group,
-    "num_calls": lambda engine: engine.group.collective_checks.num_calls(),
-    "run_cell": lambda engine, spec: cells.run_cell(spec, engine),
-    "clean_up": clean_up,
-}
-"""What raises only where ddpnb or a rank has failed."""
+def give(
+    engine: RankEngine, expression: str, namespace: dict[str, Any], path: str, *more: Any
+) -> Parcel:
+    """Return the value of an expression; a large one in this rank's own file."""
+    own = f"{path}-{engine.group.rank}" if path else ""
+    return variables.give(expression, namespace, own, *more)
 
-ANSWERED: dict[str, Callable[..., Any]] = {
-    "complete": lambda engine, *asked: shell.completions(engine.shell, *asked),
-    "describe": lambda engine, *asked: shell.description(engine.shell, *asked),
-    "train": train,  # which can be interrupted, but for its end
-    "push": lambda engine, parcel: variables.take(parcel, engine.shell.user_ns),
-    "keep_functions": lambda _, key, parcel: variables.keep_functions(key, parcel),
-    "pull_model": lambda engine, run_id, *more: give(
-        engine, "model", {"model": trained.of(run_id)}, *more
-    ),
-}
 
-USERS_CODE: dict[str, Callable[..., Any]] = {
-    "validate": validate,
-    "measure_compute": lambda engine, spec: (  # on one core, while the others are idle
+# -- what takes one line -------------------------------------------------------------------
+
+carries_out(calls.state, answers=False)(lambda engine: engine.group.state())
+carries_out(calls.num_calls, answers=False)(lambda e: e.group.collective_checks.num_calls())
+carries_out(calls.run_cell, answers=False)(lambda engine, spec: cells.run_cell(spec, engine))
+carries_out(calls.complete)(lambda engine, *asked: shell.completions(engine.shell, *asked))
+carries_out(calls.describe)(lambda engine, *asked: shell.description(engine.shell, *asked))
+carries_out(calls.push)(lambda engine, parcel: variables.take(parcel, engine.shell.user_ns))
+carries_out(calls.keep_functions)(lambda _, key, parcel: variables.keep_functions(key, parcel))
+carries_out(calls.pull_model)(
+    lambda engine, run_id, *more: give(engine, "model", {"model": trained.of(run_id)}, *more)
+)
+carries_out(calls.pull, runs_users_code=True)(
+    lambda engine, expression, *more: give(engine, expression, engine.shell.user_ns, *more)
+)
+carries_out(calls.measure_compute, runs_users_code=True)(
+    lambda engine, spec: (  # on one core, while the others are idle
         validation.measure_compute(spec, **run_options(engine, spec))
         if engine.group.rank == 0
         else None
-    ),
-    "pull": lambda engine, expression, *more: give(engine, expression, engine.shell.user_ns, *more),
-    "digests": lambda engine, names: replicas.replica(
-        names, engine.shell.user_ns, rank=engine.group.rank
-    ),
-    "elements": lambda engine, ranks, *wanted: (
+    )
+)
+carries_out(calls.digests, runs_users_code=True)(
+    lambda engine, names: replicas.replica(names, engine.shell.user_ns, rank=engine.group.rank)
+)
+carries_out(calls.elements, runs_users_code=True)(
+    lambda engine, ranks, *wanted: (
         replicas.elements(engine.shell.user_ns, *wanted) if engine.group.rank in ranks else None
-    ),
-    "samples": lambda engine, spec: samples.samples(
-        spec, engine.group.state(), engine.shell.user_ns
-    ),
-    "find_inspected": lambda engine, spec: subject.find(spec, **run_options(engine, spec.task)),
-    "inspect_ddp": lambda engine, spec: ddp_steps.measure(
+    )
+)
+carries_out(calls.samples, runs_users_code=True)(
+    lambda engine, spec: samples.samples(spec, engine.group.state(), engine.shell.user_ns)
+)
+carries_out(calls.find_inspected, runs_users_code=True)(
+    lambda engine, spec: subject.find(spec, **run_options(engine, spec.task))
+)
+carries_out(calls.inspect_ddp, runs_users_code=True)(
+    lambda engine, spec: ddp_steps.measure(
         spec, cancellation=engine.group.cancellation, **run_options(engine, spec.task)
-    ),
-    "show_collective": lambda engine, spec: collective.show(spec, device=engine.group.device),
-}
+    )
+)
+carries_out(calls.show_collective, runs_users_code=True)(
+    lambda engine, spec: collective.show(spec, device=engine.group.device)
+)

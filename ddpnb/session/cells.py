@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import decode_source
 from pathlib import Path
-from typing import Any
 
 from IPython.display import display
 
@@ -17,6 +16,8 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
+from ddpnb.protocol import calls
+from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import (
     CellReport,
@@ -24,7 +25,6 @@ from ddpnb.protocol.messages import (
     Checked,
     EventBatch,
     Failure,
-    OnRank,
     RunSpec,
     StaleVariable,
 )
@@ -126,7 +126,7 @@ class RunningCell(SupervisedCall):
         """The ranks that had ended before; then the others are in a group with them."""
         self._watch = Watch(
             cluster=cluster,
-            call=cluster.submit(OnRank("run_cell"), spec, ranks=ranks),
+            call=cluster.submit(calls.run_cell(spec), ranks),
             handle=self._handle,
             tick=self._draw,
             timeout=timeout,
@@ -383,20 +383,19 @@ def check_on_ranks(cluster: Cluster, spec: RunSpec, printed: PrintedLines) -> Ch
         RankError: the cell itself failed.
         KeyboardInterrupt: the check was interrupted; the ranks have stopped.
     """
-    found: dict[int, Checked] = ask(cluster, OnRank("validate"), spec, printed=printed)
+    found = ask(cluster, calls.validate(spec), printed=printed)
     _check_sizes(found)
     return found[0]
 
 
 def ask(
-    cluster: Cluster, function: OnRank, *arguments: Any, printed: PrintedLines | None = None
-) -> dict[int, Any]:
+    cluster: Cluster, request: Request[Result], printed: PrintedLines | None = None
+) -> dict[int, Result]:
     """Return what each rank answers; a failure on one frees the others.
 
     Args:
         cluster: idle.
-        function: takes part: every rank.
-        arguments: of the function.
+        request: takes part: every rank.
         printed: takes what the ranks print; None: it is shown at the end.
 
     Raises:
@@ -414,7 +413,7 @@ def ask(
     lines.begin(cluster.ranks)
     watch = Watch(
         cluster=cluster,
-        call=cluster.submit(function, *arguments, ranks=cluster.ranks),
+        call=cluster.submit(request, cluster.ranks),
         handle=handle,
         tick=lambda: None,
         abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,

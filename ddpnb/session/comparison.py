@@ -16,9 +16,10 @@ from ddpnb.cluster.supervision import Watch
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store
+from ddpnb.protocol import calls
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
 from ddpnb.protocol.errors import UserError, summary_of
-from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
+from ddpnb.protocol.messages import Checked, RunReport, RunSpec
 from ddpnb.protocol.notation import check_across_hosts, format_ranks, parse_strategy
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.cell_output import PrintedLines
@@ -124,7 +125,7 @@ class Training:
         """Return a trained model, which rank 0 keeps until the next comparison."""
         if self.cluster.is_over:
             raise UserError("The ranks that kept the model have ended: train it again.")
-        (model,) = pull(self.cluster, run_id, [0], "pull_model")
+        (model,) = pull(self.cluster, run_id, [0], calls.pull_model)
         return model
 
     def _send_functions(self, rank: int) -> None:
@@ -156,7 +157,7 @@ class Training:
         self.printed.begin(self.cluster.ranks)
         self._watch = watch = Watch(
             cluster=self.cluster,
-            call=self.cluster.submit(OnRank("train"), spec, ranks=self.cluster.ranks),
+            call=self.cluster.submit(calls.train(spec, None), self.cluster.ranks),
             handle=recovery.take,
             tick=lambda: self._tick(recovery),
             survives=recovery.survives,
@@ -377,7 +378,7 @@ def clean_up(cluster: Cluster) -> None:
     if cluster.is_over:
         return
     with contextlib.suppress(UserError, RuntimeError, TimeoutError, KeyError):
-        cluster.gather(OnRank("clean_up"), ranks=cluster.living, timeout=CLEAN_UP_SECONDS)
+        cluster.gather(calls.clean_up(), ranks=cluster.living, timeout=CLEAN_UP_SECONDS)
 
 
 def _cause_of(error: Exception) -> str:

@@ -4,11 +4,12 @@ import inspect
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self, final
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError, kind_of
-from ddpnb.protocol.messages import OnRank
 from ddpnb.protocol.variables import NOTEBOOK_FUNCTIONS, Part
 from ddpnb.session.variables import pickled, send
 
@@ -58,7 +59,8 @@ class NotebookFunctions:
 
     def send(self, cluster: Cluster, ranks: Sequence[int]) -> None:
         """Have ranks keep the functions."""
-        send(cluster, self.parts, self.names, ranks, OnRank("keep_functions"), self.key)
+        keep = partial(calls.keep_functions, self.key)
+        send(cluster, self.parts, self.names, ranks, keep)
 
 
 def _cell_of(found: Mapping[str, object], key: str) -> str:

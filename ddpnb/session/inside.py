@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.messages import OnRank
 from ddpnb.protocol.notation import parse_ranks, parse_size, spoken_ranks
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import COLLECTIVES, REDUCING, REDUCTIONS, ROOTED, TRACE, CollectiveSpec
@@ -21,7 +21,7 @@ def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
     """Compare what the ranks hold: by digests, then by the values of what differs first."""
     if len(cluster.ranks) < 2:
         raise UserError("There is one rank, and nothing to compare it with: %ddp_restart -n 2.")
-    replicas = list(cells.ask(cluster, OnRank("digests"), tuple(names)).values())
+    replicas = list(cells.ask(cluster, calls.digests(tuple(names))).values())
     if not any(each.held for each in replicas):
         raise UserError(
             "No rank has a model or an optimizer: make one in a %%ddp cell, or name what to "
@@ -37,8 +37,8 @@ def _measure(cluster: Cluster, finding: Finding) -> Finding:
     if not first.chunks:
         return finding
     ranks, wanted = first.measured_ranks, (finding.name, finding.part, first.tensor, first.chunks)
-    found = cells.ask(cluster, OnRank("elements"), ranks, *wanted)
-    return measured(finding, [found[rank] for rank in ranks])
+    found = cells.ask(cluster, calls.elements(ranks, *wanted))
+    return measured(finding, [each for rank in ranks if (each := found[rank]) is not None])
 
 
 # -- which rank gets which samples? --------------------------------------------------------
@@ -46,7 +46,7 @@ def _measure(cluster: Cluster, finding: Finding) -> Finding:
 
 def samples_of_sampler(cluster: Cluster, spec: SamplerSpec) -> Handout:
     """Return what a sampler hands out to each rank, as the ranks read it."""
-    found = cells.ask(cluster, OnRank("samples"), spec)
+    found = cells.ask(cluster, calls.samples(spec))
     return handout_of(spec, [found[rank] for rank in cluster.ranks])
 
 
@@ -89,6 +89,6 @@ def collective_spec(
 def run_collective(cluster: Cluster, spec: CollectiveSpec) -> CollectiveResult:
     """Run a collective on the ranks; return what each of them had, sent and measured."""
     cluster.require_group()
-    found = cells.ask(cluster, OnRank("show_collective"), spec)
-    taken_part = [found[rank] for rank in cluster.ranks if found[rank] is not None]
+    found = cells.ask(cluster, calls.show_collective(spec))
+    taken_part = [each for rank in cluster.ranks if (each := found[rank]) is not None]
     return CollectiveResult(spec, taken_part)

@@ -11,9 +11,10 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.recorder import new_id
 from ddpnb.history.store import Store
+from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.inspection import Found, InspectSpec
-from ddpnb.protocol.messages import OnRank, RunSpec
+from ddpnb.protocol.inspection import InspectSpec
+from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.buckets import DdpInspection
@@ -198,7 +199,7 @@ def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> DdpInspection:
         RankError: the user's code failed in a step.
     """
     warn_stale(cluster.require_group())
-    found: dict[int, Found] = ask(cluster, OnRank("find_inspected"), spec)
+    found = ask(cluster, calls.find_inspected(spec))
     shapes = {rank: [(p.name, p.shape) for p in each.parameters] for rank, each in found.items()}
     if others := sorted(rank for rank, each in shapes.items() if each != shapes[0]):
         raise UserError(
@@ -211,7 +212,7 @@ def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> DdpInspection:
         for each in parameters
     }
     unused = {name: ranks for name, ranks in unused.items() if ranks}
-    reports = ask(cluster, OnRank("inspect_ddp"), replace(spec, finds_unused=bool(unused)))
+    reports = ask(cluster, calls.inspect_ddp(replace(spec, finds_unused=bool(unused))))
     return DdpInspection(
         title=spec.title,
         parameters=parameters,

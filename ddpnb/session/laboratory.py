@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.protocol.devices import Compute
+from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import OnRank, RunSpec
+from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.session.cells import ask
@@ -57,5 +57,6 @@ def with_compute(
     devices = specs[0].emulated if specs else None
     if devices is None or devices.compute is not None:
         return tuple(specs)
-    compute: Compute = ask(cluster, OnRank("measure_compute"), specs[0], printed=printed)[0]
+    compute = ask(cluster, calls.measure_compute(specs[0]), printed=printed)[0]
+    assert compute is not None
     return tuple(replace(spec, compute=compute.text) for spec in specs)

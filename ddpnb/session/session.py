@@ -15,8 +15,9 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
+from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
+from ddpnb.protocol.messages import CellSpec, Failure, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks, spoken_ranks
 from ddpnb.protocol.processes import working_folder
 from ddpnb.protocol.training_options import TrainingSpec
@@ -168,7 +169,7 @@ class Session:
         cell.run_in_background()
         return cell
 
-    def ask(self, function: OnRank, *arguments: object, rank: int | None = None) -> Any:
+    def ask(self, request: Request[Result], rank: int | None = None) -> Result | None:
         """Return what a rank answers at once; None where it is busy, dead or slow.
 
         Without ``rank`` the first that is alive and idle is asked.
@@ -183,7 +184,7 @@ class Session:
         if cluster is None or rank not in idle:
             return None
         try:
-            self._asked = cluster.submit(function, *arguments, ranks=[rank])
+            self._asked = cluster.submit(request, [rank])
             (answer,) = self._asked.results(ANSWER_SECONDS)
         except (UserError, TimeoutError, RuntimeError, KeyError):
             return None

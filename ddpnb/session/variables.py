@@ -4,16 +4,19 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, Call
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.protocol import calls
+from ddpnb.protocol.calls import RankCall, Request
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Failure, OnRank
+from ddpnb.protocol.messages import Failure
 from ddpnb.protocol.variables import (
     LARGE_BYTES,
+    Parcel,
     Part,
     culprit,
     dump,
@@ -32,7 +35,7 @@ PREFIX = "variables-"
 
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]) -> None:
     """Copy variables to ranks; raises a UserError if one cannot be sent, and then none is."""
-    send(cluster, pickled(variables, dict(variables)), variables, ranks, OnRank("push"))
+    send(cluster, pickled(variables, dict(variables)), variables, ranks, calls.push)
 
 
 def pickled(variables: Mapping[str, object], value: object) -> list[Part]:
@@ -48,18 +51,16 @@ def send(
     parts: Sequence[Part],
     names: Iterable[str],
     ranks: Sequence[int],
-    function: OnRank,
-    *arguments: object,
+    taken_by: Callable[[Parcel], Request[None]],
 ) -> None:
-    """Have a function on ranks take what was pickled; raises a UserError where one cannot.
+    """Have a call on ranks take what was pickled; raises a UserError where one cannot.
 
     Args:
         cluster: of the ranks.
         parts: what was pickled.
         names: what errors call it.
         ranks: they take it.
-        function: is called with ``arguments`` and the parcel.
-        arguments: of the function.
+        taken_by: returns the call that takes a parcel.
     """
     timeout = CALL_TIMEOUT_SECONDS + size_of(parts) / SLOWEST_BYTES_PER_SECOND
     with contextlib.ExitStack() as opened:
@@ -74,7 +75,7 @@ def send(
                 raise UserError(
                     f"{', '.join(names)} cannot be sent to the ranks: {error}."
                 ) from error
-        call = cluster.submit(function, *arguments, parcel, ranks=ranks)
+        call = cluster.submit(taken_by(parcel), ranks)
         for failure in answers(cluster, call, timeout):
             if failure is not None:
                 raise UserError(
@@ -83,21 +84,18 @@ def send(
 
 
 def pull(
-    cluster: Cluster, expression: str, ranks: Sequence[int], function: str = "pull"
+    cluster: Cluster,
+    expression: str,
+    ranks: Sequence[int],
+    given_by: RankCall[[str, str, Collection[str], int], Parcel] = calls.pull,
 ) -> list[Any]:
     """Return the value of an expression on each rank; raises a UserError where one has none.
 
-    ``function`` on the rank evaluates the expression, or what it takes in its place.
+    ``given_by`` evaluates the expression, or what it takes in its place.
     """
     with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as (path, files):
-        call = cluster.submit(
-            OnRank(function),
-            expression,
-            path if cluster.is_local else "",
-            own_classes(),
-            len(ranks),
-            ranks=ranks,
-        )
+        own = path if cluster.is_local else ""
+        call = cluster.submit(given_by(expression, own, own_classes(), len(ranks)), ranks)
         found = answers(cluster, call, has_advanced=growing(files))
         for value in found:
             if isinstance(value, Failure) and value.name == UserError.__name__:

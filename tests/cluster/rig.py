@@ -17,7 +17,8 @@ from ddpnb.cluster.call import CallEvent, Output, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch, failure_in
-from ddpnb.protocol.messages import CellSpec, Failure, OnRank
+from ddpnb.protocol import calls
+from ddpnb.protocol.messages import CellSpec, Failure
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.session.status import describe_ranks
 from ddpnb.session.variables import pull as pull_variable
@@ -124,9 +125,7 @@ def begin(
         on_event(event)
 
     chosen = cluster.ranks if ranks is None else ranks
-    call = cluster.submit(
-        OnRank("run_cell"), CellSpec(source=source, execution_count=1), ranks=chosen
-    )
+    call = cluster.submit(calls.run_cell(CellSpec(source=source, execution_count=1)), chosen)
     notes: list[str] = []
     watch = Watch(
         cluster=cluster,

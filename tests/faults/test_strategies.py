@@ -16,8 +16,8 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
 from ddpnb.history.store import Store
+from ddpnb.protocol import calls
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.messages import OnRank
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison import Training, prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
@@ -173,7 +173,7 @@ def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy, is_be
 
     watch = Watch(
         cluster=cluster,
-        call=cluster.submit(OnRank("train"), spec, ranks=cluster.ranks),
+        call=cluster.submit(calls.train(spec, None), cluster.ranks),
         handle=handle,
         tick=lambda: None,
         timeout=30,
