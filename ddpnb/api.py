@@ -11,9 +11,8 @@ from ddpnb.history.query import Search
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import Script
-from ddpnb.protocol.notation import parse_target
-from ddpnb.protocol.options import typed
-from ddpnb.protocol.training_options import make_training_spec, takes_training_options
+from ddpnb.protocol.options import options_of, read_options, takes_options, typed
+from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
@@ -21,31 +20,16 @@ from ddpnb.reports.result import export as write_export
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
+from ddpnb.session.cell_options import CellOptions
 from ddpnb.session.cells import RunningCell, cell_in, read_script
-from ddpnb.session.comparison_spec import ComparisonSpec
+from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.functions import NotebookFunctions
 from ddpnb.session.session import this_session
 
 
 @typed
-def start(
-    n: int | None = None,
-    *,
-    devices: str = "",
-    as_: str = "",
-    device: str = "auto",
-    backend: str = "auto",
-    threads: int | None = None,
-    method: str | None = None,
-    hosts: str = "",
-    interface: str = "",
-    python: str = "",
-    engines: str = "",
-    profile: str = "",
-    ranks_per_host: int | None = None,
-    slurm: str = "",
-    timeout: float | None = None,
-) -> Table:
+@takes_options(options_of(ClusterSpec))
+def start(n: int | None = None, **choices: Any) -> Table:
     """Start the ranks and form the process group; the twin of ``%ddp_start``.
 
     Returns once every rank has finished an all-reduce.  A cluster that is already running
@@ -53,20 +37,7 @@ def start(
 
     Args:
         n: number of ranks; by default one per GPU, or up to four on the CPU's cores.
-        devices: ``"8xV100"``: a rank for each of these, which all comparisons emulate.
-        as_: ``"resnet50"``: whose published figures they have.
-        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
-        threads: CPU threads of each rank; by default the cores divided by the ranks.
-        method: ``"fork"`` or ``"spawn"``; by default fork on Linux, spawn elsewhere.
-        hosts: hosts that ssh reaches, each with its number of ranks: ``"a:4,b:4"``.
-        interface: the network interface between them; by default the one that ssh came by.
-        python: the Python on them; by default this one's path if it exists, else ``python3``.
-        engines: ``"slurm"`` or ``"mpi"`` to have that start the ranks; by default ssh does.
-        profile: of ipyparallel, to have its launcher (PBS, LSF, SGE, ...) start the ranks.
-        ranks_per_host: of ``n``, with ``engines`` or ``profile``; by default all on one host.
-        slurm: options of Slurm's job: ``"partition=gpu time=1:00:00"``.
-        timeout: seconds in the queue; 600 by default.
+        **choices: as listed.
 
     Returns:
         The table of ranks.
@@ -74,24 +45,8 @@ def start(
     Raises:
         UserError: this machine, or a host, does not offer it.
     """
-    spec = ClusterSpec(
-        num_ranks=n,
-        devices=devices,
-        as_=as_,
-        device=device,
-        backend=backend,
-        num_threads=threads,
-        method=method,
-        hosts=hosts,
-        interface=interface,
-        python=python,
-        engines=engines,
-        profile=profile,
-        ranks_per_host=ranks_per_host,
-        slurm=slurm,
-        timeout=timeout,
-    )
-    return this_session().start(spec)
+    chosen = read_options(ClusterSpec, {"n": n} | choices)
+    return this_session().start(ClusterSpec(**chosen))
 
 
 @typed
@@ -138,29 +93,13 @@ def interrupt() -> str:
 
 
 @typed
-def run_cell(
-    source: str,
-    *,
-    ranks: str | None = None,
-    wait: bool = True,
-    name: str = "",
-    timeout: float | None = None,
-    check: bool = False,
-    debug: int | None = None,
-    trace: bool = False,
-) -> RunningCell | TraceResult | None:
+@takes_options(options_of(CellOptions))
+def run_cell(source: str, **choices: Any) -> RunningCell | TraceResult | None:
     """Run a cell on ranks; the twin of ``%%ddp``.
 
     Args:
         source: the cell's text; magics, ``!commands`` and ``await`` work.
-        ranks: the ranks that run it, e.g. ``"0,2-3"``; by default all.
-        wait: whether to wait until every rank has ended it.
-        name: the run that ``ddpnb.log`` in the cell adds to.
-        timeout: seconds after which the ranks are interrupted.
-        check: whether torch compares the exact shapes of collectives across the ranks, which
-            is slow.  The first checked cell has a new process group.
-        debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
-        trace: whether to record every collective and message.
+        **choices: as listed.
 
     Returns:
         The running cell if ``wait`` is false; else the trace of a cell that is traced, with
@@ -170,38 +109,25 @@ def run_cell(
         RankError: it failed on a rank.
         TimeoutError: it took longer than ``timeout``.
     """
-    return this_session().run_cell(
-        source,
-        ranks=ranks,
-        wait=wait,
-        name=name,
-        timeout=timeout,
-        check=check,
-        debug=debug,
-        trace=trace,
-    )
+    options = CellOptions(**read_options(CellOptions, choices))
+    return this_session().run_cell(source, options)
 
 
 @typed
 def debug(rank: int) -> None:
     """Look into a rank's last error with IPython's debugger; the twin of ``%ddp_debug``."""
-    this_session().run_cell("%debug", ranks=str(rank), debug=rank)
+    this_session().run_cell("%debug", CellOptions(ranks=str(rank), debug=rank))
 
 
 @typed
+@takes_options(options_of(CellOptions))
 def run_script(
     script: Path | str,
     arguments: Sequence[object] = (),
     *,
     module: bool = False,
     keep: bool = False,
-    ranks: str | None = None,
-    wait: bool = True,
-    name: str = "",
-    timeout: float | None = None,
-    check: bool = False,
-    debug: int | None = None,
-    trace: bool = False,
+    **choices: Any,
 ) -> RunningCell | TraceResult | None:
     """Run a script that was written for ``torchrun`` on the ranks; the twin of ``%ddp_run``.
 
@@ -212,13 +138,7 @@ def run_script(
         arguments: its ``sys.argv[1:]``, such as ``["--epochs", "3"]``.
         module: whether it is a module, as ``torchrun -m`` takes one.
         keep: whether its variables are those of later cells.
-        ranks: and the rest: as ``run_cell`` takes them.
-        wait: whether to wait until every rank has ended it.
-        name: the run that ``ddpnb.log`` in the script adds to.
-        timeout: seconds after which the ranks are interrupted.
-        check: whether torch compares the exact shapes of collectives across the ranks.
-        debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
-        trace: whether to record every collective and message.
+        **choices: as listed.
 
     Returns:
         The running script if ``wait`` is false; else the trace of a script that is traced.
@@ -230,22 +150,11 @@ def run_script(
     if isinstance(arguments, str) or not isinstance(arguments, Sequence):
         raise UserError("arguments takes a list of texts, such as ['--epochs', '3'].")
     path, source = ("", "") if module else read_script(str(script))
-    return this_session().run_cell(
-        source,
-        ranks=ranks,
-        wait=wait,
-        name=name,
-        timeout=timeout,
-        check=check,
-        debug=debug,
-        trace=trace,
-        script=Script(
-            name=str(script),
-            path=path,
-            arguments=tuple(map(str, arguments)),
-            keeps_variables=keep,
-        ),
+    options = CellOptions(**read_options(CellOptions, choices))
+    ran = Script(
+        name=str(script), path=path, arguments=tuple(map(str, arguments)), keeps_variables=keep
     )
+    return this_session().run_cell(source, options, ran)
 
 
 @typed
@@ -265,7 +174,11 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 
 
 @typed
-@takes_training_options
+@takes_options(
+    options_of(ComparisonSpec),
+    options_of(PlotOptions, "y", "log", "target", "panels"),
+    TRAINING_OPTIONS,
+)
 def compare(
     *strategies: str,
     source: Path | str = "",
@@ -277,14 +190,6 @@ def compare(
     validation_step: object = None,
     optimizer: object = None,
     collate_fn: object = None,
-    repeats: int = 1,
-    name: str = "",
-    baseline: bool = True,
-    wait: bool = True,
-    y: str = "",
-    log: bool = False,
-    target: float | str | None = None,
-    panels: str = "",
     **choices: Any,
 ) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
@@ -304,16 +209,6 @@ def compare(
         validation_step: likewise, on held-out samples.
         optimizer: of the parameters.
         collate_fn: of the items of a batch.
-        repeats: how often each strategy is trained; the strategies take turns.
-        name: the name of the stored comparison; by default made from the task.
-        baseline: whether to train ``single`` too, as the reference of the speed-up, and
-            ``no-comm``, as its ceiling.
-        wait: whether to wait until everything is trained.
-        y: draw this further number of ``training_step`` in place of the loss.
-        log: whether losses are drawn on a logarithmic axis.
-        target: a training loss, or ``"accuracy=0.95"`` on held-out samples; when each strategy
-            reaches it is in the table.
-        panels: ``"all"``: draw every panel.
         **choices: as listed.
 
     Returns:
@@ -343,17 +238,8 @@ def compare(
             f"compare: {other}= says what is trained, and so does model=: leave one of them out."
         )
     cell = functions.source if functions else cell_in(source)
-    training = make_training_spec(choices, in_python=True, source=cell)
-    spec = ComparisonSpec(
-        strategies=strategies,
-        training=training,
-        num_repeats=repeats,
-        name=name,
-        baseline=baseline,
-        options=PlotOptions(y=y, log=log, target=parse_target(target), panels=panels),
-        functions=functions,
-    )
-    return this_session().compare(spec, wait=wait)
+    spec = make_comparison(strategies, choices, source=cell, functions=functions)
+    return this_session().compare(spec)
 
 
 @typed
@@ -380,19 +266,15 @@ def source(strategy: str) -> Code:
 
 
 @typed
-def runs(
-    text: str = "", *, task: str = "", strategy: str = "", since: str = "", last: int | None = None
-) -> Table:
+@takes_options(options_of(Search))
+def runs(text: str = "", **choices: Any) -> Table:
     """Return the table of stored runs, with ``.to_frame()``; the twin of ``%ddp_runs``.
 
     Args:
         text: only runs whose name, task or state contains this.
-        task: only runs of this task.
-        strategy: only runs of this strategy.
-        since: only runs started within the last ``"90m"``, ``"12h"``, ``"2d"`` or ``"1w"``.
-        last: only this many lines, the newest.
+        **choices: as listed.
     """
-    search = Search(text=text, task=task, strategy=strategy, since=since, last=last)
+    search = Search(text=text, **read_options(Search, choices))
     return runs_table(search.among(this_session().store.list()))
 
 
@@ -415,28 +297,15 @@ def delete(name: str) -> tuple[str, ...]:
 
 
 @typed
-def plot(
-    *names: str,
-    x: str = "",
-    y: str = "",
-    log: bool = False,
-    target: float | str | None = None,
-    panels: str = "",
-) -> ComparisonResult:
+@takes_options(options_of(PlotOptions))
+def plot(*names: str, **choices: Any) -> ComparisonResult:
     """Return stored runs as one comparison that a notebook draws; the twin of ``%ddp_plot``.
 
     Args:
         *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.
-        x: draw losses against only ``"samples"``, ``"seconds"`` or ``"updates"``.
-        y: draw this further number, which steps or ``ddpnb.log`` measured, in place of the loss.
-        log: whether losses are drawn on a logarithmic axis.
-        target: a training loss, or ``"accuracy=0.95"`` on held-out samples; when each run reaches
-            it is in the table.
-        panels: ``"all"``: draw every panel.
+        **choices: as listed.
     """
-    goal = parse_target(target)
-    options = PlotOptions(x=x, y=y, log=log, target=goal, panels=panels)
-    return this_session().load(names, options)
+    return this_session().load(names, PlotOptions(**read_options(PlotOptions, choices)))
 
 
 @typed

@@ -1,6 +1,5 @@
 """The cluster that a user asks for: each rank's device, threads and settings (kernel)."""
 
-import math
 import re
 import shlex
 import socket
@@ -9,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpnb.protocol.devices import num_devices
-from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.devices import CARDS, MODELS, num_devices
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.processes import num_cores
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -30,31 +30,94 @@ MAX_RANKS_PER_CORE = 4
 class ClusterSpec:
     """The user's choices; ``None`` and ``"auto"`` leave them to ``place_ranks``."""
 
-    num_ranks: int | None = None
-    devices: str = ""
-    """What the ranks stand for where a training names none: ``"8xV100"``; empty: themselves."""
-    as_: str = ""
-    """The model whose published figures count on these cards."""
-    device: str = "auto"
-    backend: str = "auto"
-    num_threads: int | None = None
-    method: str | None = None
-    """One of ``METHODS``; by default fork on Linux, spawn elsewhere."""
-    hosts: str = ""
-    """Hosts that ssh reaches, each with its number of ranks: ``"a:4,b:4"``; empty: this one."""
-    interface: str = ""
-    """The network interface between the hosts."""
-    python: str = ""
-    """The Python on the hosts."""
-    engines: str = ""
-    """What starts ranks on other hosts: one of ``ENGINES``; empty: ssh."""
-    profile: str = ""
-    """The ipyparallel profile with the launcher that starts ranks on other hosts."""
-    ranks_per_host: int | None = None
-    slurm: str = ""
-    """Options of Slurm's job: ``"partition=gpu time=1:00:00"``."""
-    timeout: float | None = None
-    """How many seconds a job may wait in a queue."""
+    num_ranks: int | None = option(
+        None,
+        "-n",
+        kind=int,
+        least=1,
+        most=MAX_RANKS,
+        about="number of ranks; by default one per GPU, or up to 4 on the CPU",
+    )
+    devices: str = option(
+        "",
+        "--devices",
+        example="8xV100",
+        offers=tuple(f"8x{card}" for card in CARDS),
+        about="emulate these in all comparisons: a rank for each",
+    )
+    as_: str = option(
+        "",
+        "--as",
+        example="MODEL",
+        offers=tuple(MODELS),
+        about="whose published figures these have",
+    )
+    device: str = option(
+        "auto", "--device", choices=DEVICES, example="NAME", about="what the ranks compute on"
+    )
+    backend: str = option(
+        "auto", "--backend", choices=BACKENDS, example="NAME", about="of torch.distributed"
+    )
+    num_threads: int | None = option(
+        None,
+        "--threads",
+        kind=int,
+        least=1,
+        about="CPU threads of each rank; by default the cores divided by the ranks",
+    )
+    method: str | None = option(
+        None,
+        "--method",
+        kind=str,
+        choices=METHODS,
+        example="NAME",
+        about="how ranks start; by default fork on Linux, spawn elsewhere",
+    )
+    hosts: str = option(
+        "",
+        "--hosts",
+        example="a:4,b:4",
+        about="hosts that ssh reaches, each with its number of ranks",
+    )
+    interface: str = option(
+        "",
+        "--interface",
+        example="NAME",
+        about="the network between the hosts; by default the one that ssh came by",
+    )
+    python: str = option(
+        "",
+        "--python",
+        example="PATH",
+        about="the Python on the hosts; by default this one's path if it exists, else python3",
+    )
+    engines: str = option(
+        "",
+        "--engines",
+        example="NAME",
+        offers=ENGINES,
+        about=f"{' | '.join(ENGINES)}: what starts the ranks on other hosts; by default ssh",
+    )
+    profile: str = option(
+        "", "--profile", example="NAME", about="of ipyparallel, whose launcher starts the ranks"
+    )
+    ranks_per_host: int | None = option(
+        None,
+        "--ranks-per-host",
+        kind=int,
+        about="of -n, with --engines or --profile; by default all on one host",
+    )
+    slurm: str = option(
+        "", "--slurm", example="OPTIONS", about='of Slurm\'s job: "partition=gpu time=1:00:00"'
+    )
+    timeout: float | None = option(
+        None,
+        "--timeout",
+        kind=float,
+        above=0,
+        example="SECONDS",
+        about="how long a job may wait in the queue; 600 by default",
+    )
 
     @property
     def is_remote(self) -> bool:
@@ -67,20 +130,11 @@ class ClusterSpec:
         return self.device == "cpu" or bool(self.devices)
 
     def __post_init__(self) -> None:
+        check_options(self)
         if self.devices:
             self._stand_for(num_devices(self.devices))
         elif self.as_:
             raise UserError(f"--as {self.as_} describes emulated devices: add --devices 8xV100.")
-        if self.device not in DEVICES:
-            raise one_of("device", self.device, DEVICES)
-        if self.backend not in BACKENDS:
-            raise one_of("backend", self.backend, BACKENDS)
-        if self.method not in (None, *METHODS):
-            raise one_of("method", self.method, METHODS)
-        if self.num_ranks is not None and not 1 <= self.num_ranks <= MAX_RANKS:
-            raise UserError(f"-n must be between 1 and {MAX_RANKS}, not {self.num_ranks}.")
-        if self.num_threads is not None and self.num_threads < 1:
-            raise UserError(f"--threads must be at least 1, not {self.num_threads}.")
         if self.is_on_cpu and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
         self._check_hosts()
@@ -118,8 +172,6 @@ class ClusterSpec:
             raise UserError("--slurm is for --engines slurm: add that, or leave it out.")
         if self.timeout is not None and not (self.engines == "slurm" or self.profile):
             raise UserError("--timeout is for --engines slurm and --profile: add one of them.")
-        if self.timeout is not None and not 0 < self.timeout < math.inf:
-            raise UserError(f"--timeout is a number of seconds above 0, not {self.timeout:g}.")
         if self.ranks_per_host is not None:
             if self.hosts and not self.engines:
                 raise UserError(

@@ -16,7 +16,7 @@ from ddpnb.protocol.catalogue import BASELINE, CELL_TASK
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.processes import num_cores, num_hardware_threads
-from ddpnb.protocol.training_options import training_options
+from ddpnb.protocol.training_options import TRAINING_OPTIONS
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
 """Libraries in ``environment``, by their version."""
@@ -172,7 +172,7 @@ def body_of(source: str) -> str:
 
 def chosen(spec: RunSpec) -> Iterator[tuple[str, Option]]:
     """Yield the fields of a spec that do not have their default, with their options."""
-    for name, option in training_options():
+    for name, option in TRAINING_OPTIONS.items():
         if getattr(spec, name) != option.default:
             yield name, option
 
@@ -206,7 +206,7 @@ def _differing(environments: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
 
 
 def _words(spec: RunSpec) -> list[str]:
-    always = {name: option for name, option in training_options() if name in ALWAYS}
+    always = {name: option for name, option in TRAINING_OPTIONS.items() if name in ALWAYS}
     words = []
     for name, option in (always | dict(chosen(spec))).items():
         if name == "batch_size" and spec.batch_per_worker is not None:

@@ -20,18 +20,14 @@ from IPython.core.magic import Magics
 from IPython.core.magic_arguments import ArgDecorator
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
-from ddpnb.cluster.placement import BACKENDS, DEVICES, ENGINES
 from ddpnb.cluster.profile import profiles
 from ddpnb.compat.python_internals import options_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
 from ddpnb.protocol.costs import ALL_REDUCES, BEST
-from ddpnb.protocol.devices import CARDS, MODELS
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.notation import LINKS
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, TRACE
-from ddpnb.protocol.training_options import training_options
-from ddpnb.reports.style import ACROSS, PANELS
 from ddpnb.scaling.model import FORMULAS
 from ddpnb.session.session import this_session
 
@@ -63,12 +59,10 @@ def magic_arguments() -> Callable[[Magic], Magic]:
     return decorate
 
 
-def options(magic: object) -> list[str]:
-    """Return the option strings of a magic's parser."""
+def flags(magic: object) -> list[str]:
+    """Return the options of a magic, as they are written."""
     parser: argparse.ArgumentParser | None = getattr(magic, "parser", None)
-    if parser is None:
-        return []
-    return options_of(parser)
+    return options_of(parser) if parser is not None else []
 
 
 def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False) -> Namespace:
@@ -86,7 +80,7 @@ def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False)
     except ValueError as error:  # an unclosed quotation
         raise UserError(f"{error} in {line.strip()!r}.") from None
     if unknown:
-        word, known = unknown[0].partition("=")[0], options(magic)
+        word, known = unknown[0].partition("=")[0], flags(magic)
         if not word.startswith("-"):
             several = "are joined by commas, without spaces"
             if "--slurm" in line:
@@ -109,16 +103,24 @@ def no_arguments(magic: str, line: str) -> None:
         raise UserError(f"{magic} takes no arguments, but was given {line.strip()!r}.")
 
 
-class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
-    """Adds an option for each choice of a training, grouped under headings."""
+VALUES: dict[str, tuple[str, ...]] = {"--op": REDUCTIONS, "--inside": tuple(LINKS)}
+"""What Tab offers after an option."""
+
+
+class options(ArgDecorator):  # noqa: N801  as IPython's own
+    """Adds options of a spec to a magic, grouped under their headings."""
+
+    def __init__(self, chosen: Mapping[str, Option]) -> None:
+        self._options = chosen.values()
 
     def add_to_parser(self, parser: argparse.ArgumentParser, group: object) -> None:
         """Add the options."""
-        headings: dict[str, Any] = {}
-        for _, option in training_options():
+        headings: dict[str, Any] = {"": parser}
+        for option in self._options:
             if option.group not in headings:
                 headings[option.group] = parser.add_argument_group(option.group)
             headings[option.group].add_argument(option.flag, **_settings(option))
+            VALUES[option.flag] = option.offers or option.choices
 
 
 def catalogue_text() -> str:
@@ -137,33 +139,18 @@ def catalogue_text() -> str:
 
 def _settings(option: Option) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` for an option."""
-    about = option.meaning.replace("%", "%%")
+    about, default = option.meaning.replace("%", "%%"), option.default
+    settings: dict[str, Any] = {"dest": option.keyword, "default": argparse.SUPPRESS}
     if option.value_kind is bool:
-        return {"action": "store_true", "help": about}
-    if option.default not in (None, (), "", CELL_TASK):
-        about = f"{about} [{str(option.default).removesuffix('.0')}]"
-    settings = {"metavar": option.example, "help": about}
+        return settings | {"action": f"store_{str(not default).lower()}", "help": about}
+    if default not in (None, (), "", CELL_TASK):
+        about = f"{about} [{str(default).removesuffix('.0')}]"
     if option.value_kind is tuple:
         settings["action"] = "append"
-    return settings | {"dest": option.keyword, "default": argparse.SUPPRESS}
+    return settings | {"metavar": option.example, "help": about}
 
 
 # -- completion ----------------------------------------------------------------------------
-
-VALUES = {
-    "--op": REDUCTIONS,
-    "--device": DEVICES,
-    "--backend": BACKENDS,
-    "--engines": ENGINES,
-    "--link": tuple(LINKS),
-    "--inside": tuple(LINKS),
-    "--device-link": tuple(LINKS),
-    "--devices": tuple(f"8x{card}" for card in CARDS),
-    "--as": tuple(MODELS),
-    "--x": ACROSS,
-    "--panels": PANELS,
-} | {option.flag: option.choices for _, option in training_options() if option.choices}
-"""The values that an option takes."""
 
 
 def complete_magics(shell: InteractiveShell, magics: Sequence[Magics]) -> None:
@@ -216,12 +203,12 @@ def following(
         case "--strategies":
             before = prefix[: prefix.rfind(",") + 1]
             yield from of_kind("strategy", (f"{before}{each}" for each in FORMULAS))
-        case option if option in VALUES:
+        case option if VALUES.get(option):
             yield from of_kind("value", VALUES[option])
         case _:
             yield from names(name, namespace, prefix)
             found = next((getattr(each, name) for each in magics if hasattr(each, name)), None)
-            yield from of_kind("option", options(found))
+            yield from of_kind("option", flags(found))
 
 
 def of_kind(kind: str, texts: Iterable[str]) -> Iterator[SimpleCompletion]:

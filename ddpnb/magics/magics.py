@@ -15,26 +15,28 @@ from IPython.core.magic_arguments import argument, kwds
 from IPython.display import display
 
 from ddpnb import api
-from ddpnb.cluster.placement import BACKENDS, DEVICES, ClusterSpec
+from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import remove_leftovers
+from ddpnb.history.query import Search
 from ddpnb.magics.arguments import (
     arguments,
     catalogue_text,
     complete_magics,
     magic_arguments,
     no_arguments,
-    training_arguments,
+    options,
 )
 from ddpnb.magics.inside import InsideMagics
 from ddpnb.magics.rank_cells import AutoCells, RankNames
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.notation import parse_target
-from ddpnb.protocol.training_options import make_training_spec
+from ddpnb.protocol.options import options_of, read_options
+from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import LIVE, LiveDisplay, LiveFigureAndTable
-from ddpnb.reports.style import ACROSS, PlotOptions
-from ddpnb.session.comparison_spec import ComparisonSpec
+from ddpnb.reports.style import PlotOptions
+from ddpnb.session.cell_options import CellOptions
+from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.session import this_cell_number, this_session
 
 if TYPE_CHECKING:
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
 
 RANKS = "the ranks, such as 0,2-3; by default all"
 RUNS = "as %%ddp_runs lists them"
-Y = "draw this further number that the steps measured, in place of the loss"
-TARGET = "show when each run reaches this training loss; accuracy=0.95: held-out accuracy"
 
 
 @magics_class
@@ -60,20 +60,7 @@ class DdpMagics(Magics):
         self._own_cell = ""
 
     @magic_arguments()
-    @argument("-n", type=int, help="number of ranks; by default one per GPU, or up to 4 on the CPU")
-    @argument("--devices", metavar="8xV100", default="", help="emulate these: a rank for each")
-    @argument("--as", dest="as_", metavar="MODEL", default="", help="whose figures they have")
-    @argument("--device", default="auto", help=" | ".join(DEVICES))
-    @argument("--backend", default="auto", help=" | ".join(BACKENDS))
-    @argument("--threads", metavar="N", type=int, help="CPU threads of each rank")
-    @argument("--hosts", metavar="a:4,b:4", default="", help="over ssh, each with its ranks")
-    @argument("--interface", metavar="NAME", default="", help="the network between the hosts")
-    @argument("--python", metavar="PATH", default="", help="the Python on the hosts")
-    @argument("--engines", default="", help="slurm | mpi: what starts ranks on other hosts")
-    @argument("--profile", metavar="NAME", default="", help="of ipyparallel, to start ranks")
-    @argument("--ranks-per-host", metavar="N", type=int, help="of -n, with --engines or --profile")
-    @argument("--slurm", metavar="OPTIONS", default="", help='"partition=gpu time=1:00:00"')
-    @argument("--timeout", metavar="SECONDS", type=float, help="in the queue; 600 by default")
+    @options(options_of(ClusterSpec))
     @line_magic
     def ddp_start(self, line: str) -> None:
         """Start the ranks and form the process group.
@@ -88,24 +75,8 @@ class DdpMagics(Magics):
         ``--engines slurm -n 16 --ranks-per-host 8`` sixteen in a job of two, ``--profile NAME``
         instead those that a profile of ipyparallel gives: docs/hosts.md.
         """
-        args = arguments(self.ddp_start, line)
-        spec = ClusterSpec(
-            num_ranks=args.n,
-            devices=args.devices,
-            as_=args.as_,
-            device=args.device,
-            backend=args.backend,
-            num_threads=args.threads,
-            hosts=args.hosts,
-            interface=args.interface,
-            python=args.python,
-            engines=args.engines,
-            profile=args.profile,
-            ranks_per_host=args.ranks_per_host,
-            slurm=args.slurm,
-            timeout=args.timeout,
-        )
-        display = LiveDisplay()
+        choices, display = vars(arguments(self.ddp_start, line)), LiveDisplay()
+        spec = ClusterSpec(**read_options(ClusterSpec, choices))
         display.show_table(this_session().start(spec, progress=display.show_text))
 
     @line_magic
@@ -151,13 +122,7 @@ class DdpMagics(Magics):
         print(api.interrupt())
 
     @magic_arguments()
-    @argument("--ranks", help=RANKS)
-    @argument("--no-wait", action="store_true", help="return at once; output follows as it arrives")
-    @argument("--name", default="", help="the run that ddpnb.log in the cell adds to")
-    @argument("--timeout", metavar="SECONDS", type=float, help="stop the cell after this time")
-    @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
-    @argument("--debug", metavar="RANK", type=int, help="stop this rank at breakpoint()")
-    @argument("--trace", action="store_true", help="record every collective; draw the time line")
+    @options(options_of(CellOptions))
     @cell_magic
     def ddp(self, line: str, cell: str) -> Any:
         """Run the cell on the ranks.
@@ -165,30 +130,16 @@ class DdpMagics(Magics):
         ``rank``, ``local_rank``, ``world_size`` and ``device`` are defined there.  Each
         line of output is labelled with its rank; equal lines are shown once, as [0-3].
         """
-        args, is_redirected = arguments(self.ddp, line), self.auto.has_redirected(cell)
-        return api.run_cell(
-            cell if is_redirected else with_magic_line(f"%%ddp {line}", cell),
-            ranks=args.ranks,
-            wait=not args.no_wait,
-            name=args.name,
-            timeout=args.timeout,
-            check=args.check,
-            debug=args.debug,
-            trace=args.trace,
-        )
+        is_redirected = self.auto.has_redirected(cell)
+        source = cell if is_redirected else with_magic_line(f"%%ddp {line}", cell)
+        return api.run_cell(source, **vars(arguments(self.ddp, line)))
 
     @magic_arguments()
     @argument("script", help="its path, from the notebook's folder; with -m a module's name")
     @argument("arguments", nargs=REMAINDER, help="its own arguments")
     @argument("-m", dest="module", action="store_true", help="run a module, as torchrun -m does")
     @argument("-i", dest="keep", action="store_true", help="keep its variables for later cells")
-    @argument("--ranks", help=RANKS)
-    @argument("--no-wait", action="store_true", help="return at once; output follows as it arrives")
-    @argument("--name", default="", help="the run that ddpnb.log in the script adds to")
-    @argument("--timeout", metavar="SECONDS", type=float, help="stop the script after this time")
-    @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
-    @argument("--debug", metavar="RANK", type=int, help="stop this rank at breakpoint()")
-    @argument("--trace", action="store_true", help="record every collective; draw the time line")
+    @options(options_of(CellOptions))
     @line_magic
     def ddp_run(self, line: str) -> Any:
         """Run a script for torchrun on the ranks: ``%ddp_run train.py --epochs 3``.
@@ -198,20 +149,7 @@ class DdpMagics(Magics):
         """
         if not line.strip():
             raise UserError("Name the script: %ddp_run train.py --epochs 3.")
-        args = arguments(self.ddp_run, line, unquote=True)
-        return api.run_script(
-            args.script,
-            args.arguments,
-            module=args.module,
-            keep=args.keep,
-            ranks=args.ranks,
-            wait=not args.no_wait,
-            name=args.name,
-            timeout=args.timeout,
-            check=args.check,
-            debug=args.debug,
-            trace=args.trace,
-        )
+        return api.run_script(**vars(arguments(self.ddp_run, line, unquote=True)))
 
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
@@ -282,15 +220,9 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("strategies", nargs="*", help=" | ".join(STRATEGIES), metavar="strategy")
-    @argument("--repeats", metavar="N", type=int, default=1, help="trainings of each strategy [1]")
-    @argument("--name", default="", help="the name of the stored comparison")
-    @argument("--no-baseline", action="store_true", help="do not train `single` and `no-comm` too")
-    @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
-    @argument("--y", metavar="NAME", default="", help=Y)
-    @argument("--target", metavar="LOSS", help=TARGET)
-    @argument("--panels", metavar="all", default="", help="draw every panel")
-    @argument("--no-wait", action="store_true", help="return at once and train in the background")
-    @training_arguments()
+    @options(options_of(ComparisonSpec))
+    @options(options_of(PlotOptions, "log", "y", "target", "panels"))
+    @options(TRAINING_OPTIONS)
     @kwds(epilog=catalogue_text())
     @line_cell_magic
     def ddp_compare(self, line: str, cell: str = "") -> Any:
@@ -305,7 +237,7 @@ class DdpMagics(Magics):
         args = arguments(self.ddp_compare, line)
         if cell.strip():
             self._own_cell = cell
-        return this_session().compare(comparison_of(args, line, cell), wait=not args.no_wait)
+        return this_session().compare(comparison_of(args, line, cell))
 
     @line_magic
     def ddp_panel(self, line: str) -> None:
@@ -328,11 +260,7 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("names", metavar="name", nargs="*", help=f"a run or a comparison, {RUNS}")
-    @argument("--x", metavar="AXIS", default="", help=f"only this one: {' | '.join(ACROSS)}")
-    @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
-    @argument("--y", metavar="NAME", default="", help=Y)
-    @argument("--target", metavar="LOSS", help=TARGET)
-    @argument("--panels", metavar="all", default="", help="draw every panel")
+    @options(options_of(PlotOptions))
     @line_magic
     def ddp_plot(self, line: str) -> Any:
         """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``.
@@ -340,17 +268,11 @@ class DdpMagics(Magics):
         ``%ddp_plot live`` shows the comparison that trains, or else the latest one: for a page
         that was loaded anew.
         """
-        args = arguments(self.ddp_plot, line)
-        if args.names == [LIVE] and this_session().show_live():
+        choices = vars(arguments(self.ddp_plot, line))
+        names = choices.pop("names")
+        if names == [LIVE] and this_session().show_live():
             return None
-        result = api.plot(
-            *args.names,
-            x=args.x,
-            y=args.y,
-            log=args.log,
-            target=args.target,
-            panels=args.panels,
-        )
+        result = api.plot(*names, **choices)
         LiveFigureAndTable().show(result)
         return result
 
@@ -369,10 +291,7 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("text", nargs="*", help="only runs whose name, task or state contains this")
-    @argument("--task", default="", help="only runs of this task")
-    @argument("--strategy", default="", help="only runs of this strategy")
-    @argument("--since", metavar="TIME", default="", help="only those of the last 90m, 12h, 2d, 1w")
-    @argument("--last", metavar="N", type=int, help="only this many lines, the newest")
+    @options(options_of(Search))
     @argument("--show", metavar="NAME", help="show all that is needed to repeat a comparison")
     @argument("--rename", metavar=("OLD", "NEW"), nargs=2, help="rename a comparison")
     @argument("--delete", metavar="NAME", help="delete runs and their weights")
@@ -383,16 +302,15 @@ class DdpMagics(Magics):
         ``%ddp_runs --strategy ddp --since 2d``, ``%ddp_runs --show race``,
         ``%ddp_runs --rename race old-race``, ``%ddp_runs --delete race/async``.
         """
-        args = arguments(self.ddp_runs, line)
-        if args.rename:
-            print(f"{args.rename[0]} is now called {api.rename(*args.rename)}.")
-        elif args.delete:
-            print(f"Deleted {', '.join(api.delete(args.delete))}.")
-        elif args.show:
-            display(api.details(args.show))
+        choices = vars(arguments(self.ddp_runs, line))
+        text = " ".join(choices.pop("text"))
+        show, rename, delete = (choices.pop(name) for name in ("show", "rename", "delete"))
+        if rename:
+            print(f"{rename[0]} is now called {api.rename(*rename)}.")
+        elif delete:
+            print(f"Deleted {', '.join(api.delete(delete))}.")
         else:
-            text, only = " ".join(args.text), {"task": args.task, "strategy": args.strategy}
-            display(api.runs(text, **only, since=args.since, last=args.last))
+            display(api.details(show) if show else api.runs(text, **choices))
 
     @magic_arguments()
     @argument("strategy", metavar="NAME", help="a strategy, such as ddp-by-hand")
@@ -413,16 +331,8 @@ def with_magic_line(magic: str, cell: str) -> str:
 def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
     """Return the comparison of a parsed line of ``%%ddp_compare`` and its cell."""
     source = with_magic_line(f"%%ddp_compare {line}", cell) if cell.strip() else ""
-    return ComparisonSpec(
-        strategies=tuple(args.strategies),
-        training=make_training_spec(vars(args), source=source, cell=this_cell_number()),
-        num_repeats=args.repeats,
-        name=args.name,
-        baseline=not args.no_baseline,
-        options=PlotOptions(
-            y=args.y, log=args.log, target=parse_target(args.target), panels=args.panels
-        ),
-    )
+    cell_number = this_cell_number()
+    return make_comparison(args.strategies, vars(args), source=source, cell=cell_number)
 
 
 def load(shell: InteractiveShell) -> None:

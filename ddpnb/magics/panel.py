@@ -18,7 +18,7 @@ from ddpnb.cluster.placement import MAX_RANKS, ClusterSpec
 from ddpnb.history.comparison import line_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.training_options import training_options
+from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.live import LiveFigureAndTable
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.comparison_spec import ComparisonSpec
@@ -67,7 +67,7 @@ class Panel:
             each.flag: text(
                 each.label, each.about, value=DEFAULTS.get(name, ""), placeholder=each.example
             )
-            for name, each in training_options()
+            for name, each in TRAINING_OPTIONS.items()
             if each.label
         }
         self.magic = _control(widgets.Textarea, "as a magic", "copy it", width="60em", rows=3)

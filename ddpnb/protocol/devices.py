@@ -17,10 +17,10 @@ from typing import NamedTuple
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.notation import (
     LINKS,
-    UNIT_LATENCIES,
-    UNIT_RATES,
+    SECONDS,
     LinkSpec,
     parse_link,
+    parse_quantity,
     slower_of,
 )
 
@@ -169,9 +169,6 @@ class Devices:
 
 
 _DEVICES = re.compile(r"(\d+)(?:x([A-Za-z]\w*))?(?:/(\d+))?")
-_COMPUTE = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)/sample(?:,(\d+(?:\.\d+)?)(us|ms|s))?")
-_RATE = re.compile(r"(\d+(?:\.\d+)?)([kMG])B/s,(\d+(?:\.\d+)?)(us|ms|s)")
-
 
 MEASURED = "real"
 """In place of devices: the time is measured, though the ranks were started for devices."""
@@ -201,7 +198,7 @@ def parse_devices(
         text: ``"8xV100"``.
         model: ``"resnet50"``: of ``--as``.
         compute: ``"0.4ms/sample,2ms"``.
-        device_link: ``"12GB/s,10us"``, or what ``parse_link`` takes: within a host.
+        device_link: ``"12GB/s,10us"``: within a host.
         link: between hosts; with one host, between its devices.
     """
     num, found = num_devices(text), _DEVICES.fullmatch(text)
@@ -222,7 +219,7 @@ def parse_devices(
     if compute:
         made = replace(made, compute=parse_compute(compute))
     if device_link:
-        made = replace(made, device_link=_parse_device_link(device_link))
+        made = replace(made, device_link=parse_link(device_link))
     if link and num_hosts == 1 and not device_link:
         made = replace(made, device_link=parse_link(link))
     elif link:
@@ -232,15 +229,15 @@ def parse_devices(
 
 def parse_compute(text: str) -> Compute:
     """Parse ``0.4ms/sample`` or ``0.4ms/sample,2ms``."""
-    found = _COMPUTE.fullmatch(text.replace(" ", ""))
-    if found is None:
+    sample, comma, one_pass = text.partition(",")
+    per_sample = {f"{unit}/sample": seconds for unit, seconds in SECONDS.items()}
+    each = parse_quantity(sample, per_sample)
+    whole = parse_quantity(one_pass, SECONDS) if comma else 0.0
+    if not (each > 0 and whole >= 0):
         raise UserError(
             f"--compute {text}: write the time of a sample and of a pass, 0.4ms/sample,2ms."
         )
-    each = float(found[1]) * UNIT_LATENCIES[found[2]]
-    if each == 0:
-        raise UserError(f"--compute {text}: a sample takes more than 0 s.")
-    return Compute(each, float(found[3]) * UNIT_LATENCIES[found[4]] if found[3] else 0.0)
+    return Compute(each, whole)
 
 
 def _published(model: str, card: str) -> Compute:
@@ -252,15 +249,3 @@ def _published(model: str, card: str) -> Compute:
     if card not in known:
         raise UserError(f"No figures of {model} on {card} are known, only on {', '.join(known)}.")
     return known[card]
-
-
-def _parse_device_link(text: str) -> LinkSpec:
-    found = _RATE.fullmatch(text.replace(" ", ""))
-    if found is None:
-        return parse_link(text)
-    rate = 8 * float(found[1]) * UNIT_RATES[found[2].lower()]
-    if rate == 0:
-        raise UserError(f"--device-link {text}: give more than 0 bytes per second.")
-    return LinkSpec(
-        bits_per_second=rate, latency_seconds=float(found[3]) * UNIT_LATENCIES[found[4]]
-    )

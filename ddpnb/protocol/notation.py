@@ -5,18 +5,22 @@ ddp:hook=fp16,bucket_cap_mb=5   a strategy or a task, with options
 1:3x                            rank 1 computes 3 times as long
 1:50ms                          each step of rank 1 takes 50 ms longer; also 1:0.05s
 1@5s                            rank 1 is killed after 5 seconds of training; also 1@500ms
-1Gbit,0.5ms                     a link of this rate and latency; or one of ``LINKS``
+1Gbit,0.5ms                     a link of this rate and latency, also 12GB/s,10us; or of ``LINKS``
 accuracy=0.95                   a target on held-out samples; also 95%.  0.3: a training loss
+178ms/64                        a step of 178 ms for 64 samples
+4MB                             a number of bytes; also 4MiB, 4096
+
+Each number with its unit is read by ``parse_quantity``.
 """
 
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ddpnb.protocol.catalogue import CELL_TASK, REMOVED, STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError, advice, closest, one_of
-from ddpnb.protocol.options import Value
 
 # -- strategies and tasks ------------------------------------------------------------------
 
@@ -26,7 +30,7 @@ class Choice:
     """A strategy or task, and the options that the user gave it."""
 
     name: str
-    options: Mapping[str, Value] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_strategy(text: str) -> Choice:
@@ -75,7 +79,7 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
     return name, given
 
 
-def _guess(text: str) -> Value:
+def _guess(text: str) -> bool | int | float | str:
     """Return the value of an option of the user's own class, by its spelling."""
     for kind in (int, float):
         try:
@@ -127,11 +131,49 @@ def spoken_ranks(ranks: Collection[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 
-# -- faults on purpose ---------------------------------------------------------------------
+# -- numbers and units ---------------------------------------------------------------------
 
-_SLOW = re.compile(r"(\d+):(\d+(?:\.\d+)?)(x|ms|s)")
-_KILL = re.compile(r"(\d+)@(\d+(?:\.\d+)?)(ms|s)")
-_UNIT_SECONDS = {"s": 1.0, "ms": 1e-3}
+_QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([A-Za-z/%]*)\s*")
+
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+SPANS = {"m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
+SHARES = {"": 1.0, "%": 0.01}
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+BYTES = {f"{size}{b}": num for size, num in _THOUSANDS.items() for b in ("", "b")}
+_BIT_RATES = {f"{size}bit{s}": _THOUSANDS[size] for size in ("", "k", "m", "g") for s in ("", "/s")}
+RATES = _BIT_RATES | {"kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9}
+"""Bits per second.  Where no unit has a capital letter, users may write any."""
+
+
+def parse_quantity(text: str, units: Mapping[str, float]) -> float:
+    """Return a number times its unit: ``"0.5ms"`` with ``SECONDS``; NaN if it is written else."""
+    found = _QUANTITY.fullmatch(text)
+    if found is None:
+        return math.nan
+    number, size = float(found[1]), units.get(found[2], units.get(found[2].lower(), math.nan))
+    return number / round(1 / size) if size < 1 else number * size  # 95% is 0.95 exactly
+
+
+def parse_share(name: str, text: str) -> float:
+    """Parse ``20%`` or ``0.2``."""
+    share = parse_quantity(text, SHARES)
+    if not math.isfinite(share):
+        raise UserError(f"{name} is a share, 20% or 0.2, not {text}.")
+    if share > 1 and "%" not in text:
+        advised = f"write {share:g}% or {share / 100:g}"
+        raise UserError(f"{name} {text} would be {100 * share:g} %; {advised}.")
+    return share
+
+
+def parse_size(given: str | int) -> int:
+    """Parse a number of bytes: ``4096``, ``64kB``, ``4MB``, ``1MiB``."""
+    size = parse_quantity(str(given), BYTES)
+    if not size >= 1:
+        raise UserError(f"There is no size {str(given)!r}: write bytes, as in 4096, 64kB or 4MB.")
+    return int(size)
+
+
+# -- faults on purpose ---------------------------------------------------------------------
 
 MAX_SECONDS = 86_400.0
 """A day."""
@@ -162,29 +204,30 @@ class Kill:
 
 def parse_slow(text: str) -> Slow:
     """Parse ``1:3x`` or ``1:50ms``."""
-    found = _SLOW.fullmatch(text)
-    if found is None:
+    rank, _, amount = text.partition(":")
+    factor, seconds = parse_quantity(amount, {"x": 1.0}), parse_quantity(amount, SECONDS)
+    if not rank.isdecimal() or (math.isnan(factor) and math.isnan(seconds)):
         raise UserError(f"Write --slow as 1:3x or 1:50ms, rank and how slow, not {text!r}.")
-    rank, amount, unit = int(found[1]), float(found[2]), found[3]
-    if unit != "x":
-        seconds = _seconds(f"--slow {text}", amount, unit)
-        if seconds == 0:
-            raise UserError(f"--slow {text}: that is not slower, give more than 0 {unit}.")
-        return Slow(rank=rank, seconds=seconds, text=f"{amount:g} {unit} slower")
-    if amount <= 1:
-        raise UserError(f"--slow {text}: a rank can only be made slower, give more than 1x.")
-    if amount > MAX_FACTOR:
-        raise UserError(f"--slow {text}: give at most {MAX_FACTOR:g}x.")
-    return Slow(rank=rank, factor=amount, text=f"{amount:g}x slower")
+    if factor <= 1 or seconds <= 0:
+        raise UserError(f"--slow {text}: a rank can only be made slower, give more than 1x or 0 s.")
+    if factor > MAX_FACTOR or seconds > MAX_SECONDS:
+        raise UserError(
+            f"--slow {text}: give at most {MAX_FACTOR:g}x, or {MAX_SECONDS:g} s, a day."
+        )
+    if math.isnan(seconds):
+        return Slow(rank=int(rank), factor=factor, text=f"{factor:g}x slower")
+    return Slow(rank=int(rank), seconds=seconds, text=f"{spoken_seconds(seconds)} slower")
 
 
 def parse_kill(text: str) -> Kill:
     """Parse ``1@5s``."""
-    found = _KILL.fullmatch(text)
-    if found is None:
+    rank, _, amount = text.partition("@")
+    seconds = parse_quantity(amount, SECONDS)
+    if not (rank.isdecimal() and seconds >= 0):
         raise UserError(f"Write --kill as 1@5s, rank and training time, not {text!r}.")
-    seconds = _seconds(f"--kill {text}", float(found[2]), found[3])
-    return Kill(rank=int(found[1]), seconds=seconds)
+    if seconds > MAX_SECONDS:
+        raise UserError(f"--kill {text}: give at most {MAX_SECONDS:g} s, a day.")
+    return Kill(rank=int(rank), seconds=seconds)
 
 
 def parse_kills(texts: Sequence[str]) -> tuple[Kill, ...]:
@@ -194,13 +237,6 @@ def parse_kills(texts: Sequence[str]) -> tuple[Kill, ...]:
     if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
         raise UserError(f"--kill kills rank {twice[0]} twice: only the first time would count.")
     return kills
-
-
-def _seconds(what: str, amount: float, unit: str) -> float:
-    seconds = amount * _UNIT_SECONDS[unit]
-    if seconds > MAX_SECONDS:
-        raise UserError(f"{what}: give at most {MAX_SECONDS:g} s, a day.")
-    return seconds
 
 
 def check_fault_ranks(slow: Sequence[str], kill: Sequence[str], world_size: int) -> None:
@@ -216,11 +252,6 @@ def check_fault_ranks(slow: Sequence[str], kill: Sequence[str], world_size: int)
 
 # -- an emulated network -------------------------------------------------------------------
 
-_LINK = re.compile(
-    r"(\d+(?:\.\d+)?)([kMG]?)bit(?:/s)?(?:,(\d+(?:\.\d+)?)(us|ms|s))?", re.IGNORECASE
-)
-UNIT_RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-UNIT_LATENCIES = _UNIT_SECONDS | {"us": 1e-6}
 MAX_LATENCY_SECONDS = 10.0
 
 
@@ -235,7 +266,7 @@ class LinkSpec:
     @property
     def text(self) -> str:
         """For users: ``"1 Gbit/s and 0.5 ms"``."""
-        return f"{_bits(self.bits_per_second)} and {_milliseconds(self.latency_seconds)}"
+        return f"{_bits(self.bits_per_second)} and {spoken_seconds(self.latency_seconds)}"
 
 
 def _gigabits(rate: float, microseconds: float) -> LinkSpec:
@@ -270,24 +301,23 @@ def slower_of(first: LinkSpec, second: LinkSpec) -> LinkSpec:
 
 
 def parse_link(text: str) -> LinkSpec:
-    """Parse ``1Gbit,0.5ms`` or a name in ``LINKS``."""
+    """Parse ``1Gbit,0.5ms``, ``12GB/s,10us`` or a name in ``LINKS``."""
     text = text.replace(" ", "")
     if text in LINKS:
         return LINKS[text]
-    found = _LINK.fullmatch(text)
-    if found is None:
+    first, comma, second = text.partition(",")
+    rate, latency = parse_quantity(first, RATES), parse_quantity(second, SECONDS)
+    if math.isnan(rate) or (comma and not latency >= 0):
         named = closest(text, LINKS) or f"one of {', '.join(LINKS)}"
         raise UserError(
             f"There is no link {text!r}: write rate and latency, as in 1Gbit,0.5ms, or {named}."
         )
-    if found[3] is None:
-        raise UserError(f"--link {text} has no latency: write both, as in {text},0.5ms.")
-    rate = float(found[1]) * UNIT_RATES[found[2].lower()]
-    latency = float(found[3]) * UNIT_LATENCIES[found[4].lower()]
-    if rate == 0:
-        raise UserError(f"--link {text}: nothing would ever arrive, give more than 0 bit/s.")
+    if not comma:
+        raise UserError(f"The link {text} has no latency: write both, as in {text},0.5ms.")
+    if rate <= 0:
+        raise UserError(f"Over a link of {text} nothing would ever arrive: give a higher rate.")
     if latency > MAX_LATENCY_SECONDS:
-        raise UserError(f"--link {text}: give a latency of at most {MAX_LATENCY_SECONDS:g} s.")
+        raise UserError(f"The link {text}: give a latency of at most {MAX_LATENCY_SECONDS:g} s.")
     return LinkSpec(bits_per_second=rate, latency_seconds=latency)
 
 
@@ -324,7 +354,8 @@ def _bits(rate: float) -> str:
     return f"{rate:g} bit/s"
 
 
-def _milliseconds(seconds: float) -> str:
+def spoken_seconds(seconds: float) -> str:
+    """Return a short time for users: ``"0.5 ms"``."""
     return f"{1e3 * seconds:g} ms"
 
 
@@ -347,40 +378,19 @@ class Target:
         return f"loss {self.value:g}"
 
 
-def parse_target(given: float | str | None) -> Target | None:
-    """Parse ``0.3``, ``accuracy=0.95`` or ``accuracy=95%``; None stays None."""
-    if given is None:
-        return None
-    name, equals, number = str(given).rpartition("=")
+def parse_target(option: str, given: str) -> Target:
+    """Parse ``0.3``, ``accuracy=0.95`` or ``accuracy=95%``."""
+    name, equals, number = given.rpartition("=")
     is_accuracy = name.strip() == "accuracy"
-    try:
-        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
-    except ValueError:
-        value = math.nan
-    is_share = is_accuracy or not number.endswith("%")
-    if (equals and not is_accuracy) or not math.isfinite(value) or not is_share:
+    value = parse_quantity(number, SHARES if is_accuracy else {"": 1.0})
+    if (equals and not is_accuracy) or not math.isfinite(value):
         raise UserError(
-            "--target is a training loss, e.g. 0.3, or an accuracy on held-out samples, "
+            f"{option} is a training loss, e.g. 0.3, or an accuracy on held-out samples, "
             f"e.g. accuracy=0.95, not {given}."
         )
     if is_accuracy and not 0 < value <= 1:
         raise UserError(
-            f"--target {given}: an accuracy is a share of the held-out samples, "
+            f"{option} {given}: an accuracy is a share of the held-out samples, "
             "greater than 0 and at most 1, e.g. accuracy=0.95."
         )
     return Target(value=value, is_accuracy=is_accuracy)
-
-
-# -- sizes ---------------------------------------------------------------------------------
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|k|m|g|ki|mi|gi)b?", re.IGNORECASE)
-_UNIT_BYTES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
-
-def parse_size(given: str | int) -> int:
-    """Parse a number of bytes: ``4096``, ``64kB``, ``4MB``, ``1MiB``."""
-    found = _SIZE.fullmatch(str(given).strip())
-    num_bytes = int(float(found[1]) * _UNIT_BYTES[found[2].lower()]) if found else 0
-    if num_bytes < 1:
-        raise UserError(f"There is no size {str(given)!r}: write bytes, as in 4096, 64kB or 4MB.")
-    return num_bytes

@@ -1,15 +1,17 @@
-"""Options: what a user can choose about a training, a strategy or a task.  (Every process.)
+"""Options: what a user can choose about a cluster, a cell, a training.  (Every process.)
 
-An option is declared once.  Its check, the magic's argument and help, tab completion, the
-panel's control and the signature in Python follow from the declaration.
+An option is declared once, as a field of a spec: ``clip: float = option(1.0, "--clip", ...)``.  Its
+check, the magic's argument and help, tab completion, the panel's control and the signature in
+Python follow from the declaration.
 """
 
+import dataclasses
 import functools
 import inspect
 import keyword
 import math
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from numbers import Integral, Real
@@ -19,31 +21,42 @@ from ddpnb.protocol.errors import UserError, closest, kind_of, one_of
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-Value = bool | int | float | str
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 OTHER_NAMES = "other_names"
 """The attribute of a function with what users may take for the names of its arguments."""
 
-WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+CHOICES = "    **choices: as listed."
+"""The line of a docstring in whose place the options are described."""
+
+WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a text or a list of texts",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One thing that a user can choose."""
 
-    default: Value | tuple[str, ...] | None
+    default: Any
     about: str
     """A line of help."""
     kind: type | None = None
     """The type of a value, where ``default`` is None; ``tuple``: of texts."""
     choices: tuple[str, ...] = ()
+    offers: tuple[str, ...] = ()
+    """What Tab offers, where other values are valid too."""
     least: float = -math.inf
     above: float | None = None
     """In place of ``least``: a bound that is not allowed itself."""
     most: float = math.inf
     below: float | None = None
     """In place of ``most``: a bound that is not allowed itself."""
-    from_text: Callable[[str, str], Value] | None = None
+    from_text: Callable[[str, str], Any] | None = None
     """Parses a special notation, given the option's name and the text."""
     flag: str = ""
     """In a magic's line: ``"--batch-size"``; the keyword in Python is ``batch_size``."""
@@ -54,12 +67,12 @@ class Option:
     label: str = ""
     """Of its control in the panel; empty: it has no control."""
     most_values: int = 1
-    """How many values may be given, to be tried in turn."""
+    """How many values may be given: ``"0.02,0.05"``, a tuple."""
 
     @property
     def keyword(self) -> str:
-        """Its name in Python."""
-        name = self.flag.lstrip("-").replace("-", "_")
+        """Its name in Python: ``--no-wait`` is ``wait``, which is True by default."""
+        name = self.flag.lstrip("-").removeprefix("no-").replace("-", "_")
         return f"{name}_" if keyword.iskeyword(name) else name
 
     @property
@@ -85,53 +98,59 @@ class Option:
             return [self.flag, ",".join(value)]
         return [self.flag, f"{value:.12g}" if isinstance(value, float) else str(value)]
 
-    def read(self, name: str, given: object) -> Any:
+    def read(self, name: str, given: Any) -> Any:
         """Return a valid value from what was given in a text or in Python.
 
         Raises:
             UserError: it is not valid; calls the option ``name``, and says what is.
         """
-        if self.from_text is not None:
+        if self.most_values > 1 and given is not None:
+            return self._read_several(name, given)
+        return self._read_one(name, given)
+
+    def _read_one(self, name: str, given: Any) -> Any:
+        kind = self.value_kind
+        if self.from_text is not None and isinstance(given, str | Real):
             return self.validate(name, self.from_text(name, str(given)), given)
-        value: object = given
-        if self.value_kind is tuple:
+        value: Any = given
+        if kind is tuple:
             texts = as_kind(name, [given] if isinstance(given, str) else given, tuple)
             value = tuple(part for text in texts for part in text.split(","))
-        elif self.value_kind is bool and isinstance(given, str):
+        elif kind is bool and isinstance(given, str):
             if given not in self.values:
                 raise UserError(f"{name} takes on or off, not {given!r}.")
             value = given == "on"
-        elif self.value_kind in (int, float) and isinstance(given, str):
+        elif kind in (int, float) and isinstance(given, str):
             try:
-                value = self.value_kind(given)
+                value = kind(given)
             except ValueError:
                 value = given  # refused below
         return self.validate(name, value, given)
 
-    def read_several(self, name: str, given: object) -> tuple[Any, ...]:
-        """Return the valid values in ``"0.02,0.05"`` or in a list; raises as ``read``."""
+    def _read_several(self, name: str, given: Any) -> tuple[Any, ...]:
+        """Return the valid values in ``"0.02,0.05"`` or in a list."""
         if isinstance(given, str) or not isinstance(given, Iterable):
             parts: list[Any] = given.split(",") if isinstance(given, str) else [given]
         else:
             parts = list(given)
         if len(parts) > 1 and any(isinstance(part, str) and not part.strip() for part in parts):
-            raise UserError(f"{name} {given} lacks a value beside a comma: write 0.02,0.05.")
-        values = tuple(self.read(name, part) for part in parts)
+            raise UserError(f"{name} {given} lacks a value beside a comma: write 1,2.")
+        values = tuple(self._read_one(name, part) for part in parts)
         if twice := [value for value in values if values.count(value) > 1]:
             raise UserError(f"{name} has {twice[0]:g} twice: give each value once.")
         if not 1 <= len(values) <= self.most_values:
             raise UserError(f"{name} takes 1 to {self.most_values} values, not {len(values)}.")
         return values
 
-    def validate(self, name: str, value: object, given: object = None) -> Any:
+    def validate(self, name: str, value: Any, given: Any = None) -> Any:
         """Return a value, converted by ``as_kind``, if it is valid; raises as ``read``.
 
-        In the error stands ``given``, what the user wrote, if that is something else.
+        An error quotes ``given``, what the user wrote, if that is something else.
         """
         if value is None and self.default is None:
             return None
         found = as_kind(name, value, self.value_kind)
-        if self.choices and found not in self.choices:
+        if self.choices and found not in (self.default, *self.choices):
             raise one_of(name, found, self.choices)
         if self.value_kind in (int, float):
             self._check_bounds(name, found, found if given is None else given)
@@ -149,6 +168,70 @@ class Option:
             raise UserError(f"{name} must be {bound}, not {given}.")
 
 
+# -- the options of a spec -----------------------------------------------------------------
+
+
+def option(default: Any, flag: str, **described: Any) -> Any:
+    """Return a field of a spec that the user can choose; ``described`` are fields of ``Option``."""
+    made = Option(default=default, flag=flag, **described)
+    return dataclasses.field(default=default, metadata={"option": made})
+
+
+def options_of(kind: Any, *names: str) -> dict[str, Option]:
+    """Return the options of a spec, of all fields or of those named, by the field."""
+    fields = dataclasses.fields(kind)
+    found = {each.name: each.metadata["option"] for each in fields if each.metadata}
+    return {name: found[name] for name in names} if names else found
+
+
+def read_options(kind: Any, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec that the user chose.
+
+    Args:
+        kind: the spec's class.
+        choices: texts or values by the options' names in Python; other names are ignored.
+
+    Raises:
+        UserError: a choice is not possible.
+    """
+    return {
+        name: each.read(each.flag, choices[each.keyword])
+        for name, each in options_of(kind).items()
+        if each.keyword in choices
+    }
+
+
+def check_options(spec: Any) -> None:
+    """Check the options of a frozen spec; each has a value of its own kind then."""
+    for name, each in options_of(spec).items():
+        value = getattr(spec, name)
+        if each.most_values == 1 or not isinstance(value, tuple):
+            object.__setattr__(spec, name, each.validate(each.flag, value))
+
+
+def takes_options(*groups: Mapping[str, Option]) -> Callable[[Function], Function]:
+    """Replace ``**choices`` by options, in a function's signature and help."""
+    fields = {name: each for group in groups for name, each in group.items()}
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        added = [each for each in fields.values() if each.keyword not in signature.parameters]
+        own += [Parameter(o.keyword, Parameter.KEYWORD_ONLY, default=o.default) for o in added]
+        function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        stored_as = {name: each.keyword for name, each in fields.items()}  # in DataFrames
+        setattr(function, OTHER_NAMES, stored_as)
+        lines = (f"    {o.keyword}: {'False: ' * (o.default is True)}{o.meaning}." for o in added)
+        doc = inspect.getdoc(function) or ""  # without the indentation that Python 3.13 removes
+        function.__doc__ = doc.replace(CHOICES, "\n".join(lines))
+        return function
+
+    return decorate
+
+
+# -- types ---------------------------------------------------------------------------------
+
+
 def as_kind(name: str, value: object, kind: type) -> Any:
     """Return a value as an object of a built-in type, which can be stored and sent anywhere.
 
@@ -160,6 +243,8 @@ def as_kind(name: str, value: object, kind: type) -> Any:
     """
     if kind is tuple and isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(as_kind(f"each of {name}", each, str) for each in value)
+    if kind not in WORDS and isinstance(value, kind):
+        return value
     is_bool = isinstance(value, bool) or type(value).__name__ == "bool"  # numpy's
     if is_bool if kind is bool else isinstance(value, _ABSTRACT.get(kind, str)) and not is_bool:
         try:
@@ -170,7 +255,7 @@ def as_kind(name: str, value: object, kind: type) -> Any:
         raise UserError(f"{name} takes a text, not a class: write its name, {value.__name__!r}.")
     is_short = isinstance(value, str | Real) and len(repr(value)) < 40
     shown = repr(value) if is_short else kind_of(value)
-    raise UserError(f"{name} takes {WORDS.get(kind, 'a text or a list of texts')}, not {shown}.")
+    raise UserError(f"{name} takes {WORDS.get(kind, 'a number or a text')}, not {shown}.")
 
 
 _ABSTRACT: dict[type, type] = {int: Integral, float: Real, str: str}

@@ -3,47 +3,28 @@
 Each is declared once, as a field of ``TrainingSpec`` with its ``Option``.
 """
 
-import dataclasses
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from inspect import Parameter
-from typing import Any, TypeVar
+from typing import Any
 
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
-from ddpnb.protocol.devices import MEASURED, MODELS, Devices, parse_devices
+from ddpnb.protocol.devices import CARDS, MEASURED, MODELS, Devices, parse_devices
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.notation import LINKS, parse_kills, parse_link, parse_slow, parse_task
-from ddpnb.protocol.options import OTHER_NAMES, Option
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-BATCHES = ("batch_size", "batch_per_worker")
-"""Two options of which one may be given."""
-
-
-def _option(group: str, default: Any, flag: str, **described: Any) -> Any:
-    option = Option(default=default, flag=flag, group=group, **described)
-    return field(default=default, metadata={"option": option})
-
+from ddpnb.protocol.notation import (
+    LINKS,
+    parse_kills,
+    parse_link,
+    parse_share,
+    parse_slow,
+    parse_task,
+)
+from ddpnb.protocol.options import Option, check_options, option, options_of, read_options
 
 _training, _steps, _devices, _data, _faults = (
-    partial(_option, group)
+    partial(option, group=group)
     for group in ("training", "steps", "emulated devices", "data", "faults on purpose")
 )
-
-
-def _share(name: str, text: str) -> float:
-    """Parse ``20%`` or ``0.2``."""
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise UserError(f"{name} is a share, 20% or 0.2, not {text}.") from None
-    if share > 1 and not text.endswith("%"):
-        advised = f"write {share:g}% or {share / 100:g}"
-        raise UserError(f"{name} {text} would be {100 * share:g} %; {advised}.")
-    return share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +140,7 @@ class TrainingSpec:
         "--devices",
         example="8xV100",
         label="devices",
+        offers=tuple(f"8x{card}" for card in CARDS),
         about="time is computed for so many devices, each as fast as one idle core: 8; or for "
         "cards, on two hosts: 16xV100/2; gradients and losses are real; real: it is measured",
     )
@@ -166,6 +148,7 @@ class TrainingSpec:
         "",
         "--as",
         example="MODEL",
+        offers=tuple(MODELS),
         about=f"with cards: time and bytes are those published for {' | '.join(MODELS)}",
     )
     compute: str = _devices(
@@ -178,6 +161,7 @@ class TrainingSpec:
         "",
         "--device-link",
         example="12GB/s,10us",
+        offers=tuple(LINKS),
         about="the link between devices of one host",
     )
     link: str = _devices(
@@ -185,6 +169,7 @@ class TrainingSpec:
         "--link",
         example="1Gbit,0.5ms",
         label="link",
+        offers=tuple(LINKS),
         about="the network between hosts, rate and one-way latency, with one host between its "
         f"devices; or {', '.join(LINKS)}",
     )
@@ -212,7 +197,7 @@ class TrainingSpec:
         0.0,
         "--jitter",
         example="20%",
-        from_text=_share,
+        from_text=parse_share,
         least=0,
         most=100,
         about="every step of every rank takes up to this share longer, at random",
@@ -228,8 +213,7 @@ class TrainingSpec:
                 "Nothing to train: define model() and data(split) in the cell, "
                 f"or name a task with --task ({', '.join(TASKS)})."
             )
-        for name, option in training_options():
-            object.__setattr__(self, name, option.validate(option.flag, getattr(self, name)))
+        check_options(self)
         for text in self.slow:
             parse_slow(text)
         parse_kills(self.kill)
@@ -282,55 +266,26 @@ class TrainingSpec:
         return f"{self.batch_per_worker:,} per worker"
 
 
-def training_options() -> Iterator[tuple[str, Option]]:
-    """Yield each field of ``TrainingSpec`` that has an option, and the option."""
-    for entry in dataclasses.fields(TrainingSpec):
-        if "option" in entry.metadata:
-            yield entry.name, entry.metadata["option"]
+TRAINING_OPTIONS: Mapping[str, Option] = options_of(TrainingSpec)
+"""The options of a training, by the field."""
 
 
-def make_training_spec(
-    choices: Mapping[str, Any], *, in_python: bool = False, **others: Any
-) -> TrainingSpec:
+def make_training_spec(choices: Mapping[str, Any], **others: Any) -> TrainingSpec:
     """Return the training that the user chose.
 
     Args:
         choices: texts or values by the options' names in Python; other names are ignored.
-        in_python: whether errors use these names, or a magic's flags.
         **others: fields that are not options.
 
     Raises:
         UserError: a choice is not possible.
     """
-    if all(choices.get(name) is not None for name in BATCHES):
-        fixed, grown = (name if in_python else f"--{name.replace('_', '-')}" for name in BATCHES)
+    if all(choices.get(name) is not None for name in ("batch_size", "batch_per_worker")):
         raise UserError(
-            f"{fixed} fixes the global batch, and {grown} lets it grow with the workers: "
-            "leave one of them out."
+            "--batch-size fixes the global batch, and --batch-per-worker lets it grow with the "
+            "workers: leave one of them out."
         )
-    fields = {}
-    for name, option in training_options():
-        if option.keyword not in choices:
-            continue
-        called, given = option.keyword if in_python else option.flag, choices[option.keyword]
-        if option.most_values == 1:
-            fields[name] = option.read(called, given)
-            continue
-        values = option.read_several(called, given)
-        fields |= {name: values[0], "rates": values if len(values) > 1 else ()}
+    fields = read_options(TrainingSpec, choices)
+    if rates := fields.pop("learning_rate", ()):
+        fields |= {"learning_rate": rates[0], "rates": rates if len(rates) > 1 else ()}
     return TrainingSpec(**fields, **others)
-
-
-def takes_training_options(function: Function) -> Function:
-    """Replace ``**choices`` by every option of a training, in a function's signature and help."""
-    options = [option for _, option in training_options()]
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    own += [Parameter(o.keyword, Parameter.KEYWORD_ONLY, default=o.default) for o in options]
-    function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
-    stored_as = {name: option.keyword for name, option in training_options()}  # in DataFrames
-    setattr(function, OTHER_NAMES, stored_as)
-    lines = "\n".join(f"    {option.keyword}: {option.meaning}." for option in options)
-    doc = inspect.getdoc(function) or ""  # without the indentation that Python 3.13 removes
-    function.__doc__ = doc.replace("    **choices: as listed.", lines)
-    return function

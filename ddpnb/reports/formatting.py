@@ -16,7 +16,7 @@ from ddpnb.history.summary import (
 from ddpnb.history.tuning import has_diverged, has_score, is_tried, tried
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.protocol.training_options import training_options
+from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.style import Style, style_of
 
 NOTHING = "–"
@@ -200,7 +200,7 @@ def differences(specs: Sequence[RunSpec]) -> list[str]:
     specs = [spec for spec in specs if not spec.is_ceiling]
     differing = [
         option.keyword.replace("_", " ")
-        for name, option in training_options()
+        for name, option in TRAINING_OPTIONS.items()
         if len({_choice(spec, name) for spec in specs}) > 1
     ]
     cells = {body_of(spec.source).strip() for spec in specs if spec.task == CELL_TASK}

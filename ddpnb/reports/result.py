@@ -10,7 +10,7 @@ from IPython.core.getipython import get_ipython
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import parse_target
+from ddpnb.protocol.options import read_options
 from ddpnb.reports.export.data import evaluations_frame, runs_frame, steps_frame
 from ddpnb.reports.export.report import report_html
 from ddpnb.reports.export.script import write_script
@@ -74,9 +74,9 @@ class ComparisonResult:
         """
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
-        given = {"x": x, "log": log, "target": parse_target(target), "panels": panels}
-        others: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
-        options = replace(self.options, **others)
+        given = {"x": x, "log": log, "target": target, "panels": panels}
+        others = {name: value for name, value in given.items() if value is not None}
+        options = replace(self.options, **read_options(PlotOptions, others))
         return Picture(draw(self.comparison, options), self.sentence())
 
     def sentence(self) -> str:

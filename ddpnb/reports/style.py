@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddpnb.protocol import catalogue
-from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import Target
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import Target, parse_target
+from ddpnb.protocol.options import check_options, option
 
 ACROSS = ("samples", "seconds", "updates")
 """The quantities that a loss can be drawn against."""
@@ -22,22 +23,32 @@ PANELS = ("all",)
 class PlotOptions:
     """How a comparison is drawn."""
 
-    x: str = ""
-    """One of ``ACROSS``, or empty for samples and seconds side by side."""
-    y: str = ""
-    """The further number that is drawn in place of the loss; empty: the loss."""
-    log: bool = False
-    """Whether the axis of losses is logarithmic."""
-    target: Target | None = None
-    """The figure marks it, the table shows when it is reached."""
-    panels: str = ""
-    """``"all"``: every panel and column; empty: those that a class needs."""
+    x: str = option(
+        "",
+        "--x",
+        choices=ACROSS,
+        example="AXIS",
+        about="draw losses against this alone; by default samples and seconds side by side",
+    )
+    y: str = option(
+        "",
+        "--y",
+        example="NAME",
+        about="draw this further number that the steps measured, in place of the loss",
+    )
+    log: bool = option(False, "--log", about="draw losses on a logarithmic axis")
+    target: Target | None = option(
+        None,
+        "--target",
+        kind=Target,
+        from_text=parse_target,
+        example="LOSS",
+        about="show when each run reaches this training loss; accuracy=0.95: held-out accuracy",
+    )
+    panels: str = option("", "--panels", choices=PANELS, example="all", about="draw every panel")
 
     def __post_init__(self) -> None:
-        if self.x and self.x not in ACROSS:
-            raise one_of("--x", self.x, ACROSS)
-        if self.panels and self.panels not in PANELS:
-            raise one_of("--panels", self.panels, PANELS)
+        check_options(self)
         if self.log and self.target is not None and self.target.value <= 0:
             shown = f"{self.target.value:g}"
             raise UserError(f"--log shows no loss of {shown}: choose a --target above 0.")

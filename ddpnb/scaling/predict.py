@@ -1,13 +1,12 @@
 """What is asked of a prediction, and the answer: numbers to be shown.  (Kernel.)"""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddpnb.protocol.costs import ALL_REDUCES, BEST
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import UNIT_LATENCIES, parse_link
+from ddpnb.protocol.notation import SECONDS, parse_link, parse_quantity
 from ddpnb.scaling.calibrate import Calibration
 from ddpnb.scaling.model import (
     FORMULAS,
@@ -31,20 +30,17 @@ INSIDE = "pcie4"
 DEVICE_VARIATION = 0.02
 """Of devices of one kind, where a step is given: standard deviation over mean.  Source: Sinha et
 al., "Not All GPUs Are Created Equal", SC 2022: 8 % from slow to fast, read as 4 deviations."""
-_STEP = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)/(\d+)")
 
 
 def parse_step(text: str) -> tuple[float, int]:
     """Parse ``178ms/64``: the seconds of a step on one device, and its samples."""
-    found = _STEP.fullmatch(text.replace(" ", ""))
-    if found is None:
+    time, _, samples = text.replace(" ", "").partition("/")
+    seconds = parse_quantity(time, SECONDS)
+    if not (seconds > 0 and samples.isdecimal() and int(samples) > 0):
         raise UserError(
             f"--step {text}: write the time of a step on one device and its samples, as 178ms/64."
         )
-    seconds, samples = float(found[1]) * UNIT_LATENCIES[found[2]], int(found[3])
-    if not (seconds > 0 and samples > 0):
-        raise UserError(f"--step {text}: a step takes more than 0 s, for 1 sample or more.")
-    return seconds, samples
+    return seconds, int(samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,9 @@
 import ast
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ddpnb.history.recorder import new_id
 from ddpnb.history.store import Store
@@ -12,7 +13,8 @@ from ddpnb.protocol.catalogue import BASELINE, CEILING, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import check_devices
-from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.protocol.options import check_options, option, read_options
+from ddpnb.protocol.training_options import TrainingSpec, make_training_spec
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.functions import NotebookFunctions
 
@@ -27,16 +29,24 @@ class ComparisonSpec:
     strategies: tuple[str, ...]
     """As the user writes them: ``"ddp"`` or ``"ddp:hook=fp16"``."""
     training: TrainingSpec
-    num_repeats: int = 1
-    name: str = ""
-    baseline: bool = True
-    """Whether ``single`` is trained too, as the reference of the speed-up, and ``no-comm``, as the
-    ceiling of it."""
+    num_repeats: int = option(
+        1, "--repeats", least=1, about="trainings of each strategy; the strategies take turns"
+    )
+    name: str = option(
+        "", "--name", example="NAME", about="of the stored comparison; by default made of the task"
+    )
+    baseline: bool = option(
+        True,
+        "--no-baseline",
+        about="do not train single, the reference of the speed-up, and no-comm, its ceiling",
+    )
+    wait: bool = option(True, "--no-wait", about="return at once, and train in the background")
     options: PlotOptions = EVERYTHING
     functions: NotebookFunctions | None = None
     """What ``training.source`` stands for; None: it is a cell of its own."""
 
     def __post_init__(self) -> None:
+        check_options(self)
         if not self.strategies:
             names = ", ".join(STRATEGIES)
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
@@ -48,8 +58,6 @@ class ComparisonSpec:
                 f"--task {task} and a cell that defines the task: leave one of them out."
             )
         refuse_magics(self.training.source)
-        if self.num_repeats < 1:
-            raise UserError(f"--repeats must be at least 1, not {self.num_repeats}.")
 
     def _error_of(self, strategy: str) -> str:
         """Return what is wrong with a strategy; empty if it can be trained."""
@@ -93,6 +101,37 @@ class ComparisonSpec:
             for is_ceiling in [name == CEILING and name not in self.strategies]
             if not is_ceiling or repeat > 0 or rate == rates[0]
         )
+
+
+def make_comparison(
+    strategies: Sequence[str],
+    choices: Mapping[str, Any],
+    *,
+    source: str,
+    cell: int = 0,
+    functions: NotebookFunctions | None = None,
+) -> ComparisonSpec:
+    """Return the comparison that the user chose.
+
+    Args:
+        strategies: as the user writes them.
+        choices: texts or values by the options' names in Python.
+        source: the cell that defines what is trained, or stands for ``functions``.
+        cell: the ``n`` of its ``In [n]``.
+        functions: those of ``ddpnb.compare``.
+
+    Raises:
+        UserError: a choice is not possible.
+    """
+    own = read_options(ComparisonSpec, choices)
+    options = PlotOptions(**read_options(PlotOptions, choices))
+    return ComparisonSpec(
+        strategies=tuple(strategies),
+        training=make_training_spec(choices, source=source, cell=cell),
+        options=options,
+        functions=functions,
+        **own,
+    )
 
 
 def refuse_magics(source: str) -> None:

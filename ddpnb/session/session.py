@@ -28,6 +28,7 @@ from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import Jobs, RunningComparison
+from ddpnb.session.cell_options import CellOptions
 from ddpnb.session.cells import RunningCell, warn_stale
 from ddpnb.session.comparison import Training, prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
@@ -122,47 +123,33 @@ class Session:
     # -- cells -----------------------------------------------------------------------
 
     def run_cell(
-        self,
-        source: str,
-        *,
-        ranks: str | None = None,
-        wait: bool = True,
-        name: str = "",
-        timeout: float | None = None,
-        check: bool = False,
-        script: Script | None = None,
-        debug: int | None = None,
-        trace: bool = False,
+        self, source: str, options: CellOptions, script: Script | None = None
     ) -> RunningCell | TraceResult | None:
         """Run a cell, or a script, on ranks; see ``ddpnb.run_cell`` and ``ddpnb.run_script``."""
         cluster = self.free_cluster()
-        chosen = parse_ranks(ranks, len(cluster.ranks))
-        if timeout is not None and timeout <= 0:
-            raise UserError(f"--timeout must be greater than 0 seconds, not {timeout:g}.")
-        if debug is not None and debug not in chosen:
-            raise UserError(f"--debug {debug}: the cell does not run on rank {debug}.")
-        if debug is not None and not wait:
-            raise UserError("--debug needs the notebook's prompt: leave out --no-wait.")
+        chosen = parse_ranks(options.ranks, len(cluster.ranks))
+        if options.debug is not None and options.debug not in chosen:
+            raise UserError(f"--debug {options.debug}: the cell does not run on that rank.")
         cluster.require(chosen)
         spec = CellSpec(
             source=source,
             execution_count=this_cell_number(),
-            run_id=new_id() if name else "",
+            run_id=new_id() if options.name else "",
             script=script,
-            debug_rank=debug,
-            is_traced=trace,
+            debug_rank=options.debug,
+            is_traced=options.trace,
         )
-        recorder = self._record_cell(name, spec) if name else None
+        recorder = self._record_cell(options.name, spec) if options.name else None
         cell = RunningCell(
             cluster,
             spec,
             chosen,
             recorder=recorder,
-            timeout=timeout,
-            is_checked=check,
+            timeout=options.timeout,
+            is_checked=options.check,
             on_trace=self._keep_trace,
         )
-        if wait:
+        if options.wait:
             cell.run()
             return cell.trace
         self._jobs.add(cell)
@@ -226,13 +213,11 @@ class Session:
         """The comparison that is training in the background; None if there is none."""
         return self._jobs.comparison
 
-    def compare(
-        self, spec: ComparisonSpec, *, wait: bool = True
-    ) -> ComparisonResult | RunningComparison:
+    def compare(self, spec: ComparisonSpec) -> ComparisonResult | RunningComparison:
         """Train strategies and compare them live; see ``ddpnb.compare``."""
         self.last_training = spec.training
         training = prepare(self.idle_cluster(), self.store, spec)
-        if wait:
+        if spec.wait:
             return training.run()
         return self._jobs.begin(RunningComparison(lambda: training, training.cluster.ranks))
 

@@ -8,9 +8,11 @@ from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics, comparison_of
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.protocol.notation import Target, parse_target
-from ddpnb.protocol.training_options import TrainingSpec, make_training_spec, training_options
+from ddpnb.protocol.notation import Target
+from ddpnb.protocol.options import read_options
+from ddpnb.protocol.training_options import TRAINING_OPTIONS, TrainingSpec, make_training_spec
 from ddpnb.reports.formatting import differences
+from ddpnb.reports.style import PlotOptions
 from ddpnb.session.comparison_spec import ComparisonSpec
 
 CELL = "def model(): ...\ndef data(split): ..."
@@ -122,7 +124,7 @@ def test_the_first_repeat_tries_each_learning_rate_and_the_ceiling_one():
 
 @pytest.mark.parametrize("given", ["0.02, 0.1", (0.02, 0.1), np.array([0.02, 0.1])])
 def test_learning_rates_may_be_a_text_or_a_list(given: object):
-    made = make_training_spec({"task": "digits", "lr": given}, in_python=True)
+    made = make_training_spec({"task": "digits", "lr": given})
     assert made == TrainingSpec(task="digits", learning_rate=0.02, rates=(0.02, 0.1))
     assert made.rate_words == "0.02,0.1"
 
@@ -248,7 +250,7 @@ def test_what_was_probably_meant_is_named():
 def test_the_help_begins_with_the_usage_and_names_every_default():
     shown = " ".join((DdpMagics.ddp_compare.__doc__ or "").split())
     assert shown.startswith("%ddp_compare [--repeats N]")
-    assert "trainings of each strategy [1]" in shown
+    assert "trainings of each strategy; the strategies take turns [1]" in shown
     assert "seed of the initial weights and the order of samples [0]" in shown
     assert "--epochs N passes over the training data;" in shown
     assert "counted in samples seen [2]" in shown
@@ -307,10 +309,10 @@ def test_what_is_not_chosen_is_as_in_the_spec():
 
 def test_the_python_twin_has_the_same_choices_and_defaults():
     parameters = inspect.signature(compare).parameters
-    chosen = {o.keyword: parameters[o.keyword].default for _, o in training_options()}
+    chosen = {o.keyword: parameters[o.keyword].default for o in TRAINING_OPTIONS.values()}
     assert make_training_spec(chosen, source=CELL) == TrainingSpec(source=CELL)
     shown = inspect.getdoc(compare) or ""
-    assert all(f"\n    {o.keyword}: {o.meaning}." in shown for _, o in training_options())
+    assert all(f"\n    {o.keyword}: {o.meaning}." in shown for o in TRAINING_OPTIONS.values())
     assert make_training_spec({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
         source=CELL, jitter=0.2, slow=("1:3x",)
     )
@@ -335,11 +337,14 @@ def parse(line: str) -> TrainingSpec:
 
 
 def test_a_target_is_a_training_loss_or_a_held_out_accuracy():
-    assert parse_target(None) is None
-    assert parse_target(0.3) == parse_target("0.3") == Target(value=0.3)
-    expected = Target(value=0.95, is_accuracy=True)
-    assert parse_target("accuracy=0.95") == parse_target("accuracy=95%") == expected
-    assert (expected.text, Target(value=0.3).text) == ("95 % held-out accuracy", "loss 0.3")
+    for given, expected in (
+        (None, None),
+        (0.3, Target(value=0.3)),
+        ("0.3", Target(value=0.3)),
+        ("accuracy=0.95", Target(value=0.95, is_accuracy=True)),
+        ("accuracy=95%", Target(value=0.95, is_accuracy=True)),
+    ):
+        assert read_options(PlotOptions, {"target": given}) == {"target": expected}
 
 
 @pytest.mark.parametrize(
@@ -347,4 +352,4 @@ def test_a_target_is_a_training_loss_or_a_held_out_accuracy():
 )
 def test_a_wrong_target_is_one_sentence(given: str | float):
     with pytest.raises(UserError, match=r"^--target .*accuracy[^\n]*$"):
-        parse_target(given)
+        read_options(PlotOptions, {"target": given})

@@ -19,7 +19,7 @@ WRONG = [
     (["repeats", "1.5"], lambda: api.compare("ddp", repeats=1.5)),
     (["strategies", "'Callable'"], lambda: api.compare(Callable, task="digits")),
     (["strategies", "a list"], lambda: api.compare(["ddp"], task="digits")),
-    (["each of slow", "1"], lambda: api.compare("ddp", slow=[1])),
+    (["each of --slow", "1"], lambda: api.compare("ddp", slow=[1])),
     (["clip", "'one'"], lambda: api.compare("ddp", clip="one")),
     (["slow", "3"], lambda: api.compare("ddp", slow=3)),
     (["save", "True or False", "1"], lambda: api.compare("ddp", save=1)),
@@ -81,7 +81,7 @@ def compared(*strategies: str, **choices: object) -> ComparisonSpec:
     asked: list[ComparisonSpec] = []
 
     class Asked:
-        def compare(self, spec: ComparisonSpec, *, wait: bool) -> None:
+        def compare(self, spec: ComparisonSpec) -> None:
             asked.append(spec)
 
     with pytest.MonkeyPatch.context() as patch:
