@@ -4,7 +4,6 @@ Private parts change without notice.  Each one in use has a probe, which runs wh
 kernel's side of a cluster starts.  If it fails, one feature is off, and a sentence says so.
 """
 
-import sys
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +15,7 @@ class Probe:
     """Checks once whether a private part is as expected.
 
     Args:
-        library: its name in the package index; ``"Python"`` for the standard library.
+        library: its name in the package index.
         without: the consequence of a failure, as a clause without a full stop.
         check: returns False, or raises, if the part is not as expected.
     """
@@ -56,8 +55,6 @@ def sentence(library: str, without: str) -> str:
 
 
 def _version(library: str) -> str:
-    if library == "Python":
-        return ".".join(map(str, sys.version_info[:3]))
     try:
         return version(library).partition("+")[0]
     except PackageNotFoundError:  # built from source, on a path of its own

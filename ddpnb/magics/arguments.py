@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,13 +22,12 @@ from IPython.core.magic_arguments import ArgDecorator
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
 from ddpnb.cluster.profile import profiles
-from ddpnb.compat.python_internals import options_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
-from ddpnb.protocol.costs import ALL_REDUCES, BEST
+from ddpnb.protocol.costs import ALL_REDUCES, BEST, COLLECTIVES
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.notation import LINKS
 from ddpnb.protocol.options import Option
-from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, TRACE
+from ddpnb.protocol.trace import REDUCTIONS, TRACE
 from ddpnb.scaling.model import FORMULAS
 from ddpnb.session.session import this_session
 
@@ -62,7 +62,7 @@ def magic_arguments() -> Callable[[Magic], Magic]:
 def flags(magic: object) -> list[str]:
     """Return the options of a magic, as they are written."""
     parser: argparse.ArgumentParser | None = getattr(magic, "parser", None)
-    return options_of(parser) if parser is not None else []
+    return re.findall(r"\[(--?[a-z][\w-]*)", parser.format_usage()) if parser else []
 
 
 def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False) -> Namespace:

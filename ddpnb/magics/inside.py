@@ -8,8 +8,9 @@ from IPython.core.magic_arguments import argument
 
 from ddpnb import inside
 from ddpnb.magics.arguments import arguments, magic_arguments, no_arguments
+from ddpnb.protocol.costs import COLLECTIVES
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, TRACE
+from ddpnb.protocol.trace import REDUCTIONS, TRACE
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout
 

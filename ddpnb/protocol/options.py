@@ -10,6 +10,7 @@ import functools
 import inspect
 import keyword
 import math
+import operator
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,10 +51,10 @@ class Option:
     choices: tuple[str, ...] = ()
     offers: tuple[str, ...] = ()
     """What Tab offers, where other values are valid too."""
-    least: float = -math.inf
+    least: float | None = None
     above: float | None = None
     """In place of ``least``: a bound that is not allowed itself."""
-    most: float = math.inf
+    most: float | None = None
     below: float | None = None
     """In place of ``most``: a bound that is not allowed itself."""
     from_text: Callable[[str, str], Any] | None = None
@@ -157,15 +158,17 @@ class Option:
         return found
 
     def _check_bounds(self, name: str, value: float, given: object) -> None:
-        if value > self.most:
-            raise UserError(f"{name} must be at most {self.most}, not {given}.")
-        if self.below is not None and value >= self.below:
-            raise UserError(f"{name} must be less than {self.below:g}, not {given}.")
-        bound, is_low = f"at least {self.least:g}", value < self.least
-        if self.above is not None:
-            bound, is_low = f"greater than {self.above:g}", value <= self.above
-        if is_low or (isinstance(value, float) and not math.isfinite(value)):
-            raise UserError(f"{name} must be {bound}, not {given}.")
+        bounds = (
+            ("at least", self.least, operator.ge),
+            ("greater than", self.above, operator.gt),
+            ("at most", self.most, operator.le),
+            ("less than", self.below, operator.lt),
+        )
+        set_here = [(words, bound, holds) for words, bound, holds in bounds if bound is not None]
+        is_number = not isinstance(value, float) or math.isfinite(value)
+        if not (is_number and all(holds(value, bound) for _, bound, holds in set_here)):
+            allowed = " and ".join(f"{words} {bound:,}" for words, bound, _ in set_here)
+            raise UserError(f"{name} must be {allowed or 'a finite number'}, not {given}.")
 
 
 # -- the options of a spec -----------------------------------------------------------------

@@ -65,22 +65,10 @@ class RankSpans:
 
 # -- one collective, shown -----------------------------------------------------------------
 
-COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "scatter",
-    "gather",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-)
-"""What can be shown."""
 TRACE = "trace"
 """What else ``%ddp_show`` takes: the latest cell that was traced."""
 CHUNKED = ("reduce_scatter", "all_to_all")
-"""Those to which each rank gives one chunk for each rank."""
+"""The collectives to which each rank gives one chunk for each rank."""
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 REDUCTIONS = ("sum", "max", "min", "product")
@@ -91,7 +79,7 @@ class CollectiveSpec:
     """One collective to be run on the ranks and shown."""
 
     name: str
-    """One of ``COLLECTIVES``."""
+    """One of ``costs.COLLECTIVES``."""
     ranks: tuple[int, ...]
     """Those that take part."""
     num_bytes: int = 0

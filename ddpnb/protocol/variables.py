@@ -5,12 +5,9 @@ their code.  The memory of large arrays and tensors stays out of the pickle: the
 once, and the receiver maps it, so that a page is copied only when it is changed.
 """
 
-import contextlib
 import errno
 import importlib
-import inspect
 import io
-import itertools
 import math
 import mmap
 import os
@@ -18,7 +15,6 @@ import pickle
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -36,10 +32,6 @@ LARGE_BYTES = 2**16
 """Arrays of as many bytes stay out of the pickle, and variables of as many travel in a file."""
 MAPPED_BYTES = 2**24
 """Arrays of as many bytes are mapped; each mapping holds a file descriptor.  Others are copied."""
-SEARCH_DEPTH = 4
-"""How deep in a value the part is looked for that cannot be pickled."""
-SEARCH_WIDTH = 10_000
-"""How many parts are tried at each depth."""
 
 NOTEBOOK_FUNCTIONS = ("ddpnb.rank.variables", "notebook_functions")
 """What a cell imports, from where, that stands for functions of the notebook."""
@@ -295,44 +287,3 @@ def read(file: int, sizes: Sequence[int]) -> Iterator[Any]:
                 done += os.preadv(file, [memoryview(part)[done:]], begin + done)
             yield part
         begin += padded(size)
-
-
-# -- what cannot be pickled ----------------------------------------------------------------
-
-
-def culprit(name: str, value: object, error: Exception, **options: Any) -> tuple[str, Exception]:
-    """Return the innermost part that cannot be pickled, such as ``config['lock']``, and why."""
-    for _ in range(SEARCH_DEPTH):
-        for inner_name, inner in itertools.islice(parts_of(name, value), SEARCH_WIDTH):
-            if (inner_error := error_of(inner, **options)) is not None:
-                name, value, error = inner_name, inner, inner_error
-                break
-        else:
-            break
-    return name, error
-
-
-def error_of(value: object, **options: Any) -> Exception | None:
-    """Return what pickling a value raises, if it does."""
-    try:
-        dump(value, **options)
-    except Exception as error:  # noqa: BLE001  whatever a user's class raises
-        return error
-    return None
-
-
-def parts_of(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield what a value holds, each with an expression for it."""
-    match value:
-        case dict():
-            yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
-        case list() | tuple():
-            yield from ((f"{name}[{index}]", item) for index, item in enumerate(value))
-        case FunctionType():
-            with contextlib.suppress(ValueError):  # a variable that has no value yet
-                found = inspect.getclosurevars(value)
-                yield from [*found.globals.items(), *found.nonlocals.items()]
-        case _ if not isinstance(value, type):
-            yield from (
-                (f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items()
-            )

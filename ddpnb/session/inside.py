@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol import calls
+from ddpnb.protocol.costs import COLLECTIVES
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.notation import parse_ranks, parse_size, spoken_ranks
 from ddpnb.protocol.replicas import SamplerSpec
-from ddpnb.protocol.trace import COLLECTIVES, REDUCING, REDUCTIONS, ROOTED, TRACE, CollectiveSpec
+from ddpnb.protocol.trace import REDUCING, REDUCTIONS, ROOTED, TRACE, CollectiveSpec
 from ddpnb.reports.inside.causes import with_causes
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, find, measured

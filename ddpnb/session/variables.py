@@ -18,9 +18,7 @@ from ddpnb.protocol.variables import (
     LARGE_BYTES,
     Parcel,
     Part,
-    culprit,
     dump,
-    error_of,
     in_file,
     in_message,
     receive,
@@ -186,11 +184,10 @@ def explain(variables: Mapping[str, object], error: Exception) -> str:
     """Return the sentence about the variable that cannot be pickled, and why."""
     name = ", ".join(variables)
     for each, value in variables.items():
-        if (cause := error_of(value, for_ranks=True)) is not None:
-            name, (part, error) = each, culprit(each, value, cause, for_ranks=True)
+        try:
+            dump(value, for_ranks=True)
+        except Exception as its_own:  # noqa: BLE001  whatever a user's class raises
+            name, error = each, its_own
             break
-    else:
-        part = name
-    because = "" if part == name else f" because of {part}"
     nothing = " Nothing was sent." if len(variables) > 1 else ""
-    return f"{name} cannot be sent to the ranks{because}: {ended(str(error))}{nothing}"
+    return f"{name} cannot be sent to the ranks: {ended(str(error))}{nothing}"

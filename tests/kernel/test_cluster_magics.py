@@ -74,7 +74,7 @@ def test_restart_takes_another_number_and_loses_variables(kernel: Kernel):
     assert not any(map(is_alive, old))
     assert kernel.run("%%ddp\nworld_size, 'lost' in globals()").stdout == "[0-2] (3, False)\n"
     assert kernel.run("%ddp_restart -n 0").error_text.startswith(
-        "UserError: -n must be between 1 and"
+        "UserError: -n must be at least 1 and"
     )
     assert kernel.run("%%ddp\nworld_size").stdout == "[0-2] 3\n"  # nothing was lost by that
     assert "3 ranks ready" in kernel.run("%ddp_restart").text
@@ -101,7 +101,7 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("-n 0", "between 1 and 256"),
+        ("-n 0", "at most 256"),
         ("-n two", "'two'"),
         ("--hosts a:1 b:1", "no use for b:1"),
     ],

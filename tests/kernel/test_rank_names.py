@@ -17,6 +17,21 @@ held_there = Holder()
 table_there = {"first": 1, "second": 2}
 if rank == 1: only_on_one = 1
 """
+COMPLETED = {
+    "%%ddp\nx = 1\nheld_": ["held_there"],
+    "%%rank 0\n\nheld_there.we": [".weight"],
+    "\n%%ddp --timeout 9\ntable_there['fi": ["first"],
+    "%%ddp\nno_such_name_": [],
+    "%%rank 1\nonly_on_": ["only_on_one"],
+    "%%ddp --ranks 1\nonly_on_": ["only_on_one"],
+    "%%ddp\nonly_on_": [],
+    "%ddp_pull held_": ["held_there"],
+    "x = 1\nmine = %ddp_pull --as mine held_there.we": [".weight"],
+    "%ddp_pull --ranks 1 only_on_": ["only_on_one"],
+    "held_": ["held_here"],
+    "%%local\nheld_": ["held_here"],
+    "%%time\nheld_": ["held_here"],
+}
 
 
 @pytest.fixture
@@ -27,31 +42,9 @@ def names(kernel: Kernel) -> Iterator[Kernel]:
     kernel.run("%ddp_auto off")
 
 
-@pytest.mark.parametrize("magic", ["%%ddp", "%%rank 0", "\n%%ddp --timeout 9"])
-def test_tab_completes_what_the_ranks_hold(names: Kernel, magic: str):
-    assert names.complete(f"{magic}\nx = 1\nheld_") == ["held_there"]
-    assert names.complete(f"{magic}\n\nheld_there.we") == [".weight"]
-    assert names.complete(f"{magic}\ntable_there['fi") == ["first"]
-    assert names.complete(f"{magic}\nno_such_name_") == []
-
-
-def test_tab_asks_the_rank_that_the_cell_names(names: Kernel):
-    assert names.complete("%%rank 1\nonly_on_") == ["only_on_one"]
-    assert names.complete("%%ddp --ranks 1\nonly_on_") == ["only_on_one"]
-    assert names.complete("%%ddp\nonly_on_") == []
-
-
-def test_tab_completes_what_is_pulled(names: Kernel):
-    assert names.complete("%ddp_pull held_") == ["held_there"]
-    assert names.complete("x = 1\nmine = %ddp_pull --as mine held_there.we") == [".weight"]
-    assert names.complete("%ddp_pull --ranks 1 only_on_") == ["only_on_one"]
+def test_tab_completes_what_the_rank_holds_that_runs_the_cell(names: Kernel):
+    assert {cell: names.complete(cell) for cell in COMPLETED} == COMPLETED
     assert "--ranks" in names.complete("%ddp_pull --ra")
-
-
-def test_other_cells_are_the_notebooks(names: Kernel):
-    assert names.complete("held_") == ["held_here"]
-    assert names.complete("%%local\nheld_") == ["held_here"]
-    assert names.complete("%%time\nheld_") == ["held_here"]
     assert "--timeout" in names.complete("%%ddp --ti")
     names.run("%ddp_auto on")
     assert names.complete("held_") == ["held_there"]
@@ -65,10 +58,13 @@ def test_shift_tab_describes_what_the_ranks_hold(names: Kernel):
     assert "int" in names.inspect("%%ddp\nheld_here")  # which no rank knows
 
 
-def test_nobody_waits_for_busy_ranks(names: Kernel, tmp_path: Path):
+def test_nobody_waits_for_busy_ranks_and_an_idle_one_answers(names: Kernel, tmp_path: Path):
     sign = tmp_path / "sign"
-    names.run(f"%%ddp --no-wait\nheld_since = 1\n{waits_for(sign)}")
-    names.run("handle = _")
+    names.run(f"%%ddp --no-wait --ranks 0\n{waits_for(sign)}")
+    names.run("first = _")
+    assert names.complete("%%ddp\nonly_on_") == ["only_on_one"]
+    names.run(f"%%ddp --no-wait --ranks 1\nheld_since = 1\n{waits_for(sign)}")
+    names.run("second = _")
     began = time.monotonic()
     for _ in range(10):
         assert names.complete("%%ddp\nheld_") == ["held_here", "held_there"]
@@ -76,21 +72,9 @@ def test_nobody_waits_for_busy_ranks(names: Kernel, tmp_path: Path):
     assert time.monotonic() - began < 10
     assert names.complete("%%rank 1\nx = 'held_'\nonly_on_") == ["only_on_one"]
     assert names.complete("%%rank 0\nonly_on_") == []
-    assert names.complete("%%ddp\nheld_there.only_") == []
-    assert "held_there" not in names.complete("held_")
     sign.touch()
-    names.run("handle.wait(30)")
-    assert names.complete("%%ddp\nheld_") == ["held_since", "held_there"]
-
-
-def test_an_idle_rank_answers_for_a_busy_one(names: Kernel, tmp_path: Path):
-    sign = tmp_path / "sign"
-    names.run(f"%%ddp --no-wait --ranks 0\n{waits_for(sign)}")
-    names.run("handle = _")
-    assert names.complete("%%ddp\nonly_on_") == ["only_on_one"]
-    assert names.complete("%%rank 0\nheld_t") == ["held_there"]
-    sign.touch()
-    names.run("handle.wait(30)")
+    names.run("first.wait(30), second.wait(30)")
+    assert names.complete("%%rank 1\nheld_") == ["held_since", "held_there"]
 
 
 def test_a_rank_that_does_not_answer_is_not_waited_for(names: Kernel):
@@ -100,10 +84,3 @@ def test_a_rank_that_does_not_answer_is_not_waited_for(names: Kernel):
     for _ in range(3):
         assert names.complete("%%ddp\nslow.at") == []
     assert time.monotonic() - began < 4
-    assert names.run("%%ddp\nworld_size").by_rank == {0: ["2"], 1: ["2"]}
-
-
-def test_without_ranks_the_notebook_answers(bare_kernel: Kernel):
-    bare_kernel.run("held_here = 1")
-    assert bare_kernel.complete("%%ddp\nheld_") == ["held_here"]
-    assert "int" in bare_kernel.inspect("%%ddp\nheld_here")

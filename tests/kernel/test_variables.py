@@ -106,9 +106,9 @@ fine = 2
     for name, part in {
         "lines": "generator",
         "file": "an open file",
-        "state": "state['deep'][0]",
-        "holder": "holder.lock",
-        "uses": "because of lock",
+        "state": "lock",
+        "holder": "lock",
+        "uses": "lock",
     }.items():
         cell = kernel.run(f"%ddp_push fine {name}")
         assert cell.error == "UserError", name

@@ -137,7 +137,6 @@ BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
         lambda module: hide(module.Pickler, "globals_ref"),
     ),
     "knows_classes": ("cloudpickle.cloudpickle", with_another_name("_class_setstate")),
-    "lists_options": ("argparse", lambda module: hide(module.ArgumentParser, "_actions")),
 }
 """For each probe, by its name: a module, and what to break in it once it has been imported."""
 

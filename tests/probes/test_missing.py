@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.compat import (
-    cloudpickle_internals,
-    ipyparallel_internals,
-    python_internals,
-    torch_internals,
-)
+from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, torch_internals
 from tests.kernel.client import Kernel, both
 
 SENTENCES = [
@@ -20,7 +15,6 @@ SENTENCES = [
         *torch_internals.PROBES,
         ipyparallel_internals.follows_calls,
         ipyparallel_internals.replaces_heartbeats,
-        python_internals.lists_options,
         cloudpickle_internals.shares_globals,
         cloudpickle_internals.knows_classes,
     )

@@ -4,18 +4,13 @@ from typing import Any
 
 import pytest
 
-from ddpnb.compat import (
-    cloudpickle_internals,
-    ipyparallel_internals,
-    python_internals,
-    torch_internals,
-)
+from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, torch_internals
 from ddpnb.compat.probe import Probe
 from tests.probes.breaks import BREAKS, missing_features, missing_features_without
 from tests.probes.collectives import missing_features_without_gather
 from tests.rank.ranks import CONTEXT, TIMEOUT_SECONDS
 
-MODULES = (torch_internals, ipyparallel_internals, python_internals, cloudpickle_internals)
+MODULES = (torch_internals, ipyparallel_internals, cloudpickle_internals)
 PROBES = {
     name: (module, value)
     for module in MODULES
@@ -53,7 +48,6 @@ def test_one_feature_is_off_and_says_so(name: str):
 
 def test_a_sentence_names_the_version():
     assert torch_internals.lists_step_hooks.sentence.startswith("torch 2.")
-    assert python_internals.lists_options.sentence.startswith("Python 3.")
 
 
 def test_collectives_of_another_form_are_named_and_the_rest_are_compared():

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.connections import bytes_sent
-from ddpnb.protocol.costs import algorithm_of
-from ddpnb.protocol.trace import COLLECTIVES, CollectiveSpec, RankSpans, Span
+from ddpnb.protocol.costs import COLLECTIVES, algorithm_of
+from ddpnb.protocol.trace import CollectiveSpec, RankSpans, Span
 from ddpnb.rank.collectives import trace
 from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.inspect.collective import show

@@ -16,7 +16,6 @@ PROTOCOLS = {
     "_repr_mimebundle_",
 }
 """Documented by Python or IPython, underscore or not."""
-OWN_NAME = "ddpnb"
 
 
 def is_private(name: str) -> bool:
@@ -44,7 +43,7 @@ def touches(tree: ast.Module, own: set[str]) -> Iterator[str]:
                 spelled = ast.unparse(node)
                 if attr not in own and not {attr, spelled} & PROTOCOLS:
                     yield f"{node.lineno}: {spelled}"
-            case ast.ImportFrom(module=str(module), names=names) if not module.startswith(OWN_NAME):
+            case ast.ImportFrom(module=str(module), names=names) if not module.startswith("ddpnb"):
                 if any(map(is_private, [*module.split("."), *(each.name for each in names)])):
                     yield f"{node.lineno}: {ast.unparse(node)}"
 

@@ -1,16 +1,15 @@
 """What crosses in a message or a file is what was sent, writable and its receiver's own."""
 
-import contextlib
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from ddpnb.protocol.variables import Parcel, dump, in_file, in_message, receive
+from ddpnb.protocol.variables import dump, in_file, in_message, receive
 
 NUM = 3_000_000
 
@@ -27,10 +26,7 @@ ARRAYS = {
     "Fortran order": np.asfortranarray(np.arange(NUM).reshape(1000, -1)),
     "read-only": read_only(),
     "strided": np.arange(NUM)[::3],
-    "reversed": np.arange(NUM)[::-1],
     "permuted": np.arange(NUM).reshape(30, 100, -1).transpose(1, 0, 2),
-    "dates": np.arange(NUM).astype("M8[s]"),
-    "zero-dimensional": np.array(3.5),
     "empty": np.zeros((0, 3)),
     "small": np.arange(3),
 }
@@ -76,27 +72,11 @@ def test_a_data_frame_arrives_equal(file: tuple[int, str]):
     assert frame.loc[0, "a"] == 0
 
 
-@contextlib.contextmanager
-def tiny_disk(path: Path) -> Iterator[bool]:
-    """Mount a file system of 1 MB; yields whether one may."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
-    try:
-        yield is_mounted
-    finally:
-        if is_mounted:
-            subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def test_a_full_folder_is_passed_by(tmp_path: Path):
-    with tiny_disk(tmp_path) as is_mounted:
-        if not is_mounted:
-            pytest.skip("may not mount a small disk")
-        path = tmp_path / "file"
-        file = os.open(path, os.O_CREAT | os.O_RDWR)
-        parcel = in_file(dump(np.arange(NUM), for_ranks=False), file, str(path))
-        os.close(file)
-        assert (parcel.path, path.stat().st_size) == ("", 0)
+def test_a_full_folder_is_passed_by(file: tuple[int, str], monkeypatch: pytest.MonkeyPatch):
+    room = SimpleNamespace(f_bavail=1, f_frsize=4096)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: room)
+    parcel = in_file(dump(np.arange(NUM), for_ranks=False), *file)
+    assert (parcel.path, os.fstat(file[0]).st_size) == ("", 0)
     assert receive(parcel)[-1] == NUM - 1
 
 
@@ -105,8 +85,3 @@ def test_more_than_memory_holds_is_refused_in_a_sentence(file: tuple[int, str]):
     with pytest.raises(MemoryError, match=r"^0\.0 GB from each of 10000000 ranks, and .* free$"):
         in_file(parts, *file, num_copies=10_000_000)
     assert os.fstat(file[0]).st_size == 0
-
-
-def test_who_comes_too_late_finds_no_file():
-    with pytest.raises(FileNotFoundError):
-        receive(Parcel(path="/dev/shm/ddpnb-gone/variables", sizes=(1,)))

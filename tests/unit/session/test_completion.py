@@ -5,6 +5,7 @@ import pytest
 from ddpnb.magics.arguments import following
 from ddpnb.magics.inside import InsideMagics
 from ddpnb.magics.magics import DdpMagics
+from ddpnb.protocol.notation import LINKS
 
 OFFERED = {
     "%ddp_start --": ["--device", "--backend", "--threads"],
@@ -18,6 +19,8 @@ OFFERED = {
     "%ddp_compare async:mo": ["async:momentum="],
     "%ddp_compare ddp --batch": ["--batch-size", "--batch-per-worker"],
     "%ddp_compare ddp --amp ": ["none", "bf16"],
+    "%ddp_compare ddp --link ": list(LINKS),
+    "%ddp_compare ddp --devices 8xA": ["8xA100"],
     "%ddp_compare ddp --task synthetic:": ["synthetic:samples=", "synthetic:compute="],
     "%ddp_compare ddp --task synthetic:compute=1,p": ["synthetic:compute=1,parameters="],
     "%ddp_inspect --strategy ddp --": ["--batch", "--bucket-cap"],

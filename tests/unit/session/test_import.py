@@ -19,23 +19,20 @@ assert {"ddp_start", "ddp_stop"} <= set(shell.magics_manager.magics["line"])
 """
 
 
-def heavy_modules_after(code: str) -> list[str]:
+@pytest.mark.parametrize("code", ["import ddpnb; dir(ddpnb)", LOAD])
+def test_importing_and_loading_import_nothing_heavy(code: str):
     code += f"\nimport json, sys\nprint(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    return list(json.loads(done.stdout.splitlines()[-1]))
-
-
-@pytest.mark.parametrize("code", ["import ddpnb", "import ddpnb; dir(ddpnb)", LOAD])
-def test_importing_and_loading_import_nothing_heavy(code: str):
-    assert heavy_modules_after(code) == []
+    assert json.loads(done.stdout.splitlines()[-1]) == []
 
 
 def test_the_public_names_are_the_twins_of_the_magics():
     assert set(dir(ddpnb)) == set(ddpnb.__all__)
     for name in set(ddpnb.__all__) - {"log"}:
         assert getattr(ddpnb, name).__doc__
+    assert not {module.name for module in pkgutil.iter_modules(ddpnb.__path__)} & set(dir(ddpnb))
 
 
 def test_a_name_of_the_ranks_says_where_it_works():
@@ -52,8 +49,3 @@ def test_no_module_imports_itself_by_way_of_others():
         for module in leaves:
             del left[module]
     assert not left
-
-
-def test_no_module_hides_a_public_function():
-    modules = {module.name for module in pkgutil.iter_modules(ddpnb.__path__)}
-    assert not modules & set(ddpnb.__all__)

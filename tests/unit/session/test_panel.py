@@ -3,10 +3,10 @@ from collections.abc import Iterator
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddpnb.magics.arguments import arguments, following
+from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics, comparison_of
 from ddpnb.magics.panel import Panel
-from ddpnb.protocol.notation import LINKS
+from ddpnb.protocol.messages import RunSpec
 
 
 @pytest.fixture
@@ -15,6 +15,10 @@ def panel() -> Iterator[Panel]:
     yield panel
     panel.close()
     InteractiveShell.clear_instance()
+
+
+def runs_of(line: str) -> tuple[RunSpec, ...]:
+    return comparison_of(arguments(DdpMagics.ddp_compare, line), line, "").run_specs()
 
 
 def test_the_line_asks_for_what_the_controls_say(panel: Panel):
@@ -28,30 +32,14 @@ def test_the_line_asks_for_what_the_controls_say(panel: Panel):
     panel.repeats.value = 3
     line = panel.line()
     assert panel.magic.value == f"%ddp_start -n 2\n%ddp_compare {line}"
-    runs = comparison_of(arguments(DdpMagics.ddp_compare, line), line, "").run_specs()
-    first, last = runs[0], runs[-1]
+    first, *_, last = runs_of(line)
     assert (first.strategy, first.task, first.batch_size) == ("single", "digits", 64)
     assert (first.num_epochs, first.slow, last.repeat) == (1.5, ("1:3x", "0:50ms"), 2)
     assert first.link == "1Gbit,0.5ms"
 
 
-@pytest.mark.parametrize(
-    ("strategies", "trained"),
-    [
-        (("single", "ddp"), {"single", "no-comm", "ddp"}),
-        (("ddp",), {"ddp"}),
-        (("single",), {"single"}),
-        (("dp", "async"), {"dp", "async"}),
-    ],
-)
-def test_single_is_trained_where_it_is_chosen(panel: Panel, strategies, trained):
-    for name, box in panel.strategies.items():
-        box.value = name in strategies
-    line = panel.line()
-    spec = comparison_of(arguments(DdpMagics.ddp_compare, line), line, "")
-    assert {run.strategy for run in spec.run_specs()} == trained
-
-
-def test_an_emulated_link_is_completed():
-    offered = following((DdpMagics,), ["%ddp_compare", "ddp", "--link"], {}, "")
-    assert [each.text for each in offered] == list(LINKS)
+def test_single_is_trained_where_it_is_chosen(panel: Panel):
+    for chosen, added in (("single ddp", {"no-comm"}), ("ddp", set()), ("single", set())):
+        for name, box in panel.strategies.items():
+            box.value = name in chosen.split()
+        assert {run.strategy for run in runs_of(panel.line())} == {*chosen.split(), *added}
