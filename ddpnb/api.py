@@ -266,15 +266,19 @@ def source(strategy: str) -> Code:
 
 
 @typed
-@takes_options(options_of(Search))
-def runs(text: str = "", **choices: Any) -> Table:
+def runs(
+    text: str = "", *, task: str = "", strategy: str = "", since: str = "", last: int | None = None
+) -> Table:
     """Return the table of stored runs, with ``.to_frame()``; the twin of ``%ddp_runs``.
 
     Args:
         text: only runs whose name, task or state contains this.
-        **choices: as listed.
+        task: only runs of this task.
+        strategy: only runs of this strategy.
+        since: only runs started within the last ``"90m"``, ``"12h"``, ``"2d"`` or ``"1w"``.
+        last: only this many lines, the newest.
     """
-    search = Search(text=text, **read_options(Search, choices))
+    search = Search(text=text, task=task, strategy=strategy, since=since, last=last)
     return runs_table(search.among(this_session().store.list()))
 
 

@@ -16,8 +16,8 @@ from ddpnb.history.model import Status
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunHeader, RunSpec
-from ddpnb.protocol.notation import SPANS, parse_quantity
-from ddpnb.protocol.options import check_options, option
+
+UNIT_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,21 +129,20 @@ class Search:
 
     text: str = ""
     """Part of the name, strategy, task or state, in any case."""
-    task: str = option(
-        "", "--task", example="TASK", about="only runs of this task, with or without its options"
-    )
-    strategy: str = option("", "--strategy", example="NAME", about="only runs of this strategy")
-    since: str = option(
-        "", "--since", example="TIME", about="only runs of the last 90m, 12h, 2d or 1w"
-    )
-    last: int | None = option(
-        None, "--last", kind=int, least=1, about="only this many lines, the newest"
-    )
+    task: str = ""
+    """As it was written, with or without its options."""
+    strategy: str = ""
+    """Likewise."""
+    since: str = ""
+    """The greatest age: ``"90m"``, ``"12h"``, ``"2d"``, ``"1w"``."""
+    last: int | None = None
+    """How many lines to list, the newest; repeats of one strategy are one line."""
 
     def __post_init__(self) -> None:
-        check_options(self)
         if self.since:
             seconds_of(self.since)
+        if self.last is not None and self.last < 1:
+            raise UserError(f"--last must be at least 1, not {self.last}.")
 
     def among(self, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
         """Return the runs that match, in their order."""
@@ -171,7 +170,7 @@ def seconds_of(span: str) -> float:
     Raises:
         UserError: it is not written so.
     """
-    seconds = parse_quantity(span, SPANS)
-    if not seconds >= 0:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", span)
+    if found is None:
         raise UserError(f"Write --since as 90m, 12h, 2d or 1w, not {span}.")
-    return seconds
+    return float(found[1]) * UNIT_SECONDS[found[2]]

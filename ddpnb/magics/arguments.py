@@ -23,12 +23,9 @@ from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
 from ddpnb.cluster.profile import profiles
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
-from ddpnb.protocol.costs import ALL_REDUCES, BEST, COLLECTIVES
 from ddpnb.protocol.errors import UserError, closest
-from ddpnb.protocol.notation import LINKS
 from ddpnb.protocol.options import Option
-from ddpnb.protocol.trace import REDUCTIONS, TRACE
-from ddpnb.scaling.model import FORMULAS
+from ddpnb.protocol.trace import SHOWN, TRACE
 from ddpnb.session.session import this_session
 
 Magic = TypeVar("Magic", bound=Callable[..., Any])
@@ -103,8 +100,8 @@ def no_arguments(magic: str, line: str) -> None:
         raise UserError(f"{magic} takes no arguments, but was given {line.strip()!r}.")
 
 
-VALUES: dict[str, tuple[str, ...]] = {"--op": REDUCTIONS, "--inside": tuple(LINKS)}
-"""What Tab offers after an option."""
+VALUES: dict[str, tuple[str, ...]] = {}
+"""What Tab offers after an option that has a declaration."""
 
 
 class options(ArgDecorator):  # noqa: N801  as IPython's own
@@ -198,11 +195,9 @@ def following(
         case "--y" if name == "ddp_plot":
             with contextlib.suppress(UserError):  # none of the words is a run
                 yield from of_kind("number", this_session().measured(words[1:]))
-        case "--algorithm":
-            yield from of_kind("value", (*ALL_REDUCES, BEST))
         case "--strategies":
             before = prefix[: prefix.rfind(",") + 1]
-            yield from of_kind("strategy", (f"{before}{each}" for each in FORMULAS))
+            yield from of_kind("strategy", (f"{before}{each}" for each in VALUES["--strategies"]))
         case option if VALUES.get(option):
             yield from of_kind("value", VALUES[option])
         case _:
@@ -247,7 +242,7 @@ def names(magic: str, namespace: dict[str, object], prefix: str) -> Iterator[Sim
         case "ddp_source":
             yield from of_kind("strategy", STRATEGIES)
         case "ddp_show":
-            yield from of_kind("collective", (*COLLECTIVES, TRACE))
+            yield from of_kind("collective", (*SHOWN, TRACE))
         case "ddp_auto":
             yield from of_kind("value", ("on", "off"))
         case "ddp_push":

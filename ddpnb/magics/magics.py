@@ -17,7 +17,6 @@ from IPython.display import display
 from ddpnb import api
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import remove_leftovers
-from ddpnb.history.query import Search
 from ddpnb.magics.arguments import (
     arguments,
     catalogue_text,
@@ -291,7 +290,10 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("text", nargs="*", help="only runs whose name, task or state contains this")
-    @options(options_of(Search))
+    @argument("--task", default="", help="only runs of this task")
+    @argument("--strategy", default="", help="only runs of this strategy")
+    @argument("--since", metavar="TIME", default="", help="only those of the last 90m, 12h, 2d, 1w")
+    @argument("--last", metavar="N", type=int, help="only this many lines, the newest")
     @argument("--show", metavar="NAME", help="show all that is needed to repeat a comparison")
     @argument("--rename", metavar=("OLD", "NEW"), nargs=2, help="rename a comparison")
     @argument("--delete", metavar="NAME", help="delete runs and their weights")
@@ -302,15 +304,16 @@ class DdpMagics(Magics):
         ``%ddp_runs --strategy ddp --since 2d``, ``%ddp_runs --show race``,
         ``%ddp_runs --rename race old-race``, ``%ddp_runs --delete race/async``.
         """
-        choices = vars(arguments(self.ddp_runs, line))
-        text = " ".join(choices.pop("text"))
-        show, rename, delete = (choices.pop(name) for name in ("show", "rename", "delete"))
-        if rename:
-            print(f"{rename[0]} is now called {api.rename(*rename)}.")
-        elif delete:
-            print(f"Deleted {', '.join(api.delete(delete))}.")
+        args = arguments(self.ddp_runs, line)
+        if args.rename:
+            print(f"{args.rename[0]} is now called {api.rename(*args.rename)}.")
+        elif args.delete:
+            print(f"Deleted {', '.join(api.delete(args.delete))}.")
+        elif args.show:
+            display(api.details(args.show))
         else:
-            display(api.details(show) if show else api.runs(text, **choices))
+            text, only = " ".join(args.text), {"task": args.task, "strategy": args.strategy}
+            display(api.runs(text, **only, since=args.since, last=args.last))
 
     @magic_arguments()
     @argument("strategy", metavar="NAME", help="a strategy, such as ddp-by-hand")

@@ -35,8 +35,6 @@ class InspectSpec:
                 f"Name the model's input too, an expression on the ranks: "
                 f"%ddp_inspect {self.model} --batch x."
             )
-        if any(cap <= 0 for cap in self.bucket_caps):
-            raise UserError("--bucket-cap takes sizes in MB above 0, such as 0.01,1,25.")
 
     @property
     def title(self) -> str:

@@ -136,7 +136,6 @@ def spoken_ranks(ranks: Collection[int]) -> str:
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([A-Za-z/%]*)\s*")
 
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-SPANS = {"m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 SHARES = {"": 1.0, "%": 0.01}
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 BYTES = {f"{size}{b}": num for size, num in _THOUSANDS.items() for b in ("", "b")}
@@ -165,11 +164,11 @@ def parse_share(name: str, text: str) -> float:
     return share
 
 
-def parse_size(given: str | int) -> int:
+def parse_size(name: str, text: str) -> int:
     """Parse a number of bytes: ``4096``, ``64kB``, ``4MB``, ``1MiB``."""
-    size = parse_quantity(str(given), BYTES)
+    size = parse_quantity(text, BYTES)
     if not size >= 1:
-        raise UserError(f"There is no size {str(given)!r}: write bytes, as in 4096, 64kB or 4MB.")
+        raise UserError(f"{name} takes bytes, as in 4096, 64kB or 4MB, not {text}.")
     return int(size)
 
 

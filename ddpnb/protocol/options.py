@@ -139,7 +139,7 @@ class Option:
         values = tuple(self._read_one(name, part) for part in parts)
         if twice := [value for value in values if values.count(value) > 1]:
             raise UserError(f"{name} has {twice[0]:g} twice: give each value once.")
-        if not 1 <= len(values) <= self.most_values:
+        if len(values) > self.most_values or (self.default and not values):
             raise UserError(f"{name} takes 1 to {self.most_values} values, not {len(values)}.")
         return values
 
@@ -208,8 +208,9 @@ def check_options(spec: Any) -> None:
     """Check the options of a frozen spec; each has a value of its own kind then."""
     for name, each in options_of(spec).items():
         value = getattr(spec, name)
-        if each.most_values == 1 or not isinstance(value, tuple):
-            object.__setattr__(spec, name, each.validate(each.flag, value))
+        is_several = each.most_values > 1 and isinstance(value, tuple)
+        checked = each.read(each.flag, value) if is_several else each.validate(each.flag, value)
+        object.__setattr__(spec, name, checked)
 
 
 def takes_options(*groups: Mapping[str, Option]) -> Callable[[Function], Function]:

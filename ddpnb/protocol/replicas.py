@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.options import check_options, option
 
 CHUNK_ELEMENTS = 2**16
 """Elements of a tensor that have one digest, and that a rank sends together."""
 DIGEST_BYTES = 16
-
-MAX_SAMPLES = 1_000_000
-MAX_EPOCHS = 20
 
 Indices = NDArray[np.integer[Any]]
 """Samples, in the order in which they are handed out."""
@@ -82,21 +79,18 @@ class SamplerSpec:
 
     expression: str = ""
     """A sampler or a ``DataLoader`` of the user's; empty: a ``DistributedSampler`` is made."""
-    num_samples: int = 30
-    """Of the data set for which one is made; and here: of that alone."""
-    shuffle: bool = False
-    drop_last: bool = False
-    num_epochs: int = 3
-    sets_epoch: bool = True
-    """Whether ``set_epoch`` is called before each epoch."""
+    num_samples: int = option(
+        30, "-n", least=1, most=1_000_000, about="samples of the data set for which one is made"
+    )
+    num_epochs: int = option(3, "--epochs", least=1, most=20, about="epochs to draw")
+    sets_epoch: bool = option(
+        True, "--no-set-epoch", about="do not call set_epoch(epoch) before each epoch"
+    )
+    drop_last: bool = option(False, "--drop-last", about="leave samples out, repeat none")
+    shuffle: bool = option(False, "--shuffle", about="shuffle, as DistributedSampler does it")
 
     def __post_init__(self) -> None:
-        for flag, value, most in (
-            ("-n", self.num_samples, MAX_SAMPLES),
-            ("--epochs", self.num_epochs, MAX_EPOCHS),
-        ):
-            if not 1 <= value <= most:
-                raise UserError(f"{flag} takes a whole number from 1 to {most:,}, not {value:,}.")
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

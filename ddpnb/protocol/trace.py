@@ -4,6 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ddpnb.protocol.costs import COLLECTIVES
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import parse_size
+from ddpnb.protocol.options import check_options, option
+
 Lane = Literal["compute", "communication", "wait"]
 """Where a span is drawn: what a processor or device did, what was sent, what was waited for."""
 
@@ -65,6 +70,8 @@ class RankSpans:
 
 # -- one collective, shown -----------------------------------------------------------------
 
+SHOWN = tuple(name for name in COLLECTIVES if name not in ("send", "recv"))
+"""What can be shown."""
 TRACE = "trace"
 """What else ``%ddp_show`` takes: the latest cell that was traced."""
 CHUNKED = ("reduce_scatter", "all_to_all")
@@ -79,14 +86,34 @@ class CollectiveSpec:
     """One collective to be run on the ranks and shown."""
 
     name: str
-    """One of ``costs.COLLECTIVES``."""
+    """One of ``SHOWN``."""
     ranks: tuple[int, ...]
     """Those that take part."""
-    num_bytes: int = 0
-    """Of the tensor that a rank gives, rounded to whole numbers; 0: a few numbers."""
-    root: int | None = None
-    """None: the first of ``ranks``, or none is needed."""
-    op: str = "sum"
+    num_bytes: int = option(
+        0,
+        "--size",
+        from_text=parse_size,
+        most=256_000_000,
+        example="4MB",
+        about="of the tensor that a rank gives; by default a few numbers",
+    )
+    root: int | None = option(
+        None,
+        "--root",
+        kind=int,
+        example="RANK",
+        about="the rank that gives, or gets, everything; by default the first",
+    )
+    op: str = option("sum", "--op", choices=REDUCTIONS, example="NAME", about="what is computed")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.op != "sum" and self.name not in REDUCING:
+            raise UserError(f"{self.name} computes nothing: leave --op out.")
+        if self.root is not None and self.name not in ROOTED:
+            raise UserError(f"{self.name} has no root: leave --root out.")
+        if self.root is not None and self.root not in self.ranks:
+            raise UserError(f"--root {self.root} is not among the ranks that take part.")
 
     @property
     def from_rank(self) -> int:

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddpnb.protocol.costs import ALL_REDUCES, BEST
-from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import SECONDS, parse_link, parse_quantity
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import LINKS, SECONDS, parse_link, parse_quantity
+from ddpnb.protocol.options import check_options, option
 from ddpnb.scaling.calibrate import Calibration
 from ddpnb.scaling.model import (
     FORMULAS,
@@ -47,36 +48,78 @@ def parse_step(text: str) -> tuple[float, int]:
 class Question:
     """What is to be predicted, as the user writes it."""
 
-    ranks: tuple[int, ...]
-    strategies: tuple[str, ...] = ()
-    link: str = ""
-    """Empty: this machine, as it was measured, or the devices that were emulated."""
-    ranks_per_host: int | None = None
-    inside: str = ""
-    cores: int | None = None
-    """That the ranks of a host share; None: each has a device of its own."""
-    algorithm: str = ""
-    step: str = ""
-    """Of another device in place of this machine; empty: as in the comparison."""
-    accumulate: int | None = None
-    """Micro-batches of ``step``."""
-    batch_per_worker: int | None = None
+    ranks: tuple[int, ...] = option(
+        (1, 2, 4, 8),
+        "--ranks",
+        kind=int,
+        least=1,
+        most=MAX_RANKS,
+        most_values=100,
+        example="1,8,64",
+        about="numbers of ranks",
+    )
+    strategies: tuple[str, ...] = option(
+        (),
+        "--strategies",
+        example="ddp,async",
+        offers=tuple(FORMULAS),
+        about="which strategies; by default those compared",
+    )
+    link: str = option(
+        "",
+        "--link",
+        example="100GbE",
+        offers=tuple(LINKS),
+        about="between the ranks, with --hosts between hosts; or 1Gbit,0.5ms; by default this "
+        "machine, as it was measured, or the devices that were emulated",
+    )
+    ranks_per_host: int | None = option(
+        None, "--hosts", kind=int, least=1, about="ranks on each host; --link is between hosts"
+    )
+    inside: str = option(
+        "",
+        "--inside",
+        example="pcie4",
+        offers=tuple(LINKS),
+        about="the link between the ranks of a host",
+    )
+    cores: int | None = option(
+        None,
+        "--cores",
+        kind=int,
+        least=1,
+        about="cores that the ranks of a host share; by default each has a device of its own",
+    )
+    algorithm: str = option(
+        "",
+        "--algorithm",
+        choices=(*ALL_REDUCES, BEST),
+        example="NAME",
+        about="of all-reduces",
+    )
+    step: str = option(
+        "",
+        "--step",
+        example="178ms/64",
+        about="of another device, in place of this machine's: the seconds for so many samples",
+    )
+    accumulate: int | None = option(
+        None, "--accumulate", kind=int, least=1, about="micro-batches of --step; by default 1"
+    )
+    batch_per_worker: int | None = option(
+        None,
+        "--batch-per-worker",
+        kind=int,
+        least=1,
+        about="samples of each rank in a step; by default as in the comparison or in --step",
+    )
 
     def __post_init__(self) -> None:
-        for rank in self.ranks:
-            if not 1 <= rank <= MAX_RANKS:
-                raise UserError(f"--ranks {rank}: give numbers of ranks from 1 to {MAX_RANKS:,}.")
-        if not self.ranks:
-            raise UserError("--ranks names no number of ranks: write them as 1,2,4,8.")
+        check_options(self)
+        object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
         for strategy in self.strategies:
             formula_of(strategy)
         placed = {"--hosts": self.ranks_per_host, "--cores": self.cores}
-        each = {"--accumulate": self.accumulate, "--batch-per-worker": self.batch_per_worker}
-        for name, value in (placed | each).items():
-            if value is not None and value < 1:
-                raise UserError(f"{name} must be greater than 0, not {value}.")
-        if self.algorithm not in ("", BEST, *ALL_REDUCES):
-            raise one_of("algorithm", self.algorithm, (*ALL_REDUCES, BEST))
         others = placed | {"--inside": self.inside, "--step": self.step}
         if given := [name for name, value in others.items() if value and not self.link]:
             raise UserError(f"{given[0]} goes with --link, which says what lies between hosts.")
@@ -90,15 +133,6 @@ class Question:
             parse_link(link)
         if self.step:
             parse_step(self.step)
-
-
-def parse_numbers(text: str) -> tuple[int, ...]:
-    """Parse ``1,2,4,8``."""
-    try:
-        numbers = {int(part) for part in text.replace(" ", "").split(",") if part}
-    except ValueError:
-        raise UserError(f"Write --ranks as 1,2,4,8, not {text}.") from None
-    return tuple(sorted(numbers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,14 @@
 """What looks inside: asks the ranks, and returns what a notebook shows (kernel)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol import calls
-from ddpnb.protocol.costs import COLLECTIVES
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import parse_ranks, parse_size, spoken_ranks
+from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.replicas import SamplerSpec
-from ddpnb.protocol.trace import REDUCING, REDUCTIONS, ROOTED, TRACE, CollectiveSpec
+from ddpnb.protocol.trace import SHOWN, TRACE, CollectiveSpec
 from ddpnb.reports.inside.causes import with_causes
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, find, measured
@@ -53,38 +53,16 @@ def samples_of_sampler(cluster: Cluster, spec: SamplerSpec) -> Handout:
 
 # -- one collective ------------------------------------------------------------------------
 
-MAX_SHOWN_BYTES = 256 * 10**6
 
-
-def collective_spec(
-    name: str,
-    num_ranks: int,
-    *,
-    size: str | int = "",
-    root: int | None = None,
-    op: str = "",
-    ranks: str | None = None,
-) -> CollectiveSpec:
-    """Return what is to be run.
+def collective_spec(name: str, num_ranks: int, ranks: str | None, **chosen: Any) -> CollectiveSpec:
+    """Return what is to be run; ``chosen`` are its options.
 
     Raises:
         UserError: an option does not suit the collective.
     """
-    if name not in COLLECTIVES:
-        raise one_of("collective", name, (*COLLECTIVES, TRACE))
-    chosen = parse_ranks(ranks, num_ranks)
-    if op and op not in REDUCTIONS:
-        raise one_of("op", op, REDUCTIONS)
-    if op and name not in REDUCING:
-        raise UserError(f"{name} computes nothing: leave --op out.")
-    if root is not None and name not in ROOTED:
-        raise UserError(f"{name} has no root: leave --root out.")
-    if root is not None and root not in chosen:
-        raise UserError(f"--root {root} does not take part: {spoken_ranks(chosen)} would.")
-    num_bytes = parse_size(size) if size else 0
-    if num_bytes > MAX_SHOWN_BYTES:
-        raise UserError(f"--size {size} is too large to be shown: at most 256MB a rank.")
-    return CollectiveSpec(name=name, ranks=chosen, num_bytes=num_bytes, root=root, op=op or "sum")
+    if name not in SHOWN:
+        raise one_of("collective", name, (*SHOWN, TRACE))
+    return CollectiveSpec(name=name, ranks=parse_ranks(ranks, num_ranks), **chosen)
 
 
 def run_collective(cluster: Cluster, spec: CollectiveSpec) -> CollectiveResult:

@@ -16,6 +16,7 @@ from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import parse_strategy, spoken_ranks
+from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.versions import AsyncInspection, async_inspection
@@ -35,6 +36,8 @@ MOST_SECONDS = 60.0
 """Of such a run."""
 STRATEGIES = ("ddp", "async")
 """Those that can be inspected."""
+INSPECTED = ("batch_size", "devices", "as_", "link", "slow", "kill")
+"""The options of a training that count here, besides its task."""
 NOTHING = (
     'Name what to inspect: a model of the ranks, %ddp_inspect model --batch "x, y", or a task, '
     "%ddp_inspect --task digits."
@@ -45,21 +48,37 @@ NOTHING = (
 class InspectionRequest:
     """What the user wants to look into; without a model or a task, that of the last comparison."""
 
-    strategy: str = "ddp"
     model: str = ""
     """An expression on the ranks, as ``batch`` and ``loss`` are."""
-    batch: str = ""
-    loss: str = ""
-    bucket_caps: str = ""
-    """Sizes in MB, ``"0.01,1,25"``."""
+    batch: str = option(
+        "",
+        "--batch",
+        example="EXPR",
+        about="the model's input on the ranks: a tensor, or a tuple or a dict of its arguments",
+    )
+    loss: str = option(
+        "", "--loss", example="EXPR", about="a scalar made of `output`; by default its mean"
+    )
+    strategy: str = option(
+        "ddp", "--strategy", example="NAME", about="ddp | async, with options as async:bound=1"
+    )
+    bucket_caps: tuple[float, ...] = option(
+        (),
+        "--bucket-cap",
+        kind=float,
+        above=0,
+        most_values=9,
+        example="MB,MB",
+        about="also with these bucket_cap_mb",
+    )
+    run: str = option("", "--run", example="NAME", about="async: draw this stored run")
     training: TrainingSpec
     """The task, where ``has_task``, and the options named in ``given``."""
     has_task: bool = False
     given: tuple[str, ...] = ()
-    run: str = ""
-    """A stored run to draw in place of a new one."""
 
     def __post_init__(self) -> None:
+        check_options(self)
         name = parse_strategy(self.strategy).name
         if name not in STRATEGIES:
             raise one_of("strategy to inspect", name, STRATEGIES)
@@ -83,15 +102,6 @@ class InspectionRequest:
         beside = [each for each in ("batch", "loss") if getattr(self, each)]
         if beside and not self.model:
             raise UserError(f"--{beside[0]} goes with a model: a task has its own.")
-
-    def caps(self) -> tuple[float, ...]:
-        """Return the sizes of buckets in MB."""
-        try:
-            return tuple(float(part) for part in self.bucket_caps.split(",") if part.strip())
-        except ValueError:
-            raise UserError(
-                f"--bucket-cap takes sizes in MB, such as 0.01,1,25, not {self.bucket_caps}."
-            ) from None
 
     def task(self, last: TrainingSpec | None) -> TrainingSpec:
         """Return the training to inspect.
@@ -127,7 +137,7 @@ def inspect(
         model=request.model,
         batch=request.batch,
         loss=request.loss,
-        bucket_caps=request.caps(),
+        bucket_caps=request.bucket_caps,
         devices=with_devices(cluster, training).emulated,
     )
     return inspect_ddp(cluster, spec)

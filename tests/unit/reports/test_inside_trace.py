@@ -182,12 +182,12 @@ def test_a_collective_is_drawn_up_to_sixteen_ranks(num_ranks: int):
     [
         ("all_redduce", {}, "did you mean all_reduce"),
         ("broadcast", {"op": "max"}, "leave --op out"),
-        ("all_reduce", {"op": "median"}, "no op 'median'"),
+        ("all_reduce", {"op": "median"}, "no --op 'median'"),
         ("all_reduce", {"root": 1}, "leave --root out"),
-        ("reduce", {"root": 7}, "--root 7 does not take part"),
-        ("all_reduce", {"size": "4GB"}, "at most 256MB"),
+        ("reduce", {"root": 7}, "--root 7"),
+        ("all_reduce", {"num_bytes": 4 * 10**9}, "at most 256,000,000"),
     ],
 )
 def test_what_does_not_suit_a_collective_is_one_sentence(name, options, sentence):
     with pytest.raises(UserError, match=sentence):
-        collective_spec(name, 4, **options)
+        collective_spec(name, 4, None, **options)

@@ -176,13 +176,13 @@ def test_only_async_has_versions():
     [
         ({"model": "net", "has_task": True}, "Inspect net or a task"),
         ({"strategy": "fsdp"}, "'fsdp'"),
-        ({"strategy": "async", "bucket_caps": "1"}, "leave --bucket-cap out"),
+        ({"strategy": "async", "bucket_caps": (1.0,)}, "leave --bucket-cap out"),
         ({"given": ("kill",)}, "--kill goes with --strategy async"),
         ({"batch": "x"}, "--batch goes with a model"),
         ({"run": "race", "has_task": True}, "draws what is stored"),
-        ({"bucket_caps": "big"}, "--bucket-cap takes sizes"),
+        ({"bucket_caps": (0.0,)}, "--bucket-cap must be greater than 0"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(given: dict, named: str):
     with pytest.raises(UserError, match=named):
-        InspectionRequest(training=make_training_spec({"task": "digits"}), **given).caps()
+        InspectionRequest(training=make_training_spec({"task": "digits"}), **given)

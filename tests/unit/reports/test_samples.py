@@ -125,7 +125,7 @@ def test_shards_of_a_worker_that_died_are_not_called_nobodys():
 
 
 def test_what_cannot_be_handed_out_is_one_sentence():
-    with pytest.raises(UserError, match="-n takes a whole number"):
+    with pytest.raises(UserError, match="-n must be at least 1"):
         SamplerSpec(num_samples=0)
     with pytest.raises(UserError, match="has no record of its shards"):
         handout_of_run("race", run_with_shards((), ()))
