@@ -129,7 +129,7 @@ def reduce_array(array: "np.ndarray[Any, Any]") -> Any:
 
 
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
-    """Reduce a tensor to its memory; one that covers only parts of its memory is copied.
+    """Reduce a tensor to the memory of its elements in their order, a copy where they lie apart.
 
     Of those that torch reduces itself, the ones on a GPU are copied from it unless they stay.
     """
@@ -140,41 +140,22 @@ def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
     if not is_plain or tensor.is_quantized or tensor.is_nested or device not in ("cpu", "cuda"):
         leaves = device == "cuda" and not stays
         return tensor.cpu().__reduce_ex__(5) if leaves else NotImplemented
-    values = tensor.detach().resolve_conj().resolve_neg().cpu()
-    extent = extent_of(values)
-    if extent > values.numel():
-        values = values.contiguous()
-        extent = values.numel()
-    memory = values.as_strided((extent,), (1,)).view(torch.uint8).numpy()
-    shape, strides = tuple(values.shape), values.stride()
+    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    memory = pickle.PickleBuffer(values.flatten().view(torch.uint8).numpy())
     device = device if stays else "cpu"
-    arguments = (values.dtype, shape, strides, tensor.requires_grad, device)
-    return rebuild_tensor, (pickle.PickleBuffer(memory), *arguments)
-
-
-def extent_of(tensor: Any) -> int:
-    """Return how many elements lie between a tensor's first one and its last, both included."""
-    if not tensor.numel():
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + int(sum((size - 1) * stride for size, stride in steps))
+    shape = tuple(values.shape)
+    return rebuild_tensor, (memory, values.dtype, shape, tensor.requires_grad, device)
 
 
 def rebuild_tensor(
-    memory: Any,
-    dtype: Any,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    requires_grad: bool,
-    device: str,
+    memory: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool, device: str
 ) -> Any:
     """Return a tensor over ``memory``; on a GPU, a copy of it on the process's own device."""
     torch = importlib.import_module("torch")  # in the kernel, only for a tensor that it asked for
     if memoryview(memory).nbytes:
-        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        tensor = torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+        tensor = torch.frombuffer(memory, dtype=dtype).reshape(shape)
     else:
-        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype)
     return tensor.to(device).requires_grad_(requires_grad)
 
 
