@@ -336,21 +336,3 @@ def export(name: str, path: Path | str) -> str:
         A sentence about what was written; after that of a script, the lines that run it.
     """
     return write_export(this_session().load([name]), path)
-
-
-@typed
-def report(name: str, path: Path | str) -> Path:
-    """Write a page that needs no other file: figure, table, code, environment.
-
-    Args:
-        name: a run or a comparison, as ``runs`` lists them.
-        path: must end with ``.html``.
-
-    Returns:
-        The path.
-    """
-    target = Path(path)
-    if target.suffix != ".html":
-        raise UserError(f"The name of a report ends with .html, unlike {target.name}.")
-    export(name, target)
-    return target

@@ -11,7 +11,7 @@ whatever is trained: see ``MODELS``.  ``docs/laboratory.md`` has each figure wit
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddpnb.protocol.errors import UserError, one_of
@@ -206,25 +206,23 @@ def parse_devices(
     card, num_hosts = found[2] or "", int(found[3] or 1)
     if num_hosts < 1 or num % num_hosts:
         raise UserError(f"--devices {text}: {num} devices cannot be shared by {num_hosts} hosts.")
-    made = Devices(num=num, num_hosts=num_hosts, card=card)
-    if card:
-        made = replace(made, device_link=CARDS[card])
-    if model:
-        made = replace(made, model=model, compute=_published(model, card))
-    elif card and not compute:
+    if card and not (model or compute):
         raise UserError(
             f"--devices {text} needs a model with published figures, --as {' | '.join(MODELS)}, "
             "or --compute 0.4ms/sample,2ms."
         )
-    if compute:
-        made = replace(made, compute=parse_compute(compute))
-    if device_link:
-        made = replace(made, device_link=parse_link(device_link))
-    if link and num_hosts == 1 and not device_link:
-        made = replace(made, device_link=parse_link(link))
-    elif link:
-        made = replace(made, host_link=parse_link(link))
-    return made
+    published = _published(model, card) if model else None
+    within = device_link or (link if num_hosts == 1 else "")
+    between = link if num_hosts > 1 or device_link else ""
+    return Devices(
+        num=num,
+        num_hosts=num_hosts,
+        card=card,
+        model=model,
+        compute=parse_compute(compute) if compute else published,
+        device_link=parse_link(within) if within else CARDS.get(card, CORE_LINK),
+        host_link=parse_link(between) if between else HOST_LINK,
+    )
 
 
 def parse_compute(text: str) -> Compute:
