@@ -11,7 +11,7 @@ from ddpnb.history.query import Search
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import Script
-from ddpnb.protocol.options import options_of, read_options, takes_options, typed
+from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import Details, runs_table
@@ -25,10 +25,10 @@ from ddpnb.session.cells import RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.functions import NotebookFunctions
 from ddpnb.session.session import this_session
+from ddpnb.twins import twin
 
 
-@typed
-@takes_options(options_of(ClusterSpec))
+@twin(options_of(ClusterSpec))
 def start(n: int | None = None, **choices: Any) -> Table:
     """Start the ranks and form the process group; the twin of ``%ddp_start``.
 
@@ -49,7 +49,7 @@ def start(n: int | None = None, **choices: Any) -> Table:
     return this_session().start(ClusterSpec(**chosen))
 
 
-@typed
+@twin()
 def stop() -> bool:
     """End every process of the cluster; the twin of ``%ddp_stop``.
 
@@ -59,7 +59,7 @@ def stop() -> bool:
     return this_session().stop()
 
 
-@typed
+@twin()
 def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
     """End ranks and start new ones; their variables are lost.  The twin of ``%ddp_restart``.
 
@@ -70,19 +70,19 @@ def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
     return this_session().restart(n, ranks=ranks)
 
 
-@typed
+@twin()
 def why() -> str:
     """Say where every rank is at this moment, with stacks; the twin of ``%ddp_why``."""
     return this_session().why()
 
 
-@typed
+@twin()
 def status() -> Table:
     """Return the table of what every rank is doing; the twin of ``%ddp_status``."""
     return this_session().status()
 
 
-@typed
+@twin()
 def interrupt() -> str:
     """Stop what runs in the background, keep variables; the twin of ``%ddp_interrupt``.
 
@@ -92,8 +92,7 @@ def interrupt() -> str:
     return this_session().interrupt()
 
 
-@typed
-@takes_options(options_of(CellOptions))
+@twin(options_of(CellOptions))
 def run_cell(source: str, **choices: Any) -> RunningCell | TraceResult | None:
     """Run a cell on ranks; the twin of ``%%ddp``.
 
@@ -113,14 +112,13 @@ def run_cell(source: str, **choices: Any) -> RunningCell | TraceResult | None:
     return this_session().run_cell(source, options)
 
 
-@typed
+@twin()
 def debug(rank: int) -> None:
     """Look into a rank's last error with IPython's debugger; the twin of ``%ddp_debug``."""
     this_session().run_cell("%debug", CellOptions(ranks=str(rank), debug=rank))
 
 
-@typed
-@takes_options(options_of(CellOptions))
+@twin(options_of(CellOptions))
 def run_script(
     script: Path | str,
     arguments: Sequence[object] = (),
@@ -157,13 +155,13 @@ def run_script(
     return this_session().run_cell(source, options, ran)
 
 
-@typed
+@twin()
 def push(ranks: str | None = None, **variables: object) -> None:
     """Copy variables to the ranks: ``push(a=1, b=2)``; the twin of ``%ddp_push``."""
     this_session().push(variables, ranks)
 
 
-@typed
+@twin()
 def pull(expression: str, *, ranks: str | None = None) -> Any:
     """Return the value of an expression on the ranks; the twin of ``%ddp_pull``.
 
@@ -173,8 +171,7 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
     return this_session().pull(expression, ranks)
 
 
-@typed
-@takes_options(
+@twin(
     options_of(ComparisonSpec),
     options_of(PlotOptions, "y", "log", "target", "panels"),
     TRAINING_OPTIONS,
@@ -242,7 +239,7 @@ def compare(
     return this_session().compare(spec)
 
 
-@typed
+@twin()
 def source(strategy: str) -> Code:
     """Return the source of a built-in strategy; the twin of ``%ddp_source``.
 
@@ -265,7 +262,7 @@ def source(strategy: str) -> Code:
     return Code(STRATEGIES[strategy].file.read_text(), language="python")
 
 
-@typed
+@twin()
 def runs(
     text: str = "", *, task: str = "", strategy: str = "", since: str = "", last: int | None = None
 ) -> Table:
@@ -282,26 +279,25 @@ def runs(
     return runs_table(search.among(this_session().store.list()))
 
 
-@typed
+@twin()
 def details(name: str) -> Details:
     """Return all that is needed to repeat a comparison; the twin of ``%ddp_runs --show``."""
     return Details(this_session().store.load(name))
 
 
-@typed
+@twin()
 def rename(name: str, new_name: str) -> str:
     """Rename a stored comparison; return its new name.  The twin of ``%ddp_runs --rename``."""
     return this_session().store.rename(name, new_name)
 
 
-@typed
+@twin()
 def delete(name: str) -> tuple[str, ...]:
     """Delete stored runs; return their names.  The twin of ``%ddp_runs --delete``."""
     return this_session().store.delete(name)
 
 
-@typed
-@takes_options(options_of(PlotOptions))
+@twin(options_of(PlotOptions))
 def plot(*names: str, **choices: Any) -> ComparisonResult:
     """Return stored runs as one comparison that a notebook draws; the twin of ``%ddp_plot``.
 
@@ -312,7 +308,7 @@ def plot(*names: str, **choices: Any) -> ComparisonResult:
     return this_session().load(names, PlotOptions(**read_options(PlotOptions, choices)))
 
 
-@typed
+@twin()
 def load(*names: str) -> ComparisonResult:
     """Return stored runs as one comparison: ``load("race").steps()`` is a DataFrame.
 
@@ -322,7 +318,7 @@ def load(*names: str) -> ComparisonResult:
     return this_session().load(names)
 
 
-@typed
+@twin()
 def export(name: str, path: Path | str) -> str:
     """Write stored runs to a file; the twin of ``%ddp_export``.
 

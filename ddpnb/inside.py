@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.options import options_of, read_options, takes_options, typed
+from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import CollectiveSpec
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec
@@ -27,9 +27,10 @@ from ddpnb.session.inspection import INSPECTED, InspectionRequest
 from ddpnb.session.inspection import inspect as inspect_step
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
+from ddpnb.twins import twin
 
 
-@typed
+@twin()
 def check(*names: str) -> ReplicaCheck:
     """Compare the replicas of all ranks; the twin of ``%ddp_check``.
 
@@ -48,8 +49,7 @@ def check(*names: str) -> ReplicaCheck:
     return check_replicas(this_session().idle_cluster(), names)
 
 
-@typed
-@takes_options(options_of(SamplerSpec))
+@twin(options_of(SamplerSpec))
 def samples(name: str = "", **choices: Any) -> Handout:
     """Show which rank gets which samples; the twin of ``%ddp_samples``.
 
@@ -68,8 +68,7 @@ def samples(name: str = "", **choices: Any) -> Handout:
     return samples_of_sampler(session.idle_cluster(), spec)
 
 
-@typed
-@takes_options(options_of(CollectiveSpec))
+@twin(options_of(CollectiveSpec))
 def show_collective(name: str, *, ranks: str | None = None, **choices: Any) -> CollectiveResult:
     """Run one collective on the ranks and show what it does; the twin of ``%ddp_show``.
 
@@ -89,7 +88,7 @@ def show_collective(name: str, *, ranks: str | None = None, **choices: Any) -> C
     return run_collective(cluster, collective_spec(name, len(cluster.ranks), ranks, **chosen))
 
 
-@typed
+@twin()
 def last_trace() -> TraceResult:
     """Return the trace of the latest cell of ``%%ddp --trace``.
 
@@ -104,8 +103,7 @@ def last_trace() -> TraceResult:
     return trace
 
 
-@typed
-@takes_options(options_of(InspectionRequest), options_of(TrainingSpec, "task", *INSPECTED))
+@twin(options_of(InspectionRequest), options_of(TrainingSpec, "task", *INSPECTED))
 def inspect(
     model: str = "", *, source: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:
@@ -145,8 +143,7 @@ def inspect(
     return inspect_step(session.idle_cluster(), request, session.last_training)
 
 
-@typed
-@takes_options(options_of(Question))
+@twin(options_of(Question))
 def predict(
     ranks: str | Sequence[int] = "1,2,4,8", *, run: str = "", **choices: Any
 ) -> PredictionResult:
@@ -167,7 +164,7 @@ def predict(
     return predicted(this_session().store, question, run)
 
 
-@typed
+@twin()
 def advise() -> Advice:
     """Recommend a strategy for where the ranks live; the twin of ``%ddp_advise``.
 

@@ -6,29 +6,15 @@ Python follow from the declaration.
 """
 
 import dataclasses
-import functools
-import inspect
 import keyword
 import math
 import operator
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Parameter
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from ddpnb.protocol.errors import UserError, closest, kind_of, one_of
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-OTHER_NAMES = "other_names"
-"""The attribute of a function with what users may take for the names of its arguments."""
-
-CHOICES = "    **choices: as listed."
-"""The line of a docstring in whose place the options are described."""
+from ddpnb.protocol.errors import UserError, kind_of, one_of
 
 WORDS = {
     bool: "True or False",
@@ -213,26 +199,6 @@ def check_options(spec: Any) -> None:
         object.__setattr__(spec, name, checked)
 
 
-def takes_options(*groups: Mapping[str, Option]) -> Callable[[Function], Function]:
-    """Replace ``**choices`` by options, in a function's signature and help."""
-    fields = {name: each for group in groups for name, each in group.items()}
-
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        added = [each for each in fields.values() if each.keyword not in signature.parameters]
-        own += [Parameter(o.keyword, Parameter.KEYWORD_ONLY, default=o.default) for o in added]
-        function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
-        stored_as = {name: each.keyword for name, each in fields.items()}  # in DataFrames
-        setattr(function, OTHER_NAMES, stored_as)
-        lines = (f"    {o.keyword}: {'False: ' * (o.default is True)}{o.meaning}." for o in added)
-        doc = inspect.getdoc(function) or ""  # without the indentation that Python 3.13 removes
-        function.__doc__ = doc.replace(CHOICES, "\n".join(lines))
-        return function
-
-    return decorate
-
-
 # -- types ---------------------------------------------------------------------------------
 
 
@@ -263,42 +229,3 @@ def as_kind(name: str, value: object, kind: type) -> Any:
 
 
 _ABSTRACT: dict[type, type] = {int: Integral, float: Real, str: str}
-
-
-def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Make a function check its arguments by its signature and annotations.
-
-    Where one does not fit, is unknown or is missing, the call raises a ``UserError``.
-    """
-    signature = inspect.signature(function)
-    hints = typing.get_type_hints(function)
-
-    @functools.wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            unknown = next((name for name in kwargs if name not in signature.parameters), "")
-            known_as = getattr(function, OTHER_NAMES, {}).get(unknown)
-            near = known_as or closest(unknown, list(signature.parameters))
-            advice = f"did you mean {near}?" if near else f"ddpnb.{function.__name__}? explains it."
-            raise UserError(f"{function.__name__}: {error}; {advice}") from None
-        for name, value in bound.arguments.items():
-            if signature.parameters[name].kind is Parameter.VAR_POSITIONAL:
-                each = (as_kind(f"each of {name}", one, hints[name]) for one in value)
-                bound.arguments[name] = tuple(each)
-            else:
-                bound.arguments[name] = _as_annotated(name, value, hints.get(name, object))
-        return function(*bound.args, **bound.kwargs)
-
-    return call
-
-
-def _as_annotated(name: str, value: Any, hint: Any) -> Any:
-    """Return a value as the type that it is annotated with; see ``as_kind``."""
-    kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
-    if object in kinds or any(type(value) is kind for kind in kinds):
-        return value
-    if isinstance(value, kinds) and not isinstance(value, bool | str | float):
-        return value  # such as a path
-    return as_kind(name, value, next(kind for kind in (int, float, str, bool) if kind in kinds))
