@@ -9,7 +9,7 @@ from IPython.display import Code
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.query import Search
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.errors import UserError, closest
+from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import Script
 from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.training_options import TRAINING_OPTIONS
@@ -256,9 +256,7 @@ def source(strategy: str) -> Code:
         UserError: there is no such strategy.
     """
     if strategy not in STRATEGIES:
-        near = closest(strategy, STRATEGIES)
-        advice = f"did you mean {near}?" if near else f"there are {', '.join(STRATEGIES)}."
-        raise UserError(f"There is no strategy {strategy!r} with a file; {advice}")
+        raise one_of("strategy", strategy, STRATEGIES)
     return Code(STRATEGIES[strategy].file.read_text(), language="python")
 
 

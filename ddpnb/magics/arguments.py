@@ -183,32 +183,38 @@ def following(
     name = words[0].lstrip("%")
     if not name.startswith(("ddp", "rank")):
         return
+    if name == "ddp_run" and any(word.endswith(".py") for word in words):
+        return  # the script's own arguments
+    magic = next((getattr(each, name) for each in magics if hasattr(each, name)), None)
+    found: Offered | None = ("", ())
+    with contextlib.suppress(UserError):  # the store cannot be read, or has no such run
+        found = values(words, prefix)
+        kind, texts = found or names(name, namespace, prefix)
+        yield from (SimpleCompletion(text, type=kind) for text in texts)
+    if found is None:
+        yield from (SimpleCompletion(text, type="option") for text in flags(magic))
+
+
+Offered = tuple[str, Iterable[str]]
+"""Completions, after the kind that a notebook shows beside them."""
+
+
+def values(words: Sequence[str], prefix: str) -> Offered | None:
+    """Return the values of an option at the end of a line; None where there are none to list."""
     match words[-1]:
         case "--profile":
-            yield from of_kind("profile", profiles())
+            return "profile", profiles()
         case "--task":
-            yield from of_kind("task", choices(TASKS, prefix))
+            return "task", choices(TASKS, prefix)
         case "--run":
-            yield from names("ddp_plot", namespace, prefix)
-        case _ if name == "ddp_run" and any(word.endswith(".py") for word in words):
-            return  # the script's own arguments
-        case "--y" if name == "ddp_plot":
-            with contextlib.suppress(UserError):  # none of the words is a run
-                yield from of_kind("number", this_session().measured(words[1:]))
+            return "run", this_session().names()
+        case "--y" if words[0] == "%ddp_plot":
+            return "number", this_session().measured(words[1:])
         case "--strategies":
             before = prefix[: prefix.rfind(",") + 1]
-            yield from of_kind("strategy", (f"{before}{each}" for each in VALUES["--strategies"]))
-        case option if VALUES.get(option):
-            yield from of_kind("value", VALUES[option])
-        case _:
-            yield from names(name, namespace, prefix)
-            found = next((getattr(each, name) for each in magics if hasattr(each, name)), None)
-            yield from of_kind("option", flags(found))
-
-
-def of_kind(kind: str, texts: Iterable[str]) -> Iterator[SimpleCompletion]:
-    """Yield completions with the kind that a notebook shows beside them."""
-    return (SimpleCompletion(text, type=kind) for text in texts)
+            return "strategy", (f"{before}{each}" for each in VALUES["--strategies"])
+        case option:
+            return ("value", VALUES[option]) if VALUES.get(option) else None
 
 
 def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:
@@ -234,24 +240,23 @@ def scripts(prefix: str) -> Iterator[str]:
                 yield f"{head}{path.name}{'/' if path.is_dir() else ''}"
 
 
-def names(magic: str, namespace: dict[str, object], prefix: str) -> Iterator[SimpleCompletion]:
-    """Yield the names that a magic takes: strategies, runs, variables."""
+def names(magic: str, namespace: Mapping[str, object], prefix: str) -> Offered:
+    """Return the names that a magic takes: strategies, runs, variables."""
     match magic:
         case "ddp_compare":
-            yield from of_kind("strategy", choices(STRATEGIES, prefix))
+            return "strategy", choices(STRATEGIES, prefix)
         case "ddp_source":
-            yield from of_kind("strategy", STRATEGIES)
+            return "strategy", STRATEGIES
         case "ddp_show":
-            yield from of_kind("collective", (*SHOWN, TRACE))
+            return "collective", (*SHOWN, TRACE)
         case "ddp_auto":
-            yield from of_kind("value", ("on", "off"))
+            return "value", ("on", "off")
         case "ddp_push":
-            here = [name for name in namespace if not name.startswith("_")]
-            yield from of_kind("variable", sorted(here))
+            return "variable", sorted(name for name in namespace if not name.startswith("_"))
         case "ddp_inspect":
-            yield from of_kind("variable", this_session().known_names())
+            return "variable", this_session().known_names()
         case "ddp_run":
-            yield from of_kind("path", scripts(prefix))
+            return "path", scripts(prefix)
         case "ddp_plot" | "ddp_runs" | "ddp_export" | "ddp_samples":
-            with contextlib.suppress(UserError):  # the store cannot be read
-                yield from of_kind("run", this_session().names())
+            return "run", this_session().names()
+    return "", ()
