@@ -33,90 +33,76 @@ class ClusterSpec:
     num_ranks: int | None = option(
         None,
         "-n",
-        kind=int,
+        "number of ranks; by default one per GPU, or up to 4 on the CPU",
         least=1,
         most=MAX_RANKS,
-        about="number of ranks; by default one per GPU, or up to 4 on the CPU",
     )
     devices: str = option(
         "",
         "--devices",
+        "emulate these in all comparisons: a rank for each",
         example="8xV100",
         offers=tuple(f"8x{card}" for card in CARDS),
-        about="emulate these in all comparisons: a rank for each",
     )
     as_: str = option(
-        "",
-        "--as",
-        example="MODEL",
-        offers=tuple(MODELS),
-        about="whose published figures these have",
+        "", "--as", "whose published figures these have", example="MODEL", offers=tuple(MODELS)
     )
     device: str = option(
-        "auto", "--device", choices=DEVICES, example="NAME", about="what the ranks compute on"
+        "auto", "--device", "what the ranks compute on", choices=DEVICES, example="NAME"
     )
     backend: str = option(
-        "auto", "--backend", choices=BACKENDS, example="NAME", about="of torch.distributed"
+        "auto", "--backend", "of torch.distributed", choices=BACKENDS, example="NAME"
     )
     num_threads: int | None = option(
         None,
         "--threads",
-        kind=int,
+        "CPU threads of each rank; by default the cores divided by the ranks",
         least=1,
-        about="CPU threads of each rank; by default the cores divided by the ranks",
     )
     method: str | None = option(
         None,
         "--method",
-        kind=str,
+        "how ranks start; by default fork on Linux, spawn elsewhere",
         choices=METHODS,
         example="NAME",
-        about="how ranks start; by default fork on Linux, spawn elsewhere",
     )
     hosts: str = option(
-        "",
-        "--hosts",
-        example="a:4,b:4",
-        about="hosts that ssh reaches, each with its number of ranks",
+        "", "--hosts", "hosts that ssh reaches, each with its number of ranks", example="a:4,b:4"
     )
     interface: str = option(
         "",
         "--interface",
+        "the network between the hosts; by default the one that ssh came by",
         example="NAME",
-        about="the network between the hosts; by default the one that ssh came by",
     )
     python: str = option(
         "",
         "--python",
+        "the Python on the hosts; by default this one's path if it exists, else python3",
         example="PATH",
-        about="the Python on the hosts; by default this one's path if it exists, else python3",
     )
     engines: str = option(
         "",
         "--engines",
+        f"{' | '.join(ENGINES)}: what starts the ranks on other hosts; by default ssh",
         example="NAME",
         offers=ENGINES,
-        about=f"{' | '.join(ENGINES)}: what starts the ranks on other hosts; by default ssh",
     )
     profile: str = option(
-        "", "--profile", example="NAME", about="of ipyparallel, whose launcher starts the ranks"
+        "", "--profile", "of ipyparallel, whose launcher starts the ranks", example="NAME"
     )
     ranks_per_host: int | None = option(
-        None,
-        "--ranks-per-host",
-        kind=int,
-        about="of -n, with --engines or --profile; by default all on one host",
+        None, "--ranks-per-host", "of -n, with --engines or --profile; by default all on one host"
     )
     slurm: str = option(
-        "", "--slurm", example="OPTIONS", about='of Slurm\'s job: "partition=gpu time=1:00:00"'
+        "", "--slurm", 'of Slurm\'s job: "partition=gpu time=1:00:00"', example="OPTIONS"
     )
     timeout: float | None = option(
         None,
         "--timeout",
-        kind=float,
+        "how long a job may wait in the queue; 600 by default",
         above=0,
         example="SECONDS",
-        about="how long a job may wait in the queue; 600 by default",
     )
 
     @property

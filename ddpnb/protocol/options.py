@@ -6,9 +6,11 @@ Python follow from the declaration.
 """
 
 import dataclasses
+import functools
 import keyword
 import math
 import operator
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -33,7 +35,7 @@ class Option:
     about: str
     """A line of help."""
     kind: type | None = None
-    """The type of a value, where ``default`` is None; ``tuple``: of texts."""
+    """The type of a value, where ``default`` is None and no field has it; ``tuple``: of texts."""
     choices: tuple[str, ...] = ()
     offers: tuple[str, ...] = ()
     """What Tab offers, where other values are valid too."""
@@ -160,20 +162,37 @@ class Option:
 # -- the options of a spec -----------------------------------------------------------------
 
 
-def option(default: Any, flag: str, **described: Any) -> Any:
+def option(default: Any, flag: str, about: str, **described: Any) -> Any:
     """Return a field of a spec that the user can choose; ``described`` are fields of ``Option``."""
-    made = Option(default=default, flag=flag, **described)
+    made = Option(default=default, flag=flag, about=about, **described)
     return dataclasses.field(default=default, metadata={"option": made})
 
 
-def options_of(kind: Any, *names: str) -> dict[str, Option]:
+def options_of(kind: type, *names: str) -> dict[str, Option]:
     """Return the options of a spec, of all fields or of those named, by the field."""
-    fields = dataclasses.fields(kind)
-    found = {each.name: each.metadata["option"] for each in fields if each.metadata}
-    return {name: found[name] for name in names} if names else found
+    found = _options_of(kind)
+    return {name: found[name] for name in names or found}
 
 
-def read_options(kind: Any, choices: Mapping[str, Any]) -> dict[str, Any]:
+@functools.cache
+def _options_of(spec: type) -> dict[str, Option]:
+    found = {}
+    for each in dataclasses.fields(spec):
+        if each.metadata:
+            made: Option = each.metadata["option"]
+            found[each.name] = dataclasses.replace(made, kind=_kind_in(each.type, made))
+    return found
+
+
+def _kind_in(annotation: Any, made: Option) -> type:
+    """Return the type of a value: ``int`` for ``int | None``, ``tuple`` for several texts."""
+    if typing.get_origin(annotation) is tuple and made.most_values == 1:
+        return tuple
+    kinds: tuple[type, ...] = typing.get_args(annotation)
+    return kinds[0] if kinds else annotation  # before None, or ...
+
+
+def read_options(kind: type, choices: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a spec that the user chose.
 
     Args:
@@ -192,7 +211,7 @@ def read_options(kind: Any, choices: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_options(spec: Any) -> None:
     """Check the options of a frozen spec; each has a value of its own kind then."""
-    for name, each in options_of(spec).items():
+    for name, each in options_of(type(spec)).items():
         value = getattr(spec, name)
         is_several = each.most_values > 1 and isinstance(value, tuple)
         checked = each.read(each.flag, value) if is_several else each.validate(each.flag, value)

@@ -92,19 +92,18 @@ class CollectiveSpec:
     num_bytes: int = option(
         0,
         "--size",
+        "of the tensor that a rank gives; by default a few numbers",
         from_text=parse_size,
         most=256_000_000,
         example="4MB",
-        about="of the tensor that a rank gives; by default a few numbers",
     )
     root: int | None = option(
         None,
         "--root",
-        kind=int,
+        "the rank that gives, or gets, everything; by default the first",
         example="RANK",
-        about="the rank that gives, or gets, everything; by default the first",
     )
-    op: str = option("sum", "--op", choices=REDUCTIONS, example="NAME", about="what is computed")
+    op: str = option("sum", "--op", "what is computed", choices=REDUCTIONS, example="NAME")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -26,26 +26,25 @@ class PlotOptions:
     x: str = option(
         "",
         "--x",
+        "draw losses against this alone; by default samples and seconds side by side",
         choices=ACROSS,
         example="AXIS",
-        about="draw losses against this alone; by default samples and seconds side by side",
     )
     y: str = option(
         "",
         "--y",
+        "draw this further number that the steps measured, in place of the loss",
         example="NAME",
-        about="draw this further number that the steps measured, in place of the loss",
     )
-    log: bool = option(False, "--log", about="draw losses on a logarithmic axis")
+    log: bool = option(False, "--log", "draw losses on a logarithmic axis")
     target: Target | None = option(
         None,
         "--target",
-        kind=Target,
+        "show when each run reaches this training loss; accuracy=0.95: held-out accuracy",
         from_text=parse_target,
         example="LOSS",
-        about="show when each run reaches this training loss; accuracy=0.95: held-out accuracy",
     )
-    panels: str = option("", "--panels", choices=PANELS, example="all", about="draw every panel")
+    panels: str = option("", "--panels", "draw every panel", choices=PANELS, example="all")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -51,67 +51,56 @@ class Question:
     ranks: tuple[int, ...] = option(
         (1, 2, 4, 8),
         "--ranks",
-        kind=int,
+        "numbers of ranks",
         least=1,
         most=MAX_RANKS,
         most_values=100,
         example="1,8,64",
-        about="numbers of ranks",
     )
     strategies: tuple[str, ...] = option(
         (),
         "--strategies",
+        "which strategies; by default those compared",
         example="ddp,async",
         offers=tuple(FORMULAS),
-        about="which strategies; by default those compared",
     )
     link: str = option(
         "",
         "--link",
+        "between the ranks, with --hosts between hosts; or 1Gbit,0.5ms; by default this "
+        "machine, as it was measured, or the devices that were emulated",
         example="100GbE",
         offers=tuple(LINKS),
-        about="between the ranks, with --hosts between hosts; or 1Gbit,0.5ms; by default this "
-        "machine, as it was measured, or the devices that were emulated",
     )
     ranks_per_host: int | None = option(
-        None, "--hosts", kind=int, least=1, about="ranks on each host; --link is between hosts"
+        None, "--hosts", "ranks on each host; --link is between hosts", least=1
     )
     inside: str = option(
-        "",
-        "--inside",
-        example="pcie4",
-        offers=tuple(LINKS),
-        about="the link between the ranks of a host",
+        "", "--inside", "the link between the ranks of a host", example="pcie4", offers=tuple(LINKS)
     )
     cores: int | None = option(
         None,
         "--cores",
-        kind=int,
+        "cores that the ranks of a host share; by default each has a device of its own",
         least=1,
-        about="cores that the ranks of a host share; by default each has a device of its own",
     )
     algorithm: str = option(
-        "",
-        "--algorithm",
-        choices=(*ALL_REDUCES, BEST),
-        example="NAME",
-        about="of all-reduces",
+        "", "--algorithm", "of all-reduces", choices=(*ALL_REDUCES, BEST), example="NAME"
     )
     step: str = option(
         "",
         "--step",
+        "of another device, in place of this machine's: the seconds for so many samples",
         example="178ms/64",
-        about="of another device, in place of this machine's: the seconds for so many samples",
     )
     accumulate: int | None = option(
-        None, "--accumulate", kind=int, least=1, about="micro-batches of --step; by default 1"
+        None, "--accumulate", "micro-batches of --step; by default 1", least=1
     )
     batch_per_worker: int | None = option(
         None,
         "--batch-per-worker",
-        kind=int,
+        "samples of each rank in a step; by default as in the comparison or in --step",
         least=1,
-        about="samples of each rank in a step; by default as in the comparison or in --step",
     )
 
     def __post_init__(self) -> None:

@@ -11,30 +11,24 @@ class CellOptions:
     """The options of ``%%ddp`` and ``%ddp_run``."""
 
     ranks: str | None = option(
-        None, "--ranks", kind=str, example="0,2-3", about="those that run it; by default all"
+        None, "--ranks", "those that run it; by default all", example="0,2-3"
     )
-    wait: bool = option(True, "--no-wait", about="return at once; output follows as it arrives")
-    name: str = option("", "--name", example="NAME", about="the run that ddpnb.log in it adds to")
+    wait: bool = option(True, "--no-wait", "return at once; output follows as it arrives")
+    name: str = option("", "--name", "the run that ddpnb.log in it adds to", example="NAME")
     timeout: float | None = option(
-        None,
-        "--timeout",
-        kind=float,
-        above=0,
-        example="SECONDS",
-        about="interrupt the ranks after this time",
+        None, "--timeout", "interrupt the ranks after this time", above=0, example="SECONDS"
     )
     check: bool = option(
-        False, "--check", about="compare the exact shapes of collectives across the ranks too; slow"
+        False, "--check", "compare the exact shapes of collectives across the ranks too; slow"
     )
     debug: int | None = option(
         None,
         "--debug",
-        kind=int,
+        "stop this rank at breakpoint(), with the notebook's prompt",
         example="RANK",
-        about="stop this rank at breakpoint(), with the notebook's prompt",
     )
     trace: bool = option(
-        False, "--trace", about="record every collective and message, and draw the time line"
+        False, "--trace", "record every collective and message, and draw the time line"
     )
 
     def __post_init__(self) -> None:

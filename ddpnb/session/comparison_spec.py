@@ -30,17 +30,17 @@ class ComparisonSpec:
     """As the user writes them: ``"ddp"`` or ``"ddp:hook=fp16"``."""
     training: TrainingSpec
     num_repeats: int = option(
-        1, "--repeats", least=1, about="trainings of each strategy; the strategies take turns"
+        1, "--repeats", "trainings of each strategy; the strategies take turns", least=1
     )
     name: str = option(
-        "", "--name", example="NAME", about="of the stored comparison; by default made of the task"
+        "", "--name", "of the stored comparison; by default made of the task", example="NAME"
     )
     baseline: bool = option(
         True,
         "--no-baseline",
-        about="do not train single, the reference of the speed-up, and no-comm, its ceiling",
+        "do not train single, the reference of the speed-up, and no-comm, its ceiling",
     )
-    wait: bool = option(True, "--no-wait", about="return at once, and train in the background")
+    wait: bool = option(True, "--no-wait", "return at once, and train in the background")
     options: PlotOptions = EVERYTHING
     functions: NotebookFunctions | None = None
     """What ``training.source`` stands for; None: it is a cell of its own."""

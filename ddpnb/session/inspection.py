@@ -53,25 +53,19 @@ class InspectionRequest:
     batch: str = option(
         "",
         "--batch",
+        "the model's input on the ranks: a tensor, or a tuple or a dict of its arguments",
         example="EXPR",
-        about="the model's input on the ranks: a tensor, or a tuple or a dict of its arguments",
     )
     loss: str = option(
-        "", "--loss", example="EXPR", about="a scalar made of `output`; by default its mean"
+        "", "--loss", "a scalar made of `output`; by default its mean", example="EXPR"
     )
     strategy: str = option(
-        "ddp", "--strategy", example="NAME", about="ddp | async, with options as async:bound=1"
+        "ddp", "--strategy", "ddp | async, with options as async:bound=1", example="NAME"
     )
     bucket_caps: tuple[float, ...] = option(
-        (),
-        "--bucket-cap",
-        kind=float,
-        above=0,
-        most_values=9,
-        example="MB,MB",
-        about="also with these bucket_cap_mb",
+        (), "--bucket-cap", "also with these bucket_cap_mb", above=0, most_values=9, example="MB,MB"
     )
-    run: str = option("", "--run", example="NAME", about="async: draw this stored run")
+    run: str = option("", "--run", "async: draw this stored run", example="NAME")
     training: TrainingSpec
     """The task, where ``has_task``, and the options named in ``given``."""
     has_task: bool = False
