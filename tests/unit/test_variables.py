@@ -14,17 +14,11 @@ from ddpnb.protocol.variables import dump, in_file, in_message, receive
 NUM = 3_000_000
 
 
-def read_only() -> "np.ndarray":
-    array = np.arange(NUM)
-    array.flags.writeable = False
-    return array
-
-
 ARRAYS = {
     "structured": np.ones(NUM, dtype=[("a", "i4"), ("b", "f8")]),
     "objects": np.array([1, "x", None, [2]], dtype=object),
     "Fortran order": np.asfortranarray(np.arange(NUM).reshape(1000, -1)),
-    "read-only": read_only(),
+    "read-only": np.broadcast_to(np.arange(3), (NUM, 3)),
     "strided": np.arange(NUM)[::3],
     "permuted": np.arange(NUM).reshape(30, 100, -1).transpose(1, 0, 2),
     "empty": np.zeros((0, 3)),

@@ -11,7 +11,11 @@ import pytest
 
 from ddpnb import api, inside
 from ddpnb.history.database import to_text
+from ddpnb.magics.arguments import flags
+from ddpnb.magics.inside import InsideMagics
+from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.options import Option
 from ddpnb.session.comparison_spec import ComparisonSpec
 
 WRONG = [
@@ -69,3 +73,22 @@ def test_all_twins_are_checked():
     assert len(twins) > 20
     for twin in twins:
         assert hasattr(twin, "__wrapped__"), twin
+
+
+@pytest.mark.parametrize(
+    ("magic", "twin"),
+    [
+        (DdpMagics.ddp_start, api.start),
+        (DdpMagics.ddp, api.run_cell),
+        (DdpMagics.ddp_run, api.run_script),
+        (DdpMagics.ddp_compare, api.compare),
+        (DdpMagics.ddp_plot, api.plot),
+        (InsideMagics.ddp_samples, inside.samples),
+        (InsideMagics.ddp_inspect, inside.inspect),
+        (InsideMagics.ddp_predict, inside.predict),
+    ],
+)
+def test_a_magic_and_its_twin_take_the_same_options(magic, twin: Callable[..., object]):
+    keywords = {Option(default=None, about="", flag=flag).keyword for flag in flags(magic)}
+    own = {"n", "m", "i"}  # short ones
+    assert keywords - own <= inspect.signature(twin).parameters.keys()
