@@ -238,17 +238,6 @@ def parse_kills(texts: Sequence[str]) -> tuple[Kill, ...]:
     return kills
 
 
-def check_fault_ranks(slow: Sequence[str], kill: Sequence[str], world_size: int) -> None:
-    """Check that the ranks of all faults exist."""
-    named = [("--slow", text, parse_slow(text).rank) for text in slow]
-    named += [("--kill", text, parse_kill(text).rank) for text in kill]
-    for option, text, rank in named:
-        if rank >= world_size:
-            last = world_size - 1
-            there_are = "there is only rank 0" if last == 0 else f"the ranks are 0-{last}"
-            raise UserError(f"{option} {text}: there is no rank {rank}; {there_are}.")
-
-
 # -- an emulated network -------------------------------------------------------------------
 
 MAX_LATENCY_SECONDS = 10.0

@@ -195,7 +195,7 @@ WRONG = {
     "option": ("--epochs 1", "--epoxs 1", "did you mean --epochs?"),
     "cell": ("Linear(4, 2)", "Linear(5, 2)", "model(inputs) failed on a batch"),
     "target": ("--epochs 1", "--target accuracy=0.9 --eval-every 0", "leave --eval-every 0 out"),
-    "ranks": ("--epochs 1", "--slow 7:3x", "there is no rank 7; the ranks are 0-1"),
+    "ranks": ("--epochs 1", "--slow 7:3x", "There is no rank 7: the ranks are 0-1"),
 }
 """Mistakes that are found in the line, on the ranks, and beside what they found."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
-from ddpnb.protocol.notation import check_fault_ranks, parse_slow, parse_strategy
+from ddpnb.protocol.notation import parse_kills, parse_ranks, parse_slow, parse_strategy
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.meter import Meter, Timer
@@ -231,7 +231,9 @@ def build_context(
         UserError: something cannot be trained.
         Exception: whatever the cell itself raises, with its own traceback.
     """
-    check_fault_ranks(spec.slow, spec.kill, state.world_size)
+    named = [each.rank for each in map(parse_slow, spec.slow)]
+    named += [each.rank for each in parse_kills(spec.kill)]
+    parse_ranks(",".join(map(str, named)), state.world_size)  # raises where one is missing
     # so that the data are the same on every rank, and in every repeat
     seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)
     task = load_task(spec, namespace, filename)
