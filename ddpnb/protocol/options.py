@@ -65,6 +65,11 @@ class Option:
         return f"{name}_" if keyword.iskeyword(name) else name
 
     @property
+    def name(self) -> str:
+        """What errors call it; only in Python can ``wait`` have a wrong value."""
+        return self.keyword if self.default is True else self.flag
+
+    @property
     def meaning(self) -> str:
         """Its line of help, with its choices if it has any."""
         return f"{' | '.join(self.choices)}: {self.about}" if self.choices else self.about
@@ -203,7 +208,7 @@ def read_options(kind: type, choices: Mapping[str, Any]) -> dict[str, Any]:
         UserError: a choice is not possible.
     """
     return {
-        name: each.read(each.flag, choices[each.keyword])
+        name: each.read(each.name, choices[each.keyword])
         for name, each in options_of(kind).items()
         if each.keyword in choices
     }
@@ -214,7 +219,7 @@ def check_options(spec: Any) -> None:
     for name, each in options_of(type(spec)).items():
         value = getattr(spec, name)
         is_several = each.most_values > 1 and isinstance(value, tuple)
-        checked = each.read(each.flag, value) if is_several else each.validate(each.flag, value)
+        checked = each.read(each.name, value) if is_several else each.validate(each.name, value)
         object.__setattr__(spec, name, checked)
 
 

@@ -26,6 +26,7 @@ WRONG = [
     (["save", "True or False", "1"], lambda: api.compare("ddp", save=1)),
     (["lr", "greater than 0"], lambda: api.compare("ddp", lr=0)),
     (["target", "an object"], lambda: api.compare("ddp", target=object())),
+    (["wait takes", "3"], lambda: api.run_cell("1", wait=3)),
     (["n ", "True"], lambda: api.start(True)),
     (["arguments", "a list"], lambda: api.run_script("train.py", "--epochs 3")),
     (["ranks", "3"], lambda: api.push(3, a=1)),
