@@ -213,6 +213,6 @@ def _words(spec: RunSpec) -> list[str]:
             continue
         elif name != "task":
             words += option.words(
-                spec.rate_words if option.most_values > 1 else getattr(spec, name)
+                spec.rate_words if name == "learning_rate" else getattr(spec, name)
             )
     return words

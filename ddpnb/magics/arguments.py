@@ -142,7 +142,7 @@ def _settings(option: Option) -> dict[str, Any]:
         return settings | {"action": f"store_{str(not default).lower()}", "help": about}
     if default not in (None, (), "", CELL_TASK):
         about = f"{about} [{str(default).removesuffix('.0')}]"
-    if option.value_kind is tuple:
+    if option.most_values > 1:
         settings["action"] = "append"
     return settings | {"metavar": option.example, "help": about}
 

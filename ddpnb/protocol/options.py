@@ -11,20 +11,14 @@ import keyword
 import math
 import operator
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 from ddpnb.protocol.errors import UserError, kind_of, one_of
 
-WORDS = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    tuple: "a text or a list of texts",
-}
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +29,7 @@ class Option:
     about: str
     """A line of help."""
     kind: type | None = None
-    """The type of a value, where ``default`` is None and no field has it; ``tuple``: of texts."""
+    """The type of a value, where ``default`` is None and no field has it."""
     choices: tuple[str, ...] = ()
     offers: tuple[str, ...] = ()
     """What Tab offers, where other values are valid too."""
@@ -98,19 +92,26 @@ class Option:
         Raises:
             UserError: it is not valid; calls the option ``name``, and says what is.
         """
-        if self.most_values > 1 and given is not None:
-            return self._read_several(name, given)
-        return self._read_one(name, given)
+        if self.most_values == 1 or given is None:
+            return self._read_one(name, given)
+        texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
+        parts: list[Any] = []
+        for each in texts:
+            parts += each.split(",") if isinstance(each, str) else [each]
+        if len(parts) > 1 and any(isinstance(part, str) and not part.strip() for part in parts):
+            raise UserError(f"{name} {given} lacks a value beside a comma: write 1,2.")
+        values = tuple(self._read_one(name, part) for part in parts)
+        if twice := [value for value in values if values.count(value) > 1]:
+            raise UserError(f"{name} has {twice[0]} twice: give each value once.")
+        if len(values) > self.most_values or (self.default and not values):
+            raise UserError(f"{name} takes 1 to {self.most_values} values, not {len(values)}.")
+        return values
 
     def _read_one(self, name: str, given: Any) -> Any:
-        kind = self.value_kind
         if self.from_text is not None and isinstance(given, str | Real):
             return self.validate(name, self.from_text(name, str(given)), given)
-        value: Any = given
-        if kind is tuple:
-            texts = as_kind(name, [given] if isinstance(given, str) else given, tuple)
-            value = tuple(part for text in texts for part in text.split(","))
-        elif kind is bool and isinstance(given, str):
+        kind, value = self.value_kind, given
+        if kind is bool and isinstance(given, str):
             if given not in self.values:
                 raise UserError(f"{name} takes on or off, not {given!r}.")
             value = given == "on"
@@ -120,21 +121,6 @@ class Option:
             except ValueError:
                 value = given  # refused below
         return self.validate(name, value, given)
-
-    def _read_several(self, name: str, given: Any) -> tuple[Any, ...]:
-        """Return the valid values in ``"0.02,0.05"`` or in a list."""
-        if isinstance(given, str) or not isinstance(given, Iterable):
-            parts: list[Any] = given.split(",") if isinstance(given, str) else [given]
-        else:
-            parts = list(given)
-        if len(parts) > 1 and any(isinstance(part, str) and not part.strip() for part in parts):
-            raise UserError(f"{name} {given} lacks a value beside a comma: write 1,2.")
-        values = tuple(self._read_one(name, part) for part in parts)
-        if twice := [value for value in values if values.count(value) > 1]:
-            raise UserError(f"{name} has {twice[0]:g} twice: give each value once.")
-        if len(values) > self.most_values or (self.default and not values):
-            raise UserError(f"{name} takes 1 to {self.most_values} values, not {len(values)}.")
-        return values
 
     def validate(self, name: str, value: Any, given: Any = None) -> Any:
         """Return a value, converted by ``as_kind``, if it is valid; raises as ``read``.
@@ -185,14 +171,12 @@ def _options_of(spec: type) -> dict[str, Option]:
     for each in dataclasses.fields(spec):
         if each.metadata:
             made: Option = each.metadata["option"]
-            found[each.name] = dataclasses.replace(made, kind=_kind_in(each.type, made))
+            found[each.name] = dataclasses.replace(made, kind=_kind_in(each.type))
     return found
 
 
-def _kind_in(annotation: Any, made: Option) -> type:
-    """Return the type of a value: ``int`` for ``int | None``, ``tuple`` for several texts."""
-    if typing.get_origin(annotation) is tuple and made.most_values == 1:
-        return tuple
+def _kind_in(annotation: Any) -> type:
+    """Return the type of a value: ``int`` for ``int | None``, ``str`` for ``tuple[str, ...]``."""
     kinds: tuple[type, ...] = typing.get_args(annotation)
     return kinds[0] if kinds else annotation  # before None, or ...
 
@@ -218,7 +202,7 @@ def check_options(spec: Any) -> None:
     """Check the options of a frozen spec; each has a value of its own kind then."""
     for name, each in options_of(type(spec)).items():
         value = getattr(spec, name)
-        is_several = each.most_values > 1 and isinstance(value, tuple)
+        is_several = each.most_values > 1 and isinstance(value, tuple | list)  # from the store
         checked = each.read(each.name, value) if is_several else each.validate(each.name, value)
         object.__setattr__(spec, name, checked)
 
@@ -230,13 +214,11 @@ def as_kind(name: str, value: object, kind: type) -> Any:
     """Return a value as an object of a built-in type, which can be stored and sent anywhere.
 
     Accepts numpy's numbers, and a whole number for a float.  ``name`` is what the user calls it;
-    ``kind`` is ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for texts.
+    ``kind`` is ``bool``, ``int``, ``float``, ``str``, or a class whose values stay as they are.
 
     Raises:
         UserError: it is of another kind.
     """
-    if kind is tuple and isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(as_kind(f"each of {name}", each, str) for each in value)
     if kind not in WORDS and isinstance(value, kind):
         return value
     is_bool = isinstance(value, bool) or type(value).__name__ == "bool"  # numpy's

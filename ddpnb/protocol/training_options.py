@@ -171,6 +171,7 @@ class TrainingSpec:
         (),
         "--slow",
         "rank 1 takes 3 times as long; 1:50ms: 50 ms longer per step; separate several by commas",
+        most_values=64,
         example="1:3x",
         label="slow rank",
     )
@@ -184,7 +185,11 @@ class TrainingSpec:
         most=100,
     )
     kill: tuple[str, ...] = _faults(
-        (), "--kill", "rank 1 is killed after 5 seconds of training", example="1@5s"
+        (),
+        "--kill",
+        "rank 1 is killed after 5 seconds of training",
+        most_values=64,
+        example="1@5s",
     )
 
     def __post_init__(self) -> None:

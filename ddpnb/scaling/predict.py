@@ -61,6 +61,7 @@ class Question:
         (),
         "--strategies",
         "which strategies; by default those compared",
+        most_values=64,
         example="ddp,async",
         offers=tuple(FORMULAS),
     )

@@ -21,7 +21,7 @@ from ddpnb.session.comparison_spec import ComparisonSpec
 WRONG = [
     (["repeats", "1.5"], lambda: api.compare("ddp", repeats=1.5)),
     (["strategies", "'Callable'"], lambda: api.compare(Callable, task="digits")),
-    (["each of --slow", "1"], lambda: api.compare("ddp", slow=[1])),
+    (["--slow", "1"], lambda: api.compare("ddp", slow=[1])),
     (["slow", "3"], lambda: api.compare("ddp", slow=3)),
     (["save", "True or False", "1"], lambda: api.compare("ddp", save=1)),
     (["lr", "greater than 0"], lambda: api.compare("ddp", lr=0)),
