@@ -182,7 +182,11 @@ HOSTS = {"link": "10GbE", "ranks_per_host": 8}
     ("found", "question", "sentence"),
     [
         ({}, {"ranks": (0,)}, "--ranks must be at least 1 and at most 1,000,000, not 0."),
-        ({}, {"link": "1Gbit"}, "The link 1Gbit has no latency: write both, as in 1Gbit,0.5ms."),
+        (
+            {},
+            {"link": "1Gbit"},
+            "There is no link '1Gbit': write rate and latency, as in 1Gbit,0.5ms",
+        ),
         ({}, {"strategies": ("dpp",)}, "There is no strategy 'dpp'; did you mean dp or ddp?"),
         ({}, {"strategies": ("hogwild",)}, "hogwild trains in memory that its ranks share"),
         ({}, {"strategies": ("single:threads=all",)}, "single:threads=all cannot be predicted"),
