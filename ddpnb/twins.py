@@ -59,12 +59,20 @@ def twin(
             return function(*bound.args, **bound.kwargs)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
-        lines = (f"    {o.keyword}: {'False: ' * (o.default is True)}{o.meaning}." for o in added)
+        lines = (f"    {each.keyword}: {_help_in_python(each)}." for each in added)
         doc = inspect.getdoc(function) or ""  # without the indentation that Python 3.13 removes
         call.__doc__ = doc.replace(CHOICES, "\n".join(lines))
         return call
 
     return decorate
+
+
+def _help_in_python(option: Option) -> str:
+    """Return an option's line of help, after a value of which it is true."""
+    if option.default is True:
+        return f"False: {option.meaning}"
+    is_value = any(map(str.isdigit, option.example))  # else a word in capitals
+    return f'"{option.example}": {option.meaning}' if is_value else option.meaning
 
 
 def _as_annotated(name: str, value: Any, hint: Any) -> Any:

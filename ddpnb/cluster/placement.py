@@ -100,7 +100,7 @@ class ClusterSpec:
     timeout: float | None = option(
         None,
         "--timeout",
-        "how long a job may wait in the queue; 600 by default",
+        "seconds that a job may wait in the queue; by default 600",
         above=0,
         example="SECONDS",
     )

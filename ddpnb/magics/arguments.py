@@ -140,8 +140,9 @@ def _settings(option: Option) -> dict[str, Any]:
     settings: dict[str, Any] = {"dest": option.keyword, "default": argparse.SUPPRESS}
     if option.value_kind is bool:
         return settings | {"action": f"store_{str(not default).lower()}", "help": about}
-    if default not in (None, (), "", CELL_TASK):
-        about = f"{about} [{str(default).removesuffix('.0')}]"
+    if default not in (None, (), "", CELL_TASK) and "by default" not in about:
+        shown = default if isinstance(default, tuple) else (default,)
+        about = f"{about} [{','.join(str(each).removesuffix('.0') for each in shown)}]"
     if option.most_values > 1:
         settings["action"] = "append"
     return settings | {"metavar": option.example, "help": about}

@@ -312,7 +312,8 @@ def test_the_python_twin_has_the_same_choices_and_defaults():
     chosen = {o.keyword: parameters[o.keyword].default for o in TRAINING_OPTIONS.values()}
     assert make_training_spec(chosen, source=CELL) == TrainingSpec(source=CELL)
     shown = inspect.getdoc(compare) or ""
-    assert all(f"\n    {o.keyword}: {o.meaning}." in shown for o in TRAINING_OPTIONS.values())
+    assert all(f"\n    {o.keyword}: " in shown for o in TRAINING_OPTIONS.values())
+    assert all(o.meaning in shown for o in TRAINING_OPTIONS.values())
     assert make_training_spec({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
         source=CELL, jitter=0.2, slow=("1:3x",)
     )
