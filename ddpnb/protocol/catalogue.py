@@ -138,8 +138,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         options={
             "bucket_cap_mb": Option(default=25.0, about="MB of gradients per message", above=0),
             "find_unused_parameters": Option(
-                default=False,
-                about="a step need not use all parameters",
+                default=False, about="a step need not use all parameters"
             ),
             "hook": Option(
                 default="none",
