@@ -298,7 +298,7 @@ class Run:
             rows = replace(now, rows=stacked(self._rows) if self._rows is not None else None).events
         if rows is None or len(rows) < num_arrived:
             return self._with_arrived(now, is_over=True)
-        self._arrived, self._incomplete = [], rows[:0]
+        self._arrived, self._incomplete = [], stacked(())  # an empty view would hold all rows
         now = replace(now, num_events=0, num_samples=0, num_bad=0, seconds=0.0, ranks=())
         now = replace(now, staleness=np.empty(0, dtype=np.int64), curve=Curve(), metric_curves={})
         now = _drawn(_counted(now, rows), rows)
