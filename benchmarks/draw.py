@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.measure import Figure
-from ddpnb.history.database import EVENT
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
+from ddpnb.history.rows import EVENT
 from ddpnb.history.store import Store
 from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader, RunSpec
 from ddpnb.reports.figures.figure import draw

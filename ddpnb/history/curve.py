@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpnb.history.database import Floats, Records
+from ddpnb.history.rows import Floats, Records
 from ddpnb.protocol.messages import RunHeader
 
 MAX_POINTS = 360
@@ -122,7 +122,6 @@ def curve_of(
     name: str = "loss",
     *,
     after: Curve | None = None,
-    max_points: int = MAX_POINTS,
 ) -> Curve:
     """Return the curve of a run's steps.
 
@@ -131,7 +130,6 @@ def curve_of(
         header: of the run; None for a hand-written loop.
         name: the field of the rows that is drawn.
         after: the curve of the steps before these; None: there are none.
-        max_points: the most points of the curve.
     """
     values, samples = rows[name].astype(np.float64), rows["num_samples"].astype(np.float64)
     seconds = rows["seconds"]
@@ -148,7 +146,7 @@ def curve_of(
     else:
         order = np.argsort(seconds, kind="stable")
         values, samples, seconds = values[order], samples[order], seconds[order]
-    return (after or Curve()).extended(values, samples, seconds, max_points)
+    return (after or Curve()).extended(values, samples, seconds)
 
 
 def complete_steps(rows: Records, num_ranks: int) -> NDArray[np.bool_]:

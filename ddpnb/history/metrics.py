@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddpnb.history.database import Floats
 from ddpnb.history.model import RankTotals, RunSnapshot
+from ddpnb.history.rows import Floats
 from ddpnb.protocol.messages import NO_PARTS, MarkKind, Parts
 
 Absences = Mapping[int, Sequence[tuple[float, float]]]
@@ -54,10 +54,8 @@ def step_split(runs: Sequence[RunSnapshot]) -> StepSplit:
 
 
 def slowness(ranks: Sequence[RankTotals]) -> dict[int, float]:
-    """Return each rank's own time of a step (``own_seconds``) over that of the fastest rank."""
-    means = {
-        rank.rank: float(np.nanmedian(rank.own_seconds)) for rank in ranks if len(rank.own_seconds)
-    }
+    """Return each rank's own time of a step over that of the fastest rank."""
+    means = {rank.rank: float(np.nanmedian(rank.track.mean)) for rank in ranks if len(rank.track)}
     fastest = min(means.values(), default=0.0)
     return {rank: mean / fastest for rank, mean in means.items()} if fastest > 0 else {}
 
@@ -65,7 +63,7 @@ def slowness(ranks: Sequence[RankTotals]) -> dict[int, float]:
 def absences(run: RunSnapshot) -> Absences:
     """Return when ranks that died were absent; one that is still absent is so to infinity."""
     periods: dict[int, list[tuple[float, float]]] = {}
-    steps = {rank.rank: rank.at_seconds for rank in run.ranks}
+    steps = {rank.rank: rank.track.seconds for rank in run.ranks}
     for mark in sorted(run.marks, key=lambda mark: mark.seconds):
         own = periods.get(mark.rank, [])
         is_absent = bool(own) and math.isinf(own[-1][1])

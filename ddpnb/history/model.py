@@ -13,15 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.curve import Curve, complete_steps, curve_of, with_waiting
-from ddpnb.history.database import (
-    EVENT,
-    Floats,
-    Records,
-    metrics_of,
-    rows_of,
-    stacked,
-    with_metrics,
-)
+from ddpnb.history.rows import Records, metrics_of, rows_of, stacked, with_metrics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import (
     NO_STALENESS,
@@ -80,20 +72,18 @@ class RankTotals:
     track: Curve = field(default_factory=Curve)
     """The time of a step's ``COMPUTED`` parts; without parts, of the whole step."""
 
-    @property
-    def at_seconds(self) -> Floats:
-        """When each point of the track ends."""
-        return self.track.seconds
 
-    @property
-    def own_seconds(self) -> Floats:
-        """How long a step takes at each point of the track."""
-        return self.track.mean
+def _no_counts() -> NDArray[np.int64]:
+    return np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSnapshot:
-    """A run at one moment: plots, tables and the store read it."""
+    """A run at one moment: plots, tables and the store read it.
+
+    What is measured of it follows from its steps; while it trains, from those steps of synchronous
+    ranks that all have reported.
+    """
 
     run_id: str
     name: str
@@ -108,23 +98,18 @@ class RunSnapshot:
     status: Status = Status.RUNNING
     detail: str = ""
     """Why it failed or stopped, in one clause."""
-    num_events: int = 0
-    """Steps of all workers."""
-    num_samples: int = 0
-    seconds: float = 0.0
-    """Training seconds of the rank that has come furthest."""
     num_bad: int = 0
     """Losses that are NaN or infinite."""
     recent_loss: float = math.nan
     """Mean of the latest losses to arrive."""
-    staleness: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    staleness: NDArray[np.int64] = field(default_factory=_no_counts)
     """How many updates had staleness 0, 1, 2 ..."""
     curve: Curve = field(default_factory=Curve)
     """The loss."""
     metric_curves: Mapping[str, Curve] = field(default_factory=dict)
     """The further numbers that the user logged."""
     ranks: tuple[RankTotals, ...] = ()
-    rows: Records | None = field(default_factory=lambda: np.empty(0, dtype=EVENT))
+    rows: Records | None = field(default_factory=lambda: stacked(()))
     """Its steps as they arrived; None where there are too many for memory."""
     load: Callable[[], Records] | None = None
     """Reads its steps from the store."""
@@ -134,6 +119,21 @@ class RunSnapshot:
     evaluating: Evaluating | None = None
     """How far its models have been judged; None: not begun, or not known."""
     num_lost_batches: int = 0
+
+    @property
+    def num_events(self) -> int:
+        """Steps of all workers."""
+        return sum(rank.num_steps for rank in self.ranks)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that all workers have trained on."""
+        return sum(rank.num_samples for rank in self.ranks)
+
+    @property
+    def seconds(self) -> float:
+        """Training seconds of the rank that has come furthest."""
+        return max((rank.seconds for rank in self.ranks), default=0.0)
 
     @property
     def repeat(self) -> int:
@@ -209,12 +209,12 @@ class Run:
         )
         self._is_settled = False
         self._rows: list[Records] | None = []
-        self._arrived: list[Records] = []
-        self._incomplete: Records = np.empty(0, dtype=EVENT)
-        self._reports: dict[int, RunReport] = {}
+        """All steps, until there are too many."""
+        self._new: list[Records] = []
+        """Those that are not in the snapshot."""
+        self._num_batches = 0
         self._num_sent: dict[int, int] = {}
         """Batches of each rank, as far as they are numbered or reported."""
-        self._seen: set[tuple[int, int]] = set()
         self._lock = threading.Lock()  # one thread adds, others take snapshots
 
     @property
@@ -222,90 +222,80 @@ class Run:
         """The id in its batches and reports."""
         return self._now.run_id
 
-    def add(self, batch: EventBatch) -> bool:
-        """Add a batch; return False if it was here already."""
+    def add(self, batch: EventBatch) -> None:
+        """Add a batch."""
         assert batch.run_id == self.run_id, (batch.run_id, self.run_id)
         with self._lock:
-            if (batch.rank, batch.sequence) in self._seen:
-                return False
-            self._seen.add((batch.rank, batch.sequence))
+            self._num_batches += 1
             self._expect(batch.rank, batch.sequence + 1)
             rows = rows_of(batch)
-            self._arrived.append(rows)
+            self._new.append(rows)
             if self._rows is not None:
                 self._rows.append(rows)
-            self._now = replace(
-                self._now,
+            self._set(
                 header=batch.header or self._now.header,
                 marks=self._now.marks + batch.marks,
                 evaluating=batch.evaluating or self._now.evaluating,
             )
-            self._is_settled = False
-        return True
 
     def add_report(self, report: RunReport) -> None:
         """Add the report of a rank; batches that it sent and that have not come count as lost."""
         assert report.run_id == self.run_id, (report.run_id, self.run_id)
         with self._lock:
-            self._reports[report.rank] = report
             self._expect(report.rank, report.num_batches_sent)
-            self._is_settled = False
+            reports = [each for each in self._now.reports if each.rank != report.rank]
+            self._set(reports=tuple(sorted([*reports, report], key=lambda each: each.rank)))
 
     def end(self, status: Status, detail: str = "") -> None:
         """Set how the run ended; may be called again."""
         with self._lock:
-            self._now = replace(self._now, status=Status(status), detail=detail)
-            self._is_settled = False
+            self._set(status=Status(status), detail=detail)
 
     def snapshot(self) -> RunSnapshot:
         """Return the run as it is now; costs the same however long it trains."""
         with self._lock:
-            if self._is_settled:
-                return self._now
-            reports = tuple(report for _, report in sorted(self._reports.items()))
-            num_lost = sum(self._num_sent.values()) - len(self._seen)
-            now = replace(self._now, reports=reports, num_lost_batches=num_lost)
-            if now.is_running:
-                now = self._with_arrived(now)
-            else:
-                now, self._is_settled = self._settled(now), True
-            rows = None if self._rows is None else stacked(self._rows)
-            if rows is not None and now.load is not None and len(rows) > MAX_ROWS_IN_MEMORY:
-                rows = None
-            self._rows = None if rows is None else [rows]
-            self._now = replace(now, rows=rows)
+            if not self._is_settled:
+                lost = sum(self._num_sent.values()) - self._num_batches
+                now = replace(self._now, num_lost_batches=lost)
+                self._is_settled = not now.is_running
+                now = self._with_new(now) if now.is_running else self._settled(now)
+                rows = None if self._rows is None else stacked(self._rows)
+                if rows is not None and now.load is not None and len(rows) > MAX_ROWS_IN_MEMORY:
+                    rows = None
+                self._rows = None if rows is None else [rows]
+                self._now = replace(now, rows=rows)
             return self._now
 
-    def _with_arrived(self, now: RunSnapshot, *, is_over: bool = False) -> RunSnapshot:
-        """Return the run with what has arrived: of synchronous steps those that are complete."""
-        header, arrived = now.header, stacked(self._arrived)
-        if header is None and now.spec is not None and not is_over:
+    def _with_new(self, now: RunSnapshot) -> RunSnapshot:
+        """Return the run with the steps that have come: of synchronous ones those complete."""
+        header, rows = now.header, stacked(self._new)
+        if len(rows) == 0 or (header is None and now.spec is not None and now.is_running):
             return now
-        self._arrived = []
-        now = _counted(now, arrived)
-        rows = stacked((self._incomplete, arrived))
         is_due = np.ones(len(rows), dtype=bool)
-        if header is not None and header.synchronous and not is_over:
+        if header is not None and header.synchronous and now.is_running:
             is_due = complete_steps(rows, header.num_ranks or header.num_workers)
-        self._incomplete = rows[~is_due]
-        return _drawn(now, rows[is_due])
+        self._new = [rows[~is_due]]
+        return _measured(now, rows[is_due])
 
     def _settled(self, now: RunSnapshot) -> RunSnapshot:
         """Return the run measured anew by all of its steps, if they can be read."""
-        num_arrived = now.num_events + sum(map(len, self._arrived))
         rows = None
         with contextlib.suppress(UserError):
             rows = replace(now, rows=stacked(self._rows) if self._rows is not None else None).events
-        if rows is None or len(rows) < num_arrived:
-            return self._with_arrived(now, is_over=True)
-        self._arrived, self._incomplete = [], stacked(())  # an empty view would hold all rows
-        now = replace(now, num_events=0, num_samples=0, num_bad=0, seconds=0.0, ranks=())
-        now = replace(now, staleness=np.empty(0, dtype=np.int64), curve=Curve(), metric_curves={})
-        now = _drawn(_counted(now, rows), rows)
+        if rows is None or len(rows) < now.num_events + sum(map(len, self._new)):
+            return self._with_new(now)
+        self._new = []
+        now = replace(now, num_bad=0, ranks=(), staleness=_no_counts())
+        now = _measured(replace(now, curve=Curve(), metric_curves={}), rows)
         if now.is_ceiling:  # steps that only the faster ranks made are none
             complete = rows[complete_steps(rows, len(now.ranks))]
             now = replace(now, curve=curve_of(complete, now.header))
         return now
+
+    def _set(self, **changes: object) -> None:
+        """Change the run; the next snapshot is measured anew."""
+        self._now = replace(self._now, **changes)  # type: ignore[arg-type]
+        self._is_settled = False
 
     def _expect(self, rank: int, num_batches: int) -> None:
         """Note that a rank has sent so many batches at least."""
@@ -322,8 +312,8 @@ def _with_ends(rows: Records, reports: tuple[RunReport, ...]) -> Records:
     return rows
 
 
-def _counted(run: RunSnapshot, rows: Records) -> RunSnapshot:
-    """Return a run with more steps in its totals."""
+def _measured(run: RunSnapshot, rows: Records) -> RunSnapshot:
+    """Return a run with more steps in its curves, its counts and the totals of its ranks."""
     if len(rows) == 0:
         return run
     is_bad = ~np.isfinite(rows["loss"])
@@ -332,40 +322,28 @@ def _counted(run: RunSnapshot, rows: Records) -> RunSnapshot:
     known = rows["staleness"][rows["staleness"] != NO_STALENESS]
     counts = np.bincount(np.clip(known, 0, MAX_STALENESS), minlength=len(run.staleness))
     counts[: len(run.staleness)] += run.staleness
-    return replace(
-        run,
-        num_events=run.num_events + len(rows),
-        num_samples=run.num_samples + int(rows["num_samples"].sum()),
-        seconds=max(run.seconds, float(rows["seconds"].max())),
-        num_bad=run.num_bad + int(np.count_nonzero(is_bad)),
-        recent_loss=float(rows["loss"][-NUM_RECENT:].mean()),
-        staleness=counts,
-    )
-
-
-def _drawn(run: RunSnapshot, rows: Records) -> RunSnapshot:
-    """Return a run with more steps in its curves and in the totals of its ranks."""
-    names = dict.fromkeys([*run.metric_curves, *metrics_of(rows)])
-    rows = with_metrics(rows, names)
+    rows = with_metrics(rows, dict.fromkeys([*run.metric_curves, *metrics_of(rows)]))
     curves = {
-        name: curve_of(rows, run.header, field, after=run.metric_curves.get(name, _without(run)))
+        name: curve_of(rows, run.header, field, after=run.metric_curves.get(name, _unlogged(run)))
         for name, field in metrics_of(rows).items()
     }
-    if run.header is not None and run.header.synchronous:
-        rows = with_waiting(rows)
+    timed = with_waiting(rows) if run.header is not None and run.header.synchronous else rows
     ranks = {rank.rank: rank for rank in run.ranks}
     for rank in np.unique(rows["rank"]).tolist():
         before = ranks.get(rank, RankTotals(rank=rank))
-        ranks[rank] = _with_steps(before, rows[rows["rank"] == rank])
+        ranks[rank] = _with_steps(before, timed[timed["rank"] == rank])
     return replace(
         run,
+        num_bad=run.num_bad + int(np.count_nonzero(is_bad)),
+        recent_loss=float(rows["loss"][-NUM_RECENT:].mean()),
+        staleness=counts,
         curve=curve_of(rows, run.header, after=run.curve),
         metric_curves=curves,
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
     )
 
 
-def _without(run: RunSnapshot) -> Curve:
+def _unlogged(run: RunSnapshot) -> Curve:
     """Return the curve so far of a number that has not been logged yet."""
     unknown = np.full(len(run.curve), np.nan)
     return replace(

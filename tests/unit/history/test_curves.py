@@ -17,8 +17,8 @@ from ddpnb.history.curve import (
     window_for,
     with_waiting,
 )
-from ddpnb.history.database import EVENT, Records
 from ddpnb.history.model import Run, Status
+from ddpnb.history.rows import EVENT, Records
 from ddpnb.protocol.messages import Parts, StepEvent, pack_step
 from tests.unit.history.fake_runs import batch, fake_run, header, run_of, spec, step
 

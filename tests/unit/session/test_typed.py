@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ddpnb import api, inside
-from ddpnb.history.database import to_text
+from ddpnb.history.store import to_text
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.comparison_spec import ComparisonSpec
 
