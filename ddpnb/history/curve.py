@@ -17,6 +17,8 @@ from ddpnb.protocol.messages import RunHeader
 MAX_POINTS = 360
 """The most points of a curve: at least one for every other pixel of its panel."""
 
+THROUGHPUT_POINTS = 160
+
 SMOOTHED_SHARE = 0.05
 """At each point the moving average spans one update and this share of the samples so far."""
 
@@ -58,16 +60,13 @@ class Curve:
         )
         return made
 
-    def extended(
-        self, values: Floats, samples: Floats, seconds: Floats, max_points: int = MAX_POINTS
-    ) -> "Curve":
-        """Return this curve with more updates at its end.
+    def extended(self, values: Floats, samples: Floats, seconds: Floats) -> "Curve":
+        """Return this curve with more updates at its end; if there are too many, two become one.
 
         Args:
             values: of each update; NaN or infinite ones count as bad.
             samples: of each update alone.
             seconds: the training time at its end.
-            max_points: if there are more, each two become one.
         """
         if len(values) == 0:
             return self
@@ -90,7 +89,7 @@ class Curve:
         bins = np.arange(self.num_updates, num_updates) // self.num_merged
         bins = np.append(np.arange(len(self)), bins)
         grown = _merged(grown, np.flatnonzero(np.diff(bins, prepend=-1)))
-        while len(grown) > max_points:
+        while len(grown) > MAX_POINTS:
             grown = _merged(grown, np.arange(0, len(grown), 2))
             grown = replace(grown, num_merged=2 * grown.num_merged)
         return grown
@@ -195,6 +194,12 @@ def smoothed(curve: Curve) -> Floats:
     return smooth(curve.mean, curve.samples, update + SMOOTHED_SHARE * curve.samples)
 
 
+def end_of(curve: Curve) -> float:
+    """Return where the moving average of a curve ends; NaN before its first point."""
+    line = smoothed(curve)
+    return next((value for value in reversed(line.tolist()) if math.isfinite(value)), math.nan)
+
+
 def smooth(values: Floats, samples: Floats, spans: Floats) -> Floats:
     """Return the exponential moving average over ``spans`` samples, without start-up bias.
 
@@ -235,7 +240,7 @@ def first_reached(y: Floats, x: Floats, target: float) -> float:
     return float(x[at - 1] + share * (x[at] - x[at - 1]))
 
 
-def throughput(curve: Curve, window: float, max_points: int = 160) -> tuple[Floats, Floats]:
+def throughput(curve: Curve, window: float) -> tuple[Floats, Floats]:
     """Return seconds, and samples/s over the ``window`` seconds before each.
 
     Between updates, samples are interpolated linearly.  A run shorter than one window gives
@@ -245,7 +250,7 @@ def throughput(curve: Curve, window: float, max_points: int = 160) -> tuple[Floa
         return np.empty(0), np.empty(0)
     end = float(curve.seconds[-1])
     window = min(window, end)
-    at = np.linspace(window, end, max_points) if end > window else np.array([end])
+    at = np.linspace(window, end, THROUGHPUT_POINTS) if end > window else np.array([end])
     return at, (samples_at(curve, at) - samples_at(curve, at - window)) / window
 
 

@@ -4,22 +4,24 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.curve import Curve, complete_steps, curve_of, with_waiting
-from ddpnb.history.rows import Records, metrics_of, rows_of, stacked, with_metrics
+from ddpnb.history.rows import Floats, Records, metrics_of, rows_of, stacked, with_metrics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import (
+    NO_PARTS,
     NO_STALENESS,
     Evaluating,
     EventBatch,
     Mark,
+    MarkKind,
     Parts,
     RunHeader,
     RunReport,
@@ -29,17 +31,12 @@ from ddpnb.protocol.messages import (
 MAX_ROWS_IN_MEMORY = 20_000
 """The steps of a longer run are in the store alone."""
 
-MAX_RANK_POINTS = 120
-"""The most points of a rank's track."""
-
-MAX_STALENESS = 1023
-"""Greater staleness counts as this."""
-
-NUM_RECENT = 20
-"""Steps in ``RunSnapshot.recent_loss``."""
-
 COMPUTED = ("data", "forward", "backward", "optimizer")
 """The parts of a step that do not depend on other ranks."""
+
+
+Absences = Mapping[int, Sequence[tuple[float, float]]]
+"""Periods, in training seconds, without each rank; a rank that was never absent is left out."""
 
 
 class Status(StrEnum):
@@ -90,7 +87,7 @@ class RunSnapshot:
     """The strategy, or the name of a hand-written loop."""
     comparison: str = ""
     """Name of its comparison; speed-up is measured within one."""
-    created: float = 0.0
+    created: float = field(default_factory=time.time)
     """Seconds since 1970 (UTC)."""
     spec: RunSpec | None = None
     """None for a hand-written loop logged with ``ddpnb.log``."""
@@ -100,8 +97,6 @@ class RunSnapshot:
     """Why it failed or stopped, in one clause."""
     num_bad: int = 0
     """Losses that are NaN or infinite."""
-    recent_loss: float = math.nan
-    """Mean of the latest losses to arrive."""
     staleness: NDArray[np.int64] = field(default_factory=_no_counts)
     """How many updates had staleness 0, 1, 2 ..."""
     curve: Curve = field(default_factory=Curve)
@@ -109,10 +104,8 @@ class RunSnapshot:
     metric_curves: Mapping[str, Curve] = field(default_factory=dict)
     """The further numbers that the user logged."""
     ranks: tuple[RankTotals, ...] = ()
-    rows: Records | None = field(default_factory=lambda: stacked(()))
-    """Its steps as they arrived; None where there are too many for memory."""
-    load: Callable[[], Records] | None = None
-    """Reads its steps from the store."""
+    load: Callable[[], Records] = lambda: stacked(())
+    """Returns its steps as they arrived: from memory, or from the store if they are many."""
     reports: tuple[RunReport, ...] = ()
     marks: tuple[Mark, ...] = ()
     """In order of arrival."""
@@ -167,7 +160,7 @@ class RunSnapshot:
 
         Of a run that is over, the last step of each rank ends with what followed it.
         """
-        rows = self.rows if self.rows is not None else self.load() if self.load else stacked(())
+        rows = self.load()
         rows = rows if self.is_running else _with_ends(rows, self.reports)
         rows.flags.writeable = False
         return rows
@@ -181,32 +174,13 @@ class Run:
     rank has reported them.  When it has ended, all is computed from all of its steps.
 
     Args:
-        run_id: the id in its batches and reports.
-        name: the strategy, or the name of a hand-written loop.
-        comparison: name of its comparison.
-        spec: what is trained; None for a hand-written loop.
-        created: seconds since 1970; now if not given.
-        load: reads the steps from the store; without it, all stay in memory.
+        stored: reads the steps from the store; None: all stay in memory.
+        known: the fields of ``RunSnapshot`` that are known before the first step.
     """
 
-    def __init__(
-        self,
-        *,
-        run_id: str,
-        name: str,
-        comparison: str = "",
-        spec: RunSpec | None = None,
-        created: float | None = None,
-        load: Callable[[], Records] | None = None,
-    ) -> None:
-        self._now = RunSnapshot(
-            run_id=run_id,
-            name=name,
-            comparison=comparison,
-            spec=spec,
-            created=time.time() if created is None else created,
-            load=load,
-        )
+    def __init__(self, *, stored: Callable[[], Records] | None = None, **known: Any) -> None:
+        self._now = RunSnapshot(**known)
+        self._stored = stored
         self._is_settled = False
         self._rows: list[Records] | None = []
         """All steps, until there are too many."""
@@ -259,12 +233,19 @@ class Run:
                 now = replace(self._now, num_lost_batches=lost)
                 self._is_settled = not now.is_running
                 now = self._with_new(now) if now.is_running else self._settled(now)
-                rows = None if self._rows is None else stacked(self._rows)
-                if rows is not None and now.load is not None and len(rows) > MAX_ROWS_IN_MEMORY:
-                    rows = None
-                self._rows = None if rows is None else [rows]
-                self._now = replace(now, rows=rows)
+                self._now = replace(now, load=self._steps())
             return self._now
+
+    def _steps(self) -> Callable[[], Records]:
+        """Return what returns all steps; many of them leave memory."""
+        if self._rows is not None:
+            rows = stacked(self._rows)
+            self._rows = [rows]
+            if self._stored is None or len(rows) <= MAX_ROWS_IN_MEMORY:
+                return lambda: rows
+            self._rows = None
+        assert self._stored is not None
+        return self._stored
 
     def _with_new(self, now: RunSnapshot) -> RunSnapshot:
         """Return the run with the steps that have come: of synchronous ones those complete."""
@@ -279,10 +260,10 @@ class Run:
 
     def _settled(self, now: RunSnapshot) -> RunSnapshot:
         """Return the run measured anew by all of its steps, if they can be read."""
-        rows = None
+        rows = stacked(())
         with contextlib.suppress(UserError):
-            rows = replace(now, rows=stacked(self._rows) if self._rows is not None else None).events
-        if rows is None or len(rows) < now.num_events + sum(map(len, self._new)):
+            rows = replace(now, load=self._steps()).events
+        if len(rows) < now.num_events + sum(map(len, self._new)):
             return self._with_new(now)
         self._new = []
         now = replace(now, num_bad=0, ranks=(), staleness=_no_counts())
@@ -292,9 +273,9 @@ class Run:
             now = replace(now, curve=curve_of(complete, now.header))
         return now
 
-    def _set(self, **changes: object) -> None:
+    def _set(self, **changes: Any) -> None:
         """Change the run; the next snapshot is measured anew."""
-        self._now = replace(self._now, **changes)  # type: ignore[arg-type]
+        self._now = replace(self._now, **changes)
         self._is_settled = False
 
     def _expect(self, rank: int, num_batches: int) -> None:
@@ -320,7 +301,7 @@ def _measured(run: RunSnapshot, rows: Records) -> RunSnapshot:
     if run.spec is not None:  # a worker whose share of a step is empty has no loss
         is_bad &= rows["num_samples"] > 0
     known = rows["staleness"][rows["staleness"] != NO_STALENESS]
-    counts = np.bincount(np.clip(known, 0, MAX_STALENESS), minlength=len(run.staleness))
+    counts = np.bincount(known, minlength=len(run.staleness))
     counts[: len(run.staleness)] += run.staleness
     rows = with_metrics(rows, dict.fromkeys([*run.metric_curves, *metrics_of(rows)]))
     curves = {
@@ -335,7 +316,6 @@ def _measured(run: RunSnapshot, rows: Records) -> RunSnapshot:
     return replace(
         run,
         num_bad=run.num_bad + int(np.count_nonzero(is_bad)),
-        recent_loss=float(rows["loss"][-NUM_RECENT:].mean()),
         staleness=counts,
         curve=curve_of(rows, run.header, after=run.curve),
         metric_curves=curves,
@@ -367,5 +347,74 @@ def _with_steps(before: RankTotals, rows: Records) -> RankTotals:
             *(old + float(new.sum()) for old, new in zip(before.parts, parts.values(), strict=True))
         ),
         num_bytes_sent=before.num_bytes_sent + int(rows["num_bytes_sent"].sum()),
-        track=before.track.extended(own, np.ones(len(own)), rows["seconds"], MAX_RANK_POINTS),
+        track=before.track.extended(own, np.ones(len(own)), rows["seconds"]),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSplit:
+    """The mean step of a strategy; seconds of one worker."""
+
+    parts: Parts = NO_PARTS
+    num_bytes_sent: float = math.nan
+    """What one worker sent in one step."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole step; hidden communication takes no time of its own."""
+        return sum(self.parts) - self.parts.hidden
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the ranks reported any part."""
+        return self.seconds > 0
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the step spent on exchanging tensors or waiting for other ranks."""
+        if not self.is_known:
+            return math.nan
+        return (self.parts.communication + self.parts.waiting) / self.seconds
+
+
+def step_split(runs: Sequence[RunSnapshot]) -> StepSplit:
+    """Return the mean step over all ranks and repeats."""
+    ranks = [rank for run in runs for rank in run.ranks if rank.num_steps]
+    num_steps = sum(rank.num_steps for rank in ranks)
+    if num_steps == 0:
+        return StepSplit()
+    totals = np.sum([rank.parts for rank in ranks], axis=0) / num_steps
+    sent = sum(rank.num_bytes_sent for rank in ranks)
+    return StepSplit(
+        parts=Parts(*totals.tolist()), num_bytes_sent=sent / num_steps if sent else math.nan
+    )
+
+
+def slowness(ranks: Sequence[RankTotals]) -> dict[int, float]:
+    """Return each rank's own time of a step over that of the fastest rank."""
+    means = {rank.rank: float(np.nanmedian(rank.track.mean)) for rank in ranks if len(rank.track)}
+    fastest = min(means.values(), default=0.0)
+    return {rank: mean / fastest for rank, mean in means.items()} if fastest > 0 else {}
+
+
+def absences(run: RunSnapshot) -> Absences:
+    """Return when ranks that died were absent; one that is still absent is so to infinity."""
+    periods: dict[int, list[tuple[float, float]]] = {}
+    steps = {rank.rank: rank.track.seconds for rank in run.ranks}
+    for mark in sorted(run.marks, key=lambda mark: mark.seconds):
+        own = periods.get(mark.rank, [])
+        is_absent = bool(own) and math.isinf(own[-1][1])
+        if mark.kind in (MarkKind.KILLED, MarkKind.DIED) and not is_absent:
+            before = [at for at in steps.get(mark.rank, ()) if at <= mark.seconds]
+            periods[mark.rank] = [*own, (max(before, default=0.0), math.inf)]
+        elif mark.kind is MarkKind.CAME_BACK and is_absent:
+            own[-1] = _longest_pause(steps.get(mark.rank, np.empty(0)), own[-1][0], mark.seconds)
+    return periods
+
+
+def _longest_pause(at_seconds: Floats, begin: float, end: float) -> tuple[float, float]:
+    """Return the longest time between two steps of a rank, as marks may come a little late."""
+    within = at_seconds[(begin < at_seconds) & (at_seconds < end)]
+    at = np.concatenate([[begin], within, [end]])
+    longest = int(np.argmax(np.diff(at)))
+    return float(at[longest]), float(at[longest + 1])

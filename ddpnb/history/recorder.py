@@ -64,7 +64,7 @@ class Recorder:
             name=name,
             comparison=self._comparison.name,
             spec=spec,
-            load=partial(self._store.steps, run_id),
+            stored=partial(self._store.steps, run_id),
         )
         self._write(self._store.begin_run, self._comparison.comparison_id, run.snapshot())
 

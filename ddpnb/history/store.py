@@ -299,7 +299,7 @@ class Store:
             comparison=stored.comparison,
             spec=stored.spec,
             created=stored.created,
-            load=partial(self.steps, stored.run_id),
+            stored=partial(self.steps, stored.run_id),
         )
         for row in self._read(BATCHES, stored.run_id):
             run.add(_batch(stored.run_id, row, stored.header))

@@ -13,7 +13,7 @@ from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from ddpnb.history.metrics import slowness
+from ddpnb.history.model import slowness
 from ddpnb.history.rows import Floats
 from ddpnb.reports.figures.axes import Look, marker, prepare, round_up
 from ddpnb.reports.figures.layout import NAMES_LEFT, WIDTH, shortened

@@ -177,7 +177,7 @@ def test_throughput_shows_a_pause():
         mean=np.ones(3),
         num_updates=3,
     )
-    at, rate = throughput(curve, window=1.0, max_points=7)
+    at, rate = throughput(curve, window=1.0)
     np.testing.assert_allclose(np.interp([1.0, 3.0, 7.0], at, rate), [10, 2, 10])
     assert [window_for(seconds) for seconds in (12, 23, 24, 0.6)] == pytest.approx([1, 1, 2, 0.05])
     nothing = Curve()
