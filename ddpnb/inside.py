@@ -214,8 +214,6 @@ def predict(
     strategies: str | Sequence[str] = (),
     hosts: int | None = None,
     inside: str = "",
-    cores: int | None = None,
-    algorithm: str = "",
     step: str = "",
     accumulate: int | None = None,
     batch_per_worker: int | None = None,
@@ -230,8 +228,6 @@ def predict(
         strategies: ``"ddp,async"``, or a list; by default those compared.
         hosts: ranks on each host.
         inside: the link between the ranks of a host.
-        cores: that the ranks of a host share; by default each has a device of its own.
-        algorithm: of all-reduces: ``"ring"``, ``"double-tree"``, ``"best"`` ...
         step: a published or measured step of another device, ``"178ms/64"``, in place of this
             machine's: the seconds for so many samples.
         accumulate: micro-batches of ``step``; by default 1.
@@ -252,8 +248,6 @@ def predict(
         link=link,
         ranks_per_host=hosts,
         inside=inside,
-        cores=cores,
-        algorithm=algorithm,
         step=step,
         accumulate=accumulate,
         batch_per_worker=batch_per_worker,

@@ -24,7 +24,6 @@ from ddpnb.cluster.placement import BACKENDS, DEVICES, ENGINES
 from ddpnb.cluster.profile import profiles
 from ddpnb.compat.python_internals import options_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
-from ddpnb.protocol.costs import ALL_REDUCES, BEST
 from ddpnb.protocol.devices import CARDS, MODELS
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.notation import LINKS
@@ -211,8 +210,6 @@ def following(
         case "--y" if name == "ddp_plot":
             with contextlib.suppress(UserError):  # none of the words is a run
                 yield from of_kind("number", this_session().measured(words[1:]))
-        case "--algorithm":
-            yield from of_kind("value", (*ALL_REDUCES, BEST))
         case "--strategies":
             before = prefix[: prefix.rfind(",") + 1]
             yield from of_kind("strategy", (f"{before}{each}" for each in FORMULAS))

@@ -132,8 +132,6 @@ class InsideMagics(Magics):
     @argument("--strategies", default="", help="such as ddp,async; else those compared")
     @argument("--hosts", metavar="N", type=int, help="ranks on each host; --link is between hosts")
     @argument("--inside", default="", help="the link between the ranks of a host, such as pcie4")
-    @argument("--cores", metavar="N", type=int, help="cores that the ranks of a host share")
-    @argument("--algorithm", default="", help="of all-reduces: ring, tree, double-tree, best ...")
     @argument("--step", default="", help="of another device: 178ms/64 is 178 ms for 64 samples")
     @argument("--accumulate", metavar="N", type=int, help="micro-batches of --step")
     @argument("--batch-per-worker", metavar="N", type=int, help="samples of each rank in a step")

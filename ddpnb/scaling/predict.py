@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ddpnb.protocol.costs import ALL_REDUCES, BEST
-from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.costs import BEST
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import UNIT_LATENCIES, parse_link
 from ddpnb.scaling.calibrate import Calibration
 from ddpnb.scaling.model import (
@@ -36,15 +36,13 @@ _STEP = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)/(\d+)")
 
 def parse_step(text: str) -> tuple[float, int]:
     """Parse ``178ms/64``: the seconds of a step on one device, and its samples."""
-    found = _STEP.fullmatch(text.replace(" ", ""))
-    if found is None:
-        raise UserError(
-            f"--step {text}: write the time of a step on one device and its samples, as 178ms/64."
-        )
-    seconds, samples = float(found[1]) * UNIT_LATENCIES[found[2]], int(found[3])
-    if not (seconds > 0 and samples > 0):
-        raise UserError(f"--step {text}: a step takes more than 0 s, for 1 sample or more.")
-    return seconds, samples
+    if found := _STEP.fullmatch(text.replace(" ", "")):
+        seconds, samples = float(found[1]) * UNIT_LATENCIES[found[2]], int(found[3])
+        if seconds > 0 and samples > 0:
+            return seconds, samples
+    raise UserError(
+        f"--step {text}: write the time of a step on one device and its samples, as 178ms/64."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +55,6 @@ class Question:
     """Empty: this machine, as it was measured, or the devices that were emulated."""
     ranks_per_host: int | None = None
     inside: str = ""
-    cores: int | None = None
-    """That the ranks of a host share; None: each has a device of its own."""
-    algorithm: str = ""
     step: str = ""
     """Of another device in place of this machine; empty: as in the comparison."""
     accumulate: int | None = None
@@ -67,27 +62,23 @@ class Question:
     batch_per_worker: int | None = None
 
     def __post_init__(self) -> None:
-        for rank in self.ranks:
-            if not 1 <= rank <= MAX_RANKS:
-                raise UserError(f"--ranks {rank}: give numbers of ranks from 1 to {MAX_RANKS:,}.")
-        if not self.ranks:
-            raise UserError("--ranks names no number of ranks: write them as 1,2,4,8.")
+        if not self.ranks or not all(1 <= num <= MAX_RANKS for num in self.ranks):
+            raise UserError(f"Give --ranks from 1 to {MAX_RANKS:,}, as 1,2,4,8.")
         for strategy in self.strategies:
             formula_of(strategy)
-        placed = {"--hosts": self.ranks_per_host, "--cores": self.cores}
-        each = {"--accumulate": self.accumulate, "--batch-per-worker": self.batch_per_worker}
-        for name, value in (placed | each).items():
+        counts = {
+            "--hosts": self.ranks_per_host,
+            "--accumulate": self.accumulate,
+            "--batch-per-worker": self.batch_per_worker,
+        }
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise UserError(f"{name} must be greater than 0, not {value}.")
-        if self.algorithm not in ("", BEST, *ALL_REDUCES):
-            raise one_of("algorithm", self.algorithm, (*ALL_REDUCES, BEST))
-        others = placed | {"--inside": self.inside, "--step": self.step}
+        others = {"--hosts": self.ranks_per_host, "--inside": self.inside, "--step": self.step}
         if given := [name for name, value in others.items() if value and not self.link]:
             raise UserError(f"{given[0]} goes with --link, which says what lies between hosts.")
         if self.inside and self.ranks_per_host is None:
             raise UserError("--inside goes with --hosts, the number of ranks on each host.")
-        if self.cores and self.step:
-            raise UserError("--step is of a device of its own: leave --cores out.")
         if self.accumulate and not self.step:
             raise UserError("--accumulate goes with --step; a comparison has its own.")
         for link in filter(None, (self.link, self.inside)):
@@ -120,15 +111,11 @@ class Prediction:
     """The same, close enough to be drawn as lines."""
     stops: Mapping[str, int | None]
     """From where twice the ranks bring less than a tenth more; None: not up to ``searched``."""
+    searched: int
     limits: Mapping[str, str]
     """What holds each strategy up most at the most ranks."""
     ideal: tuple[tuple[int, float], ...]
     """Ranks, and N times the samples/s of one alone."""
-
-    @property
-    def searched(self) -> int:
-        """Ranks up to which it is looked where a strategy stops scaling."""
-        return max(*self.question.ranks, SEARCHED)
 
     @property
     def measured(self) -> Mapping[str, float]:
@@ -170,7 +157,7 @@ def predict(found: Calibration, question: Question) -> Prediction:
         return tuple(point(name, work, machine, n) for n in ranks)
 
     points = {name: row(name, able) for name in strategies}
-    ends, most = _dense(max(able)), max(*question.ranks, SEARCHED)
+    ends, searched = _dense(max(able)), max(*question.ranks, SEARCHED)
     one = point("single", work, machine, 1).samples_per_second
     return Prediction(
         found=found,
@@ -179,7 +166,8 @@ def predict(found: Calibration, question: Question) -> Prediction:
         machine=machine,
         points=points,
         lines={name: row(name, ends) for name in strategies},
-        stops={name: stops_at(name, work, machine, most) for name in strategies},
+        searched=searched,
+        stops={name: stops_at(name, work, machine, searched) for name in strategies},
         limits={name: limit_of(name, work, machine, max(able)) for name in strategies},
         ideal=tuple((n, n * one) for n in ends),
     )
@@ -202,7 +190,7 @@ def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
     if question.batch_per_worker is not None:
         work = replace(work, batch_size=question.batch_per_worker, is_weak=True)
     is_ring = not question.step and (found.measured.shares_cores or is_emulated)
-    algorithm = question.algorithm or ("ring" if is_ring else BEST)
+    algorithm = "ring" if is_ring else BEST
     if not question.link:
         return work, replace(machine, algorithm=algorithm)
     per_host = question.ranks_per_host
@@ -210,11 +198,9 @@ def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
         link=parse_link(question.link),
         inside=parse_link(question.inside or INSIDE) if per_host else None,
         algorithm=algorithm,
-        cores_per_host=question.cores or math.inf,
-        ranks_per_host=per_host or (math.inf if question.cores else 1),
+        ranks_per_host=per_host or 1,
     )
-    if not question.cores:
-        work = replace(work, together=work.alone)
+    work = replace(work, together=work.alone)
     return (work if is_emulated else replace(work, overlaps=True, factors={})), machine
 
 

@@ -157,8 +157,6 @@ def test_ranks_that_share_cores_are_slower_and_others_are_not():
     assert here.stops["ddp"] == 2
     assert here.points["ddp"][2].samples_per_second < here.points["ddp"][0].samples_per_second
     assert own.points["ddp"][2].samples_per_second > 1.5 * own.points["ddp"][0].samples_per_second
-    cores = predict(found, Question(ranks=(2, 4, 8), link="100GbE", cores=2))
-    assert cores.points["ddp"][2].efficiency < 0.5 * own.points["ddp"][2].efficiency
 
 
 def test_stragglers_cost_more_the_more_ranks_there_are():
@@ -181,18 +179,16 @@ HOSTS = {"link": "10GbE", "ranks_per_host": 8}
 @pytest.mark.parametrize(
     ("found", "question", "sentence"),
     [
-        ({}, {"ranks": (0,)}, "--ranks 0: give numbers of ranks from 1 to 1,000,000."),
-        ({}, {"ranks": ()}, "--ranks names no number of ranks: write them as 1,2,4,8."),
+        ({}, {"ranks": (0,)}, "Give --ranks from 1 to 1,000,000, as 1,2,4,8."),
         ({}, {"link": "1Gbit"}, "--link 1Gbit has no latency: write both, as in 1Gbit,0.5ms."),
         ({}, {"strategies": ("dpp",)}, "There is no strategy 'dpp'; did you mean dp or ddp?"),
-        ({}, {"strategies": ("hogwild",)}, "hogwild trains in memory that its ranks share"),
+        ({}, {"strategies": ("hogwild",)}, "hogwild cannot be predicted"),
         ({}, {"strategies": ("single:threads=all",)}, "single:threads=all cannot be predicted"),
         ({}, {"ranks_per_host": 8}, "--hosts goes with --link, which says what lies between"),
         ({}, {"step": "178ms/64"}, "--step goes with --link, which says what lies between hosts."),
         ({}, {"link": "1GbE", "step": "178ms"}, f"--step 178ms: {STEP}"),
-        ({}, {"link": "1GbE", "step": "0ms/64"}, "--step 0ms/64: a step takes more than 0 s"),
+        ({}, {"link": "1GbE", "step": "0ms/64"}, f"--step 0ms/64: {STEP}"),
         ({}, {"link": "1GbE", "accumulate": 2}, "--accumulate goes with --step"),
-        ({}, {"algorithm": "rings"}, "There is no algorithm 'rings'; choose one of: ring, tree,"),
         ({}, {"ranks": (512,), "link": "10GbE"}, "A batch of 256 has no sample for each of 512"),
         ({}, {**HOSTS, "strategies": ("dp",)}, "dp is one process, which cannot use several"),
         ({"rates": RATES}, {}, "race has no ddp on two ranks or more, so that"),
