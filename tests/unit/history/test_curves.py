@@ -9,7 +9,6 @@ from ddpnb.history.curve import (
     MAX_POINTS,
     Curve,
     curve_of,
-    first_reached,
     smooth,
     smoothed,
     tenths,
@@ -139,13 +138,6 @@ def test_who_communicates_longer_than_the_last_to_come_has_waited_for_it():
     assert waited(4.0, 1.0, waiting=0.25) == [(0.25, 4.0), (0.25, 1.0)], "it has measured it"
     # under local-sgd, where the optimizer comes before the communication
     assert waited(0.6, 0.1, optimizer=(0.0, 0.5)) == [(0.5, 0.1), (0.0, 0.1)]
-
-
-def test_the_first_time_a_loss_is_reached_is_between_the_points():
-    x = np.array([1.0, 2.0, 3.0, 4.0])
-    assert first_reached(np.array([4.0, 3.0, math.nan, 1.0]), x, 2.0) == 3.0
-    assert first_reached(np.array([1.0, 2.0, 3.0, 4.0]), x, 2.0) == 1.0
-    assert math.isnan(first_reached(np.array([4.0, 3.0, math.inf, 2.5]), x, 2.0))
 
 
 def test_smoothing_has_no_start_up_bias_and_passes_over_nan():

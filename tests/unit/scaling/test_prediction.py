@@ -150,15 +150,6 @@ def test_what_ranks_lose_to_each_other_grows_with_the_cores_they_use():
     assert "2 ranks slow each other by 10 %" in text
 
 
-def test_ranks_that_share_cores_are_slower_and_others_are_not():
-    found = calibrate(measured(rates={**measured().rates, "ddp": 24_000.0}))
-    here = predict(found, Question(ranks=(2, 4, 8)))
-    own = predict(found, Question(ranks=(2, 4, 8), link="100GbE"))
-    assert here.stops["ddp"] == 2
-    assert here.points["ddp"][2].samples_per_second < here.points["ddp"][0].samples_per_second
-    assert own.points["ddp"][2].samples_per_second > 1.5 * own.points["ddp"][0].samples_per_second
-
-
 def test_stragglers_cost_more_the_more_ranks_there_are():
     work = replace(INSTANT, alone=Cost(0.1, 0), together=Cost(0.1, 0), variation=0.1)
     machine = Machine(link=parse_link("100Gbit,0us"))
