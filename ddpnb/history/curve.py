@@ -179,48 +179,36 @@ def with_waiting(rows: Records) -> Records:
 
 
 def smoothed(curve: Curve) -> Floats:
-    """Return the moving average of a curve at each of its points.
+    """Return the exponential moving average of a curve, without start-up bias.
 
     Its span is one update and a share of the samples so far, not of all that are planned.  So
     what is drawn stays, and a short and a long run reach the same loss at the same sample.
     Early, where the loss falls fast, the span is short, and the line does not lag behind its
     points: where the loss falls like ``1 / samples``, it is soon only a twentieth above them.
-    """
-    if len(curve) == 0:
-        return curve.mean
-    if curve.samples[-1] == 0:  # a hand-written loop that logs no samples
-        return smooth(curve.mean, curve.updates, 1 + SMOOTHED_SHARE * curve.updates)
-    update = curve.samples[-1] / curve.num_updates
-    return smooth(curve.mean, curve.samples, update + SMOOTHED_SHARE * curve.samples)
-
-
-def end_of(curve: Curve) -> float:
-    """Return where the moving average of a curve ends; NaN before its first point."""
-    line = smoothed(curve)
-    return next((value for value in reversed(line.tolist()) if math.isfinite(value)), math.nan)
-
-
-def smooth(values: Floats, samples: Floats, spans: Floats) -> Floats:
-    """Return the exponential moving average over ``spans`` samples, without start-up bias.
 
     A point ``d`` samples after the one before it weighs ``1 - exp(-d / span)``.  The sum is
     divided by the weights so far, as in Adam, so the first average is the first point.  NaN
     points stay NaN and leave the average as it is.
-
-    Args:
-        values: at each point.
-        samples: seen up to each point; never fall.
-        spans: the span at each point, in samples; greater than 0.
     """
-    averages = np.full(len(values), np.nan)
-    shares = -np.expm1(-np.diff(samples, prepend=0.0) / spans)
+    averages = np.full(len(curve), np.nan)
+    if len(curve) == 0:
+        return averages
+    at = curve.samples if curve.samples[-1] > 0 else curve.updates  # a loop may log no samples
+    spans = at[-1] / curve.num_updates + SMOOTHED_SHARE * at
+    shares = -np.expm1(-np.diff(at, prepend=0.0) / spans)
     total = weight = 0.0
-    for index, (value, share) in enumerate(zip(values.tolist(), shares.tolist(), strict=True)):
+    for index, (value, share) in enumerate(zip(curve.mean.tolist(), shares.tolist(), strict=True)):
         if math.isfinite(value) and share > 0:
             total += share * (value - total)
             weight += share * (1.0 - weight)
             averages[index] = total / weight
     return averages
+
+
+def end_of(curve: Curve) -> float:
+    """Return where the moving average of a curve ends; NaN before its first point."""
+    known = [value for value in smoothed(curve).tolist() if math.isfinite(value)]
+    return known[-1] if known else math.nan
 
 
 def first_reached(y: Floats, x: Floats, target: float) -> float:
