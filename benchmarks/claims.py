@@ -45,6 +45,8 @@ PARTS = ("same", "load", "power")
 class Unseen:
     """A display that shows nothing."""
 
+    def announce(self, text: str) -> None: ...
+
     def begin(self, comparison: Comparison) -> None: ...
 
     def is_due(self) -> bool:

@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.measure import Figure
-from ddpnb.history.database import EVENT
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
+from ddpnb.history.rows import EVENT
 from ddpnb.history.store import Store
 from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader, RunSpec
 from ddpnb.reports.figures.figure import draw
@@ -82,6 +82,7 @@ class Fed:
         began = time.process_time()
         Picture(draw(self.recorder.comparison, is_live=True), "").png()
         self.draw_seconds.append(time.process_time() - began)
+        self.store.flush()  # what waits for the disk is not what a run holds
         gc.collect()
         self.memory.append(tracemalloc.get_traced_memory()[0] / 1e6)
 
@@ -91,6 +92,7 @@ class Fed:
             strategy=spec.strategy,
             synchronous=spec.strategy != "async",
             num_workers=1 if spec.strategy == "single" else 2,
+            num_ranks=NUM_REPORTING[spec.strategy],
             num_threads=1,
             device="cpu",
             backend="gloo",

@@ -7,7 +7,7 @@ from typing import Any
 from IPython.display import Code
 
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.history.query import Search
+from ddpnb.history.query import matching
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import Script
@@ -261,20 +261,14 @@ def source(strategy: str) -> Code:
 
 
 @twin()
-def runs(
-    text: str = "", *, task: str = "", strategy: str = "", since: str = "", last: int | None = None
-) -> Table:
+def runs(text: str = "", *, last: int | None = None) -> Table:
     """Return the table of stored runs, with ``.to_frame()``; the twin of ``%ddp_runs``.
 
     Args:
         text: only runs whose name, task or state contains this.
-        task: only runs of this task.
-        strategy: only runs of this strategy.
-        since: only runs started within the last ``"90m"``, ``"12h"``, ``"2d"`` or ``"1w"``.
         last: only this many lines, the newest.
     """
-    search = Search(text=text, task=task, strategy=strategy, since=since, last=last)
-    return runs_table(search.among(this_session().store.list()))
+    return runs_table(matching(this_session().store.list(), text, last))
 
 
 @twin()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ddpnb.cluster.call import Call, CallEvent, Events, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.history.database import rows_of
+from ddpnb.history.rows import rows_of
 from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, RejoinInfo, RunSpec

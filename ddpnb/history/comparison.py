@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Comparison:
     """Those at learning rates that are not a strategy's best: see ``tuning``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
-    """Of several comparisons together: what is known not to be the same in their environments."""
+    """Of several comparisons together: what is not the same in their environments."""
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -77,27 +77,27 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
         return comparisons[0]
     runs = {run.run_id: run for comparison in comparisons for run in comparison.all_runs}
     environments = [comparison.environment for comparison in comparisons]
-    shared = set.intersection(*(set(each.items()) for each in environments))
+    differing = tuple(
+        key
+        for key in dict.fromkeys(chain(*environments))
+        if len({each.get(key) for each in environments}) > 1
+    )
     return Comparison(
         comparison_id="+".join(comparison.comparison_id for comparison in comparisons),
         name=", ".join(dict.fromkeys(comparison.name for comparison in comparisons)),
         created=max(comparison.created for comparison in comparisons),
         task=_common([comparison.task for comparison in comparisons]),
         source=_common([comparison.source for comparison in comparisons]),
-        environment=dict(item for item in environments[0].items() if item in shared),
-        differing=_differing(environments),
+        environment={k: v for k, v in environments[0].items() if k not in differing},
+        differing=differing,
     ).with_runs(list(runs.values()))
 
 
 def environment() -> dict[str, str]:
     """Return this machine's properties and the versions of its libraries."""
     cores, threads = num_cores(), num_hardware_threads()
-    installed = {}
-    for library in LIBRARIES:
-        with contextlib.suppress(PackageNotFoundError):
-            installed[library] = version(library)
     return {
-        **installed,
+        **{library: version(library) for library in LIBRARIES},
         "python": platform.python_version(),
         "system": platform.platform(),
         "host": platform.node(),
@@ -138,11 +138,7 @@ def magic_of(comparison: Comparison) -> str:
 
 
 def line_of(
-    strategies: Sequence[str],
-    task: str,
-    choices: Sequence[str],
-    *,
-    num_repeats: int = 1,
+    strategies: Sequence[str], task: str, choices: Sequence[str], *, num_repeats: int = 1
 ) -> str:
     """Return the arguments of ``%ddp_compare`` as a line.
 
@@ -195,24 +191,10 @@ def _common(values: Sequence[str]) -> str:
     return values[0] if len(set(values)) == 1 else ""
 
 
-def _differing(environments: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
-    """Return the keys with several values; without ``hosts``, it was one host."""
-    found = {
-        key: {each[key] for each in environments if key in each} for key in chain(*environments)
-    }
-    if "hosts" in found and not all("hosts" in each for each in environments):
-        found["hosts"].add("")
-    return tuple(key for key, values in found.items() if len(values) > 1)
-
-
 def _words(spec: RunSpec) -> list[str]:
     always = {name: option for name, option in TRAINING_OPTIONS.items() if name in ALWAYS}
-    words = []
-    for name, option in (always | dict(chosen(spec))).items():
-        if name == "batch_size" and spec.batch_per_worker is not None:
-            continue
-        elif name != "task":
-            words += option.words(
-                spec.rate_words if name == "learning_rate" else getattr(spec, name)
-            )
-    return words
+    words = always | dict(chosen(spec))
+    for name in ("task", "batch_size" if spec.batch_per_worker is not None else ""):
+        words.pop(name, None)
+    values = {name: getattr(spec, name) for name in words} | {"learning_rate": spec.rate_words}
+    return [word for name, option in words.items() for word in option.words(values[name])]

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpnb.history.database import Floats, Records
+from ddpnb.history.rows import Floats, Records
 from ddpnb.protocol.messages import RunHeader
 
 MAX_POINTS = 360
 """The most points of a curve: at least one for every other pixel of its panel."""
+
+THROUGHPUT_POINTS = 160
 
 SMOOTHED_SHARE = 0.05
 """At each point the moving average spans one update and this share of the samples so far."""
@@ -58,16 +60,13 @@ class Curve:
         )
         return made
 
-    def extended(
-        self, values: Floats, samples: Floats, seconds: Floats, max_points: int = MAX_POINTS
-    ) -> "Curve":
-        """Return this curve with more updates at its end.
+    def extended(self, values: Floats, samples: Floats, seconds: Floats) -> "Curve":
+        """Return this curve with more updates at its end; if there are too many, two become one.
 
         Args:
             values: of each update; NaN or infinite ones count as bad.
             samples: of each update alone.
             seconds: the training time at its end.
-            max_points: if there are more, each two become one.
         """
         if len(values) == 0:
             return self
@@ -90,7 +89,7 @@ class Curve:
         bins = np.arange(self.num_updates, num_updates) // self.num_merged
         bins = np.append(np.arange(len(self)), bins)
         grown = _merged(grown, np.flatnonzero(np.diff(bins, prepend=-1)))
-        while len(grown) > max_points:
+        while len(grown) > MAX_POINTS:
             grown = _merged(grown, np.arange(0, len(grown), 2))
             grown = replace(grown, num_merged=2 * grown.num_merged)
         return grown
@@ -122,7 +121,6 @@ def curve_of(
     name: str = "loss",
     *,
     after: Curve | None = None,
-    max_points: int = MAX_POINTS,
 ) -> Curve:
     """Return the curve of a run's steps.
 
@@ -131,7 +129,6 @@ def curve_of(
         header: of the run; None for a hand-written loop.
         name: the field of the rows that is drawn.
         after: the curve of the steps before these; None: there are none.
-        max_points: the most points of the curve.
     """
     values, samples = rows[name].astype(np.float64), rows["num_samples"].astype(np.float64)
     seconds = rows["seconds"]
@@ -148,7 +145,7 @@ def curve_of(
     else:
         order = np.argsort(seconds, kind="stable")
         values, samples, seconds = values[order], samples[order], seconds[order]
-    return (after or Curve()).extended(values, samples, seconds, max_points)
+    return (after or Curve()).extended(values, samples, seconds)
 
 
 def complete_steps(rows: Records, num_ranks: int) -> NDArray[np.bool_]:
@@ -182,42 +179,36 @@ def with_waiting(rows: Records) -> Records:
 
 
 def smoothed(curve: Curve) -> Floats:
-    """Return the moving average of a curve at each of its points.
+    """Return the exponential moving average of a curve, without start-up bias.
 
     Its span is one update and a share of the samples so far, not of all that are planned.  So
     what is drawn stays, and a short and a long run reach the same loss at the same sample.
     Early, where the loss falls fast, the span is short, and the line does not lag behind its
     points: where the loss falls like ``1 / samples``, it is soon only a twentieth above them.
-    """
-    if len(curve) == 0:
-        return curve.mean
-    if curve.samples[-1] == 0:  # a hand-written loop that logs no samples
-        return smooth(curve.mean, curve.updates, 1 + SMOOTHED_SHARE * curve.updates)
-    update = curve.samples[-1] / curve.num_updates
-    return smooth(curve.mean, curve.samples, update + SMOOTHED_SHARE * curve.samples)
-
-
-def smooth(values: Floats, samples: Floats, spans: Floats) -> Floats:
-    """Return the exponential moving average over ``spans`` samples, without start-up bias.
 
     A point ``d`` samples after the one before it weighs ``1 - exp(-d / span)``.  The sum is
     divided by the weights so far, as in Adam, so the first average is the first point.  NaN
     points stay NaN and leave the average as it is.
-
-    Args:
-        values: at each point.
-        samples: seen up to each point; never fall.
-        spans: the span at each point, in samples; greater than 0.
     """
-    averages = np.full(len(values), np.nan)
-    shares = -np.expm1(-np.diff(samples, prepend=0.0) / spans)
+    averages = np.full(len(curve), np.nan)
+    if len(curve) == 0:
+        return averages
+    at = curve.samples if curve.samples[-1] > 0 else curve.updates  # a loop may log no samples
+    spans = at[-1] / curve.num_updates + SMOOTHED_SHARE * at
+    shares = -np.expm1(-np.diff(at, prepend=0.0) / spans)
     total = weight = 0.0
-    for index, (value, share) in enumerate(zip(values.tolist(), shares.tolist(), strict=True)):
+    for index, (value, share) in enumerate(zip(curve.mean.tolist(), shares.tolist(), strict=True)):
         if math.isfinite(value) and share > 0:
             total += share * (value - total)
             weight += share * (1.0 - weight)
             averages[index] = total / weight
     return averages
+
+
+def end_of(curve: Curve) -> float:
+    """Return where the moving average of a curve ends; NaN before its first point."""
+    known = [value for value in smoothed(curve).tolist() if math.isfinite(value)]
+    return known[-1] if known else math.nan
 
 
 def first_reached(y: Floats, x: Floats, target: float) -> float:
@@ -237,7 +228,7 @@ def first_reached(y: Floats, x: Floats, target: float) -> float:
     return float(x[at - 1] + share * (x[at] - x[at - 1]))
 
 
-def throughput(curve: Curve, window: float, max_points: int = 160) -> tuple[Floats, Floats]:
+def throughput(curve: Curve, window: float) -> tuple[Floats, Floats]:
     """Return seconds, and samples/s over the ``window`` seconds before each.
 
     Between updates, samples are interpolated linearly.  A run shorter than one window gives
@@ -247,7 +238,7 @@ def throughput(curve: Curve, window: float, max_points: int = 160) -> tuple[Floa
         return np.empty(0), np.empty(0)
     end = float(curve.seconds[-1])
     window = min(window, end)
-    at = np.linspace(window, end, max_points) if end > window else np.array([end])
+    at = np.linspace(window, end, THROUGHPUT_POINTS) if end > window else np.array([end])
     return at, (samples_at(curve, at) - samples_at(curve, at - window)) / window
 
 

@@ -1,4 +1,4 @@
-"""Stored runs by their names, and the search among them.  (Kernel.)
+"""Stored runs by their names.  (Kernel.)
 
 ``digits-1`` is a comparison, ``digits-1/ddp`` its repeats of one strategy,
 ``digits-1/ddp#2`` the second of them, ``ddp`` the latest repeats of that name, and
@@ -8,7 +8,6 @@
 import difflib
 import itertools
 import re
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +15,6 @@ from ddpnb.history.model import Status
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunHeader, RunSpec
-
-UNIT_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,54 +120,21 @@ def _unknown(address: str, runs: Sequence[StoredRun]) -> UserError:
     return UserError(f"There is no run {address!r}; {some} (%ddp_runs lists all).")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """Which runs to list; a field that is left out excludes none."""
+def matching(
+    runs: Sequence[StoredRun], text: str = "", last: int | None = None
+) -> tuple[StoredRun, ...]:
+    """Return the runs to list, in their order.
 
-    text: str = ""
-    """Part of the name, strategy, task or state, in any case."""
-    task: str = ""
-    """As it was written, with or without its options."""
-    strategy: str = ""
-    """Likewise."""
-    since: str = ""
-    """The greatest age: ``"90m"``, ``"12h"``, ``"2d"``, ``"1w"``."""
-    last: int | None = None
-    """How many lines to list, the newest; repeats of one strategy are one line."""
-
-    def __post_init__(self) -> None:
-        if self.since:
-            seconds_of(self.since)
-        if self.last is not None and self.last < 1:
-            raise UserError(f"--last must be at least 1, not {self.last}.")
-
-    def among(self, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
-        """Return the runs that match, in their order."""
-        earliest = time.time() - seconds_of(self.since) if self.since else 0.0
-        found = [run for run in runs if run.created >= earliest and self._matches(run)]
-        if self.last is None:
-            return tuple(found)
-        newest_first = sorted(found, key=lambda run: -run.created)
-        lines = list(dict.fromkeys((run.comparison_id, run.name) for run in newest_first))
-        listed = set(lines[: self.last])
-        return tuple(run for run in found if (run.comparison_id, run.name) in listed)
-
-    def _matches(self, run: StoredRun) -> bool:
-        searched = f"{run.comparison}/{run.name} {run.task} {run.status} {run.detail}".lower()
-        return (
-            self.text.lower() in searched
-            and self.task in ("", run.task, run.task.split(":")[0])
-            and self.strategy in ("", run.name, run.name.split(":")[0])
-        )
-
-
-def seconds_of(span: str) -> float:
-    """Return the seconds of ``"90m"``, ``"12h"``, ``"2d"`` or ``"1w"``.
-
-    Raises:
-        UserError: it is not written so.
+    Args:
+        runs: all stored runs.
+        text: part of their name, task or state, in any case.
+        last: how many lines to list, the newest; repeats of one strategy are one line.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", span)
-    if found is None:
-        raise UserError(f"Write --since as 90m, 12h, 2d or 1w, not {span}.")
-    return float(found[1]) * UNIT_SECONDS[found[2]]
+    if last is not None and last < 1:
+        raise UserError(f"--last must be at least 1, not {last}.")
+    states = [f"{run.comparison}/{run.name} {run.task} {run.status} {run.detail}" for run in runs]
+    pairs = zip(runs, states, strict=True)
+    found = [run for run, state in pairs if text.lower() in state.lower()]
+    newest_first = sorted(found, key=lambda run: -run.created)
+    lines = list(dict.fromkeys((run.comparison_id, run.name) for run in newest_first))[:last]
+    return tuple(run for run in found if (run.comparison_id, run.name) in lines)

@@ -4,12 +4,12 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 from ddpnb.history.comparison import Comparison, describe_ranks, environment
-from ddpnb.history.database import StoreError
 from ddpnb.history.model import Run, Status
-from ddpnb.history.store import Store
+from ddpnb.history.store import Store, StoreError
 from ddpnb.protocol.messages import EventBatch, RankState, RunReport, RunSpec
 
 
@@ -39,7 +39,7 @@ class Recorder:
         ranks: Sequence[RankState] = (),
     ) -> None:
         self._store = store
-        self._runs: list[Run] = []
+        self._runs: dict[str, Run] = {}
         self._warned = False
         self._comparison = Comparison(
             comparison_id=new_id(),
@@ -55,38 +55,34 @@ class Recorder:
     @property
     def comparison(self) -> Comparison:
         """The comparison as it is now."""
-        return self._comparison.with_runs([run.snapshot() for run in self._runs])
+        return self._comparison.with_runs([run.snapshot() for run in self._runs.values()])
 
     def begin(self, run_id: str, name: str, spec: RunSpec | None = None) -> None:
         """Begin a run."""
-        run = Run(
+        run = self._runs[run_id] = Run(
             run_id=run_id,
             name=name,
             comparison=self._comparison.name,
             spec=spec,
-            load=lambda: self._store.steps(run_id),
+            stored=partial(self._store.steps, run_id),
         )
-        self._runs.append(run)
         self._write(self._store.begin_run, self._comparison.comparison_id, run.snapshot())
 
     def add(self, batch: EventBatch) -> None:
         """Add a batch of events."""
-        self._run(batch.run_id).add(batch)
+        self._runs[batch.run_id].add(batch)
         self._write(self._store.append, batch)
 
     def add_report(self, report: RunReport) -> None:
         """Add the report of a rank, if it took part."""
         if report.took_part:
-            self._run(report.run_id).add_report(report)
+            self._runs[report.run_id].add_report(report)
             self._write(self._store.add_report, report)
 
     def end(self, run_id: str, status: Status, detail: str = "") -> None:
         """Record how a run ended."""
-        self._run(run_id).end(status, detail)
+        self._runs[run_id].end(status, detail)
         self._write(self._store.finish, run_id, status, detail)
-
-    def _run(self, run_id: str) -> Run:
-        return next(run for run in self._runs if run.run_id == run_id)
 
     def _begin(self, wanted_name: str) -> None:
         self._comparison = self._store.begin_comparison(self._comparison, wanted_name=wanted_name)

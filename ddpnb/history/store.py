@@ -1,43 +1,62 @@
 """The store: runs on disk, for this kernel and later ones.  (Kernel.)
 
-``Recorder`` begins a comparison and its runs, appends batches as they arrive, and finishes each
-run; a crash loses at most the last ``flush_seconds``.
+It is one SQLite file.  With a rollback journal it works on NFS homes, survives a kill at any
+moment, and lets two notebooks write in turns.  Steps are stored as the bytes of ``EVENT`` rows, the
+rest as JSON.  Never pickle: a stored run from a stranger must not be able to run code.
 """
 
+import dataclasses
 import json
 import platform
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any, TypeVar, final
 
 from ddpnb.history import query
 from ddpnb.history.comparison import Comparison, overlay
-from ddpnb.history.database import (
-    Database,
-    Records,
-    batch_of,
-    batch_row,
-    from_fields,
-    from_text,
-    rows_of,
-    stacked,
-    to_text,
-)
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.query import StoredRun
+from ddpnb.history.rows import Records, rows_of, stacked
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import EventBatch, RunHeader, RunReport, RunSpec
+from ddpnb.protocol.messages import EventBatch, Mark, MarkKind, RunHeader, RunReport, RunSpec
 from ddpnb.protocol.processes import is_alive, process_id, working_folder
 
 FILE_NAME = "runs.sqlite3"
 
+FORMAT = 2
+"""Version of the tables below; a change that earlier versions cannot read raises it."""
+
+WAIT_SECONDS = 5.0
+"""How long to wait while another notebook writes."""
+
 MAX_PENDING_BATCHES = 20_000
 """Batches kept in memory while the disk refuses them; later ones are lost, and counted so."""
+
+TABLES = """
+CREATE TABLE comparisons (
+    id TEXT PRIMARY KEY, name TEXT NOT NULL UNIQUE, created REAL NOT NULL,
+    task TEXT NOT NULL, source TEXT NOT NULL, specs TEXT NOT NULL, environment TEXT NOT NULL
+);
+CREATE TABLE runs (
+    id TEXT PRIMARY KEY, comparison TEXT NOT NULL REFERENCES comparisons ON DELETE CASCADE,
+    name TEXT NOT NULL, repeat INTEGER NOT NULL, created REAL NOT NULL, writer TEXT NOT NULL,
+    status TEXT NOT NULL, detail TEXT NOT NULL DEFAULT '', spec TEXT, header TEXT
+);
+CREATE TABLE batches (
+    run TEXT NOT NULL REFERENCES runs ON DELETE CASCADE, rank INTEGER NOT NULL,
+    sequence INTEGER NOT NULL, num_events INTEGER NOT NULL, events BLOB NOT NULL,
+    metrics TEXT NOT NULL, marks TEXT NOT NULL DEFAULT '', PRIMARY KEY (run, rank, sequence)
+);
+CREATE TABLE reports (
+    run TEXT NOT NULL REFERENCES runs ON DELETE CASCADE, rank INTEGER NOT NULL,
+    report TEXT NOT NULL, PRIMARY KEY (run, rank)
+);
+"""
 
 INSERT_BATCH = """
 INSERT OR IGNORE INTO batches SELECT * FROM (VALUES (?, ?, ?, ?, ?, ?, ?))
@@ -61,77 +80,72 @@ SELECT id AS comparison_id, name, created, task, source, specs, environment
 FROM comparisons WHERE id = ?
 """
 
-BATCHES = """
-SELECT run, rank, sequence, num_events, events, metrics, marks
-FROM batches WHERE run = ? ORDER BY rowid
-"""
+BATCHES = "SELECT rank, sequence, events, metrics, marks FROM batches WHERE run = ? ORDER BY rowid"
 
 REPORTS = "SELECT report FROM reports WHERE run = ? ORDER BY rank"
+
+
+class StoreError(UserError):
+    """Runs could not be read or written; a training goes on."""
 
 
 @final
 class Store:
     """The runs of one folder.
 
-    Every method raises ``StoreError`` if the disk refuses.  Batches that could not be written
-    are tried again at the next call.
+    Every method raises ``StoreError`` if the disk refuses.  Batches that could not be written are
+    tried again at the next call; a crash loses at most those of the last ``flush_seconds``.
 
     Args:
-        folder: of the file; ``runs_folder()`` returns the project's.
+        folder: of the file (for the owner alone), made if absent; ``runs_folder()`` returns the
+            project's.
         flush_seconds: how long batches may gather before they are written.
     """
 
     def __init__(self, folder: Path, *, flush_seconds: float = 1.0) -> None:
         self.folder = folder
-        self._database = Database(folder / FILE_NAME)
+        self._path = folder / FILE_NAME
         self._flush_seconds = flush_seconds
         self._last_flush = time.monotonic()
         self._pending: list[EventBatch] = []
         self._lock = threading.RLock()
+        with self._store_errors("opened"):
+            if not folder.is_dir():
+                folder.mkdir(mode=0o700, parents=True)
+            self._connection = sqlite3.connect(
+                self._path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            self._connection.row_factory = sqlite3.Row
+            self._prepare()
 
     def begin_comparison(self, comparison: Comparison, *, wanted_name: str = "") -> Comparison:
-        """Store a comparison that is about to train; its runs follow by ``begin_run``.
+        """Store a comparison that is about to train; return it with its final name.
 
         Args:
             comparison: its ``name``, e.g. the task, gets a number if ``wanted_name`` is empty.
             wanted_name: the user's name for it.
-
-        Returns:
-            The same comparison with its final name.
         """
-        with self._database.write() as connection:
+        specs = json.dumps([dataclasses.asdict(spec) for spec in comparison.specs])
+        texts = (
+            comparison.task,
+            comparison.source,
+            specs,
+            json.dumps(dict(comparison.environment)),
+        )
+        with self._write() as connection:
             name = query.free_name(wanted_name, comparison.name, _names(connection))
-            connection.execute(
-                "INSERT INTO comparisons VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    comparison.comparison_id,
-                    name,
-                    comparison.created,
-                    comparison.task,
-                    comparison.source,
-                    json.dumps([asdict(spec) for spec in comparison.specs]),
-                    json.dumps(dict(comparison.environment)),
-                ),
-            )
-        return replace(comparison, name=name)
+            row = (comparison.comparison_id, name, comparison.created, *texts)
+            connection.execute("INSERT INTO comparisons VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        return dataclasses.replace(comparison, name=name)
 
     def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
         """Store a run that is about to train, of a comparison that has begun."""
-        spec = to_text(run.spec) if run.spec else None
-        with self._database.write() as connection:
+        state = (_this_process(), run.status, to_text(run.spec) if run.spec else None)
+        with self._write() as connection:
             connection.execute(
                 "INSERT INTO runs (id, comparison, name, repeat, created, writer, status, spec)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    run.run_id,
-                    comparison_id,
-                    run.name,
-                    run.repeat,
-                    run.created,
-                    _this_process(),
-                    run.status,
-                    spec,
-                ),
+                (run.run_id, comparison_id, run.name, run.repeat, run.created, *state),
             )
 
     def append(self, batch: EventBatch) -> None:
@@ -145,31 +159,32 @@ class Store:
     def add_report(self, report: RunReport) -> None:
         """Store the report of a rank."""
         row = (report.run_id, report.rank, to_text(report))
-        with self._database.write() as connection:
+        with self._write() as connection:
             connection.execute("INSERT OR REPLACE INTO reports VALUES (?, ?, ?)", row)
 
     def finish(self, run_id: str, status: Status, detail: str = "") -> None:
         """Store how a run ended, and all pending batches."""
         self.flush()
-        with self._database.write() as connection:
-            connection.execute(
-                "UPDATE runs SET status = ?, detail = ? WHERE id = ?",
-                (Status(status), detail, run_id),
-            )
+        with self._write() as connection:
+            row = (status, detail, run_id)
+            connection.execute("UPDATE runs SET status = ?, detail = ? WHERE id = ?", row)
 
     def flush(self) -> None:
         """Write all pending batches, or none if the disk refuses."""
         with self._lock:
             try:
                 if self._pending:
-                    self._write(self._pending)
+                    headers = [(to_text(b.header), b.run_id) for b in self._pending if b.header]
+                    with self._write() as connection:
+                        connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)
+                        connection.executemany(INSERT_BATCH, map(_batch_row, self._pending))
                 self._pending.clear()
             finally:  # after a failure too, so that a slow disk gets a pause
                 self._last_flush = time.monotonic()
 
     def list(self) -> tuple[StoredRun, ...]:
         """Return every run without its events, oldest first."""
-        return tuple(map(_stored_run, self._database.read(LIST)))
+        return tuple(map(_stored_run, self._read(LIST)))
 
     def load(self, *addresses: str) -> Comparison:
         """Return the runs that some addresses name, as one comparison.
@@ -181,24 +196,26 @@ class Store:
             UserError: nothing has such a name; the message suggests the closest ones.
         """
         self.flush()
-        known = self.list()
-        return overlay([self._load(query.resolve(address, known)) for address in addresses])
+        known, parts = self.list(), []
+        for found in (query.resolve(address, known) for address in addresses):
+            for comparison_id in dict.fromkeys(run.comparison_id for run in found):
+                own = [run for run in found if run.comparison_id == comparison_id]
+                (row,) = self._read(COMPARISON, comparison_id)
+                parts.append(_comparison(row).with_runs([self._read_run(run) for run in own]))
+        return overlay(parts)
 
     def steps(self, run_id: str) -> Records:
         """Return one row for each step of a run, in order of arrival."""
         self.flush()
-        rows = self._database.read(BATCHES, (run_id,))
-        return stacked([rows_of(batch_of(row, None)) for row in rows])
+        return stacked([rows_of(_batch(run_id, row)) for row in self._read(BATCHES, run_id)])
 
     def rename(self, name: str, new_name: str) -> str:
         """Rename the comparison of the runs that ``name`` names; return the new name."""
         found = query.resolve(name, self.list())[-1]
-        with self._database.write() as connection:
-            taken = _names(connection) - {found.comparison}
-            free = query.free_name(new_name, new_name, taken)
-            connection.execute(
-                "UPDATE comparisons SET name = ? WHERE id = ?", (free, found.comparison_id)
-            )
+        with self._write() as connection:
+            free = query.free_name(new_name, new_name, _names(connection) - {found.comparison})
+            row = (free, found.comparison_id)
+            connection.execute("UPDATE comparisons SET name = ? WHERE id = ?", row)
         return free
 
     def delete(self, address: str) -> tuple[str, ...]:
@@ -210,12 +227,11 @@ class Store:
         found = query.resolve(address, self.list())
         if busy := [run.address for run in found if run.status is Status.RUNNING]:
             raise UserError(f"{', '.join(busy)} is being trained; %ddp_interrupt ends that.")
-        with self._database.write() as connection:
+        with self._write() as connection:
             connection.executemany("DELETE FROM runs WHERE id = ?", [(r.run_id,) for r in found])
-            connection.execute(
-                "DELETE FROM comparisons WHERE id NOT IN (SELECT comparison FROM runs)"
-                " AND id IN (SELECT value FROM json_each(?))",
-                (json.dumps([run.comparison_id for run in found]),),
+            connection.executemany(
+                "DELETE FROM comparisons WHERE id = ? AND id NOT IN (SELECT comparison FROM runs)",
+                [(run.comparison_id,) for run in found],
             )
         for run in found:
             (self.models / f"{run.run_id}.pt").unlink(missing_ok=True)
@@ -228,21 +244,52 @@ class Store:
 
     def close(self) -> None:
         """Write all pending batches and close; may be called twice."""
-        try:
-            if self._pending:
+        with self._lock:
+            try:
                 self.flush()
-        finally:
-            self._pending.clear()
-            self._database.close()
+            finally:
+                self._pending.clear()
+                self._connection.close()
 
-    def _load(self, found: tuple[StoredRun, ...]) -> Comparison:
-        """Return runs of one comparison, or of several overlaid."""
-        parts = []
-        for comparison_id in dict.fromkeys(run.comparison_id for run in found):
-            own = [run for run in found if run.comparison_id == comparison_id]
-            (row,) = self._database.read(COMPARISON, (comparison_id,))
-            parts.append(_comparison(row).with_runs([self._read_run(run) for run in own]))
-        return overlay(parts)
+    def _prepare(self) -> None:
+        self._connection.execute("PRAGMA foreign_keys = ON")
+        self._connection.execute("PRAGMA synchronous = NORMAL")
+        if self._format() == 0:
+            with self._write() as connection:
+                if self._format() == 0:  # another notebook may have been first
+                    for statement in TABLES.split(";"):
+                        connection.execute(statement)
+                    connection.execute(f"PRAGMA user_version = {FORMAT}")
+        if (found := self._format()) != FORMAT:
+            self.close()
+            raise StoreError(
+                f"The runs in {self._path} were written by another version of ddpnb (format "
+                f"{found}, this one reads {FORMAT}): take that version, or move the file away."
+            )
+
+    def _format(self) -> int:
+        return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
+
+    def _read(self, wanted: str, *values: str) -> Sequence[sqlite3.Row]:
+        """Return all rows of a query."""
+        with self._lock, self._store_errors("read"):
+            return self._connection.execute(wanted, values).fetchall()
+
+    @contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        """Return a context with a connection; its changes are committed together or not at all."""
+        with self._lock, self._store_errors("written"):
+            self._connection.execute("BEGIN IMMEDIATE")
+            with self._connection:  # commits, or rolls back
+                yield self._connection
+
+    @contextmanager
+    def _store_errors(self, verb: str) -> Iterator[None]:
+        """Raise errors of SQLite and of the system as a ``StoreError``."""
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"The runs in {self._path} cannot be {verb}: {error}.") from error
 
     def _read_run(self, stored: StoredRun) -> RunSnapshot:
         """Return a run; the steps of a long one are read again when they are needed."""
@@ -252,20 +299,14 @@ class Store:
             comparison=stored.comparison,
             spec=stored.spec,
             created=stored.created,
-            load=partial(self.steps, stored.run_id),
+            stored=partial(self.steps, stored.run_id),
         )
-        for row in self._database.read(BATCHES, (stored.run_id,)):
-            run.add(batch_of(row, stored.header if row["sequence"] == 0 else None))
-        for (text,) in self._database.read(REPORTS, (stored.run_id,)):
+        for row in self._read(BATCHES, stored.run_id):
+            run.add(_batch(stored.run_id, row, stored.header))
+        for (text,) in self._read(REPORTS, stored.run_id):
             run.add_report(from_text(RunReport, text))
         run.end(stored.status, stored.detail)
         return run.snapshot()
-
-    def _write(self, batches: Sequence[EventBatch]) -> None:
-        headers = [(to_text(b.header), b.run_id) for b in batches if b.header is not None]
-        with self._database.write() as connection:
-            connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)
-            connection.executemany(INSERT_BATCH, map(batch_row, batches))
 
 
 def runs_folder(start: Path | None = None) -> Path:
@@ -283,13 +324,13 @@ def runs_folder(start: Path | None = None) -> Path:
     return project / "data" / "runs"
 
 
-def _names(connection: sqlite3.Connection) -> set[str]:
-    return {name for (name,) in connection.execute("SELECT name FROM comparisons")}
-
-
 def _is_project(folder: Path) -> bool:
     is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
     return is_marked and (folder / "data").is_dir()
+
+
+def _names(connection: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in connection.execute("SELECT name FROM comparisons")}
 
 
 def _stored_run(row: sqlite3.Row) -> StoredRun:
@@ -310,9 +351,68 @@ def _stored_run(row: sqlite3.Row) -> StoredRun:
 def _comparison(row: sqlite3.Row) -> Comparison:
     """Return a comparison without its runs."""
     fields = dict(row)
-    specs = tuple(from_fields(RunSpec, given) for given in json.loads(fields.pop("specs")))
+    specs = tuple(_from_fields(RunSpec, given) for given in json.loads(fields.pop("specs")))
     versions = json.loads(fields.pop("environment"))
     return Comparison(**fields, specs=specs, environment=versions)
+
+
+def _batch_row(batch: EventBatch) -> tuple[Any, ...]:
+    """Return a row of the table ``batches``."""
+    metrics = json.dumps(batch.metrics) if batch.metrics else ""
+    marks = json.dumps([dataclasses.astuple(mark) for mark in batch.marks]) if batch.marks else ""
+    num_events, events = batch.num_steps, batch.rows
+    return (batch.run_id, batch.rank, batch.sequence, num_events, events, metrics, marks)
+
+
+def _batch(run_id: str, row: sqlite3.Row, header: RunHeader | None = None) -> EventBatch:
+    """Return the batch that ``_batch_row`` wrote, with the header of its run."""
+    rank, sequence, events, metrics, marks = row
+    return EventBatch(
+        run_id=run_id,
+        rank=rank,
+        sequence=sequence,
+        header=header,
+        rows=events,
+        metrics=tuple(map(tuple, json.loads(metrics or "[]"))),
+        marks=tuple(
+            Mark(rank=rank, seconds=seconds, text=text, kind=MarkKind(kind))
+            for rank, seconds, text, kind in json.loads(marks or "[]")
+        ),
+    )
+
+
+Message = TypeVar("Message", RunSpec, RunHeader, RunReport)
+
+
+def to_text(value: RunSpec | RunHeader | RunReport) -> str:
+    """Return ``value`` as JSON, with NaN and infinity."""
+    return json.dumps(dataclasses.asdict(value))
+
+
+def from_text(kind: type[Message], text: str) -> Message:
+    """Return the message that ``to_text`` wrote."""
+    return _from_fields(kind, json.loads(text))
+
+
+def _from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
+    """Return a message with the given fields; unknown ones are dropped.
+
+    What was trained once stays readable: a spec of a strategy, task or option that is no longer
+    in the catalogue is returned as it was written.
+    """
+    fields = dataclasses.fields(kind)
+    values: dict[str, Any] = {
+        entry.name: tuple(value) if isinstance(value := given[entry.name], list) else value
+        for entry in fields
+        if entry.name in given
+    }
+    try:
+        return kind(**values)
+    except UserError:
+        made = object.__new__(kind)  # unlike kind(...), this checks nothing
+        for entry in fields:
+            object.__setattr__(made, entry.name, values.get(entry.name, entry.default))
+        return made
 
 
 def _this_process() -> str:

@@ -6,18 +6,17 @@ final loss from their evaluations; bytes received, memory and lost samples from 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.curve import first_reached, smoothed, tenths
-from ddpnb.history.metrics import StepSplit, step_split
-from ddpnb.history.model import RunSnapshot, Status
+from ddpnb.history.curve import end_of, first_reached, smoothed, tenths
+from ddpnb.history.model import RunSnapshot, Status, StepSplit, step_split
 from ddpnb.history.notes import notes_of
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.memory import Memory
@@ -54,68 +53,68 @@ class StrategySummary:
     comparison: str
     num_runs: int
     """Repeats that finished; as long as none has, all that began."""
-    num_workers: int = 0
+    num_workers: int
     """0 if not known."""
     status: Status
-    samples_per_second: Spread = field(default_factory=Spread)
-    rates: Mapping[int, float] = field(default_factory=dict)
+    samples_per_second: Spread
+    rates: Mapping[int, float]
     """Samples/s by repeat, where it is known."""
-    ideal: float = math.nan
+    ideal: float
     """Samples/s of as many devices, each as fast as ``single``."""
-    ceiling: float = math.nan
+    ceiling: float
     """Samples/s of ``no-comm``."""
-    speed_up: float = math.nan
+    speed_up: float
     """Samples/s over those of ``single``."""
-    efficiency: float = math.nan
+    efficiency: float
     """Samples/s over ``ideal``; ``machine`` times ``share_of_ceiling``."""
-    machine: float = math.nan
+    machine: float
     """What the machine gives all devices at once: ``ceiling`` over ``ideal``."""
-    share_of_ceiling: float = math.nan
+    share_of_ceiling: float
     """What communication leaves: samples/s over ``ceiling``."""
-    split: StepSplit = field(default_factory=StepSplit)
-    final_loss: Spread = field(default_factory=Spread)
-    held_out_loss: Spread = field(default_factory=Spread)
-    held_out_accuracy: Spread = field(default_factory=Spread)
-    num_held_out: int = 0
+    split: StepSplit
+    final_loss: Spread
+    held_out_loss: Spread
+    held_out_accuracy: Spread
+    num_held_out: int
     """Held-out samples that the model was evaluated on; 0 if not known."""
-    held_out_metrics: Mapping[str, Spread] = field(default_factory=dict)
+    held_out_metrics: Mapping[str, Spread]
     """What the cell's own functions measured, by name."""
-    last_metrics: Mapping[str, Spread] = field(default_factory=dict)
+    last_metrics: Mapping[str, Spread]
     """Where the curve of each further number ends that the steps measured."""
-    bytes_received: float = math.nan
+    bytes_received: float
     """What one worker received in one step; NaN if nothing."""
-    staleness_median: float = math.nan
-    staleness_max: float = math.nan
-    num_lost_samples: float = math.nan
-    """Samples handed out without a gradient in return; NaN if there are none."""
-    memory: Memory = field(default_factory=Memory)
-    """Of the rank that holds most."""
-    seconds_to_target: Spread = field(default_factory=Spread)
+    staleness_median: float
+    staleness_max: float
+    num_lost_samples: int
+    """Samples handed out without a gradient in return."""
+    memory: Memory
+    """Of the rank that holds most; all 0 before there is a report."""
+    seconds_to_target: Spread
     """Until the target was reached, by the smoothed training loss or on held-out samples; infinite
     where a repeat never reached it."""
-    samples_to_target: Spread = field(default_factory=Spread)
-    samples_by_repeat: Mapping[int, float] = field(default_factory=dict)
+    samples_to_target: Spread
+    samples_by_repeat: Mapping[int, float]
     """The same by repeat; empty where one missed it, and where the target is an accuracy, which is
     known at a few moments alone."""
-    num_missed_target: int = 0
+    num_missed_target: int
     """Repeats that never reached it."""
-    num_diverged: int = 0
+    num_diverged: int
     """Losses that were NaN or infinite."""
-    sees_exposed: bool = True
+    sees_exposed: bool
     """Whether communication that holds up the computing can be distinguished from the rest."""
-    uses_cores: bool = False
+    uses_cores: bool
     """Whether its ranks communicate with the cores that they compute with."""
-    is_computed: bool = False
+    is_computed: bool
     """Whether its times are those of emulated devices."""
-    is_ceiling: bool = False
+    is_ceiling: bool
     """Whether it was added as the ceiling, for its speed alone."""
-    is_emulated: bool = False
+    is_emulated: bool
     """Whether it is emulated, so that its speed says nothing about the real strategy's."""
-    has_even_shares: bool = True
+    has_even_shares: bool
     """Whether all workers train on equally many samples, as those of ``no-comm`` do."""
-    is_short: bool = False
+    is_short: bool
     """Whether a run was over before its speed could be measured."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @property
     def key(self) -> StrategyKey:
@@ -161,16 +160,11 @@ def _levels(
     for key, own in rates.items():
         first = next(other for other in rates if other[0] == key[0])
         theirs = rates.get((key[0], BASELINE)) or rates[first]
-        levels[key] = geometric_mean(list(own.values()))
+        levels[key] = geometric_mean(own.values()) if own else math.nan
         if logs := log_ratios(own, theirs):
-            levels[key] = geometric_mean(list(theirs.values())) * math.exp(fmean(logs))
+            levels[key] = geometric_mean(theirs.values()) * math.exp(fmean(logs))
             linked.add(key)
     return levels, linked
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean; NaN if there are no values."""
-    return math.exp(fmean(map(math.log, values))) if values else math.nan
 
 
 def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapshot]]:
@@ -210,34 +204,15 @@ def log_ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[f
     return [math.log(ours[repeat] / theirs[repeat]) for repeat in ours if repeat in theirs]
 
 
-def bytes_received(runs: Sequence[RunSnapshot]) -> float:
-    """Return what a worker received in a step, the mean over all; NaN if nothing."""
-    reports = [report for run in runs if not run.is_running for report in run.reports]
-    num_bytes = sum(report.num_bytes_received for report in reports)
-    return num_bytes / sum(report.num_steps for report in reports) if num_bytes else math.nan
-
-
 def staleness_counts(runs: Sequence[RunSnapshot]) -> StalenessCounts:
     """Return how many updates had staleness 0, 1, 2 ..., over all runs."""
     counts = zip_longest(*(run.staleness for run in runs), fillvalue=0)
     return np.array([sum(each) for each in counts], dtype=np.int64)
 
 
-def staleness_median(counts: StalenessCounts) -> float:
-    """Return the median staleness; NaN if no update has a staleness."""
-    return float(np.median(np.repeat(np.arange(len(counts)), counts))) if counts.any() else math.nan
-
-
 def reported_metrics(run: RunSnapshot) -> Mapping[str, float]:
     """Return what the cell's own functions measured on held-out samples, by name."""
     return {name: value for each in run.reports for name, value in each.held_out_metrics.items()}
-
-
-def last_metrics(run: RunSnapshot) -> Mapping[str, float]:
-    """Return where the drawn line of each further number ends."""
-    ends = {name: smoothed(curve) for name, curve in run.metric_curves.items()}
-    known = {name: line[np.isfinite(line)] for name, line in ends.items()}
-    return {name: float(line[-1]) for name, line in known.items() if len(line)}
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -299,6 +274,7 @@ def _summary(
     comparison, name = key
     counted = _counted(runs)
     stale = staleness_counts(counted)
+    median = float(np.median(np.repeat(np.arange(len(stale)), stale))) if stale.any() else math.nan
     reached = {} if target is None else _reached(counted, target)
     num_missed = sum(math.isinf(seconds) for seconds, _ in reached.values())
     is_compared = target is not None and not target.is_accuracy and num_missed == 0
@@ -307,7 +283,9 @@ def _summary(
     devices = max(map(num_devices, counted), default=0)
     ideal = devices * single if devices else math.nan
     reports = [report for run in counted for report in run.reports]
-    num_lost = max((report.num_lost_samples for report in reports), default=0)
+    num_steps = sum(report.num_steps for report in reports)
+    received = sum(report.num_bytes_received for report in reports)
+    ends = [{name: end_of(c) for name, c in run.metric_curves.items()} for run in counted]
     headers = [run.header for run in counted if run.header is not None]
     is_computed = any(run.spec is not None and run.spec.is_emulated for run in counted)
     return StrategySummary(
@@ -325,17 +303,17 @@ def _summary(
         machine=math.nan if name == BASELINE else ceiling / ideal,
         share_of_ceiling=math.nan if name == BASELINE else level / ceiling,
         split=step_split(counted),
-        final_loss=_over_runs(counted, "final_loss"),
-        held_out_loss=_over_runs(counted, "held_out_loss"),
-        held_out_accuracy=_over_runs(counted, "held_out_accuracy"),
+        final_loss=spread([run.reported("final_loss") for run in counted]),
+        held_out_loss=spread([run.reported("held_out_loss") for run in counted]),
+        held_out_accuracy=spread([run.reported("held_out_accuracy") for run in counted]),
         num_held_out=max((report.num_held_out for report in reports), default=0),
         held_out_metrics=_spreads([reported_metrics(run) for run in counted]),
-        last_metrics=_spreads([last_metrics(run) for run in counted]),
-        bytes_received=bytes_received(counted),
-        staleness_median=staleness_median(stale),
+        last_metrics=_spreads(ends),
+        bytes_received=received / num_steps if received else math.nan,
+        staleness_median=median,
         staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
-        num_lost_samples=float(num_lost) if num_lost else math.nan,
-        memory=memory_of(counted),
+        num_lost_samples=max((report.num_lost_samples for report in reports), default=0),
+        memory=max((r.memory for r in reports), key=lambda m: m.total, default=Memory()),
         seconds_to_target=spread([seconds for seconds, _ in reached.values()]),
         samples_to_target=spread([samples for _, samples in reached.values()]),
         samples_by_repeat=samples,
@@ -352,7 +330,7 @@ def _summary(
             run.status is Status.FINISHED and run.spec and 0 < run.seconds < SHORT_SECONDS
             for run in runs
         ),
-        notes=notes_of(runs, counted, staleness_median(stale)),
+        notes=notes_of(runs, counted, median),
     )
 
 
@@ -377,19 +355,9 @@ def _speed(runs: Sequence[RunSnapshot], rates: Mapping[int, float], level: float
     return Spread(middle=level, low=min(parts), high=max(parts), over=over)
 
 
-def _over_runs(runs: Sequence[RunSnapshot], name: str) -> Spread:
-    return spread([run.reported(name) for run in runs])
-
-
 def _spreads(found: Sequence[Mapping[str, float]]) -> Mapping[str, Spread]:
     names = dict.fromkeys(name for each in found for name in each)
     return {name: spread([each.get(name, math.nan) for each in found]) for name in names}
-
-
-def memory_of(runs: Sequence[RunSnapshot]) -> Memory:
-    """Return what the rank that holds most holds; all 0 before there is a report."""
-    held = (report.memory for run in runs for report in run.reports)
-    return max(held, key=lambda memory: memory.total, default=Memory())
 
 
 def is_emulated(runs: Sequence[RunSnapshot]) -> bool:

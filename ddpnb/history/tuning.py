@@ -19,7 +19,7 @@ def split(
 
     Strategies keep the order in which they began, whichever rate is best.
     """
-    best = {key: _rate(min(group, key=_rank)) for key, group in _tuned(runs).items()}
+    best = {key: _rate(min(group, key=_rank)) for key, group in tried(runs).items()}
     others = tuple(run for run in runs if _rate(run) != best.get(_key(run), _rate(run)))
     if not others:
         return tuple(runs), ()
@@ -30,7 +30,11 @@ def split(
 
 def tried(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapshot]]:
     """Return the run at each learning rate, by comparison and strategy, where several are tried."""
-    return _tuned([run for run in runs if run.repeat == 0])
+    groups: dict[tuple[str, str], list[RunSnapshot]] = {}
+    for run in runs:
+        if run.repeat == 0 and run.spec is not None and run.spec.rates:
+            groups.setdefault(_key(run), []).append(run)
+    return groups
 
 
 def has_score(run: RunSnapshot) -> bool:
@@ -47,14 +51,6 @@ def has_diverged(run: RunSnapshot) -> bool:
 def is_tried(run: RunSnapshot) -> bool:
     """Return whether a run shows what its learning rate is good for: it was not cut short."""
     return run.status in (Status.FINISHED, Status.FAILED)
-
-
-def _tuned(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapshot]]:
-    groups: dict[tuple[str, str], list[RunSnapshot]] = {}
-    for run in runs:
-        if run.spec is not None and run.spec.rates:
-            groups.setdefault(_key(run), []).append(run)
-    return groups
 
 
 def _rank(run: RunSnapshot) -> tuple[bool, bool, bool, float, float]:

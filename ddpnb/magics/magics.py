@@ -290,9 +290,6 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("text", nargs="*", help="only runs whose name, task or state contains this")
-    @argument("--task", default="", help="only runs of this task")
-    @argument("--strategy", default="", help="only runs of this strategy")
-    @argument("--since", metavar="TIME", default="", help="only those of the last 90m, 12h, 2d, 1w")
     @argument("--last", metavar="N", type=int, help="only this many lines, the newest")
     @argument("--show", metavar="NAME", help="show all that is needed to repeat a comparison")
     @argument("--rename", metavar=("OLD", "NEW"), nargs=2, help="rename a comparison")
@@ -301,7 +298,7 @@ class DdpMagics(Magics):
     def ddp_runs(self, line: str) -> None:
         """List stored runs; show, rename or delete some.
 
-        ``%ddp_runs --strategy ddp --since 2d``, ``%ddp_runs --show race``,
+        ``%ddp_runs ddp --last 9``, ``%ddp_runs --show race``,
         ``%ddp_runs --rename race old-race``, ``%ddp_runs --delete race/async``.
         """
         args = arguments(self.ddp_runs, line)
@@ -312,8 +309,7 @@ class DdpMagics(Magics):
         elif args.show:
             display(api.details(args.show))
         else:
-            text, only = " ".join(args.text), {"task": args.task, "strategy": args.strategy}
-            display(api.runs(text, **only, since=args.since, last=args.last))
+            display(api.runs(" ".join(args.text), last=args.last))
 
     @magic_arguments()
     @argument("strategy", metavar="NAME", help="a strategy, such as ddp-by-hand")

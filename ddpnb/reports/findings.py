@@ -244,7 +244,7 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
         summary.held_out_accuracy, lambda share: percent(share, 1)
     ),
     "staleness": _staleness,
-    "samples lost": lambda summary: Cell(text=number(summary.num_lost_samples)),
+    "samples lost": lambda summary: Cell(text=number(summary.num_lost_samples or math.nan)),
     "memory per rank": _memory,
 }
 """The columns after the first, each with the function that fills its cells."""

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import final
 
 from ddpnb.history.comparison import Comparison
+from ddpnb.history.curve import end_of
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import samples_per_second
 from ddpnb.reports.formatting import duration, labels, number, percent
@@ -107,7 +108,7 @@ def _numbers(run: RunSnapshot) -> list[str]:
         return []
     speed = samples_per_second(run)
     parts = [f"{number(speed)} samples/s"] if math.isfinite(speed) else []
-    return [*parts, f"loss {number(run.recent_loss)}"]
+    return [*parts, f"loss {number(end_of(run.curve))}"]
 
 
 def _seconds_left(run: RunSnapshot, share: float) -> float | None:

@@ -296,11 +296,6 @@ def formula_of(strategy: str) -> tuple[Choice, Callable[[Situation], float]]:
     name = strategy.partition(":")[0]
     if name not in STRATEGIES:
         raise one_of("strategy", name, FORMULAS)
-    if STRATEGIES[name].needs_shared_memory:
-        raise UserError(
-            f"{name} trains in memory that its ranks share, which no link offers: it is measured "
-            "by %ddp_compare, not predicted."
-        )
     chosen = parse_strategy(strategy)
     if name not in FORMULAS or (name == "single" and chosen.options):
         raise UserError(f"{strategy} cannot be predicted; these can: {', '.join(FORMULAS)}.")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ddpnb.protocol.costs import ALL_REDUCES, BEST
+from ddpnb.protocol.costs import BEST
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LINKS, SECONDS, parse_link, parse_quantity
 from ddpnb.protocol.options import check_options, option
@@ -79,15 +79,6 @@ class Question:
     inside: str = option(
         "", "--inside", "the link between the ranks of a host", example="pcie4", offers=tuple(LINKS)
     )
-    cores: int | None = option(
-        None,
-        "--cores",
-        "cores that the ranks of a host share; by default each has a device of its own",
-        least=1,
-    )
-    algorithm: str = option(
-        "", "--algorithm", "of all-reduces", choices=(*ALL_REDUCES, BEST), example="NAME"
-    )
     step: str = option(
         "",
         "--step",
@@ -109,14 +100,11 @@ class Question:
         object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
         for strategy in self.strategies:
             formula_of(strategy)
-        placed = {"--hosts": self.ranks_per_host, "--cores": self.cores}
-        others = placed | {"--inside": self.inside, "--step": self.step}
+        others = {"--hosts": self.ranks_per_host, "--inside": self.inside, "--step": self.step}
         if given := [name for name, value in others.items() if value and not self.link]:
             raise UserError(f"{given[0]} goes with --link, which says what lies between hosts.")
         if self.inside and self.ranks_per_host is None:
             raise UserError("--inside goes with --hosts, the number of ranks on each host.")
-        if self.cores and self.step:
-            raise UserError("--step is of a device of its own: leave --cores out.")
         if self.accumulate and not self.step:
             raise UserError("--accumulate goes with --step; a comparison has its own.")
         for link in filter(None, (self.link, self.inside)):
@@ -140,15 +128,11 @@ class Prediction:
     """The same, close enough to be drawn as lines."""
     stops: Mapping[str, int | None]
     """From where twice the ranks bring less than a tenth more; None: not up to ``searched``."""
+    searched: int
     limits: Mapping[str, str]
     """What holds each strategy up most at the most ranks."""
     ideal: tuple[tuple[int, float], ...]
     """Ranks, and N times the samples/s of one alone."""
-
-    @property
-    def searched(self) -> int:
-        """Ranks up to which it is looked where a strategy stops scaling."""
-        return max(*self.question.ranks, SEARCHED)
 
     @property
     def measured(self) -> Mapping[str, float]:
@@ -190,7 +174,7 @@ def predict(found: Calibration, question: Question) -> Prediction:
         return tuple(point(name, work, machine, n) for n in ranks)
 
     points = {name: row(name, able) for name in strategies}
-    ends, most = _dense(max(able)), max(*question.ranks, SEARCHED)
+    ends, searched = _dense(max(able)), max(*question.ranks, SEARCHED)
     one = point("single", work, machine, 1).samples_per_second
     return Prediction(
         found=found,
@@ -199,7 +183,8 @@ def predict(found: Calibration, question: Question) -> Prediction:
         machine=machine,
         points=points,
         lines={name: row(name, ends) for name in strategies},
-        stops={name: stops_at(name, work, machine, most) for name in strategies},
+        searched=searched,
+        stops={name: stops_at(name, work, machine, searched) for name in strategies},
         limits={name: limit_of(name, work, machine, max(able)) for name in strategies},
         ideal=tuple((n, n * one) for n in ends),
     )
@@ -222,7 +207,7 @@ def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
     if question.batch_per_worker is not None:
         work = replace(work, batch_size=question.batch_per_worker, is_weak=True)
     is_ring = not question.step and (found.measured.shares_cores or is_emulated)
-    algorithm = question.algorithm or ("ring" if is_ring else BEST)
+    algorithm = "ring" if is_ring else BEST
     if not question.link:
         return work, replace(machine, algorithm=algorithm)
     per_host = question.ranks_per_host
@@ -230,11 +215,9 @@ def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
         link=parse_link(question.link),
         inside=parse_link(question.inside or INSIDE) if per_host else None,
         algorithm=algorithm,
-        cores_per_host=question.cores or math.inf,
-        ranks_per_host=per_host or (math.inf if question.cores else 1),
+        ranks_per_host=per_host or 1,
     )
-    if not question.cores:
-        work = replace(work, together=work.alone)
+    work = replace(work, together=work.alone)
     return (work if is_emulated else replace(work, overlaps=True, factors={})), machine
 
 

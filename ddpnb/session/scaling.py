@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.metrics import step_split
-from ddpnb.history.model import RunSnapshot, Status
+from ddpnb.history.model import RunSnapshot, Status, step_split
 from ddpnb.history.query import resolve
 from ddpnb.history.store import Store
 from ddpnb.history.summary import StrategySummary, summarise

@@ -17,11 +17,11 @@ def stored(kernel_of_module: Kernel) -> Cell:
 
 
 def test_runs_are_listed_by_what_they_are(stored: Cell, kernel: Kernel):
-    text = kernel.run("%ddp_runs --strategy ddp --since 1h past").text
+    text = kernel.run("%ddp_runs past/ddp").text
     assert "past/ddp" in text
     assert "past/single" not in text
     assert "past/" not in kernel.run("%ddp_runs --last 1").text
-    assert "--since" in kernel.run("%ddp_runs --since today").error_text
+    assert "--last" in kernel.run("%ddp_runs --last 0").error_text
 
 
 def test_all_that_is_needed_to_repeat_one_is_shown(stored: Cell, kernel: Kernel):

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddpnb.history.claims import Ratio, Ratios, ratios_of
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.database import metrics_of
 from ddpnb.history.model import RunSnapshot, Status
+from ddpnb.history.rows import metrics_of
 from ddpnb.history.summary import (
     evaluations,
     num_devices,

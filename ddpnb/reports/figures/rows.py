@@ -13,8 +13,8 @@ from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from ddpnb.history.database import Floats
-from ddpnb.history.metrics import slowness
+from ddpnb.history.model import slowness
+from ddpnb.history.rows import Floats
 from ddpnb.reports.figures.axes import Look, marker, prepare, round_up
 from ddpnb.reports.figures.layout import NAMES_LEFT, WIDTH, shortened
 from ddpnb.reports.figures.series import Series
@@ -250,14 +250,14 @@ def _verdict(times: Mapping[int, float], away: Sequence[int]) -> str:
 def _lanes(series: Series, end: float) -> Floats:
     """Return an image, one lane of six pixels per rank, with gaps between."""
     at = np.linspace(0.0, end, LANE_POINTS)
-    means = [np.nanmedian(rank.own_seconds) for rank in series.ranks if len(rank.own_seconds)]
+    means = [np.nanmedian(rank.track.mean) for rank in series.ranks if len(rank.track)]
     fastest = float(min(means, default=1.0)) or 1.0
     ink = np.array(to_rgb(series.style.ink))
     lanes = np.zeros((7 * len(series.ranks), LANE_POINTS, 4))
     for index, rank in enumerate(series.ranks):
-        if len(rank.own_seconds) == 0:
+        if len(rank.track) == 0:
             continue
-        times = np.interp(at, rank.at_seconds, rank.own_seconds) / fastest
+        times = np.interp(at, rank.track.seconds, rank.track.mean) / fastest
         depth = np.clip((times - 0.9) / 1.1, 0.0, 1.0)[None, :, None]  # 0.9× pale, 2× full
         lane = lanes[7 * index : 7 * index + 6]
         lane[:, :, :3] = (0.88 + 0.12 * ink) * (1 - depth) + ink * depth

@@ -11,9 +11,8 @@ import numpy as np
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.curve import Curve, samples_at, smoothed, throughput, window_for
-from ddpnb.history.database import Floats
-from ddpnb.history.metrics import Absences, absences
-from ddpnb.history.model import RankTotals, RunSnapshot
+from ddpnb.history.model import Absences, RankTotals, RunSnapshot, absences
+from ddpnb.history.rows import Floats
 from ddpnb.history.summary import (
     StalenessCounts,
     StrategySummary,

@@ -143,9 +143,7 @@ def _between(prediction: Prediction) -> str:
             f"Hosts of {machine.ranks_per_host:g} ranks, {machine.inside.text} inside{unsaid} and "
             f"{named} between; {how}."
         )
-    if question.cores:
-        line += f" The ranks of a host share {question.cores} cores like those measured."
-    elif question.link and not question.step and measured.devices is None:
+    if question.link and not question.step and measured.devices is None:
         line += " Each rank has a device as fast as one rank here: --step gives another's."
     return line
 

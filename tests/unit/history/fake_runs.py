@@ -36,7 +36,7 @@ def spec(strategy: str, repeat: int = 0, comparison: str = "digits-1") -> RunSpe
     )
 
 
-def run_of(run_spec: RunSpec, *, comparison: str = "", created: float | None = None) -> Run:
+def run_of(run_spec: RunSpec, *, comparison: str = "", created: float = 0.0) -> Run:
     return Run(
         run_id=run_spec.run_id,
         name=run_spec.strategy,

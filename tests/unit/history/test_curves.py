@@ -9,16 +9,14 @@ from ddpnb.history.curve import (
     MAX_POINTS,
     Curve,
     curve_of,
-    first_reached,
-    smooth,
     smoothed,
     tenths,
     throughput,
     window_for,
     with_waiting,
 )
-from ddpnb.history.database import EVENT, Records
 from ddpnb.history.model import Run, Status
+from ddpnb.history.rows import EVENT, Records
 from ddpnb.protocol.messages import Parts, StepEvent, pack_step
 from tests.unit.history.fake_runs import batch, fake_run, header, run_of, spec, step
 
@@ -141,23 +139,10 @@ def test_who_communicates_longer_than_the_last_to_come_has_waited_for_it():
     assert waited(0.6, 0.1, optimizer=(0.0, 0.5)) == [(0.5, 0.1), (0.0, 0.1)]
 
 
-def test_the_first_time_a_loss_is_reached_is_between_the_points():
-    x = np.array([1.0, 2.0, 3.0, 4.0])
-    assert first_reached(np.array([4.0, 3.0, math.nan, 1.0]), x, 2.0) == 3.0
-    assert first_reached(np.array([1.0, 2.0, 3.0, 4.0]), x, 2.0) == 1.0
-    assert math.isnan(first_reached(np.array([4.0, 3.0, math.inf, 2.5]), x, 2.0))
-
-
-def test_smoothing_has_no_start_up_bias_and_passes_over_nan():
-    spans = np.full(4, 10 / math.log(2))  # so that ten samples weigh one half
-    found = smooth(np.array([4.0, 1.0, math.nan, 1.0]), np.array([10.0, 20, 30, 40]), spans)
-    # (4/4 + 1/2) / (3/4) = 2; then (0.75 * 2 / 2 + 1/2) / (7/8)
-    np.testing.assert_allclose(found, [4.0, 2.0, math.nan, 1.25 / 0.875])
-
-
-def falling(num_planned: int, num_done: int) -> Curve:
+def falling(num_planned: int, num_done: int, nan_at: int = -1) -> Curve:
     """The curve of a run whose loss falls to a tenth in 20 updates, and then stays."""
-    steps = [step(i, i + 1.0, 0.1 + 2.4 * math.exp(-i / 8), 256) for i in range(num_done)]
+    losses = [math.nan if i == nan_at else 0.1 + 2.4 * math.exp(-i / 8) for i in range(num_done)]
+    steps = [step(i, i + 1.0, loss, 256) for i, loss in enumerate(losses)]
     return curve_of(rows(0, *steps), header(spec("single"), num_planned))
 
 
@@ -168,6 +153,7 @@ def test_the_smoothed_line_goes_through_its_points_and_stays_whatever_is_planned
     assert 0.99 < ratio.min() <= ratio.max() < 1.4
     if num_done <= MAX_POINTS:
         np.testing.assert_allclose(smoothed(falling(40, 40)), smoothed(curve)[:40])
+    assert np.flatnonzero(np.isnan(smoothed(falling(40, 40, nan_at=20)))).tolist() == [20]
 
 
 def test_throughput_shows_a_pause():
@@ -177,7 +163,7 @@ def test_throughput_shows_a_pause():
         mean=np.ones(3),
         num_updates=3,
     )
-    at, rate = throughput(curve, window=1.0, max_points=7)
+    at, rate = throughput(curve, window=1.0)
     np.testing.assert_allclose(np.interp([1.0, 3.0, 7.0], at, rate), [10, 2, 10])
     assert [window_for(seconds) for seconds in (12, 23, 24, 0.6)] == pytest.approx([1, 1, 2, 0.05])
     nothing = Curve()

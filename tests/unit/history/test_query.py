@@ -1,15 +1,11 @@
-import time
-
 import pytest
 
 from ddpnb.history.model import Status
-from ddpnb.history.query import Search, StoredRun
+from ddpnb.history.query import StoredRun, matching
 from ddpnb.protocol.errors import UserError
 
-HOUR = 3600.0
 
-
-def stored(name: str, *, hours_ago: float, task: str = "digits", repeat: int = 0) -> StoredRun:
+def stored(name: str, *, created: float, task: str = "digits", repeat: int = 0) -> StoredRun:
     comparison, _, strategy = name.partition("/")
     return StoredRun(
         run_id=f"{name}{repeat}",
@@ -17,46 +13,39 @@ def stored(name: str, *, hours_ago: float, task: str = "digits", repeat: int = 0
         comparison=comparison,
         name=strategy,
         repeat=repeat,
-        created=time.time() - hours_ago * HOUR,
+        created=created,
         task=task,
-        status=Status.STOPPED if hours_ago > 40 else Status.FINISHED,
+        status=Status.STOPPED if created == 1 else Status.FINISHED,
     )
 
 
 RUNS = (
-    stored("old/ddp", hours_ago=72),
-    stored("race/single", hours_ago=30),
-    stored("race/ddp:hook=fp16", hours_ago=30, repeat=0),
-    stored("race/ddp:hook=fp16", hours_ago=29, repeat=1),
-    stored("New/async", hours_ago=1, task="synthetic:samples=512"),
+    stored("old/ddp", created=1),
+    stored("race/single", created=2),
+    stored("race/ddp:hook=fp16", created=2),
+    stored("race/ddp:hook=fp16", created=3, repeat=1),
+    stored("New/async", created=4, task="synthetic:samples=512"),
 )
 
 
 @pytest.mark.parametrize(
-    ("search", "found"),
+    ("text", "last", "found"),
     [
-        (Search(), [0, 1, 2, 3, 4]),
-        (Search(strategy="ddp"), [0, 2, 3]),
-        (Search(strategy="ddp:hook=fp16"), [2, 3]),
-        (Search(task="synthetic"), [4]),
-        (Search(since="2d"), [1, 2, 3, 4]),
-        (Search(since="90m"), [4]),
-        (Search(text="RACE"), [1, 2, 3]),
-        (Search(text="stopped"), [0]),
-        (Search(last=1), [4]),
-        (Search(last=2), [2, 3, 4]),
-        (Search(task="digits", strategy="ddp", since="2d", last=20, text="hook"), [2, 3]),
-        (Search(text="nothing like it"), []),
+        ("", None, [0, 1, 2, 3, 4]),
+        ("/ddp", None, [0, 2, 3]),
+        ("hook=fp16", 20, [2, 3]),
+        ("synthetic", None, [4]),
+        ("RACE", None, [1, 2, 3]),
+        ("stopped", None, [0]),
+        ("", 1, [4]),
+        ("", 2, [2, 3, 4]),
+        ("nothing like it", None, []),
     ],
 )
-def test_only_what_is_asked_for_is_found(search: Search, found: list[int]):
-    assert search.among(RUNS) == tuple(RUNS[index] for index in found)
+def test_only_what_is_asked_for_is_found(text: str, last: int | None, found: list[int]):
+    assert matching(RUNS, text, last) == tuple(RUNS[index] for index in found)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [({"since": "yesterday"}, "Write --since as 90m, 12h"), ({"last": 0}, "--last must be")],
-)
-def test_a_wrong_search_is_one_sentence(given: dict[str, object], message: str):
-    with pytest.raises(UserError, match=message):
-        Search(**given)  # type: ignore[arg-type]
+def test_no_lines_at_all_cannot_be_asked_for():
+    with pytest.raises(UserError, match="--last must be"):
+        matching(RUNS, last=0)

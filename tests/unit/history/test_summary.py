@@ -9,7 +9,7 @@ import pytest
 from ddpnb.history.comparison import Comparison, environment, overlay
 from ddpnb.history.model import Run, Status
 from ddpnb.history.summary import StrategySummary, samples_per_second, summarise
-from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, RunReport
+from ddpnb.protocol.messages import Evaluation, Mark, MarkKind
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.result import ComparisonResult
 from tests.unit.history.fake_runs import (
@@ -30,17 +30,6 @@ def timed(strategy: str, seconds: tuple[float, ...], repeat: int = 0, samples: i
     for rank, lasted in enumerate(seconds):
         events = [step(0, lasted, samples=samples)]
         run.add(batch(run.run_id, events, rank=rank, header=header(run_spec, 1)))
-        run.add_report(
-            RunReport(
-                run_id=run.run_id,
-                rank=rank,
-                took_part=True,
-                num_samples=samples,
-                seconds=lasted,
-                final_loss=0.5 if rank == 0 else math.nan,
-                num_batches_sent=1,
-            )
-        )
     run.end(Status.FINISHED)
     return run
 
@@ -214,30 +203,6 @@ def test_speed_up_is_over_the_devices_and_the_single_of_its_own_comparison():
     assert math.isnan(alone.efficiency)
 
 
-def test_one_run_has_the_range_of_its_tenths():
-    (single,) = summarise(fake_comparison(("single",)))
-    speed = single.samples_per_second
-    assert speed.over == "tenths"
-    assert speed.low < speed.middle < speed.high
-
-
-def test_a_run_that_was_stopped_is_measured_by_its_steps():
-    run = run_of(spec("ddp"), comparison="c", created=1.0)
-    for rank, seconds in enumerate((2.0, 4.0)):
-        steps = [step(0, seconds, samples=10)]
-        run.add(batch(run.run_id, steps, rank=rank, header=header(spec("ddp"), 1)))
-    run.end(Status.STOPPED, "interrupted")
-    assert samples_per_second(run.snapshot()) == 5.0
-
-
-def test_a_repeat_that_one_lacks_bends_no_rate():
-    """On a machine that grows slower, ddp would seem quick by its first repeat alone."""
-    single, ddp = summarise(compared(*repeated(single=(100, 50, 25), ddp=(120, 0, 0))))
-    assert single.samples_per_second.middle == pytest.approx(50)
-    assert ddp.samples_per_second.middle == pytest.approx(60)
-    assert ddp.speed_up == pytest.approx(1.2)
-
-
 def test_a_ceiling_is_as_fast_as_if_all_workers_were_as_slow_as_the_slowest():
     def run(*, is_ceiling: bool) -> Run:
         made = run_of(replace(spec("no-comm"), is_ceiling=is_ceiling))
@@ -288,6 +253,7 @@ def test_overlaying_keeps_each_run_once_and_what_is_shared():
     both = overlay([one, other])
     assert len(both.runs) == 1
     assert (both.name, both.task, both.environment) == ("digits-1, b", "", {})
+    assert set(both.differing) == {"torch", "python", "host"}
 
 
 def test_the_environment_says_where_and_with_what():

@@ -47,6 +47,8 @@ def test_there_are_fewer_samples_first_and_then_fewer_points():
     assert [(spec.eval_samples, spec.num_points) for spec in found] == [(1_000, 10), (200, 10)]
     few = judged(replace(CHECKED, seconds_per_judged=1.0, seconds_per_trained=1.0), num_epochs=0.1)
     assert (few.eval_samples, few.num_points) == (100, 1)
+    asked = judged(replace(CHECKED, seconds_per_judged=1.0), num_epochs=1, eval_every=0.1)
+    assert (asked.eval_samples, asked.num_points) == (100, 10), "the user's points are kept"
 
 
 @pytest.mark.parametrize(
@@ -58,15 +60,4 @@ def test_all_is_judged_where_it_takes_little_or_is_asked_for(seconds_per_judged,
     spec = judged(checked, **choices)
     assert (spec.eval_samples, spec.num_points) == (choices.get("eval_samples"), 10)
     assert spec.notes == ()
-
-
-def test_the_points_that_the_user_asks_for_are_kept():
-    spec = judged(replace(CHECKED, seconds_per_judged=1.0), num_epochs=1, eval_every=0.1)
-    assert spec.eval_samples == 100
-    assert spec.num_points == 10
-
-
-def test_more_samples_than_there_are_is_all_with_a_note():
-    spec = judged(eval_samples=7_000)
-    assert spec.eval_samples == 7_000
-    assert len(spec.notes) == 1
+    assert len(judged(eval_samples=7_000).notes) == 1, "there are not as many"

@@ -1,6 +1,4 @@
 import os
-import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,6 @@ from ddpnb.cluster.placement import (
     ClusterSpec,
     HostReport,
     Placement,
-    free_port,
     place_on_hosts,
     place_ranks,
     torchrun_environment,
@@ -18,51 +15,31 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import num_cores
 
 
-def test_without_gpus_the_ranks_share_the_cores():
-    plan = place_ranks(ClusterSpec(), 0)
-    assert plan.num_ranks == max(2, min(4, num_cores()))
-    assert set(plan.devices) == {"cpu"}
-    assert plan.backend == "gloo"
-    assert plan.num_threads == max(1, num_cores() // plan.num_ranks)
+@pytest.mark.parametrize(
+    ("choices", "num_gpus", "devices", "shared"),
+    [
+        ({}, 0, ("cpu",) * max(2, min(4, num_cores())), []),
+        ({"num_ranks": 3}, 0, ("cpu",) * 3, []),
+        ({}, 4, ("cuda:0", "cuda:1", "cuda:2", "cuda:3"), []),
+        ({"num_ranks": 3}, 2, ("cuda:0", "cuda:1", "cuda:0"), [0, 2]),
+        ({"num_ranks": 2, "device": "cpu"}, 8, ("cpu", "cpu"), []),
+        ({"devices": "8"}, 4, ("cpu",) * 8, []),
+    ],
+)
+def test_ranks_get_gpus_one_by_one_or_share_the_cores(
+    choices: dict[str, object], num_gpus: int, devices: tuple[str, ...], shared: list[int]
+):
+    plan = place_ranks(ClusterSpec(**choices), num_gpus)  # type: ignore[arg-type]
+    assert plan.devices == devices
+    assert [rank for rank in range(plan.num_ranks) if plan.shares_device(rank)] == shared
+    assert plan.backend == ("nccl" if "cuda" in devices[0] and not shared else "gloo")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("num_ranks", [1, 2, 7, 64])
 def test_threads_are_the_cores_divided_by_the_ranks_and_at_least_one(num_ranks: int):
     plan = place_ranks(ClusterSpec(num_ranks=num_ranks), 0)
     assert plan.num_threads == max(1, num_cores() // num_ranks)
-    assert plan.num_ranks == num_ranks
-
-
-def test_threads_may_be_given():
-    assert place_ranks(ClusterSpec(num_ranks=2, num_threads=5), 0).num_threads == 5
-
-
-def test_each_gpu_gets_a_rank_and_nccl():
-    plan = place_ranks(ClusterSpec(), 4)
-    assert plan.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
-    assert plan.backend == "nccl"
-    assert not any(map(plan.shares_device, range(4)))
-
-
-def test_ranks_that_share_a_gpu_use_gloo_and_are_known():
-    plan = place_ranks(ClusterSpec(num_ranks=3), 2)
-    assert plan.devices == ("cuda:0", "cuda:1", "cuda:0")
-    assert plan.backend == "gloo"
-    assert [plan.shares_device(rank) for rank in range(3)] == [True, False, True]
-
-
-def test_cpu_ranks_share_no_gpu():
-    plan = place_ranks(ClusterSpec(num_ranks=2, device="cpu"), 8)
-    assert plan.devices == ("cpu", "cpu")
-    assert plan.backend == "gloo"
-    assert not plan.shares_device(0)
-
-
-def test_ranks_are_on_gpus_again_once_they_stand_for_no_devices():
-    emulated = ClusterSpec(devices="8")
-    assert place_ranks(emulated, 4).devices == ("cpu",) * 8
-    measured = replace(emulated, num_ranks=2, devices="")
-    assert place_ranks(measured, 4).devices == ("cuda:0", "cuda:1")
+    assert place_ranks(ClusterSpec(num_ranks=num_ranks, num_threads=5), 0).num_threads == 5
 
 
 @pytest.mark.parametrize(
@@ -141,12 +118,6 @@ def test_across_hosts_ranks_are_counted_on_each_one_anew():
     assert [each["LOCAL_RANK"] for each in found] == ["0", "1", "0"]
     assert [each["GROUP_RANK"] for each in found] == ["0", "0", "1"]
     assert [each["LOCAL_WORLD_SIZE"] for each in found] == ["2", "2", "1"]
-
-
-def test_a_free_port_can_be_listened_on():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))
-        listener.listen()
 
 
 def test_hyper_threads_of_one_core_count_once(tmp_path: Path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ddpnb import api, inside
-from ddpnb.history.database import to_text
+from ddpnb.history.store import to_text
 from ddpnb.magics.arguments import flags
 from ddpnb.magics.inside import InsideMagics
 from ddpnb.magics.magics import DdpMagics

@@ -1,0 +1,69 @@
+"""One row for each step of each worker, as it is sent, stored and computed with.  (Kernel.)"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpnb.protocol.messages import EventBatch, Parts
+
+Floats = NDArray[np.float64]
+
+Records = NDArray[Any]
+"""A structured array: one row per event, one named field per column."""
+
+EVENT = np.dtype(
+    [
+        ("seconds", "<f8"),
+        ("loss", "<f8"),
+        ("num_samples", "<i8"),
+        ("step", "<i4"),
+        ("version", "<i4"),
+        ("staleness", "<i4"),
+        ("rank", "<i4"),
+        ("num_bytes_sent", "<i8"),
+        *((part, "<f4") for part in Parts._fields),
+    ]
+)
+"""One step of one worker, as ``messages.pack_step`` packs it.
+
+Little-endian, so that a stored run can be read anywhere.  The parts of the step, ``data``
+to ``hidden``, are in seconds.
+"""
+
+METRIC = "metric "
+"""Begins the name of a further field of a row: a number that the user logged with the step."""
+
+
+def rows_of(batch: EventBatch) -> Records:
+    """Return the rows of a batch: one for each step, with the numbers that were logged with it."""
+    rows = np.frombuffer(batch.rows, dtype=EVENT)
+    if batch.metrics:
+        rows = with_metrics(rows, dict.fromkeys(name for _, name, _ in batch.metrics))
+        for index, name, value in batch.metrics:
+            rows[METRIC + name][index] = value
+    return rows
+
+
+def metrics_of(rows: Records) -> dict[str, str]:
+    """Return the user's names of the further numbers in some rows, each with its field."""
+    fields = (rows.dtype.names or ())[len(EVENT.names or ()) :]
+    return {field.removeprefix(METRIC): field for field in fields}
+
+
+def with_metrics(rows: Records, names: Iterable[str]) -> Records:
+    """Return a copy of rows that has these further numbers alone, NaN where they were unknown."""
+    made = np.empty(len(rows), dtype=[*EVENT.descr, *((METRIC + name, "<f8") for name in names)])
+    for name in made.dtype.names or ():
+        made[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan
+    return made
+
+
+def stacked(parts: Sequence[Records]) -> Records:
+    """Return rows one after the other, with the further numbers of all parts."""
+    if len(parts) == 1:
+        return parts[0]
+    if names := dict.fromkeys(name for part in parts for name in metrics_of(part)):
+        parts = [with_metrics(part, names) for part in parts]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=EVENT)
