@@ -91,14 +91,14 @@ MUTANTS = [
         "rank/collectives/account.py",
         "round(call.messages.num_bytes)",
         "call.num_bytes",
-        "tests/rank/test_account.py",
+        "tests/rank/test_trace.py -k every_call",
     ),
     Mutant(
         "an emulated all-reduce is one message too long",
         "protocol/costs.py",
         "Messages(2 * (n - 1), 2",
         "Messages(2 * n - 1, 2",
-        "tests/unit/rank/test_laboratory.py",
+        "tests/rank/test_laboratory.py -k 'its_messages and ddp-2'",
     ),
     Mutant(
         "every epoch has the order of the first",

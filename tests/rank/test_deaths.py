@@ -14,7 +14,7 @@ from ddpnb.rank.servers.client import RunOverError
 from tests.rank.fit import Problem, by_strategy, distance
 from tests.rank.test_async import KINDS, kinds, unhurried, wait_for
 
-LONG = Problem(num_epochs=24, learning_rate=0.02)
+LONG = Problem(num_epochs=16, learning_rate=0.02)
 
 
 @pytest.mark.parametrize(("way", "word"), [*KINDS, ("host", "async:bound=0")])
@@ -75,7 +75,7 @@ def test_where_a_worker_raises_the_others_name_it(ranks, way, word):
 @pytest.mark.parametrize("word", ["async:timeout=1", "async:timeout=1,bound=1"])
 def test_a_silent_worker_is_given_up(ranks, word):
     problem = Problem(num_epochs=3, learning_rate=0.02)
-    hangs = partial(strike, 1, 2, partial(time.sleep, 5))
+    hangs = partial(strike, 1, 2, partial(time.sleep, 2.5))
     fit, failure, other = ranks(3).attempt(by_strategy, word, problem, hangs)
     assert failure.cause.rank == 1
     assert len(fit.lost) == 1

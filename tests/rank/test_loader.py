@@ -1,17 +1,12 @@
 """Processes that prefetch yield the same samples; how they end: ``tests/kernel``."""
 
-import math
 import multiprocessing
 from contextlib import closing
 from dataclasses import replace
 
-import psutil
 import pytest
-import torch
 
-from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.context import build_context
-from ddpnb.rank.training.prefetching import prefetching
 from tests.cells import DATASET, RAGGED
 from tests.rank import runs
 from tests.rank.runs import losses, steps_of, train_job
@@ -20,10 +15,6 @@ from tests.rank.runs import losses, steps_of, train_job
 def spec_of(strategy: str, **changes):
     values = {"source": DATASET, "num_epochs": 3, "batch_size": 20, "num_data_workers": 2}
     return runs.spec_of(strategy, **values | changes)
-
-
-def children() -> int:
-    return len(psutil.Process().children())
 
 
 def loading_job(state, folder, spec):
@@ -65,19 +56,3 @@ def test_processes_draw_other_random_numbers_on_each_rank_and_for_each_seed(rank
     drawn = [str(inputs) for seed in (0, 1) for inputs in ranks(2).call(augmented_job, seed)]
     assert len(set(drawn)) == len(drawn) == 4
     assert [str(inputs) for inputs in ranks(2).call(augmented_job, 1)] == drawn[2:]
-
-
-def test_nothing_is_fetched_before_the_first_shard_is_asked_for():
-    taken: list[int] = []
-
-    def requests():
-        for step in range(6):
-            taken.append(step)
-            yield Shard(step=step, part=0, num_parts=1), torch.tensor([step])
-
-    before = children()
-    with prefetching(torch.Tensor.sqrt, requests(), 2, seed=0) as fetched:
-        assert children() - before == 2  # they have started
-        assert taken == []
-        found = [(shard.step, batch.item()) for shard, batch in fetched]
-    assert found == [(step, pytest.approx(math.sqrt(step))) for step in range(6)]

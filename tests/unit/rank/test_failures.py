@@ -1,34 +1,9 @@
-import weakref
+"""Which errors of a rank are the consequence of another's."""
 
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError
 
 from ddpnb.rank.cancellation import ConsequenceError, is_consequence
-from ddpnb.rank.cells import release_frames
-
-
-class Loader:
-    """Anything that a frame holds and that must end."""
-
-
-def test_frames_are_released_whatever_an_error_was_raised_from():
-    held = []
-
-    def interrupted() -> None:
-        loader = Loader()
-        held.append(weakref.ref(loader))
-        raise KeyboardInterrupt
-
-    try:
-        try:
-            interrupted()
-        except KeyboardInterrupt:
-            raise RuntimeError("the cell's own") from ValueError("another")
-    except RuntimeError as error:
-        release_frames(error)
-        (loader,) = held
-        assert loader() is None
-
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"
