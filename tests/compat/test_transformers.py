@@ -1,7 +1,7 @@
-"""A tiny GPT-2 of transformers: plain loop, Trainer, script."""
+"""A tiny GPT-2 of transformers: its Trainer in a cell and in a script."""
 
 from tests.compat.conftest import Run, require
-from tests.kernel.client import Kernel, both
+from tests.kernel.client import Kernel
 
 require("transformers", "accelerate")
 
@@ -19,36 +19,6 @@ def texts(num):
     begins = torch.arange(num)[:, None]
     return [{"input_ids": row, "labels": row} for row in (begins + torch.arange(8)) % 32]
 """
-LOOP = (
-    "%%ddp"
-    + TINY
-    + """
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler
-
-torch.manual_seed(1)
-model = DDP(tiny())
-items = texts(32)
-loader = DataLoader(items, batch_size=8, sampler=DistributedSampler(items))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-losses = []
-for epoch in range(8):
-    loader.sampler.set_epoch(epoch)
-    for batch in loader:
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-print(len(loader), losses[-1] < losses[0] / 1.5)
-"""
-)
-
-
-def test_a_plain_loop_trains_a_gpt2(run: Run):
-    assert run(LOOP).by_rank == both("2 True")
-
-
 TRAINER = """
 from transformers import Trainer, TrainingArguments, set_seed
 

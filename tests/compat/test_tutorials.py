@@ -84,64 +84,6 @@ def test_a_script_gives_the_same_as_under_torchrun(run: Run, folder: Path):
     assert [line.split()[1] for line in epochs_in(resumed.stdout)] == ["1", "2", "3"]
 
 
-GPT = """%%ddp_compare dp ddp async fsdp --epochs 1 --batch-size 16
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-text = "the quick brown fox jumps over the lazy dog. " * 40
-letters = sorted(set(text))
-ids = torch.tensor([letters.index(letter) for letter in text])
-BLOCK = 16
-
-class GPT(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(len(letters), width), nn.Embedding(BLOCK, width)
-        self.block = nn.TransformerEncoderLayer(width, 2, 4 * width, 0.0, batch_first=True)
-        self.head = nn.Linear(width, len(letters), bias=False)
-        self.tokens.weight = self.head.weight
-
-    def forward(self, x, y):
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        places = self.places(torch.arange(x.shape[1]))
-        logits = self.head(self.block(self.tokens(x) + places, src_mask=mask, is_causal=True))
-        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-class Letters(torch.utils.data.Dataset):
-    def __init__(self, ids):
-        self.ids = ids
-
-    def __len__(self):
-        return (len(self.ids) - 1) // BLOCK
-
-    def __getitem__(self, index):
-        cut = self.ids[index * BLOCK : (index + 1) * BLOCK + 1]
-        return cut[:-1], cut[1:]
-
-def model():
-    return GPT()
-
-def data(split):
-    cut = int(0.9 * len(ids))
-    return Letters(ids[:cut] if split == "train" else ids[cut:])
-
-def training_step(model, batch):
-    logits, loss = model(*batch)
-    return loss
-
-def validation_step(model, batch):
-    logits, loss = model(*batch)
-    return {"loss": loss, "perplexity": loss.exp()}
-"""
-
-
-def test_a_gpt_of_letters_that_returns_logits_and_loss(compare: Run):
-    cell = compare(GPT)
-    assert "held-out perplexity" in cell.text
-    assert "accuracy" not in cell.text
-
-
 SHARDED = """%%ddp
 import torch
 from torch import nn

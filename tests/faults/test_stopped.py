@@ -37,7 +37,7 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_or_is_interrup
     three: Cluster, is_interrupted: bool
 ) -> None:
     process = psutil.Process(three.states[1].pid)
-    cell = begin(three, LOOP.format(num=10**6 if is_interrupted else 400))
+    cell = begin(three, LOOP.format(num=10**6 if is_interrupted else 200))
     acted_at: list[float] = []
 
     def act() -> None:

@@ -151,27 +151,13 @@ def test_items_on_the_gpu_are_trained_on_but_not_loaded_by_other_processes():
     assert set(result.to_frame().status) == {"finished"}
 
 
-def test_a_gpus_clock_stands_still_while_it_is_paused():
-    clock = Clock(torch.device("cuda", 0))
-    clock.start()
-    timings = []
-    for _ in range(3):
-        loss = torch.ones(200, 200, device="cuda").square().mean()
-        timings += clock.timing(StepReport(loss, 1))
-        with clock.paused():
-            time.sleep(1)
-    timings += clock.stop()
-    assert len(timings) == 3
-    assert [timing.seconds for timing in timings] == sorted(timing.seconds for timing in timings)
-    assert clock.seconds == timings[-1].seconds < 1.5
-    assert sum(timing.parts.data for timing in timings) < 1.5
-
-
-def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock():
+def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock_which_stands_still_while_paused():
+    """Also after an hour: milliseconds, as float32, would then be no finer than 0.1 ms."""
     device = torch.device("cuda", 0)
     matrix = torch.randn(2048, 2048, device=device)
     clock = Clock(device)
     clock.start()
+    clock.seconds = before = 3600.0
     timings = []
     for _ in range(3 * MAX_PENDING):
         clock.begin("forward")
@@ -180,31 +166,17 @@ def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock():
         clock.begin("optimizer")
         clock.hide(begun, clock.moment())
         timings += clock.timing(StepReport(result.mean(), 1))
-    ahead = 3 * MAX_PENDING - len(timings)
-    assert 0 <= ahead <= MAX_PENDING
+    assert 0 <= 3 * MAX_PENDING - len(timings) <= MAX_PENDING
+    with clock.paused():
+        time.sleep(1)
     timings += clock.stop()
     assert len(timings) == 3 * MAX_PENDING
-    before = 0.0
     for timing in timings:
         spent = sum(timing.parts) - timing.parts.hidden
         assert spent == pytest.approx(timing.seconds - before, rel=0.05, abs=2e-5)
         assert timing.parts.forward > 0
         before = timing.seconds
-    assert clock.seconds == before
-
-
-def test_a_clock_that_has_run_for_long_is_as_fine():
-    """Milliseconds since the start, as float32, would be no finer than 0.1 ms."""
-    clock = Clock(torch.device("cuda", 0))
-    clock.start()
-    clock.seconds = 3600.0
-    timings = []
-    for _ in range(20):
-        timings += clock.timing(StepReport(torch.ones(9, device="cuda").mean(), 1))
-    timings += clock.stop()
-    ends = [timing.seconds for timing in timings]
-    assert len(set(ends)) == 20
-    assert ends == sorted(ends)
+    assert clock.seconds == before < 3601
 
 
 SETUP = "import torch, torch.distributed as dist\nx, kept = torch.ones(3, device=device), rank"

@@ -21,14 +21,14 @@ def step_seconds(result) -> float:
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
 def test_slow_workers_hold_up_all_that_wait_for_them_and_no_more_with_time(ranks, strategy):
-    slow, chosen = ("0:2x", "1:10x"), {"source": HEAVY, "num_epochs": 1}
+    slow, chosen = ("0:2x", "1:5x"), {"source": HEAVY, "num_epochs": 1}
     usual = ranks(2).call(train_job, spec_of(strategy, **chosen))
     late = ranks(2).call(train_job, spec_of(strategy, slow=slow, **chosen))
     assert step_seconds(late[0]) > 1.5 * step_seconds(usual[0])
     if strategy == "ddp":  # its ranks are in step
         assert step_seconds(late[0]) == pytest.approx(step_seconds(late[1]), rel=0.5)
     marks = [mark for result in late for mark in marks_of(result)]
-    assert sorted(marks) == [(0, "2x slower"), (1, "10x slower")]
+    assert sorted(marks) == [(0, "2x slower"), (1, "5x slower")]
     assert any("Rank 1" in note for note in header_of(late[0]).notes)
     ends = [event.seconds for event in steps_of(late[0])]
     half = len(ends) // 2

@@ -127,20 +127,6 @@ def test_a_report_says_what_each_rank_holds(ranks):
     assert sum(each.parameters for each in parts) == pytest.approx(published)
 
 
-PER_SAMPLE = CELL + (
-    "def training_step(model, batch):\n"
-    "    gradient = torch.func.grad(lambda x: model(x).pow(2).sum())(batch[0])\n"
-    "    outputs = model(batch[0])\n"
-    "    return nn.functional.cross_entropy(outputs, batch[1]) + 0 * gradient.mean()\n"
-)
-
-
-def test_a_step_that_refuses_to_be_measured_is_trained(ranks):
-    for memory in held(ranks, "ddp-by-hand", task="cell", source=PER_SAMPLE):
-        assert memory.parameters > 0
-        assert memory.activations == 0
-
-
 def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
     source = CELL + (
         "def data(split):\n"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from ddpnb.protocol.variables import Parcel, dump, in_file, in_message, receive
@@ -66,14 +65,6 @@ def test_a_large_array_is_written_once_and_each_receiver_has_its_own(file: tuple
     first["x"] += 1
     assert first["same"] is first["x"]
     assert second["x"].sum() == array.sum() == 0
-
-
-def test_a_data_frame_arrives_equal(file: tuple[int, str]):
-    frame = pd.DataFrame({"a": np.arange(NUM), "b": "text", "c": pd.Timestamp(0)})
-    found = receive(in_file(dump(frame, for_ranks=False), *file))
-    pd.testing.assert_frame_equal(found, frame)
-    found.loc[0, "a"] = 7
-    assert frame.loc[0, "a"] == 0
 
 
 @contextlib.contextmanager
