@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from tests.cluster.rig import run
+from tests.cluster.rig import run, started
 from tests.faults.conftest import check_is_brought_back, check_they_go_on
 
 HANGS = {
@@ -97,6 +97,15 @@ def test_a_rank_that_cannot_be_freed_is_ended_and_brought_back(quick: Cluster) -
     assert re.search(r"rank 1 waits in new_group \(line 1.*ranks 0,2 fini", ended.watch.hang)
     assert list(ended.lost) == [1]
     check_is_brought_back(quick, 1)
+
+
+def test_a_rank_left_out_of_a_barrier_is_named_among_many() -> None:
+    with started(10) as many:
+        ended = run(many, "import torch.distributed as dist\nif rank != 6: dist.barrier()")
+        assert ended.watch.hang.startswith("ranks 0-5,7-9 wait in barrier (line 2)")
+        assert ended.watch.hang.endswith("rank 6 finished the cell without calling it")
+        assert not ended.lost
+        assert not run(many, "dist.barrier()").failures
 
 
 SLOW_TO_LEAVE = """

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from tests import cells
-from tests.rank.ranks import make_state
 from tests.rank.runs import header_of, spec_of, train_job
 
 CELL = (
@@ -55,10 +53,3 @@ def test_averaged_weights_alone_are_judged_with_their_own_statistics(
     assert (result[0].held_out_loss == pytest.approx(exact, rel=0.05)) == is_averaged
     assert (BATCHNORM_NOTE in header_of(result).notes) == is_averaged
     assert model[1].momentum == 0.1
-
-
-def test_a_class_of_ones_own_says_whether_it_averages_weights():
-    methods = dict.fromkeys(("setup", "step", "finish"), lambda self: None)
-    for flag in (True, False):
-        made = make_strategy("Own", {"Own": type("Own", (), methods | {"averages_weights": flag})})
-        assert made.plan(make_state(0, 2)).averages_weights == flag

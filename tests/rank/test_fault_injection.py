@@ -5,11 +5,7 @@ import statistics
 
 import pytest
 
-from ddpnb.rank.meter import Timer
-from ddpnb.rank.training.context import build_context
-from ddpnb.rank.training.fault_injection import FaultInjector
 from tests.cells import HEAVY
-from tests.rank.ranks import make_state
 from tests.rank.runs import header_of, losses, marks_of, spec_of, steps_of, train_job
 
 
@@ -64,20 +60,3 @@ def test_what_is_learnt_does_not_depend_on_the_delay(ranks):
     )
     assert losses(usual) == losses(uneven)
     assert any("50 %" in note for note in header_of(uneven).notes)
-
-
-def test_jitter_comes_from_the_seed():
-    def delays(seed: int) -> list[float]:
-        spec = spec_of("ddp", jitter=0.2, seed=seed)
-        context = build_context(spec, make_state(1, 2), {}, filename="here")
-        injector = FaultInjector(context, Timer(), lambda _: None)
-        injector._compute_seconds = 1.0
-
-        def drawn() -> float:
-            injector.begin_step()
-            return injector._seconds
-
-        return [drawn() for _ in range(50)]
-
-    assert delays(0) == delays(0) != delays(1)
-    assert 0 <= min(delays(0)) < 0.05 < 0.15 < max(delays(0)) <= 0.2

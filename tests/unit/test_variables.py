@@ -1,8 +1,6 @@
 """What crosses in a message or a file is what was sent, writable and its receiver's own."""
 
-import contextlib
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,30 +63,6 @@ def test_a_large_array_is_written_once_and_each_receiver_has_its_own(file: tuple
     first["x"] += 1
     assert first["same"] is first["x"]
     assert second["x"].sum() == array.sum() == 0
-
-
-@contextlib.contextmanager
-def tiny_disk(path: Path) -> Iterator[bool]:
-    """Mount a file system of 1 MB; yields whether one may."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
-    try:
-        yield is_mounted
-    finally:
-        if is_mounted:
-            subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def test_a_full_folder_is_passed_by(tmp_path: Path):
-    with tiny_disk(tmp_path) as is_mounted:
-        if not is_mounted:
-            pytest.skip("may not mount a small disk")
-        path = tmp_path / "file"
-        file = os.open(path, os.O_CREAT | os.O_RDWR)
-        parcel = in_file(dump(np.arange(NUM), for_ranks=False), file, str(path))
-        os.close(file)
-        assert (parcel.path, path.stat().st_size) == ("", 0)
-    assert receive(parcel)[-1] == NUM - 1
 
 
 def test_more_than_memory_holds_is_refused_in_a_sentence(file: tuple[int, str]):
