@@ -121,15 +121,6 @@ def test_a_model_that_raises_on_one_rank_ends_the_run_for_all(cluster, tmp_path,
     assert "on purpose" in snapshot.detail
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "async:bound=1"])
-def test_a_run_is_stopped_in_its_midst(cluster, tmp_path, strategy):
-    training, marker = prepared(cluster, tmp_path, strategy, "pass")
-    training.grace_seconds = GENEROUS_SECONDS  # the ranks are interrupted after it
-    called = call_once(marker, training.stop)
-    training.run()
-    check_was_stopped(training, called, "stopped by the user")
-
-
 @pytest.mark.parametrize(
     ("strategy", "is_stop"),
     [("async", True), *((name, False) for name in ("no-comm", *WAIT_ELSEWHERE))],
@@ -142,13 +133,9 @@ def test_an_interrupt_ends_a_run_in_which_a_rank_waits_also_some_time_after_a_st
     called = call_once(marker, training.stop if is_stop else interrupt)
     with pytest.raises(KeyboardInterrupt):
         training.run()
-    check_was_stopped(training, called, "interrupted")
-
-
-def check_was_stopped(training: Training, called: Future[float], detail: str) -> None:
     assert time.monotonic() - called.result() < GENEROUS_SECONDS
     (snapshot,) = training.recorder.comparison.runs
-    assert (snapshot.status, snapshot.detail) == (Status.STOPPED, detail)
+    assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "interrupted")
 
 
 @pytest.mark.parametrize("is_begun", [True, False])

@@ -39,13 +39,11 @@ def spec_of(strategy: str, source: str = CELL, **changes):
     return runs.spec_of(strategy, source=source, **values | changes)
 
 
-NAMED = "\ndef optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.05)\n"
 DENSE = SPARSE.replace("sparse=True", "")
 UNUSED = ["dp", "async", "ddp:find_unused_parameters=on"]
 ALIKE: dict[str, tuple[str, str, list[str], dict]] = {
     "a step on a dict": (CELL, ON_A_DICT, FEATURED, {"accumulate": 2}),
-    "layers that a closure calls": (CELL, CLOSURE, ["ddp", "fsdp"], {}),
-    "their optimizer": (CELL + NAMED, CLOSURE + NAMED, ["async", "dp"], {}),
+    "layers that a closure calls": (CELL, CLOSURE, ["ddp", "fsdp", "dp"], {}),
     "sparse": (DENSE, SPARSE, ["dp", "ddp"], {"momentum": 0.9}),
     "batches without rows": (RAGGED, RAGGED, ["ddp", "fsdp", "async"], {}),
     "outputs that are no tensor": (TUPLES, TUPLES, ["fsdp", "dp"], {}),

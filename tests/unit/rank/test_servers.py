@@ -88,15 +88,6 @@ def begun(queue: WorkQueue, *ranks: int) -> list[list[int]]:
     return [list(reply.shards) for reply in replies]
 
 
-def test_shards_are_dealt_in_turns_and_then_go_to_whoever_asks():
-    queue = make_queue(num_prefetched=2)
-    assert begun(queue, 1, 0) == [[1, 3, 5], [0, 2, 4]]
-    assert [list(queue.handle(rank, STEP).shards) for rank in (1, 1, 1, 0)] == [[6], [7], [8], []]
-    assert queue.num_shards_done == 4
-    queue.lose(1)
-    assert queue.lost_shards == [6, 7, 8]
-
-
 def test_what_a_lost_worker_held_is_lost_once_and_a_stopped_ones_is_not():
     queue = make_queue()
     begun(queue, 0, 1)
@@ -119,18 +110,3 @@ def test_no_worker_gets_further_ahead_than_the_bound():
             waits.result(0.3)
         queue.handle(1, STEP)
         assert waits.result(10).waited_seconds > 0.2
-
-
-def test_a_worker_that_waits_alone_gives_up():
-    assert make_queue(timeout_seconds=0.5).handle(0, BEGIN).lost_rank == 1
-
-
-def test_a_worker_that_joins_comes_in_at_the_clock_of_the_slowest():
-    queue = make_queue(bound=1)
-    begun(queue, 0, 1)
-    for rank in (0, 1, 0, 1):
-        queue.handle(rank, STEP)
-    queue.lose(1)
-    assert list(queue.handle(1, BEGIN, incarnation="new").shards) == [6]
-    assert queue.handle(1, STEP, incarnation="new").waited_seconds < 1
-    assert queue.handle(1, STEP).lost_rank == 1, "its predecessor"
