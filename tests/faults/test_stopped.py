@@ -98,7 +98,7 @@ def test_all_processes_may_sleep_and_wake_up() -> None:
         assert len(tree) >= 5  # the notebook, the fork server, the controller, two ranks
         for process in tree:
             process.suspend()
-        time.sleep(5)  # longer than ranks may wait for each other
+        time.sleep(3)  # longer than ranks may wait for each other
         for process in tree:
             process.resume()
         assert notebook.stdout.readline() == "fine\n"

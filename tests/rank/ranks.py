@@ -129,6 +129,7 @@ def make_state(rank: int, world_size: int) -> RankState:
 def serve(state: RankState, folder: Path, rendezvous: Path | None, pipe: Connection) -> None:
     """Carry out jobs until the test's end of the pipe is closed; in a group, if one meets."""
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # it may have processes that load
     if rendezvous is not None:
         MismatchCheck().start(rendezvous, 0)  # as in a cluster: no strategy may be refused
         dist.init_process_group(

@@ -1,15 +1,18 @@
 """Whatever a cell defines, every strategy trains it: any batch, any step, any measure."""
 
 import math
+from contextlib import closing
 
 import pytest
 import torch
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.training import validation
+from ddpnb.rank.training.context import build_context
 from tests.cells import (
     CELL,
     CLOSURE,
+    DATASET,
     GAN,
     IN_GROUPS,
     MEETS,
@@ -49,6 +52,7 @@ ALIKE: dict[str, tuple[str, str, list[str], dict]] = {
     "outputs that are no tensor": (TUPLES, TUPLES, ["fsdp", "dp"], {}),
     "groups by name": (IN_GROUPS, IN_GROUPS, [*FEATURED, "zero"], {}),
     "experts that are seldom used": (MIXTURE, MIXTURE, UNUSED, {}),
+    "processes that load": (DATASET, DATASET, FEATURED, {"num_data_workers": 2}),
 }
 """Two cells that say the same in other words, which strategies train the second, and options."""
 
@@ -58,7 +62,7 @@ ALIKE: dict[str, tuple[str, str, list[str], dict]] = {
 )
 def test_anything_trains_as_in_one_process(ranks, case, strategy):
     plain, source, _, options = ALIKE[case]
-    alone = ranks(1).call(train_job, spec_of("single", plain, **options))
+    alone = ranks(1).call(train_job, spec_of("single", plain, **options | {"num_data_workers": 0}))
     num_ranks = 1 if strategy == "async" else 2
     found = ranks(num_ranks).call(train_job, spec_of(strategy, source, **options))
     assert total_losses(found) == pytest.approx(total_losses(alone), abs=1e-5)
@@ -170,3 +174,21 @@ def test_a_step_that_returns_nothing_later_on_is_one_sentence(ranks):
     source = ON_A_DICT.replace(step, f"    if len(scores) == 20: return\n{step}")
     with pytest.raises(RankFailedError, match=r"UserError: training_step\(model, batch\)"):
         ranks(1).call(train_job, spec_of("single", source))
+
+
+def augmented_job(state, folder, seed):
+    """Return the inputs of this rank's first step, which are drawn at random."""
+    source = DATASET.replace("return self.inputs[i],", "return torch.randn(4),")
+    spec = spec_of("ddp", source, seed=seed, num_data_workers=2)
+    context = build_context(spec, state, {}, filename="here")
+    with closing(context.strategy()) as strategy:
+        strategy.setup(context.worker("t", num_steps=1))
+        with context.source(strategy.shards()) as source:
+            _, (inputs, _) = next(source)
+    return inputs.tolist()
+
+
+def test_processes_draw_other_random_numbers_on_each_rank_and_for_each_seed(ranks):
+    drawn = [str(inputs) for seed in (0, 1) for inputs in ranks(2).call(augmented_job, seed)]
+    assert len(set(drawn)) == len(drawn) == 4
+    assert [str(inputs) for inputs in ranks(2).call(augmented_job, 1)] == drawn[2:]

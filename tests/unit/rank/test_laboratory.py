@@ -52,29 +52,12 @@ def test_a_slow_worker_takes_fewer_shards():
     assert served(4, 100, slow) == served(4, 100, slow)
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("0", "1 to"),
-        ("0xV100", "1 to"),
-        ("8xV10", "'V10'"),
-        ("9xV100/2", "2 hosts"),
-        ("eight", "a number"),
-    ],
-)
-def test_devices_that_are_none_are_refused(text, named):
-    with pytest.raises(UserError, match=named):
-        parse_devices(text, model="resnet50" if "V100" in text else "")
-
-
 def test_a_card_needs_a_model_that_has_figures_on_it():
     assert parse_devices("8xV100", model="resnet50").compute == Compute(2.74e-3, 9.3e-3)
     assert parse_devices("4xT4", compute="0.4ms/sample,2ms").compute == Compute(0.4e-3, 2e-3)
-    for choices in ({}, {"model": "resnet5"}, {"model": "gpt2-small"}, {"compute": "4"}):
+    for choices in ({}, {"model": "gpt2-small"}, {"compute": "4"}):
         with pytest.raises(UserError):
             parse_devices("8xV100", **choices)
-    with pytest.raises(UserError, match="needs a card"):
-        parse_devices("8", model="resnet50")
 
 
 def test_a_ring_of_two_hosts_is_as_slow_as_the_link_between():
