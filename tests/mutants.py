@@ -9,230 +9,194 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 120
 
 
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """One fault, and the tests that catch it."""
+MUTANTS = """
+a ring of four ranks passes on one sum too few
+rank/strategies/ring_by_hand.py
+- _exchange(mine, theirs, rank, world_size)
++ _ = shift > 1 or _exchange(mine, theirs, rank, world_size)
+tests/rank/test_conformance.py -k 'several and ring-by-hand'
 
-    what: str
-    file: str
-    """Below ``ddpnb``."""
-    before: str
-    after: str
-    tests: str
-    """Arguments of pytest: a file, and after ``-k`` which of its cases."""
+accumulated parts of unequal size count alike
+rank/worker.py
+- share = micro_batch.num_samples / batch.num_samples
++ share = 1 / len(micro_batches)
+tests/rank/test_conformance.py -k 'several and central'
 
+the outer momentum of DiLoCo is not Nesterov's
+rank/strategies/diloco.py
+- nesterov=self.outer_momentum > 0
++ nesterov=False
+tests/rank/test_periodic.py -k nesterov
 
-MUTANTS = [
-    Mutant(
-        "a ring of four ranks passes on one sum too few",
-        "rank/strategies/ring_by_hand.py",
-        "_exchange(mine, theirs, rank, world_size)",
-        "_ = shift > 1 or _exchange(mine, theirs, rank, world_size)",
-        "tests/rank/test_conformance.py -k 'several and ring-by-hand'",
-    ),
-    Mutant(
-        "accumulated parts of unequal size count alike",
-        "rank/worker.py",
-        "share = micro_batch.num_samples / batch.num_samples",
-        "share = 1 / len(micro_batches)",
-        "tests/rank/test_conformance.py -k 'several and central'",
-    ),
-    Mutant(
-        "the outer momentum of DiLoCo is not Nesterov's",
-        "rank/strategies/diloco.py",
-        "nesterov=self.outer_momentum > 0",
-        "nesterov=False",
-        "tests/rank/test_periodic.py -k nesterov",
-    ),
-    Mutant(
-        "gathered gradients of unequal shares count alike",
-        "rank/strategies/asynchronous.py",
-        "add_(gradient, alpha=weight)",
-        "add_(gradient)",
-        "tests/rank/test_conformance.py -k async",
-    ),
-    Mutant(
-        "a stale gradient is corrected away from the new parameters",
-        "rank/strategies/asynchronous.py",
-        "mine - theirs, value=strength",
-        "theirs - mine, value=strength",
-        "tests/unit/rank/test_servers.py",
-    ),
-    Mutant(
-        "a shard that a dead worker held is lost twice",
-        "rank/servers/queue.py",
-        "self.lost_shards.extend(worker.shards)",
-        "self.lost_shards.extend(worker.shards * 2)",
-        "tests/unit/rank/test_servers.py -k lost_once",
-    ),
-    Mutant(
-        "an aborted group leaves a rank waiting in shared memory",
-        "rank/servers/shared_sum.py",
-        "cancellation.held(self._shut_down)",
-        "cancellation.held(lambda: None)",
-        "tests/faults/test_strategies.py -k 'frees_whoever_waits and ddp-shm'",
-    ),
-    Mutant(
-        "calls with tensors of other types count as the same",
-        "rank/collectives/mismatch.py",
-        'f"{name} {kind}".encode()',
-        "name.encode()",
-        "tests/faults/test_collective_checks.py -k 'nothing_is_lost and type'",
-    ),
-    Mutant(
-        "a call counts the bytes of its tensor, not of its messages",
-        "rank/collectives/account.py",
-        "round(call.messages.num_bytes)",
-        "call.num_bytes",
-        "tests/rank/test_account.py",
-    ),
-    Mutant(
-        "an emulated all-reduce is one message too long",
-        "protocol/costs.py",
-        "Messages(2 * (n - 1), 2",
-        "Messages(2 * n - 1, 2",
-        "tests/unit/rank/test_laboratory.py",
-    ),
-    Mutant(
-        "every epoch has the order of the first",
-        "rank/tasks/batches.py",
-        "if epoch != self._epoch:",
-        "if self._epoch < 0:",
-        "tests/unit/rank/test_batches.py",
-    ),
-    Mutant(
-        "a comparison's cell overwrites the user's variables",
-        "rank/tasks/cell.py",
-        "scope = dict(namespace)",
-        "scope = namespace",
-        "tests/unit/rank/test_validation.py -k users_variables",
-    ),
-    Mutant(
-        "a loss that is a sum over the samples is let through",
-        "rank/training/model_checks.py",
-        "loss_of(torch.cat([indices, indices]), seed)",
-        "loss_of(indices, seed)",
-        "tests/unit/rank/test_validation.py -k 'each_mistake and sum'",
-    ),
-    Mutant(
-        "a last batch that is smaller weighs as much in a score",
-        "rank/training/evaluation.py",
-        "+ value * len(indices)",
-        "+ value * num_chosen / 2",
-        "tests/rank/test_tasks.py -k every_sample_counts",
-    ),
-    Mutant(
-        "a rank that sleeps reports that it waits in a call",
-        "rank/status.py",
-        "        call=call,",
-        "        call=call or 'sleep',",
-        "tests/faults/test_diagnosis.py -k sleeps",
-    ),
-    Mutant(
-        "a receive that nobody sends to is never found",
-        "cluster/hangs.py",
-        "now.num_collectives and is_idle",
-        "now.num_collectives and is_idle and now.peer is None",
-        "tests/faults/test_diagnosis.py -k recv",
-    ),
-    Mutant(
-        "ranks of the second host are counted on from the first",
-        "cluster/placement.py",
-        "str(rank - neighbours[0])",
-        "str(rank)",
-        "tests/unit/session/test_plan.py",
-    ),
-    Mutant(
-        "a rank that a signal killed seems to have exited",
-        "launcher/forkserver.py",
-        "code = os.waitstatus_to_exitcode(status)",
-        "code = abs(os.waitstatus_to_exitcode(status))",
-        "tests/faults/test_death.py -k cause",
-    ),
-    Mutant(
-        "every repeat begins with the same strategy",
-        "session/comparison_spec.py",
-        "names[(position + turn) % len(names)]",
-        "names[position]",
-        "tests/unit/session/test_comparison_spec.py -k repeat",
-    ),
-    Mutant(
-        "a magic takes the beginning of an option for all of it",
-        "magics/arguments.py",
-        "parser.allow_abbrev = False",
-        "parser.allow_abbrev = True",
-        "tests/unit/session/test_comparison_spec.py -k wrong_line",
-    ),
-    Mutant(
-        "an update's loss is the mean over ranks, not samples",
-        "history/curve.py",
-        "np.bincount(step, weighted, num_steps) / samples",
-        'np.bincount(step, rows["loss"], num_steps) / np.bincount(step)',
-        "tests/unit/history/test_curves.py",
-    ),
-    Mutant(
-        "an interval is not widened for the other claims of its sentence",
-        "history/claims.py",
-        "(1 - LEVEL) / 2 / num_claims",
-        "(1 - LEVEL) / 2",
-        "tests/unit/history/test_claims.py",
-    ),
-    Mutant(
-        "a line that one rank has more splits the lines of all",
-        "reports/merging.py",
-        "not ahead[rank][item] for",
-        "True for",
-        "tests/unit/reports/test_output.py",
-    ),
-    Mutant(
-        "a speed that was emulated stands without brackets",
-        "reports/findings.py",
-        'f"({text})" if summary.is_emulated',
-        "text if summary.is_emulated",
-        "tests/unit/reports/test_tables.py",
-    ),
-    Mutant(
-        "a bucket is sent while the link still has another",
-        "protocol/costs.py",
-        "begin = max(last_ready, free)",
-        "begin = last_ready",
-        "tests/unit/test_costs.py -k one_link",
-    ),
-]
+gathered gradients of unequal shares count alike
+rank/strategies/asynchronous.py
+- add_(gradient, alpha=weight)
++ add_(gradient)
+tests/rank/test_conformance.py -k async
+
+a stale gradient is corrected away from the new parameters
+rank/strategies/asynchronous.py
+- mine - theirs, value=strength
++ theirs - mine, value=strength
+tests/unit/rank/test_servers.py
+
+a shard that a dead worker held is lost twice
+rank/servers/queue.py
+- self.lost_shards.extend(worker.shards)
++ self.lost_shards.extend(worker.shards * 2)
+tests/unit/rank/test_servers.py -k lost_once
+
+an aborted group leaves a rank waiting in shared memory
+rank/servers/shared_sum.py
+- cancellation.held(self._shut_down)
++ cancellation.held(lambda: None)
+tests/faults/test_strategies.py -k 'frees_whoever_waits and ddp-shm'
+
+calls with tensors of other types count as the same
+rank/collectives/mismatch.py
+- f"{name} {kind}".encode()
++ name.encode()
+tests/faults/test_collective_checks.py -k 'nothing_is_lost and type'
+
+a call counts the bytes of its tensor, not of its messages
+rank/collectives/account.py
+- round(call.messages.num_bytes)
++ call.num_bytes
+tests/rank/test_trace.py -k every_call
+
+an emulated all-reduce is one message too long
+protocol/costs.py
+- Messages(2 * (n - 1), 2
++ Messages(2 * n - 1, 2
+tests/rank/test_laboratory.py -k 'its_messages and ddp-2'
+
+every epoch has the order of the first
+rank/tasks/batches.py
+- if epoch != self._epoch:
++ if self._epoch < 0:
+tests/unit/rank/test_batches.py
+
+a comparison's cell overwrites the user's variables
+rank/tasks/cell.py
+- scope = dict(namespace)
++ scope = namespace
+tests/unit/rank/test_validation.py -k users_variables
+
+a loss that is a sum over the samples is let through
+rank/training/model_checks.py
+- loss_of(torch.cat([indices, indices]), seed)
++ loss_of(indices, seed)
+tests/unit/rank/test_validation.py -k 'each_mistake and sum'
+
+a last batch that is smaller weighs as much in a score
+rank/training/evaluation.py
+- + value * len(indices)
++ + value * num_chosen / 2
+tests/rank/test_tasks.py -k every_sample_counts
+
+a rank that sleeps reports that it waits in a call
+rank/status.py
+-         call=call,
++         call=call or 'sleep',
+tests/faults/test_diagnosis.py -k sleeps
+
+a receive that nobody sends to is never found
+cluster/hangs.py
+- now.num_collectives and is_idle
++ now.num_collectives and is_idle and now.peer is None
+tests/faults/test_diagnosis.py -k recv
+
+ranks of the second host are counted on from the first
+cluster/placement.py
+- str(rank - neighbours[0])
++ str(rank)
+tests/unit/session/test_plan.py
+
+a rank that a signal killed seems to have exited
+launcher/forkserver.py
+- code = os.waitstatus_to_exitcode(status)
++ code = abs(os.waitstatus_to_exitcode(status))
+tests/faults/test_death.py -k cause
+
+every repeat begins with the same strategy
+session/comparison_spec.py
+- names[(position + turn) % len(names)]
++ names[position]
+tests/unit/session/test_comparison_spec.py -k repeat
+
+a magic takes the beginning of an option for all of it
+magics/arguments.py
+- parser.allow_abbrev = False
++ parser.allow_abbrev = True
+tests/unit/session/test_comparison_spec.py -k wrong_line
+
+an update's loss is the mean over ranks, not samples
+history/curve.py
+- np.bincount(step, weighted, num_steps) / samples
++ np.bincount(step, rows["loss"], num_steps) / np.bincount(step)
+tests/unit/history/test_curves.py
+
+an interval is not widened for the other claims of its sentence
+history/claims.py
+- (1 - LEVEL) / 2 / num_claims
++ (1 - LEVEL) / 2
+tests/unit/history/test_claims.py
+
+a line that one rank has more splits the lines of all
+reports/merging.py
+- not ahead[rank][item] for
++ True for
+tests/unit/reports/test_output.py
+
+a speed that was emulated stands without brackets
+reports/findings.py
+- f"({text})" if summary.is_emulated
++ text if summary.is_emulated
+tests/unit/reports/test_tables.py
+
+a bucket is sent while the link still has another
+protocol/costs.py
+- begin = max(last_ready, free)
++ begin = last_ready
+tests/unit/test_costs.py -k one_link
+"""
+"""What each is, its file below ``ddpnb``, the text before and after, and arguments of pytest: a
+file, and after ``-k`` which of its cases."""
 
 
 def main() -> None:
     """Print which test catches each mutant; fail where none does."""
     chosen = sys.argv[1:]
     missed = 0
-    for number, mutant in enumerate(MUTANTS, start=1):
+    for number, mutant in enumerate(MUTANTS.split("\n\n"), start=1):
         if chosen and str(number) not in chosen:
             continue
-        failed = first_failure(mutant)
+        what, *change = mutant.strip("\n").split("\n")
+        failed = first_failure(*change)
         missed += not failed
-        print(f"{number:2} {mutant.what}: {failed or 'MISSED'}", flush=True)
+        print(f"{number:2} {what}: {failed or 'MISSED'}", flush=True)
     sys.exit(missed > 0)
 
 
-def first_failure(mutant: Mutant) -> str:
-    """Return the first test that fails with the mutant; empty where none does."""
+def first_failure(file: str, before: str, after: str, tests: str) -> str:
+    """Return the first test that fails with a mutant; empty where none does."""
+    before, after = before.removeprefix("- "), after.removeprefix("+ ")
     with tempfile.TemporaryDirectory(prefix="ddpnb-mutant-") as folder:
         for name in ("ddpnb", "tests"):
             shutil.copytree(ROOT / name, Path(folder, name))
         shutil.copy(ROOT / "pyproject.toml", folder)
-        path = Path(folder, "ddpnb", mutant.file)
+        path = Path(folder, "ddpnb", file)
         source = path.read_text()
-        assert source.count(mutant.before) == 1, f"{mutant.file} has changed: {mutant.before}"
-        path.write_text(source.replace(mutant.before, mutant.after))
+        assert source.count(before) == 1, f"{file} has changed: {before}"
+        path.write_text(source.replace(before, after))
         ended = subprocess.run(
-            f"{sys.executable} -m pytest -q -x --timeout {TIMEOUT_SECONDS} {mutant.tests}",
+            f"{sys.executable} -m pytest -q -x --timeout {TIMEOUT_SECONDS} {tests}",
             shell=True,
             cwd=folder,
             env=os.environ | {"PYTHONPATH": folder},

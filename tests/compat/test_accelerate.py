@@ -1,10 +1,9 @@
-"""accelerate takes the ranks for processes of ``accelerate launch``."""
+"""accelerate and torchmetrics take the ranks for processes of ``accelerate launch``."""
 
-from tests.cluster.rig import ALL_REDUCE
 from tests.compat.conftest import Run, require
 from tests.kernel.client import Kernel, both
 
-require("accelerate")
+require("accelerate", "torchmetrics")
 
 LOOP = """%%ddp
 import torch
@@ -19,8 +18,7 @@ inputs = torch.randn(64, 4)
 loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 losses = []
 for _ in range(3):
     for x, y in loader:
@@ -28,46 +26,73 @@ for _ in range(3):
             loss = nn.functional.mse_loss(model(x), y)
             accelerator.backward(loss)
             optimizer.step()
-            schedule.step()
             optimizer.zero_grad()
             losses.append(accelerator.gather(loss.detach()).mean().item())
+weights = accelerator.gather(accelerator.unwrap_model(model).weight)
+print(type(model).__name__, len(loader), losses[-1] < losses[0] / 10)
+print(torch.equal(weights[0], weights[1]))
+"""
+LAUNCHED = """%%ddp
+from accelerate import notebook_launcher
+from accelerate.state import AcceleratorState
+AcceleratorState._reset_state(reset_partial_state=True)
+notebook_launcher(print, ('started',), num_processes=2)
 """
 
 
-def test_a_loop_of_accelerate_trains_on_the_ranks(run: Run):
-    run(LOOP)
-    cell = run(
-        "%%ddp\nprint(accelerator.num_processes, accelerator.process_index == rank, "
-        "type(model).__name__, len(loader), losses[-1] < losses[0] / 10, "
-        "accelerator.distributed_type.value)\n"
-        "weights = accelerator.gather(accelerator.unwrap_model(model).weight)\n"
-        "print(torch.equal(weights[0], weights[1]))"
-    )
-    assert cell.by_rank == both("2 True DistributedDataParallel 4 True MULTI_CPU", "True")
-
-
-def test_after_a_failed_rank_it_prepares_anew(run: Run, kernel: Kernel):
-    run(LOOP)
+def test_a_loop_of_accelerate_trains_also_after_a_failed_rank(run: Run, kernel: Kernel):
+    trained = both("DistributedDataParallel 4 True", "True")
+    assert run(LOOP).by_rank == trained
     failed = kernel.run(
         "%%ddp\nif rank == 1: raise ValueError('boom')\naccelerator.wait_for_everyone()"
     )
     assert "rank 1 failed: ValueError: boom" in failed.error_text
-    run(LOOP)
-    assert run("%%ddp\nlosses[-1] < losses[0] / 10").by_rank == both("True")
-
-
-def test_its_end_leaves_the_group_for_later_cells(run: Run):
-    run("%%ddp\nfrom accelerate import Accelerator\nAccelerator().end_training()")
-    cell = run(f"%%ddp\n{ALL_REDUCE}\ntotal.item()")
+    assert run(LOOP).by_rank == trained
+    run("%%ddp\naccelerator.end_training()")
+    cell = run("%%ddp\ntotal = torch.ones(1)\ntorch.distributed.all_reduce(total)\ntotal.item()")
     assert cell.by_rank == both("2.0")
-
-
-def test_its_launcher_is_refused_in_a_sentence(kernel: Kernel):
-    cell = kernel.run(
-        "%%ddp\nfrom accelerate import notebook_launcher\n"
-        "from accelerate.state import AcceleratorState\n"
-        "AcceleratorState._reset_state(reset_partial_state=True)\n"
-        "notebook_launcher(print, ('started',), num_processes=2)"
-    )
+    cell = kernel.run(LAUNCHED)
     assert "call the training function itself, on all ranks." in cell.error_text
     assert not [line for line in cell.lines if line.endswith("] started")]
+
+
+SYNCED = """%%ddp
+import torch
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import MeanMetric
+
+accuracy = MulticlassAccuracy(num_classes=3, average="micro")
+mean = MeanMetric()
+found = torch.tensor([0, 1, 2, 0])
+accuracy.update(found, found if rank == 0 else (found + 1) % 3)
+mean.update(float(rank), weight=1 + 2 * rank)
+print(accuracy.compute().item(), mean.compute().item())
+"""
+MEASURED = """%%ddp_compare ddp async --epochs 2 --batch-size 20
+import torch
+from torch import nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import BinaryF1Score, BinaryAUROC
+from torchmetrics.functional import r2_score
+
+def model():
+    return nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+
+def data(split):
+    x = torch.randn(100, 4)
+    return x, (x.sum(1) > 0).long()
+
+def loss(outputs, targets):
+    return nn.functional.binary_cross_entropy_with_logits(outputs, targets.float())
+
+"""
+
+
+def test_metrics_of_torchmetrics_are_computed_over_all_ranks_and_compared(run: Run, compare: Run):
+    assert run(SYNCED).by_rank == both("0.5 0.75")
+    shown = compare(f"{MEASURED}metric = MetricCollection([BinaryF1Score(), BinaryAUROC()])").text
+    assert "held-out BinaryF1Score" in shown
+    assert "held-out BinaryAUROC" in shown
+    shown = compare(f"{MEASURED}metric = r2_score").text
+    assert "held-out r2_score" in shown
+    assert "accuracy" not in shown

@@ -70,7 +70,7 @@ trainer.fit(line, loader, loader)
 """
 
 
-def test_trainer_fits_and_validates_on_the_ranks(run: Run, kernel: Kernel):
+def test_trainer_fits_goes_on_and_costs_no_rank_where_it_fails(run: Run, kernel: Kernel):
     before = set(kernel.folder.rglob("*"))
     run(TRAINER)
     cell = run(
@@ -81,18 +81,11 @@ def test_trainer_fits_and_validates_on_the_ranks(run: Run, kernel: Kernel):
     )
     assert cell.by_rank == both("2 4 12 True True")
     assert set(kernel.folder.rglob("*")) == before
-
-
-def test_a_second_fit_goes_on_where_the_ranks_are(run: Run):
-    run(TRAINER)
     cell = run(
         "%%ddp\ntrainer.fit_loop.max_epochs = 5\ntrainer.fit(line, loader)\n"
         "print(trainer.global_step)"
     )
     assert cell.by_rank == both("20")
-
-
-def test_a_fit_that_fails_on_one_rank_costs_no_rank(run: Run, kernel: Kernel):
     failing = "loss = 1 / (rank - batch_idx - 1) and "
     cell = kernel.run(TRAINER.replace("loss = ", failing, 1))
     assert "rank 1 failed: ZeroDivisionError" in cell.error_text
@@ -113,55 +106,6 @@ def test_an_interrupted_fit_leaves_ranks_that_can_be_interrupted(run: Run, kerne
         kernel.interrupt()
         assert "their variables are kept" in kernel.wait(cell).error_text
     assert run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
-
-
-COMPARED = """%%ddp_compare ddp async fsdp --epochs 2 --batch-size 16
-import torch
-import lightning
-from torch import nn
-
-class Line(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(4, 1)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = nn.functional.mse_loss(self.line(x), y)
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        made = torch.optim.SGD(self.parameters(), lr=0.1)
-        return {"optimizer": made, "lr_scheduler": torch.optim.lr_scheduler.StepLR(made, 100)}
-
-class Called(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, batch):
-        return self.module.training_step(batch, 0)
-
-def model():
-    return Called(Line())
-
-def training_step(model, batch):
-    return model(batch)
-
-def optimizer(model):
-    made = model.module.configure_optimizers()
-    return made["optimizer"], made["lr_scheduler"]
-
-def data(split):
-    x = torch.randn(64, 4)
-    return x, x.sum(1, keepdim=True)
-"""
-
-
-def test_an_unchanged_lightning_module_is_compared(compare: Run, kernel: Kernel):
-    assert "held-out loss" in compare(COMPARED).text
-    assert kernel.value("_.to_frame().final_loss.max() < 1") == "True"
 
 
 @pytest.mark.parametrize("name", ["ddp_notebook", "ddp_fork"])

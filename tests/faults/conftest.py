@@ -25,7 +25,7 @@ assert total.tolist() == [sum(range(world_size))] * 5
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def three() -> Iterator[Cluster]:
     """Three ranks with something to lose, supervised as a user's are."""
     with started(3, environment=DYNAMO) as cluster:

@@ -7,20 +7,15 @@ are aborted, unless all ranks have come.
 import threading
 from contextlib import closing
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 from ddpnb.protocol.connections import Address
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank import group as group_module
-from ddpnb.rank.cancellation import ConsequenceError, is_consequence
-from ddpnb.rank.cells import aborted
+from ddpnb.rank.cancellation import is_consequence
 from ddpnb.rank.group import Group
 from tests.rank.ranks import Ranks
 
@@ -110,44 +105,3 @@ def test_a_wait_ends_by_an_abort_and_the_next_group_works():
     assert is_known, "the next call must report the abort, not that there is no group"
     assert calls == [["abort", "abort", "shutdown"]] * 2  # aborted, and again before it is left
     assert total == total_there == 2
-
-
-def test_an_abort_that_hangs_holds_up_nothing(tmp_path, monkeypatch, capfd):
-    order, go_on = [], threading.Event()
-
-    def abort(seconds: float) -> None:
-        order.append("abort")
-        go_on.wait(seconds)
-
-    groups = [SimpleNamespace(abort=partial(abort, seconds)) for seconds in (0, 30)]
-    monkeypatch.setattr(group_module.torch_internals, "process_groups", lambda: groups)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(group_module, "ABORT_SECONDS", 0.2)
-    monkeypatch.setattr(group_module, "own_connections", lambda: order.append("sockets") or [])
-    group = member(0, tmp_path)
-    assert group.abort() == 0
-    assert order == ["abort", "abort", "sockets"]  # the abort first, while its sockets stand
-    assert group.cancellation.is_aborted
-    assert "standin did not abort in 0.2 s" in capfd.readouterr().err
-    with pytest.raises(RuntimeError, match="restart this rank"):
-        group.leave()
-    go_on.set()
-
-
-def test_a_cell_that_went_on_after_an_abort_has_failed(tmp_path: Path):
-    group = member(0, tmp_path)
-    assert not aborted(group, was_aborted=False)
-    group.cancellation.abort()
-    (error,) = aborted(group, was_aborted=False)
-    assert is_consequence(error)
-    assert not aborted(group, was_aborted=True)  # by a cell before
-    group.backend = "gloo"  # whose waits end with an error of their own
-    assert not aborted(group, was_aborted=False)
-
-
-def test_an_abort_while_a_group_is_formed_is_not_lost(tmp_path: Path, monkeypatch):
-    group = member(0, tmp_path)
-    monkeypatch.setattr(group_module, "init_process_group", lambda *_, **__: group.abort())
-    with pytest.raises(ConsequenceError):
-        group.join(0)
-    assert not group.joined_ns

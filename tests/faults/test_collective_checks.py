@@ -66,17 +66,3 @@ def test_a_group_is_compared_anew_after_it_was_destroyed(three: Cluster) -> None
     )
     assert not ended.failures
     check_they_go_on(three)
-
-
-NO_ROOM = """
-def refuse(*_): raise OSError(28, 'no space')
-real, os.posix_fallocate = os.posix_fallocate, refuse
-pair = dist.new_group([0, 1])
-if rank < 2: dist.all_reduce(x, group=pair)
-os.posix_fallocate = real
-"""
-
-
-def test_ranks_go_on_where_there_is_no_room_to_compare(three: Cluster) -> None:
-    assert not run(three, NO_ROOM).failures
-    check_they_go_on(three)

@@ -37,7 +37,7 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_or_is_interrup
     three: Cluster, is_interrupted: bool
 ) -> None:
     process = psutil.Process(three.states[1].pid)
-    cell = begin(three, LOOP.format(num=10**6 if is_interrupted else 400))
+    cell = begin(three, LOOP.format(num=10**6 if is_interrupted else 200))
     acted_at: list[float] = []
 
     def act() -> None:
@@ -98,7 +98,7 @@ def test_all_processes_may_sleep_and_wake_up() -> None:
         assert len(tree) >= 5  # the notebook, the fork server, the controller, two ranks
         for process in tree:
             process.suspend()
-        time.sleep(5)  # longer than ranks may wait for each other
+        time.sleep(3)  # longer than ranks may wait for each other
         for process in tree:
             process.resume()
         assert notebook.stdout.readline() == "fine\n"

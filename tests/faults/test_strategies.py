@@ -121,18 +121,9 @@ def test_a_model_that_raises_on_one_rank_ends_the_run_for_all(cluster, tmp_path,
     assert "on purpose" in snapshot.detail
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *WAIT_ELSEWHERE])
-def test_a_run_is_stopped_in_its_midst(cluster, tmp_path, strategy):
-    training, marker = prepared(cluster, tmp_path, strategy, "pass")
-    training.grace_seconds = GENEROUS_SECONDS  # the ranks are interrupted after it
-    called = call_once(marker, training.stop)
-    training.run()
-    check_was_stopped(training, called, "stopped by the user")
-
-
 @pytest.mark.parametrize(
     ("strategy", "is_stop"),
-    [("async", True), *((name, False) for name in ("ddp", "no-comm", *WAIT_ELSEWHERE))],
+    [("async", True), *((name, False) for name in ("no-comm", *WAIT_ELSEWHERE))],
 )
 def test_an_interrupt_ends_a_run_in_which_a_rank_waits_also_some_time_after_a_stop(
     cluster, tmp_path, strategy, is_stop
@@ -142,19 +133,13 @@ def test_an_interrupt_ends_a_run_in_which_a_rank_waits_also_some_time_after_a_st
     called = call_once(marker, training.stop if is_stop else interrupt)
     with pytest.raises(KeyboardInterrupt):
         training.run()
-    check_was_stopped(training, called, "interrupted")
-
-
-def check_was_stopped(training: Training, called: Future[float], detail: str) -> None:
     assert time.monotonic() - called.result() < GENEROUS_SECONDS
     (snapshot,) = training.recorder.comparison.runs
-    assert (snapshot.status, snapshot.detail) == (Status.STOPPED, detail)
+    assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "interrupted")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "is_begun"),
-    [*((name, True) for name in ALL), *((name, False) for name in WAIT_ELSEWHERE)],
-)
+@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize("strategy", ["ddp", *WAIT_ELSEWHERE])
 def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy, is_begun):
     """For a step, or for the run to begin."""
     marker = tmp_path / "marker"

@@ -1,4 +1,4 @@
-"""With a version of everything that ddpnb does not know, a session still works, and says so."""
+"""Where every probe fails, as with versions that ddpnb does not know, a session still works."""
 
 import os
 from collections.abc import Iterator
@@ -7,23 +7,17 @@ from pathlib import Path
 import pytest
 
 from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, torch_internals
+from ddpnb.compat.probe import Probe
 from tests.kernel.client import Kernel, both
 
-SENTENCES = [
-    each.sentence
-    for each in (
-        *torch_internals.PROBES,
-        ipyparallel_internals.follows_calls,
-        ipyparallel_internals.replaces_heartbeats,
-        cloudpickle_internals.shares_globals,
-        cloudpickle_internals.knows_classes,
-    )
-]
+MODULES = (ipyparallel_internals, cloudpickle_internals)
+PROBES = [each for module in MODULES for each in vars(module).values() if isinstance(each, Probe)]
+SENTENCES = [each.sentence for each in (*torch_internals.PROBES, *PROBES)]
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel in which each private part is missing, with two ranks."""
+    """A kernel in which each probe fails, with two ranks."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "data").mkdir()
     here = Path(__file__).parent
@@ -69,29 +63,19 @@ total.shape
     assert "mine" in kernel.run("%ddp_runs").text
 
 
-def test_an_error_on_a_rank_is_shown(kernel: Kernel):
-    cell = kernel.run("%%rank 1\n1 / 0")
-    assert "ZeroDivisionError" in cell.error_text
-
-
-def test_check_still_compares_calls(kernel: Kernel):
+def test_mistakes_are_shown_and_refused(kernel: Kernel):
+    assert "ZeroDivisionError" in kernel.run("%%rank 1\n1 / 0").error_text
     cell = kernel.run("%%ddp --check\ndist.all_reduce(torch.ones(3 + rank))", timeout=90)
     assert "all_reduce" in cell.error_text.lower() or "ALLREDUCE" in cell.error_text
     assert kernel.run("%%ddp\nprint(1)").by_rank == both("1")
-
-
-def test_a_misspelt_option_is_refused(kernel: Kernel):
     assert "--epochz" in kernel.run("%ddp_compare ddp --task digits --epochz 1").error_text
 
 
-def test_strategies_are_trained(kernel: Kernel):
+def test_strategies_are_trained_and_zero_alone_is_refused_in_a_sentence(kernel: Kernel):
     line = "%ddp_compare ddp async --task digits --epochs 1 --data-workers 1"
     cell = kernel.run(line, timeout=200)
     assert not cell.error, cell.error_text
     assert "ddp" in cell.text
     assert "async" in cell.text
-
-
-def test_zero_alone_is_refused_in_a_sentence(kernel: Kernel):
     cell = kernel.run("%ddp_compare zero --task digits --epochs 1", timeout=200)
     assert torch_internals.lists_step_hooks.sentence in cell.error_text

@@ -67,15 +67,13 @@ class Problem:
     optimizer: str = "momentum"
     batch_size: int = 10
     num_epochs: float = 3
-    num_samples: int = 64
     learning_rate: float | None = None
-    seed: int = 0
     accumulate: int = 1
     clip: float | None = None
 
     def data(self) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
-        inputs = torch.randn(self.num_samples, 6, generator=generator)
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(64, 6, generator=generator)
         return inputs, inputs @ torch.randn(6, 3, generator=generator) + 0.5
 
     def make_model(self) -> nn.Module:
@@ -83,7 +81,7 @@ class Problem:
 
     def build(self) -> nn.Module:
         with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
+            torch.manual_seed(0)
             return self.make_model()
 
     def factory(self) -> OptimizerFactory:
@@ -92,18 +90,13 @@ class Problem:
         return OPTIMIZERS[self.optimizer]
 
     def order(self, num_ranks: int) -> BatchSchedule:
-        return BatchSchedule(
-            self.num_samples,
-            batch_size=self.batch_size,
-            num_epochs=self.num_epochs,
-            num_ranks=num_ranks,
-            seed=self.seed,
-        )
+        chosen = {"batch_size": self.batch_size, "num_epochs": self.num_epochs}
+        return BatchSchedule(64, num_ranks=num_ranks, seed=0, **chosen)
 
     def context(self, strategy: Strategy, state: RankState, folder: Path) -> RunContext:
         samples = TensorSamples(self.data())
         return RunContext(
-            spec=spec_of("ddp", accumulate=self.accumulate, clip=self.clip, seed=self.seed),
+            spec=spec_of("ddp", accumulate=self.accumulate, clip=self.clip),
             state=state,
             plan=strategy.plan(state),
             task=Task(
@@ -213,23 +206,6 @@ def packed(values: list[Tensor], num_copies: int = 1) -> list[PackedTensors]:
     copies = [pack(values) for _ in range(num_copies)]
     copies[0].fill([value.detach() for value in values])
     return copies
-
-
-def optimum(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the linear model that fits a problem best."""
-    inputs, targets = problem.data()
-    ones = torch.ones(len(inputs), 1)
-    solution = torch.linalg.lstsq(torch.cat([inputs, ones], dim=1), targets).solution
-    return solution[:6].T, solution[6]
-
-
-@torch.no_grad()
-def average(models: list[nn.Module]) -> None:
-    """Give all models the mean of their parameters."""
-    for same in zip(*(model.parameters() for model in models), strict=True):
-        mean = sum(same) / len(same)
-        for parameter in same:
-            parameter.copy_(mean)
 
 
 def distance(one: Fit, other: Fit) -> float:

@@ -1,14 +1,18 @@
 """Real ranks for tests: processes in a real process group."""
 
 import multiprocessing
+import os
 import shutil
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +28,19 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["ddpnb.rank.training.loop", "ddpnb.rank.tasks.digits", "torch._dynamo"]
 )
+PINNED = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""Environment in which sums have one order, on whatever processor."""
+
+
+def begin(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
+    """Run a function in a process of its own; its last argument is the pipe's other end."""
+    with patch.dict(os.environ, PINNED):
+        forkserver.ensure_running()
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=target, args=(*args, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 class RankFailedError(Exception):
@@ -78,12 +95,7 @@ class Rank:
 
     def __init__(self, state: RankState, folder: Path, rendezvous: Path | None) -> None:
         self.number = state.rank
-        self._pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(
-            target=serve, args=(state, folder, rendezvous, theirs), daemon=True
-        )
-        self.process.start()
-        theirs.close()
+        self.process, self._pipe = begin(serve, state, folder, rendezvous)
 
     def begin(self, job: Callable[..., Any], *args: Any) -> None:
         """Start a job; ``end`` waits for it."""
@@ -117,6 +129,7 @@ def make_state(rank: int, world_size: int) -> RankState:
 def serve(state: RankState, folder: Path, rendezvous: Path | None, pipe: Connection) -> None:
     """Carry out jobs until the test's end of the pipe is closed; in a group, if one meets."""
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # it may have processes that load
     if rendezvous is not None:
         MismatchCheck().start(rendezvous, 0)  # as in a cluster: no strategy may be refused
         dist.init_process_group(

@@ -1,18 +1,13 @@
 """Is a model of averaged weights judged with BatchNorm's statistics of these weights?"""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.tasks.samples import TensorSamples
-from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, estimate_batchnorm
+from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from tests import cells
-from tests.rank.ranks import make_state
 from tests.rank.runs import header_of, spec_of, train_job
 
 CELL = (
@@ -58,30 +53,3 @@ def test_averaged_weights_alone_are_judged_with_their_own_statistics(
     assert (result[0].held_out_loss == pytest.approx(exact, rel=0.05)) == is_averaged
     assert (BATCHNORM_NOTE in header_of(result).notes) == is_averaged
     assert model[1].momentum == 0.1
-
-
-def test_a_class_of_ones_own_says_whether_it_averages_weights():
-    methods = dict.fromkeys(("setup", "step", "finish"), lambda self: None)
-    for flag in (True, False):
-        made = make_strategy("Own", {"Own": type("Own", (), methods | {"averages_weights": flag})})
-        assert made.plan(make_state(0, 2)).averages_weights == flag
-
-
-def test_a_step_that_takes_gradients_leaves_the_layers_that_it_does_not_use():
-    def penalty(model, batch):
-        inputs = batch[0].clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model[0](inputs).sum(), inputs, create_graph=True)
-        return slope.square().mean()
-
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
-    inputs = torch.randn(33, 3, generator=torch.Generator().manual_seed(1)) + 1
-    samples = TensorSamples((inputs, torch.zeros(len(inputs)).long()))
-    task = Task(model=nn.Identity, train=samples, held_out=samples, step=penalty)
-    estimate_batchnorm(model.eval(), task, torch.device("cpu"), batch_size=16, seed=0)
-    torch.testing.assert_close(model[0].running_mean, inputs.mean(dim=0), atol=0.1, rtol=0)
-    assert not model[1].running_mean.any()
-    mean, fails = model[0].running_mean.clone(), replace(task, step=lambda model, batch: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        estimate_batchnorm(model, fails, torch.device("cpu"), batch_size=16, seed=0)
-    assert torch.equal(model[0].running_mean, mean)
-    assert (model.training, model[0].momentum) == (False, 0.1)

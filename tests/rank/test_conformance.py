@@ -33,14 +33,21 @@ def test_options_have_the_defaults_of_the_constructor_and_close_needs_no_setup(n
     plain.close()
 
 
+def plainly(state, folder, problem: Problem) -> Fit:
+    """Compute on a rank, whose sums have the strategies' order."""
+    return by_hand(problem)
+
+
 @pytest.mark.parametrize("word", PLAIN_ALONE)
 def test_on_one_rank_it_is_plain_sgd(ranks, word):
     (fit,) = ranks(1).call(by_strategy, word, Problem())
-    reference = by_hand(Problem())
+    (reference,) = ranks(1).call(plainly, Problem())
     if word != PLAIN_OUTER_STEP:  # the same sums in the same order
         assert distance(fit, reference) == 0
     assert distance(fit, reference) < 1e-5
     assert losses(fit) == pytest.approx(losses(reference), abs=1e-5)
+    if word not in ("async", "hogwild"):
+        assert {report.traffic.sent for report in fit.reports} == {0}
     assert list(ranks(1).folder.iterdir()) == []
 
 
@@ -49,7 +56,7 @@ def test_on_one_rank_it_is_plain_sgd(ranks, word):
 def test_on_one_rank_any_model_trains_as_in_plain_torch(ranks, word, model):
     problem = Problem(model=model, batch_size=16)
     (fit,) = ranks(1).call(by_strategy, word, problem)
-    reference = by_hand(problem)
+    (reference,) = ranks(1).call(plainly, problem)
     assert distance(fit, reference) == 0
     for mine, theirs in zip(fit.buffers, reference.buffers, strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -74,11 +81,51 @@ def test_on_several_ranks_it_is_one_process_with_the_whole_batch(ranks, name, nu
     assert num_samples(fits) == num_samples([reference])
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, "async:compensate=on"])
-def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name):
-    fits = took_part(ranks(3).call(by_strategy, name, Problem()))
+S = 4 * (6 * 16 + 16 + 16 * 3 + 3)
+"""Bytes of the parameters of a ``Problem``'s model: float32."""
+REDUCED = 3 * (4 * S // 3)
+"""What three ranks send in an all-reduce."""
+SENT = {
+    "single": {0},
+    "dp": {2 * S},
+    "ddp": {REDUCED},
+    "ddp-shm": {3 * S},
+    "ddp-by-hand": {REDUCED},
+    "ddp-overlap-by-hand": {REDUCED},
+    "ring-by-hand": {4 * S},
+    "central": {4 * S},
+    "async": {S},
+    "async:compensate=on": {S},
+    "hogwild": {S},
+    "local-sgd:every=7": {0, REDUCED},
+    "diloco:every=7": {0, REDUCED},
+    "zero": {REDUCED + 2 * S},
+    "fsdp": None,  # see test_sharded.py
+    "gossip": {2 * S},  # of an odd number one rests
+    "no-comm": {0},
+}
+"""Bytes that three ranks together send in a step; asynchronous ones each by itself."""
+
+
+def test_the_bytes_of_every_strategy_are_known():
+    assert {word.partition(":")[0] for word in SENT} == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("word", SENT)
+def test_ranks_agree_in_the_end_have_sent_what_is_known_and_leave_nothing(ranks, word):
+    fits = took_part(ranks(3).call(by_strategy, word, Problem()))
     assert all(distance(fit, fits[0]) == 0 for fit in fits)
+    assert num_samples(fits) == 3 * 63  # each once; one of 64 would be alone in its batch
     assert list(ranks(3).folder.iterdir()) == []
+    sent = [[report.traffic.sent for report in fit.reports] for fit in fits]
+    if STRATEGIES[word.partition(":")[0]].is_asynchronous:
+        assert {num_bytes for each in sent for num_bytes in each} == SENT[word]
+        return
+    first, second, *others = map(sum, zip(*sent, strict=True))
+    assert SENT[word] in (None, {first, *others})
+    assert second - first in (0, 3 * 16)  # DDP also broadcasts the order of its buckets
+    if "every=7" in word:
+        assert [num > 0 for num in (first, second, *others)] == 3 * [*6 * [False], True]
 
 
 def took_part(fits: list[Fit]) -> list[Fit]:

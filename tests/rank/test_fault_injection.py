@@ -5,12 +5,7 @@ import statistics
 
 import pytest
 
-from ddpnb.rank.meter import Timer
-from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.training.context import build_context
-from ddpnb.rank.training.fault_injection import FaultInjector, notes
 from tests.cells import HEAVY
-from tests.rank.ranks import make_state
 from tests.rank.runs import header_of, losses, marks_of, spec_of, steps_of, train_job
 
 
@@ -21,14 +16,19 @@ def step_seconds(result) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
-def test_one_slow_worker_holds_up_all_that_wait_for_it(ranks, strategy):
-    usual = ranks(2).call(train_job, spec_of(strategy, source=HEAVY))
-    late = ranks(2).call(train_job, spec_of(strategy, source=HEAVY, slow=("1:10x",)))
+def test_slow_workers_hold_up_all_that_wait_for_them_and_no_more_with_time(ranks, strategy):
+    slow, chosen = ("0:2x", "1:5x"), {"source": HEAVY, "num_epochs": 1}
+    usual = ranks(2).call(train_job, spec_of(strategy, **chosen))
+    late = ranks(2).call(train_job, spec_of(strategy, slow=slow, **chosen))
     assert step_seconds(late[0]) > 1.5 * step_seconds(usual[0])
     if strategy == "ddp":  # its ranks are in step
         assert step_seconds(late[0]) == pytest.approx(step_seconds(late[1]), rel=0.5)
-    assert [mark for result in late for mark in marks_of(result)] == [(1, "10x slower")]
+    marks = [mark for result in late for mark in marks_of(result)]
+    assert sorted(marks) == [(0, "2x slower"), (1, "5x slower")]
     assert any("Rank 1" in note for note in header_of(late[0]).notes)
+    ends = [event.seconds for event in steps_of(late[0])]
+    half = len(ends) // 2
+    assert (ends[-1] - ends[half]) < 3 * (ends[half] - ends[0])
 
 
 DELAY_SECONDS = 0.45
@@ -53,13 +53,6 @@ def middle(steps: list, *names: str) -> float:
     return statistics.median(sum(getattr(e.parts, name) for name in names) for e in steps)
 
 
-def test_two_slow_ranks_do_not_slow_each_other_down_for_ever(ranks):
-    spec = spec_of("ddp", source=HEAVY, slow=("0:2x", "1:3x"))
-    ends = [event.seconds for event in steps_of(ranks(2).call(train_job, spec)[0])]
-    half = len(ends) // 2
-    assert (ends[-1] - ends[half]) < 3 * (ends[half] - ends[0])
-
-
 def test_what_is_learnt_does_not_depend_on_the_delay(ranks):
     usual, uneven = (
         ranks(1).call(train_job, spec_of("ddp", num_epochs=1, **fault))[0]
@@ -67,29 +60,3 @@ def test_what_is_learnt_does_not_depend_on_the_delay(ranks):
     )
     assert losses(usual) == losses(uneven)
     assert any("50 %" in note for note in header_of(uneven).notes)
-
-
-def test_jitter_comes_from_the_seed():
-    def delays(seed: int) -> list[float]:
-        spec = spec_of("ddp", jitter=0.2, seed=seed)
-        context = build_context(spec, make_state(1, 2), {}, filename="here")
-        injector = FaultInjector(context, Timer(), lambda _: None)
-        injector._compute_seconds = 1.0
-
-        def drawn() -> float:
-            injector.begin_step()
-            return injector._seconds
-
-        return [drawn() for _ in range(50)]
-
-    assert delays(0) == delays(0) != delays(1)
-    assert 0 <= min(delays(0)) < 0.05 < 0.15 < max(delays(0)) <= 0.2
-
-
-def test_notes_name_the_ranks_that_are_struck_and_those_that_take_no_part():
-    spec = spec_of("ddp", slow=("1:3x",), kill=("0@5s",))
-    alone, both = (
-        notes(spec, Plan(num_ranks=num, num_workers=num, synchronous=True)) for num in (1, 2)
-    )
-    assert [text[:6] for text in alone] == [text[:6] for text in both] == ["Rank 1", "Rank 0"]
-    assert [one == other for one, other in zip(alone, both, strict=True)] == [False, True]

@@ -1,15 +1,9 @@
 """Emulated devices on real ranks: the time is computed, and nothing else differs."""
 
-from contextlib import closing
-
 import pytest
-import torch
-import torch.distributed as dist
 
 from ddpnb.protocol.devices import MODELS, num_devices
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.collectives.intercept import Listener, listening
-from ddpnb.rank.laboratory.sums import SharedSums
 from ddpnb.scaling.calibrate import calibrate
 from ddpnb.scaling.model import step_seconds
 from tests.rank import runs
@@ -73,11 +67,20 @@ EXCHANGE = {
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), EXCHANGE)
 def test_a_step_takes_what_its_messages_take(ranks, strategy, num_ranks):
-    results = ranks(num_ranks).call(train_job, spec_of(strategy, num_ranks))
-    before, last = steps_of(results[0])[-2:]  # DDP sends more in its first step
-    seconds = last.seconds - before.seconds
     expected = computing(num_ranks) + EXCHANGE[strategy, num_ranks]
-    assert seconds == pytest.approx(expected, rel=1e-3)
+    found = last_seconds(ranks, spec_of(strategy, num_ranks), num_ranks)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_all_wait_for_the_slowest(ranks):
+    found = last_seconds(ranks, spec_of("ddp", 2, slow=("1:3x", "1:4ms")), 2)
+    assert found == pytest.approx(3 * computing(2) + 4e-3 + ring(2), rel=1e-3)
+
+
+def last_seconds(ranks, spec: RunSpec, num_ranks: int) -> float:
+    """Return how long the last step takes; DDP sends more in its first one."""
+    before, last = steps_of(ranks(num_ranks).call(train_job, spec)[0])[-2:]
+    return last.seconds - before.seconds
 
 
 @pytest.mark.parametrize("strategy", ["async", "async:bound=0", "async:bound=2"])
@@ -113,59 +116,27 @@ def test_cards_scale_as_others_have_measured(ranks, strategy, model, devices, nu
     num = num_devices(devices)
     chosen = {"source": MANY, "devices": devices, "as_": model, "compute": "", "link": ""}
     spec = spec_of(strategy, num, batch_size=num * num_samples, num_epochs=3, **chosen)
-    before, last = steps_of(ranks(num).call(train_job, spec)[0])[-2:]
+    found = last_seconds(ranks, spec, num)
     compute = MODELS[model].compute["V100"]
     alone = compute.seconds_per_pass + num_samples * compute.seconds_per_sample
-    efficiency = alone / (last.seconds - before.seconds)
-    assert efficiency == pytest.approx(PUBLISHED[strategy, model, devices, num_samples], abs=0.05)
+    assert alone / found == pytest.approx(
+        PUBLISHED[strategy, model, devices, num_samples], abs=0.05
+    )
     given = {"devices": spec.emulated, "batch_size": spec.batch_size, "alone": (), "num_bytes": S}
-    found = calibrate(measured(**given))
-    predicted = step_seconds(strategy, found.work, found.here, num)
-    assert predicted == pytest.approx(last.seconds - before.seconds, rel=1e-3)
+    machine = calibrate(measured(**given))
+    predicted = step_seconds(strategy, machine.work, machine.here, num)
+    assert predicted == pytest.approx(found, rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "fsdp", "local-sgd", "ring-by-hand"])
-def test_losses_are_those_of_measured_ranks_to_the_bit(ranks, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("ddp", 3), *((name, 4) for name in ("dp", "fsdp", "local-sgd", "ring-by-hand")), ("ddp", 8)],
+)
+def test_losses_are_those_of_measured_ranks_to_the_bit(ranks, strategy, num_ranks):
     large = {"source": CELL.replace("300", "3000")}  # summed in shared memory where emulated
     emulated, measured = (
-        ranks(4).call(train_job, spec_of(strategy, 4, **large, **options))
+        ranks(num_ranks).call(train_job, spec_of(strategy, num_ranks, **large, **options))
         for options in ({}, {"devices": "", "compute": "", "link": ""})
     )
     assert losses(emulated[0])
     assert list(map(losses, emulated)) == list(map(losses, measured))
-
-
-class Summing(Listener):
-    """Has all-reduces made in shared memory."""
-
-    def __init__(self, folder) -> None:
-        self.sums = SharedSums(folder / "run", check=lambda: None)
-        self.num_made = 0
-
-    def make(self, call):
-        work = self.sums.make(call)
-        self.num_made += work is not None
-        return work
-
-
-def summed(state, folder, sizes):
-    """Return what gloo and shared memory sum, in turns, and how many sums the memory made."""
-    generator = torch.Generator().manual_seed(state.rank)
-    ours = [10 ** torch.randn(size, generator=generator) for size in sizes]
-    theirs = [tensor.clone() for tensor in ours]
-    for tensor in theirs:
-        dist.all_reduce(tensor)
-    with closing((summing := Summing(folder)).sums), listening(summing):
-        for tensor in ours:
-            dist.all_reduce(tensor)
-        dist.all_reduce(torch.ones(10_000), op=dist.ReduceOp.MAX)
-    return ours, theirs, summing.num_made, list(folder.iterdir())
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_sums_in_shared_memory_have_gloos_bits(ranks, num_ranks):
-    results = ranks(num_ranks).call(summed, [5000, 70_001, 1_000_003, 5000])
-    for ours, theirs, num_made, _ in results:
-        assert num_made == len(ours)
-        assert all(map(torch.equal, ours, theirs))
-    assert not results[0][-1]

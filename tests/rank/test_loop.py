@@ -31,15 +31,13 @@ OTHERS = ["single", "no-comm", "local-sgd", "hogwild"]
 
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
-    [("ddp", 1), *((name, 2) for name in (*FEATURED, *OTHERS)), *((name, 3) for name in FEATURED)],
+    [("ddp", 1), *((name, 2) for name in OTHERS), *((name, 3) for name in FEATURED)],
 )
 def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
     results = ranks(num_ranks).call(train_job, spec_of(strategy, source=WITH_DROPOUT))
     header, steps = header_of(results[0]), [steps_of(result) for result in results]
-    assert [len(events) for _, events in results[1:]] == [len(mine) for mine in steps[1:]]
     assert sum(step.num_samples for mine in steps for step in mine) == header.num_samples
     assert header.num_samples == 3 * (200 - 200 % num_ranks)  # as DistributedSampler(drop_last)
-    assert header.num_parameters == 16 * 5 + 2 * 17
     assert header.num_workers == (1 if strategy == "single" else num_ranks)
     assert header.synchronous == (strategy not in ASYNCHRONOUS)
     assert header.is_emulated == (strategy == "dp")
@@ -70,15 +68,6 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
     assert max(first.final_loss, first.held_out_loss) < 0.6
     assert first.held_out_accuracy > 0.7
     assert all(math.isnan(report.final_loss) for report, _ in others)  # rank 0 alone judges
-
-
-def shared_job(state, folder, spec):
-    return train_job(replace(state, shares_device=True), folder, spec)
-
-
-def test_a_gpu_that_ranks_share_counts_once(ranks):
-    """Here without a GPU: what a rank reports follows from the state of its device."""
-    assert header_of(ranks(2).call(shared_job, spec_of("ddp"))[0]).num_devices == 1
 
 
 COUNTING = (
@@ -120,7 +109,6 @@ def held(ranks, strategy: str, **changes) -> list[Memory]:
 def test_a_report_says_what_each_rank_holds(ranks):
     size = 4 * sum(each.numel() for each in digits.model().parameters())
     ddp, zero, fsdp, dp, shared = (held(ranks, n) for n in ("ddp", "zero", "fsdp", "dp", "async"))
-    (single,) = held(ranks, "single")
     of_ddp = ddp[0].activations
     assert ddp == 2 * [Memory(size, size, size, of_ddp)]
     assert [each[:3] for each in dp] == [(size, size, size)]  # of its first device
@@ -128,39 +116,15 @@ def test_a_report_says_what_each_rank_holds(ranks):
     # Of 16 images per rank: the inputs of four layers, what the pooling took, and its indices.
     features = 64 + 32 * 64 + 64 * 64 + 64 * 16 + 256
     assert 4 * 16 * features < of_ddp < 2 * 4 * 16 * features
-    assert single[:3] == (size, size, size)
-    assert single.activations == pytest.approx(2 * of_ddp, rel=0.01)
     assert all(each[:2] == (size, size) and each.activations == of_ddp for each in zero)
     assert sum(each.optimizer for each in zero) == size
-    assert max(each.optimizer for each in zero) == 4 * 1024 * 256  # it deals out whole tensors
     assert [sum(part) for part in list(zip(*fsdp, strict=True))[:3]] == [size, size, size]
-    assert max(each.parameters for each in fsdp) == pytest.approx(size / 2, rel=0.01)
-    assert all(each.activations == pytest.approx(of_ddp, rel=0.01) for each in fsdp)
     assert [each[:3] for each in shared] == [(2 * size, size, size), (size, size, 0)]
-
-
-def test_what_a_rank_holds_of_a_published_model_is_computed(ranks):
-    size = 4 * MODELS["resnet50"].num_parameters
+    published = 4 * MODELS["resnet50"].num_parameters
     chosen = {"devices": "2xV100", "as_": "resnet50"}
-    assert held(ranks, "ddp", **chosen) == 2 * [Memory(size, size, size)]
-    assert held(ranks, "dp", **chosen) == [Memory(size, size, size)]
+    assert held(ranks, "ddp", **chosen) == 2 * [Memory(published, published, published)]
     parts = held(ranks, "fsdp", **chosen)
-    assert sum(each.parameters for each in parts) == pytest.approx(size)
-    assert held(ranks, "ddp", devices="2")[0] == held(ranks, "ddp")[0]
-
-
-PER_SAMPLE = CELL + (
-    "def training_step(model, batch):\n"
-    "    gradient = torch.func.grad(lambda x: model(x).pow(2).sum())(batch[0])\n"
-    "    outputs = model(batch[0])\n"
-    "    return nn.functional.cross_entropy(outputs, batch[1]) + 0 * gradient.mean()\n"
-)
-
-
-def test_a_step_that_refuses_to_be_measured_is_trained(ranks):
-    for memory in held(ranks, "ddp-by-hand", task="cell", source=PER_SAMPLE):
-        assert memory.parameters > 0
-        assert memory.activations == 0
+    assert sum(each.parameters for each in parts) == pytest.approx(published)
 
 
 def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
@@ -210,25 +174,25 @@ AROUND_MODEL = (
 )
 
 
-@pytest.mark.parametrize("source", [AROUND_STEP, AROUND_MODEL], ids=["step", "model"])
-@pytest.mark.parametrize("strategy", ["single", "ddp", "async"])
+@pytest.mark.parametrize(
+    ("strategy", "source"),
+    [("ddp", AROUND_STEP), ("async", AROUND_MODEL)],
+    ids=["step-ddp", "model-async"],
+)
 def test_every_size_of_batch_is_compiled_before_the_clock_starts(fresh_ranks, strategy, source):
     """Of 33 samples two workers get 17 and 16, and of the last 2 one each."""
     spec = spec_of(strategy, source=source, batch_size=33)
-    for result in fresh_ranks(2).call(train_job, spec)[: 1 if strategy == "single" else 2]:
+    for result in fresh_ranks(2).call(train_job, spec):
         assert marks_of(result) == []
         assert result[0].seconds < COMPILING_SECONDS
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "async"])
-def test_a_step_in_which_something_is_compiled_counts_no_time(fresh_ranks, strategy):
-    spec = spec_of(strategy, source=AROUND_STEP, num_warmup_steps=0, num_epochs=3)
-    results = [each for each in fresh_ranks(2).call(train_job, spec) if each[0].num_steps]
-    for result in results:
+def test_a_step_in_which_something_is_compiled_counts_no_time(fresh_ranks):
+    spec = spec_of("ddp", source=AROUND_STEP, num_warmup_steps=0)
+    for result in fresh_ranks(2).call(train_job, spec):
         uncounted = [step for step in steps_of(result) if step.parts == NO_PARTS]
         assert len(uncounted) == len(marks_of(result)) >= 1
-        if strategy != "async":  # where one may wait for the other at the end
-            assert result[0].seconds < COMPILING_SECONDS
+        assert result[0].seconds < COMPILING_SECONDS
 
 
 IMPORTING = """

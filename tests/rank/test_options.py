@@ -8,7 +8,6 @@ import torch
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.model_checks import check_strategy
-from ddpnb.rank.worker import Batch
 from tests.cells import CELL, HALVING, IN_GROUPS, OWN_SGD
 from tests.rank.ranks import make_state
 from tests.rank.runs import FEATURED, header_of, losses, spec_of, steps_of, train_job
@@ -79,31 +78,9 @@ def test_momentum_is_what_was_chosen(ranks, strategy, momentum, used):
             build_context(replace(spec, source=own.source), make_state(0, 2), {}, filename="here")
 
 
-@pytest.mark.parametrize(("num", "most", "parts"), [(3, None, 3), (4, 3, 3)])
-def test_all_slices_of_a_batch_are_split_into_equally_many(num, most, parts):
-    rows = torch.ones(num, 1)
-    batch = Batch(tree=(rows, rows), num_samples=num, num_global=7, most_parts=most)
-    assert len(batch.split(4)) == parts
-
-
 @pytest.mark.parametrize("word", ["hogwild", "ddp-shm", "single:threads=all"])
 def test_what_a_strategy_cannot_do_is_refused(word):
     context = build_context(spec_of("ddp"), make_state(0, 2), {}, filename="here")
     worker = replace(context.worker("t", num_steps=1), device=torch.device("cuda"))
     with pytest.raises(UserError, match=word.partition(":")[0]):
         check_strategy(word, worker)
-
-
-@pytest.mark.parametrize("strategy", [*FEATURED, "zero", "local-sgd"])
-def test_all_choices_together_train(ranks, strategy):
-    spec = spec_of(
-        strategy,
-        accumulate=2,
-        amp="bf16",
-        clip=1.0,
-        momentum=0.5,
-        batch_per_worker=16,
-        source=CELL.replace("nn.ReLU()", "nn.BatchNorm1d(16), nn.ReLU()"),
-    )
-    result = ranks(2).call(train_job, spec)[0]
-    assert result[0].held_out_loss < 0.6

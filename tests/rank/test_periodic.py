@@ -5,7 +5,16 @@ import torch
 
 from ddpnb.rank.strategies.gossip import partner_in_step
 from ddpnb.rank.tasks.batches import Shard
-from tests.rank.fit import Fit, Problem, average, by_strategy, distance, fit_of
+from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
+
+
+@torch.no_grad()
+def average(models: list[torch.nn.Module]) -> None:
+    """Give all models the mean of their parameters."""
+    for same in zip(*(model.parameters() for model in models), strict=True):
+        mean = sum(same) / len(same)
+        for parameter in same:
+            parameter.copy_(mean)
 
 
 def trained_apart(problem: Problem, num_ranks: int, meet) -> Fit:

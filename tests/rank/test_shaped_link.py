@@ -45,9 +45,8 @@ def data(split):
 
 TRAININGS = {
     "ddp": {"slow": ("0:100ms", "1:100ms")},
-    "local-sgd:every=2": {"slow": ("0:100ms", "1:100ms")},
     # rank 0, beside the server, would else take nearly all the samples
-    "async": {"slow": ("0:600ms",), "num_epochs": 2},
+    "async": {"slow": ("0:600ms",), "num_epochs": 1.25},
 }
 """With steps that sleep, so that it does not matter how busy the machine is."""
 
@@ -56,7 +55,12 @@ def step_seconds(state: RankState, folder: Path, **devices: str) -> dict[str, fl
     """Return the median time of two steps in a row of each training on this rank."""
     found = {}
     for number, (strategy, options) in enumerate(TRAININGS.items()):
-        chosen = {"num_epochs": 1, "num_warmup_steps": 1, "batch_size": 16} | options
+        chosen = {
+            "num_epochs": 1,
+            "num_warmup_steps": 1,
+            "batch_size": 16,
+            "eval_every": 0.0,
+        } | options
         spec = spec_of(strategy, run_id=f"run-{number}", source=CELL, **devices, **chosen)
         ends = [event.seconds for event in steps_of(train_job(state, folder, spec))][1:]
         found[strategy] = statistics.median(

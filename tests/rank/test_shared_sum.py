@@ -1,8 +1,6 @@
 """Is the all-reduce in shared memory right, and are its waits freed where a rank dies?"""
 
-import os
 import random
-import signal
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -11,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.cancellation import is_consequence
 from ddpnb.rank.meter import Meter, Timer
 from ddpnb.rank.servers.shared_sum import CHUNK_BYTES, SharedAllReduce
 from ddpnb.rank.strategies import make_strategy
@@ -44,13 +41,14 @@ class LateReader(Timer):
         return before
 
 
-def stress(state, folder, num_rounds, most):
+def stress(state, folder):
     """Add tensors of random sizes, some of them read late; return how many sums were wrong."""
     sizes, num_wrong = random.Random(7), 0
     with closing(opened(state, folder, meter=Meter(LateReader(state.rank)))) as shared:
         torch.distributed.barrier()
         assert list(folder.iterdir()) == []
-        for number in range(num_rounds):
+        for number in range(500):
+            most = 3 * CHUNK_BYTES // 4 if number % 20 == 0 else 5000
             size, dtype = sizes.choice([1, 2, 3, sizes.randint(1, most)]), sizes.choice(DTYPES)
             flat = whole_numbers(state.rank, number, size, dtype)
             shared.all_reduce(flat)
@@ -61,28 +59,5 @@ def stress(state, folder, num_rounds, most):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize(("num_rounds", "most"), [(2000, 5000), (40, 3 * CHUNK_BYTES // 4)])
-def test_sums_of_any_size_and_type_are_right(ranks, num_ranks, num_rounds, most):
-    assert ranks(num_ranks).call(stress, num_rounds, most) == [0] * num_ranks
-
-
-def sum_until_it_fails(state, folder, fault):
-    with closing(opened(state, folder, timeout_seconds=1.0 if fault == "hang" else 30.0)) as shared:
-        for number in range(1000):
-            if state.rank == 1 and number == 20:
-                if fault == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if fault == "raise":
-                    raise ZeroDivisionError
-                time.sleep(3)
-            shared.all_reduce(torch.ones(1000))
-
-
-@pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
-def test_where_a_rank_leaves_the_others_fail_at_once(fresh_ranks, fault):
-    started = time.monotonic()
-    results = fresh_ranks(3).attempt(sum_until_it_fails, fault)
-    assert time.monotonic() - started < 20
-    for result in (results[0], results[2]):
-        assert isinstance(result.cause, RuntimeError)
-        assert is_consequence(result.cause) == (fault != "hang")
+def test_sums_of_any_size_and_type_are_right(ranks, num_ranks):
+    assert ranks(num_ranks).call(stress) == [0] * num_ranks

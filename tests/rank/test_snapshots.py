@@ -9,7 +9,7 @@ import pytest
 from ddpnb.protocol.messages import Evaluating
 from ddpnb.rank.training import snapshots
 from tests.cells import WITH_DROPOUT
-from tests.rank.runs import ASYNCHRONOUS, FEATURED, losses, spec_of, steps_of, train_job
+from tests.rank.runs import ASYNCHRONOUS, FEATURED, losses, spec_of, train_job
 
 
 @pytest.mark.parametrize("strategy", [*FEATURED, "local-sgd"])
@@ -62,17 +62,6 @@ def test_a_curve_changes_nothing_that_is_trained(ranks):
     assert with_it[0].held_out_loss == without[0].held_out_loss
 
 
-def test_a_slow_rank_0_knows_how_many_samples_the_others_have_seen(ranks):
-    slow = ("0:120ms", "1:6ms")
-    results = ranks(2).call(train_job, spec_of("async", num_epochs=10, slow=slow))
-    steps = [step for result in results for step in steps_of(result)]
-    (first, _), _ = results
-    assert first.evaluations
-    for each in first.evaluations:
-        seen = sum(step.num_samples for step in steps if step.seconds <= each.seconds)
-        assert each.num_samples == pytest.approx(seen, abs=7 * 16), "7 shards"
-
-
 def patched_job(state, folder, spec, **changes):
     """Run it where something in the module is another thing."""
     with patch.multiple(snapshots, **changes):
@@ -85,8 +74,8 @@ def slow_job(state, folder, spec):
 
 
 def test_copies_are_off_the_clock_of_all_ranks(ranks):
-    results = ranks(2).call(slow_job, spec_of("ddp", eval_every=1))
-    assert len(results[0][0].evaluations) == 2
+    results = ranks(2).call(slow_job, spec_of("ddp", eval_every=1, num_epochs=2))
+    assert len(results[0][0].evaluations) == 1
     assert all(report.seconds < 1.0 for report, _ in results)
 
 

@@ -61,13 +61,6 @@ def test_the_transformer_sees_nothing_of_what_comes():
     assert not torch.equal(before[..., 40:], after[..., 40:])
 
 
-def test_every_character_counts_as_its_fraction_of_the_sample():
-    scores = torch.zeros(2, 3, 4)
-    scores[0, 1], scores[1, 2] = 1, 1
-    found = scored(TensorSamples((scores, torch.tensor([[1, 1, 1, 0], [2, 2, 0, 0]]))))
-    assert found.accuracy == pytest.approx((0.75 + 0.5) / 2)
-
-
 def test_every_sample_counts_alike_whatever_its_batch():
     scores, targets = torch.zeros(600, 3), torch.zeros(600, dtype=torch.int64)
     scores[512:, 0] = 5.0

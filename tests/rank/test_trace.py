@@ -13,20 +13,24 @@ from ddpnb.protocol.connections import bytes_sent
 from ddpnb.protocol.costs import algorithm_of
 from ddpnb.protocol.trace import SHOWN, CollectiveSpec, RankSpans, Span
 from ddpnb.rank.collectives import trace
+from ddpnb.rank.collectives.account import Account
+from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.inspect.collective import show
+from ddpnb.rank.meter import Meter
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.traces import joined
 
 SIZE = 30_000
 
 
-def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int]:
-    """By methods, by DDP and FSDP from C++, in inference mode; with the bytes on the sockets."""
-    num, rank = state.world_size, state.rank
+def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int, int]:
+    """By methods, by DDP and FSDP from C++, in inference mode; with the bytes on the sockets, and
+    those that a run's account would have."""
+    num, rank, meter = state.world_size, state.rank, Meter()
     dist.barrier()
     before = bytes_sent()
-    with recording(rank) as recorder:
+    with recording(rank) as recorder, listening(Account(meter)):
         mine = torch.full((SIZE,), float(rank))
         parts = [torch.zeros(SIZE) for _ in range(num)]
         dist.all_reduce(mine, async_op=True).wait()
@@ -53,12 +57,12 @@ def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int]:
         dist.barrier()
         spans = recorder.spans()
     assert before is not None
-    return spans, bytes_sent() - before
+    return spans, bytes_sent() - before, meter.take().sent
 
 
-def sent_by_formula(span: Span) -> float:
+def sent_by_formula(span: Span, *backend: str) -> float:
     """Return the bytes that all ranks send for a call, divided by the ranks that make it."""
-    algorithm, num = algorithm_of(span.name, "gloo"), len(span.group)
+    algorithm, num = algorithm_of(span.name, *backend), len(span.group)
     if span.name == "send":
         return float(span.num_bytes or 0)
     if algorithm is None or not span.num_bytes:
@@ -68,15 +72,17 @@ def sent_by_formula(span: Span) -> float:
 
 def test_every_call_is_recorded_once_with_the_bytes_on_the_sockets(ranks):
     recorded = ranks(3).call(calls_of_all_kinds)
-    by_formula = sum(sent_by_formula(span) for spans, _ in recorded for span in spans.spans)
-    counted = sum(num_bytes for _, num_bytes in recorded)
+    spans = [span for each, *_ in recorded for span in each.spans]
+    by_formula = sum(sent_by_formula(span, "gloo") for span in spans)
+    counted, accounted = (sum(each[number] for each in recorded) for number in (1, 2))
     assert by_formula <= counted <= 1.02 * by_formula + 100_000
-    first, second, third = ([span.name for span in spans.spans] for spans, _ in recorded)
+    assert accounted == pytest.approx(sum(map(sent_by_formula, spans)), rel=1e-3)
+    first, second, third = ([span.name for span in spans.spans] for spans, *_ in recorded)
     usual = [name for name in first if name != "send"]
     assert usual == [name for name in second if name != "recv"] == third
     assert first.count("all_reduce") >= 3 + 2  # its own, and one of each backward pass
     assert {"all_gather_single", "reduce_scatter_single"} <= set(first)  # FSDP's
-    assert all(spans.num_open == spans.num_dropped == 0 for spans, _ in recorded)
+    assert all(spans.num_open == spans.num_dropped == 0 for spans, *_ in recorded)
     (message,) = (span for span in recorded[1][0].spans if span.name == "recv")
     assert message.group == (0, 1)
 

@@ -1,16 +1,18 @@
 """Whatever a cell defines, every strategy trains it: any batch, any step, any measure."""
 
 import math
-from dataclasses import replace
+from contextlib import closing
 
 import pytest
 import torch
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.training import validation
+from ddpnb.rank.training.context import build_context
 from tests.cells import (
     CELL,
     CLOSURE,
+    DATASET,
     GAN,
     IN_GROUPS,
     MEETS,
@@ -31,33 +33,46 @@ from tests.rank.runs import (
 )
 
 
+def check(spec):
+    return validation.validate(spec, state=make_state(0, 2), namespace={})
+
+
 def spec_of(strategy: str, source: str = CELL, **changes):
     values = {"num_epochs": 1, "batch_size": 20}
     return runs.spec_of(strategy, source=source, **values | changes)
 
 
-NAMED = "\ndef optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.05)\n"
-SAME: dict[str, tuple[str, str, list[str], dict]] = {
+DENSE = SPARSE.replace("sparse=True", "")
+UNUSED = ["dp", "async", "ddp:find_unused_parameters=on"]
+ALIKE: dict[str, tuple[str, str, list[str], dict]] = {
     "a step on a dict": (CELL, ON_A_DICT, FEATURED, {"accumulate": 2}),
-    "layers that a closure calls": (CELL, CLOSURE, ["ddp", "fsdp"], {}),
-    "their optimizer": (CELL + NAMED, CLOSURE + NAMED, ["async", "dp"], {}),
-    "sparse": (SPARSE.replace("sparse=True", ""), SPARSE, ["dp", "no-comm"], {"momentum": 0.9}),
+    "layers that a closure calls": (CELL, CLOSURE, ["ddp", "fsdp", "dp"], {}),
+    "sparse": (DENSE, SPARSE, ["dp", "ddp"], {"momentum": 0.9}),
+    "batches without rows": (RAGGED, RAGGED, ["ddp", "fsdp", "async"], {}),
+    "outputs that are no tensor": (TUPLES, TUPLES, ["fsdp", "dp"], {}),
+    "groups by name": (IN_GROUPS, IN_GROUPS, [*FEATURED, "zero"], {}),
+    "experts that are seldom used": (MIXTURE, MIXTURE, UNUSED, {}),
+    "processes that load": (DATASET, DATASET, FEATURED, {"num_data_workers": 2}),
 }
-"""Two cells that say the same in other words, which strategies train them, and options."""
+"""Two cells that say the same in other words, which strategies train the second, and options."""
 
 
 @pytest.mark.parametrize(
-    ("case", "strategy"), [(case, name) for case in SAME for name in SAME[case][2]]
+    ("case", "strategy"), [(case, name) for case in ALIKE for name in ALIKE[case][2]]
 )
-def test_cells_that_say_the_same_train_alike(ranks, case, strategy):
-    one, other, _, options = SAME[case]
+def test_anything_trains_as_in_one_process(ranks, case, strategy):
+    plain, source, _, options = ALIKE[case]
+    alone = ranks(1).call(train_job, spec_of("single", plain, **options | {"num_data_workers": 0}))
     num_ranks = 1 if strategy == "async" else 2
-    first, second = (
-        ranks(num_ranks).call(train_job, spec_of(strategy, source, **options))
-        for source in (one, other)
-    )
-    assert total_losses(second) == pytest.approx(total_losses(first), abs=1e-5)
-    assert second[0][0].held_out_loss == pytest.approx(first[0][0].held_out_loss, abs=1e-5)
+    found = ranks(num_ranks).call(train_job, spec_of(strategy, source, **options))
+    assert total_losses(found) == pytest.approx(total_losses(alone), abs=1e-5)
+    assert found[0][0].held_out_loss == pytest.approx(alone[0][0].held_out_loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_unused_parameters_are_refused_where_they_are_not_allowed(strategy):
+    with pytest.raises(UserError, match=r"experts\.\d\.weight"):
+        check(spec_of(strategy, MIXTURE))
 
 
 @pytest.mark.parametrize("strategy", FEATURED)
@@ -91,25 +106,6 @@ def test_a_default_device_of_the_users_is_for_the_users_own_tensors(ranks, strat
     assert math.isfinite(found[0][0].held_out_loss)
 
 
-ANYTHING = {
-    "batches without rows": (RAGGED, ["ddp", "fsdp", "async"]),
-    "outputs that are no tensor": (TUPLES, ["fsdp", "dp"]),
-    "groups by name": (IN_GROUPS, [*FEATURED, "zero"]),
-}
-"""A cell, and which strategies train it."""
-
-
-@pytest.mark.parametrize(
-    ("case", "strategy"), [(case, name) for case in ANYTHING for name in ANYTHING[case][1]]
-)
-def test_anything_trains_as_in_one_process(ranks, case, strategy):
-    spec = spec_of(strategy, ANYTHING[case][0])
-    alone = ranks(1).call(train_job, replace(spec, strategy="single"))
-    found = ranks(1 if strategy == "async" else 2).call(train_job, spec)
-    assert total_losses(found) == pytest.approx(total_losses(alone), abs=1e-5)
-    assert found[0][0].held_out_loss == pytest.approx(alone[0][0].held_out_loss, abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("source", "accumulate", "said"),
     [
@@ -118,50 +114,36 @@ def test_anything_trains_as_in_one_process(ranks, case, strategy):
     ],
 )
 def test_what_is_wrong_with_a_batch_without_rows_is_found(source, accumulate, said):
-    spec = spec_of("single", source, accumulate=accumulate)
     with pytest.raises(UserError, match=said):
-        validation.validate(spec, state=make_state(0, 1), namespace={})
+        check(spec_of("single", source, accumulate=accumulate))
 
 
-def test_a_metric_gets_whatever_a_model_returns(ranks):
-    report, _ = ranks(1).call(train_job, spec_of("single", TUPLES))[0]
-    assert math.isnan(report.held_out_accuracy)
-    assert report.held_out_metrics == {"f1": 0.25, "size": 100.0}
+VALIDATED = f"""{CELL}
+def validation_step(model, batch):
+    assert not model.training and not torch.is_grad_enabled()
+    return {{'loss': 3.0, 'size': torch.tensor(len(batch[0]))}}
+"""
+ON_OUTPUTS = f"""{ON_A_DICT}
+def metric(outputs, targets): return {{'number': len(outputs) + len(targets)}}
+def validation_step(model, batch): return torch.ones(len(batch['y'])), batch['y']
+"""
 
 
-def test_a_validation_step_is_averaged_over_the_samples_and_may_hold_the_loss(ranks):
-    source = CELL + (
-        "def validation_step(model, batch):\n"
-        "    assert not model.training and not torch.is_grad_enabled()\n"
-        "    return {'loss': 3.0, 'size': torch.tensor(len(batch[0]))}\n"
-    )
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (TUPLES, {"f1": 0.25, "size": 100}),
+        (VALIDATED, {"size": pytest.approx((2 * 20 * 20 + 10 * 10) / 50)}),  # of the samples
+        (ON_OUTPUTS, {"number": 100}),
+    ],
+)
+def test_what_a_metric_and_a_validation_step_return_is_measured(ranks, source, expected):
     report, _ = ranks(1).call(train_job, spec_of("single", source))[0]
-    assert report.held_out_loss == 3.0
-    assert report.held_out_metrics == {"size": pytest.approx((2 * 20 * 20 + 10 * 10) / 50)}
+    assert report.held_out_metrics == expected
     assert math.isnan(report.held_out_accuracy)
     assert report.final_loss < 1
-
-
-def test_a_metric_gets_what_a_validation_step_returns_of_a_dict(ranks):
-    source = ON_A_DICT + (
-        "def metric(outputs, targets): return {'number': len(outputs) + len(targets)}\n"
-        "def validation_step(model, batch): return torch.ones(len(batch['y'])), batch['y']\n"
-    )
-    report, _ = ranks(1).call(train_job, spec_of("single", source))[0]
-    assert report.held_out_metrics == {"number": 100}
+    assert (report.held_out_loss == 3.0) == (source == VALIDATED)
     assert math.isfinite(report.held_out_loss)
-
-
-@pytest.mark.parametrize("strategy", [*FEATURED, "ddp:find_unused_parameters=on"])
-def test_a_mixture_of_experts_trains_where_unused_parameters_are_allowed(ranks, strategy):
-    spec = spec_of(strategy, MIXTURE)
-    if strategy in ("ddp", "fsdp"):
-        with pytest.raises(UserError, match=r"experts\.\d\.weight"):
-            validation.validate(spec, state=make_state(0, 2), namespace={})
-        return
-    validation.validate(spec, state=make_state(0, 2), namespace={})
-    report, _ = ranks(2).call(train_job, spec)[0]
-    assert math.isfinite(report.final_loss)
 
 
 def check_job(state, folder, path, spec):
@@ -192,3 +174,21 @@ def test_a_step_that_returns_nothing_later_on_is_one_sentence(ranks):
     source = ON_A_DICT.replace(step, f"    if len(scores) == 20: return\n{step}")
     with pytest.raises(RankFailedError, match=r"UserError: training_step\(model, batch\)"):
         ranks(1).call(train_job, spec_of("single", source))
+
+
+def augmented_job(state, folder, seed):
+    """Return the inputs of this rank's first step, which are drawn at random."""
+    source = DATASET.replace("return self.inputs[i],", "return torch.randn(4),")
+    spec = spec_of("ddp", source, seed=seed, num_data_workers=2)
+    context = build_context(spec, state, {}, filename="here")
+    with closing(context.strategy()) as strategy:
+        strategy.setup(context.worker("t", num_steps=1))
+        with context.source(strategy.shards()) as source:
+            _, (inputs, _) = next(source)
+    return inputs.tolist()
+
+
+def test_processes_draw_other_random_numbers_on_each_rank_and_for_each_seed(ranks):
+    drawn = [str(inputs) for seed in (0, 1) for inputs in ranks(2).call(augmented_job, seed)]
+    assert len(set(drawn)) == len(drawn) == 4
+    assert [str(inputs) for inputs in ranks(2).call(augmented_job, 1)] == drawn[2:]

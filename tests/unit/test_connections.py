@@ -54,9 +54,3 @@ def test_a_connection_that_a_child_has_inherited_belongs_to_both(connected):
         child.kill()
         child.communicate()
     assert {addresses(end) for end in connected} <= found[os.getpid()] & found[child.pid]
-
-
-def test_a_process_that_has_ended_has_none():
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    assert ends_of([child.pid]) == {child.pid: set()}

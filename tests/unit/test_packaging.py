@@ -45,9 +45,3 @@ def test_every_folder_of_the_file_map_is_there():
     assert len(places) > 8
     for place in places:
         assert (ROOT / place).exists(), place
-
-
-def test_a_line_of_the_file_map_has_under_ten_words():
-    table = (ROOT / "README.md").read_text().split("## Where things are")[1]
-    for line in re.findall(r"^\| `.*", table, flags=re.MULTILINE):
-        assert len(line.split("|")[2].split()) < 10, line

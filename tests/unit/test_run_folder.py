@@ -11,9 +11,6 @@ import pytest
 from ddpnb.cluster.run_folder import private_folder, remove_leftovers
 from ddpnb.protocol.processes import KERNEL_LOCK, SERVER_LOCK, hold, holder_of
 
-NAMESPACE = ["unshare", "--user", "--map-current-user", "--pid", "--fork", "--mount-proc"]
-REMOVE = "from ddpnb.cluster.run_folder import remove_leftovers; print(*remove_leftovers())"
-
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
@@ -49,17 +46,3 @@ def test_a_killed_holder_holds_nothing(folder: Path):
         assert holder_of(path) == process.pid
         process.kill()
     assert holder_of(path) is None
-
-
-@pytest.mark.skipif(
-    shutil.which("unshare") is None
-    or subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
-    reason="this system gives no process namespaces",
-)
-def test_a_container_that_shares_memory_but_no_process_ids_removes_nothing_that_lives(folder: Path):
-    with hold(folder / KERNEL_LOCK):
-        found = subprocess.run(
-            [*NAMESPACE, sys.executable, "-c", REMOVE], capture_output=True, text=True, check=True
-        )
-    assert str(folder) not in found.stdout
-    assert folder.exists()

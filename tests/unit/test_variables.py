@@ -3,10 +3,8 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from ddpnb.protocol.variables import dump, in_file, in_message, receive
@@ -56,22 +54,6 @@ def test_a_large_array_is_written_once_and_each_receiver_has_its_own(file: tuple
     first["x"] += 1
     assert first["same"] is first["x"]
     assert second["x"].sum() == array.sum() == 0
-
-
-def test_a_data_frame_arrives_equal(file: tuple[int, str]):
-    frame = pd.DataFrame({"a": np.arange(NUM), "b": "text", "c": pd.Timestamp(0)})
-    found = receive(in_file(dump(frame, for_ranks=False), *file))
-    pd.testing.assert_frame_equal(found, frame)
-    found.loc[0, "a"] = 7
-    assert frame.loc[0, "a"] == 0
-
-
-def test_a_full_folder_is_passed_by(file: tuple[int, str], monkeypatch: pytest.MonkeyPatch):
-    room = SimpleNamespace(f_bavail=1, f_frsize=4096)
-    monkeypatch.setattr(os, "fstatvfs", lambda _: room)
-    parcel = in_file(dump(np.arange(NUM), for_ranks=False), *file)
-    assert (parcel.path, os.fstat(file[0]).st_size) == ("", 0)
-    assert receive(parcel)[-1] == NUM - 1
 
 
 def test_more_than_memory_holds_is_refused_in_a_sentence(file: tuple[int, str]):

@@ -1,5 +1,5 @@
-"""Imported by every Python process that has this folder on its path."""
+"""Imported by every Python process that has this folder on its path: all probes fail in it."""
 
-from tests.probes.breaks import break_all_on_import
+from ddpnb.compat.probe import Probe
 
-break_all_on_import()
+Probe.works = property(lambda self: False)

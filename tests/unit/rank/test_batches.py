@@ -1,13 +1,11 @@
 """All strategies see the same samples in the same order, each exactly once."""
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step, mapped
+from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 
 
 def make(num_samples: int = 64, **changes) -> BatchSchedule:
@@ -68,18 +66,3 @@ def test_the_smallest_shard_is_of_the_smallest_batch():
 def test_a_batch_that_cannot_be_shared_or_filled_is_refused(batch_size):
     with pytest.raises(UserError, match="--batch-size"):
         make(batch_size=batch_size)
-
-
-class Outputs(OrderedDict):
-    """Like the outputs of transformers' models, it refuses ``update``."""
-
-    update = None
-
-
-def test_a_mapping_keeps_its_class():
-    outputs = Outputs({"logits": torch.ones(2), "hidden": (torch.zeros(1), "a text")})
-    found = mapped(lambda leaf: leaf + leaf, outputs)
-    assert type(found) is Outputs
-    assert found["logits"].tolist() == [2, 2]
-    assert found["hidden"] == (torch.zeros(1), "a texta text")
-    assert outputs["logits"].tolist() == [1, 1]

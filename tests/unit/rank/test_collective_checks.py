@@ -37,18 +37,6 @@ def test_a_call_that_the_backend_refuses_is_not_held_against_others(tmp_path: Pa
     write(second, 3)
 
 
-def test_calls_are_counted_until_one_was_interrupted(tmp_path: Path) -> None:
-    log, *_ = opened(tmp_path / "log")
-    write(log, 3)
-    write(log, 3)
-    log.take_back()
-    assert log.num_made == 1
-    write(log, 3)
-    log.take_back(is_certain=False)
-    write(log, 3)
-    assert log.num_made is None
-
-
 def test_what_older_groups_have_written_is_removed(tmp_path: Path) -> None:
     for name in ("calls-0-a-1", "calls-1-a-1", "other"):
         (tmp_path / name).touch()

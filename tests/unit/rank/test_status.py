@@ -1,11 +1,13 @@
-"""What a rank's flight recorder says of a wait on a GPU."""
+"""Which errors follow from another rank's, and what a GPU waits for by its flight recorder."""
 
 import time
 
 import pytest
+from torch.distributed import DistBackendError, DistNetworkError
 
 from ddpnb.compat import torch_internals
 from ddpnb.compat.torch_internals import PendingCollective, collective_on_gpu
+from ddpnb.rank.cancellation import ConsequenceError, is_consequence
 
 
 def entry(name: str, *, state: str, age: float) -> dict:
@@ -41,3 +43,25 @@ def test_a_gpu_waits_in_the_collective_that_it_has_started(monkeypatch, state, a
     monkeypatch.setattr(torch_internals, "_recorded", lambda: found)
     monkeypatch.setattr(torch_internals.dist, "is_initialized", lambda: True)
     assert collective_on_gpu(time.time_ns() - int(20e9), 1.0) == expected
+
+
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConsequenceError("freed"), True),
+        (RuntimeError(GLOO), True),
+        (DistNetworkError("recvValue failed: Connection reset by peer"), True),
+        (DistBackendError("NCCL communicator was aborted on rank 1."), True),
+        (DistBackendError("unhandled system error"), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), False),
+        (RuntimeError("the camera said: Connection reset by peer"), False),
+        (BrokenPipeError(32, "Broken pipe"), False),
+    ],
+)
+def test_an_error_of_the_users_own_is_no_consequence(error, expected):
+    assert is_consequence(error) is expected

@@ -13,7 +13,7 @@ from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks import forget
 from ddpnb.rank.tasks.cell import cell_task
 from ddpnb.rank.training import validation
-from tests.cells import DATA, GOOD, MODEL, STEP
+from tests.cells import DATA, GOOD, MODEL, SPARSE, STEP
 from tests.rank.ranks import make_state
 
 NO_NAMES = MappingProxyType({})
@@ -66,18 +66,8 @@ GOOD_CELLS = {
     "list": MODEL + "def data(split): return [(torch.randn(4), i % 3) for i in range(20)]",
     "loader": LOADER.format("7"),
     "dict": of_batch("{'a': 0.5, 'loss': error}"),
-    "gradient penalty": of_batch(
-        "error + torch.autograd.grad(model(x := inputs.clone().requires_grad_()).sum(), x, "
-        "create_graph=True)[0].square().mean()"
-    ),
-    "outputs with attributes": "from collections import OrderedDict\n"
-    "class Outputs(OrderedDict): pass  # as those of transformers\n"
-    + of_batch("Outputs(loss=error, logits=model(inputs))"),
     "metric": GOOD + "def metric(outputs, targets): return (outputs.argmax(1) == targets).sum()",
     "validation step": GOOD + STEP + "def validation_step(model, batch): return {'f1': 0.5}",
-    "infinite loss": GOOD + "loss = lambda outputs, targets: outputs.square().mean() * 1e39",
-    "loss of rounding alone": GOOD
-    + "def loss(outputs, targets): return (outputs * 1e-9).square().sum()",
     "scheduler": with_optimizer("made, rates.StepLR(made, 3)"),
 }
 
@@ -85,8 +75,7 @@ GOOD_CELLS = {
 @pytest.mark.parametrize("source", GOOD_CELLS.values(), ids=GOOD_CELLS)
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_anything_that_trains_passes(source):
-    for strategy in ("dp", "ddp"):
-        assert check(source, strategy, accumulate=2).num_samples == 20
+    assert check(source, accumulate=2).num_samples == 20
 
 
 BAD_CELLS = {
@@ -95,17 +84,6 @@ BAD_CELLS = {
     "no parameters": (GOOD + "def model(): return nn.ReLU()", "optimizer"),
     "lazy": (GOOD + "def model(): return nn.LazyLinear(3)", "lazy"),
     "wrapped": (GOOD + "def model(): return nn.DataParallel(nn.Linear(4, 3))", "DataParallel"),
-    "copied with a closure": (
-        GOOD + "import copy\n"
-        "class Block(nn.Linear):\n"
-        "    def __init__(self):\n"
-        "        super().__init__(4, 3)\n"
-        "        self.deep = nn.Linear(3, 3)\n"
-        "        self.run = lambda inputs: self.deep(super(Block, self).forward(inputs))\n"
-        "    def forward(self, inputs): return self.run(inputs)\n"
-        "def model(): return copy.deepcopy(Block())",
-        r"\(3, 3\).*requires_grad_\(False\)",
-    ),
     "own sampler": (LOADER.format("sampler=Own([1, 2])"), "an? Own"),
     "drawn samples": (
         LOADER.format("sampler=RandomSampler(samples, replacement=True)"),
@@ -123,12 +101,6 @@ BAD_CELLS = {
     "loss fails": (GOOD + "loss = nn.MSELoss()", r"loss.* \(5, 3\) .*RuntimeError"),
     "model fails": (GOOD + "def model(): return nn.Linear(5, 3)", r"\(5, 4\): RuntimeError"),
     "one column": (GOOD + "def model(): return nn.Linear(4, 1)", r"one column, \(5, 1\)"),
-    "fails in evaluation mode": (
-        GOOD + "class M(nn.Linear):\n"
-        "    def forward(self, x): return super().forward(x) if self.training else None\n"
-        "def model(): return M(4, 3)",
-        "'train'.*TypeError",
-    ),
     "step returns nothing": (of_batch("None"), "None"),
     "step is a sum": (of_batch("error * len(inputs)"), "training_step.* sum"),
     "no loss": (of_batch("{'f1': error}"), "'loss'"),
@@ -171,20 +143,17 @@ def test_a_sum_is_found_whatever_noise_is_drawn(noise):
 
 CONTRASTIVE = (
     "def loss(outputs, targets):\n"
-    "    scores = outputs @ (outputs.detach() + {noise} * torch.randn_like(outputs)).T\n"
+    "    scores = outputs @ (outputs.detach() + 0.1 * torch.randn_like(outputs)).T\n"
     "    return nn.functional.cross_entropy(scores, torch.arange(len(outputs)))\n"
 )
-DEPENDENT = (CONTRASTIVE.format(noise=0), CONTRASTIVE.format(noise=0.1))
-INDEPENDENT = (
-    "loss = lambda outputs, targets: (outputs + 0.3 * torch.randn_like(outputs)).square().mean()",
-    "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout())",
+NOISY = (
+    "loss = lambda outputs, targets: (outputs + 0.3 * torch.randn_like(outputs)).square().mean()"
 )
 
 
-@pytest.mark.parametrize(("strategy", "num_notes"), [("single", 0), ("ddp", 1)])
-def test_a_note_says_that_a_loss_depends_on_the_batch(strategy, num_notes):
-    found = [len(check(GOOD + each, strategy).notes) for each in DEPENDENT + INDEPENDENT]
-    assert found == [num_notes] * 2 + [0] * 2
+def test_a_note_says_that_a_loss_depends_on_the_batch():
+    given = [("ddp", CONTRASTIVE), ("single", CONTRASTIVE), ("ddp", NOISY)]
+    assert [len(check(GOOD + cell, strategy).notes) for strategy, cell in given] == [1, 0, 0]
 
 
 BATCHNORM = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"
@@ -243,11 +212,6 @@ def test_the_users_variables_stay_as_they_are():
     assert namespace == names
 
 
-SPARSE = MODEL + (
-    "def model(): return nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(),"
-    " nn.Linear(12, 3))\n"
-    "def data(split): return torch.randint(9, (20, 4)), torch.randint(3, (20,))\n"
-)
 TEMPERATURE = GOOD + (
     "class Net(nn.Linear):\n"
     "    def __init__(self):\n"
