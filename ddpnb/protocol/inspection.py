@@ -82,35 +82,3 @@ class CapReport:
     """What the rank did in each measured step."""
     ready_seconds: dict[str, float]
     """When each gradient was there: after the backward pass began, the median of the steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """A gradient of one worker: which version it was computed with, and which it has made."""
-
-    rank: int
-    start: float
-    """In seconds of training, as are the next three: when it began to compute."""
-    pushed: float
-    """When it sent its gradient."""
-    released: float
-    """Until when the bound made it wait for others."""
-    end: float
-    staleness: int
-    version_written: int
-
-    @property
-    def version_read(self) -> int:
-        """Which version it was computed with."""
-        return self.version_written - 1 - self.staleness
-
-    @property
-    def written(self) -> float:
-        """When the server took the gradient, about."""
-        exchange = self.end - self.released
-        return self.pushed + min(exchange, self.end - self.pushed) / 2
-
-    @property
-    def waited(self) -> float:
-        """How long it waited for others."""
-        return self.released - self.pushed

@@ -1,6 +1,5 @@
 """What ranks did, and when: the spans of which traces and time lines are made (all processes)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,19 +39,6 @@ class Span:
     def seconds(self) -> float:
         """How long it lasted."""
         return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """What the ranks did in one cell, or in one step."""
-
-    title: str
-    num_ranks: int
-    spans: Sequence[Span]
-    num_dropped: int = 0
-    """Spans that were not kept because there were too many."""
-    notes: tuple[str, ...] = ()
-    """Sentences for below the picture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,8 +222,7 @@ class RunningCell(SupervisedCall):
         title = f"{name} on {counted(len(self.ranks), 'rank')}"
         states = self._cluster.states
         hosts, backend = [state.host for state in states], states[0].backend
-        trace = joined(title, recorded, hosts=hosts, ranks=self.ranks, backend=backend)
-        self.trace = TraceResult(trace)
+        self.trace = joined(title, recorded, hosts=hosts, ranks=self.ranks, backend=backend)
         self._on_trace(self.trace)
         if self._thread is not None or self._ending_error() is not None:
             display(self.trace)  # else it is the value of the notebook's cell

@@ -210,16 +210,14 @@ def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> DdpInspection:
             f"{spec.title} has other parameters on {spoken_ranks(others)} than on rank 0: "
             "DDP needs the same on every rank."
         )
-    parameters = found[0].parameters
     unused = {
         each.name: tuple(rank for rank in sorted(found) if each.name in found[rank].unused)
-        for each in parameters
+        for each in found[0].parameters
     }
     unused = {name: ranks for name, ranks in unused.items() if ranks}
     reports = ask(cluster, calls.inspect_ddp(replace(spec, finds_unused=bool(unused))))
     return DdpInspection(
         title=spec.title,
-        parameters=parameters,
         unused=unused,
         reports=tuple(reports[rank] for rank in sorted(reports)),
         devices="" if spec.devices is None else spec.devices.text,

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from ddpnb.protocol.costs import Algorithm, algorithm_of
-from ddpnb.protocol.trace import REDUCING, ROOTED, CollectiveShown, CollectiveSpec
-from ddpnb.reports.formatting import NOTHING, counted, percent, size
+from ddpnb.protocol.trace import REDUCING, ROOTED, Chunks, CollectiveShown, CollectiveSpec
+from ddpnb.reports.formatting import NOTHING, counted, size
 from ddpnb.reports.inside.spans import MAX_RANKS, in_units
-from ddpnb.reports.kit import LEFT, Picture, Sheet, Shown, ink_on, rank_colour, write
+from ddpnb.reports.kit import LEFT, Look, Picture, Sheet, Shown, ink_on, rank_colour, write
 from ddpnb.reports.style import FONT_POINTS, MUTED, PAPER, SMALL_POINTS
 
 if TYPE_CHECKING:
@@ -24,14 +24,9 @@ REDUCED = "#f6e39a"
 """The colour of numbers made from all ranks'."""
 BEFORE, AFTER, SENT, TIME = 1.5, 6.6, 11.3, 12.7
 """Inches from the left: the tensors, the columns of numbers."""
-CELLS_WIDTH = 4.3
+CELLS_WIDTH = 4.0
 MAX_CHUNKS = 16
 HEAD, ROW_HEIGHT, CELL_HEIGHT, LARGEST_CELL = 0.35, 0.5, 0.36, 0.52
-
-ON_NCCL = (
-    "NCCL chooses between rings and trees by size; the formula is the ring's.  Bytes on NVLink and "
-    "PCIe are not counted."
-)
 
 
 @final
@@ -56,11 +51,6 @@ class CollectiveResult(Shown):
         is_scatter = self.spec.name == "scatter"
         return NUMBER_BYTES * max(e.num_got if is_scatter else e.num_given for e in self.shown)
 
-    @property
-    def seconds(self) -> float:
-        """How long a call takes, on the slowest rank."""
-        return max(each.seconds for each in self.shown)
-
     def sent_by_formula(self, rank: int) -> float:
         """Return the bytes that a rank sends by the formula."""
         ranks = self.spec.ranks
@@ -68,98 +58,83 @@ class CollectiveResult(Shown):
         place = (ranks.index(rank) - ranks.index(root)) % len(ranks)
         return self.algorithm.bytes_sent(self.num_bytes, len(ranks), place)
 
+    def title(self) -> str:
+        """Return what was called, by how many ranks, with how much."""
+        spec = self.spec
+        options = [f"op={spec.op}"] if spec.name in REDUCING else []
+        options += [f"root={spec.from_rank}"] if spec.name in ROOTED else []
+        given = size(self.num_bytes) if self.num_bytes else "nothing"
+        ranks = counted(len(spec.ranks), "rank")
+        return f"{spec.name}({', '.join(options)}) on {ranks}, B = {given}"
+
+    def notes(self) -> list[str]:
+        """Return the sentences below the picture: the formula, then what was measured."""
+        num, algorithm, backend = len(self.spec.ranks), self.algorithm, self.shown[0].backend
+        if num == 1:
+            return ["There is one rank: nothing is sent."]
+        by_formula = [self.sent_by_formula(rank) for rank in self.spec.ranks]
+        amounts = dict.fromkeys((size(min(by_formula)), size(max(by_formula))))
+        seconds = max(each.seconds for each in self.shown)
+        measured = f"{in_units(seconds)}, the slowest rank's median of 7 calls"
+        counts = [each.num_bytes_sent for each in self.shown]
+        if known := [each for each in counts if each is not None]:
+            extra = max(sum(known) - sum(by_formula), 0)
+            measured += f"; all ranks sent {size(sum(known))}, {size(extra)} of it gloo's headers"
+        small = max(each.small_seconds for each in self.shown)
+        is_quick = self.num_bytes <= PACKET_BYTES or seconds <= LATENCY_FACTOR * small
+        return [
+            f"{backend}{', if it chooses a ring' if backend == 'nccl' else ''}: {algorithm.name}.  "
+            f"A rank sends {' to '.join(amounts)}: {algorithm.sent or algorithm.num_bytes}.  "
+            "Messages one after another: "
+            f"{algorithm.cost(self.num_bytes, num).number:g} = {algorithm.messages}.",
+            f"Measured: {measured}.",
+            f"{'Latency' if is_quick else 'Bandwidth'}-bound at this size: with as few numbers as "
+            f"there can be it takes {in_units(small)}.",
+        ]
+
     def pictures(self) -> list[Picture]:
         """Return the picture."""
-        return [Picture(draw_collective(self), title_of(self))]
+        return [Picture(draw_collective(self), self.title())]
 
     def text(self) -> str:
         """Return the same in words."""
-        lines = [title_of(self)]
+        lines = [self.title()]
         for each in self.shown:
-            before, after = _listed(each.before), _listed(each.after)
             sent = size(self.sent_by_formula(each.rank))
-            lines.append(
-                f"rank {each.rank}: {before} -> {after}; sends {sent}; {in_units(each.seconds)}"
-            )
-        return "\n".join([*lines, *notes_of(self)])
+            numbers = f"{_listed(each.before)} -> {_listed(each.after)}"
+            lines.append(f"rank {each.rank}: {numbers}; sends {sent}; {in_units(each.seconds)}")
+        return "\n".join([*lines, *self.notes()])
 
 
-def title_of(result: CollectiveResult) -> str:
-    """Return the title: what was called, by how many ranks, with how much."""
-    spec = result.spec
-    options = [f"op={spec.op}"] if spec.name in REDUCING else []
-    if spec.name in ROOTED:
-        options.append(f"root={spec.from_rank}")
-    call = f"{spec.name}({', '.join(options)})"
-    given = size(result.num_bytes) if result.num_bytes else "nothing"
-    return f"{call} on {counted(len(spec.ranks), 'rank')}, B = {given}"
-
-
-def notes_of(result: CollectiveResult) -> list[str]:
-    """Return the sentences below the picture: the formula, then what was measured."""
-    num, algorithm = len(result.spec.ranks), result.algorithm
-    if num == 1:
-        return ["There is one rank: nothing is sent."]
-    by_formula = [result.sent_by_formula(rank) for rank in result.spec.ranks]
-    least, most = size(min(by_formula)), size(max(by_formula))
-    amount = most if least == most else f"{least} to {most}"
-    notes = [
-        f"{result.shown[0].backend}: {algorithm.name}.  A rank sends {amount}: "
-        f"{algorithm.sent or algorithm.num_bytes}.  Messages one after another: "
-        f"{algorithm.cost(result.num_bytes, num).number:g} = {algorithm.messages}."
-    ]
-    time = f"{in_units(result.seconds)}, the slowest rank's median of 7 calls"
-    counts = [each.num_bytes_sent for each in result.shown]
-    if known := [each for each in counts if each is not None]:
-        extra = max(sum(known) - sum(by_formula), 0)
-        time += f"; all ranks sent {size(sum(known))}, {size(extra)} of it gloo's headers"
-    notes.append(f"Measured: {time}.")
-    small = max(each.small_seconds for each in result.shown)
-    few = f"with as few numbers as there can be it takes {in_units(small)}"
-    if result.num_bytes <= PACKET_BYTES:
-        few = "a tensor fits into one packet of a network"
-    bound = f"Latency-bound at this size: {few}."
-    if result.num_bytes > PACKET_BYTES and result.seconds > LATENCY_FACTOR * small:
-        share = percent(1 - small / result.seconds)
-        bound = f"Bandwidth-bound at this size: {few}; {share} of the time is for the bytes."
-    notes.append(bound)
-    return [*notes, ON_NCCL] if result.shown[0].backend == "nccl" else notes
-
-
-def _listed(chunks: Sequence[Sequence[float]]) -> str:
-    parts = [" ".join(f"{value:g}" for value in chunk) for chunk in chunks]
-    return f"[{' | '.join(parts)}]" if parts else "[]"
-
-
-# -- the picture ---------------------------------------------------------------------------
+def _listed(chunks: Chunks) -> str:
+    return f"[{' | '.join(' '.join(f'{value:g}' for value in chunk) for chunk in chunks)}]"
 
 
 def draw_collective(result: CollectiveResult) -> "Figure":
     """Return a figure with a row for each of up to 16 ranks: before, after, bytes, time."""
     shown = result.shown[:MAX_RANKS]
     rest = len(result.shown) - len(shown)
-    title = title_of(result) + (f"; {rest} of them are not drawn" if rest else "")
+    title = result.title() + (f"; {rest} of them are not drawn" if rest else "")
     height = HEAD + ROW_HEIGHT * len(shown)
-    sheet = Sheet(title, height + 0.2, notes_of(result))
+    sheet = Sheet(title, height + 0.2, result.notes())
     axes = sheet.axes(height, left=0, right=0)
     axes.set(xlim=(0, sheet.width), ylim=(height, 0))
     axes.axis("off")
-    heads = {BEFORE: "before", AFTER: "after", SENT: "sends", TIME: "time"}
-    for x, text in heads.items():
+    for x, text in ((BEFORE, "before"), (AFTER, "after"), (SENT, "sends"), (TIME, "time")):
         write(axes, x, HEAD - 0.3, text, colour=MUTED)
-    shares = [chunks[:MAX_CHUNKS] for each in shown for chunks in (each.before, each.after)]
-    widest = max(sum(map(len, each)) + 0.2 * max(0, len(each) - 1) for each in shares)
-    width = min(LARGEST_CELL, (CELLS_WIDTH - 0.3) / max(widest, 1))
+    tensors = [chunks[:MAX_CHUNKS] for each in shown for chunks in (each.before, each.after)]
+    widest = max(sum(map(len, each)) + 0.2 * len(each) for each in tensors)
+    width = min(LARGEST_CELL, CELLS_WIDTH / max(widest, 1))
     is_reduced = result.spec.name in REDUCING
     for row, each in enumerate(shown):
         middle = HEAD + ROW_HEIGHT * (row + 0.5)
         axes.bar(LEFT, 0.18, 0.18, middle - 0.09, align="edge", color=rank_colour(each.rank))
         write(axes, LEFT + 0.26, middle, f"rank {each.rank}", points=FONT_POINTS)
-        _draw_cells(axes, (BEFORE, middle), width, each.before, each.num_given)
+        _draw_cells(axes, BEFORE, middle, width, each.before, each.num_given)
         arrow = {"arrowstyle": "->", "color": MUTED, "linewidth": 1.2}
         axes.annotate("", (AFTER - 0.15, middle), (AFTER - 0.6, middle), arrowprops=arrow)
-        place = AFTER, middle
-        _draw_cells(axes, place, width, each.after, each.num_got, is_reduced=is_reduced)
+        colour = REDUCED if is_reduced else ""
+        _draw_cells(axes, AFTER, middle, width, each.after, each.num_got, colour)
         write(axes, SENT, middle, size(result.sent_by_formula(each.rank)))
         write(axes, TIME, middle, in_units(each.seconds))
     return sheet.figure
@@ -167,27 +142,26 @@ def draw_collective(result: CollectiveResult) -> "Figure":
 
 def _draw_cells(
     axes: "Axes",
-    place: tuple[float, float],
+    x: float,
+    middle: float,
     width: float,
-    chunks: Sequence[Sequence[float]],
+    chunks: Chunks,
     num_numbers: int,
-    *,
-    is_reduced: bool = False,
+    colour: str = "",
 ) -> None:
-    """Draw the first of a tensor's numbers, in the colours of the ranks that they come from."""
-    x, middle = place
+    """Draw the first of a tensor's numbers, in one colour or in those of the ranks they are of."""
     if not chunks:
         write(axes, x, middle, NOTHING, colour=MUTED)
         return
     drawn = chunks[:MAX_CHUNKS]
-    look: dict[str, Any] = {"align": "edge", "edgecolor": PAPER, "linewidth": 1.0}
+    look: Look = {"align": "edge", "edgecolor": PAPER, "linewidth": 1.0}
     for chunk in drawn:
         for value in chunk:
-            colour = REDUCED if is_reduced else rank_colour(int(value // 10) - 1)
-            axes.bar(x, CELL_HEIGHT, width, middle - CELL_HEIGHT / 2, color=colour, **look)
+            ground = colour or rank_colour(int(value // 10) - 1)
+            axes.bar(x, CELL_HEIGHT, width, middle - CELL_HEIGHT / 2, color=ground, **look)
             text = f"{value:g}" if abs(value) < 1e5 else f"{value:.0e}".replace("e+0", "e")
             points = min(SMALL_POINTS - 1, width * 72 / (0.66 * max(len(text), 2)))
-            style: dict[str, Any] = {"points": points, "colour": ink_on(colour), "ha": "center"}
+            style: Look = {"points": points, "colour": ink_on(ground), "ha": "center"}
             write(axes, x + width / 2, middle + 0.01, text, **style)
             x += width
         x += 0.2 * width

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any, final
 
-from ddpnb.protocol.notation import LinkSpec
-from ddpnb.reports.formatting import NOTHING, counted, number, percent, short
+from ddpnb.reports.formatting import NOTHING, counted, percent, short
+from ddpnb.reports.inside.spans import in_units
 from ddpnb.reports.kit import Picture, Sheet, Shown, dress, write
 from ddpnb.reports.style import INK, MUTED, PAPER, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
@@ -22,8 +21,7 @@ WIDTH, HEIGHT, TICKS, NAMES = 10.0, 3.6, 0.5, 1.9
 """Inches: of the picture, of its axes, of their ticks, of the names at the right."""
 LABEL_GAP = 0.062
 """The least distance of two names, as a share of the height of the axes."""
-MAX_COLUMNS = 8
-"""Numbers of ranks in the table: the first ones, and the last."""
+CELLS = "A cell: samples/s, then the step and the efficiency against one rank alone."
 
 
 @final
@@ -35,26 +33,25 @@ class PredictionResult(Shown):
 
     def table(self) -> Table:
         """Return one row per strategy: throughput, step and efficiency at each number of ranks."""
-        ranks = self.prediction.question.ranks
-        shown = ranks if len(ranks) <= MAX_COLUMNS else (*ranks[: MAX_COLUMNS - 1], ranks[-1])
+        ranks, searched = self.prediction.question.ranks, self.prediction.searched
         rows = []
         for name, points in self.prediction.points.items():
             at = {each.num_ranks: each for each in points}
             stop = self.prediction.stops[name]
-            stops = f"> {self.prediction.searched:,}" if stop is None else f"{stop:,}"
+            stops = f"> {searched:,}" if stop is None else f"{stop:,}"
             head = Cell(text=name, dot=style_of(name, tuple(self.prediction.points)).colour)
-            cells = [_cell(at.get(n)) for n in shown]
+            cells = [_cell(at.get(n)) for n in ranks]
             rows.append(table_row(head, *cells, stops, self.prediction.limits[name]))
         return Table(
-            caption="Samples/s, then the step and the efficiency against one rank alone",
+            caption=self.sentence(),
             columns=(
                 Column(title="strategy"),
-                *(Column(title=counted(n, "rank"), is_number=True) for n in shown),
+                *(Column(title=counted(n, "rank"), is_number=True) for n in ranks),
                 Column(title="stops at", is_number=True),
                 Column(title="held up by"),
             ),
             rows=tuple(rows),
-            notes=assumptions(self.prediction),
+            notes=(*assumptions(self.prediction), CELLS),
         )
 
     def sentence(self) -> str:
@@ -75,20 +72,15 @@ class PredictionResult(Shown):
         return [Picture(draw(self.prediction), self.sentence())]
 
     def text(self) -> str:
-        """Return the sentence and the table."""
-        return f"{self.sentence()}\n\n{self.table().text()}"
-
-    def html(self, images: str) -> str:
-        """Return the sentence above the picture, and the table below."""
-        return f"<p><strong>{escape(self.sentence())}</strong></p>{super().html(images)}"
+        """Return the table."""
+        return self.table().text()
 
 
 def _cell(found: Point | None) -> Cell:
     if found is None:
         return Cell(text=NOTHING)
-    seconds = found.step_seconds
-    step = f"{number(1e3 * seconds)} ms" if seconds < 1 else f"{number(seconds)} s"
-    return Cell(text=short(found.samples_per_second), quiet=f"{step}, {percent(found.efficiency)}")
+    quiet = f"{in_units(found.step_seconds)}, {percent(found.efficiency)}"
+    return Cell(text=short(found.samples_per_second), quiet=quiet)
 
 
 # -- what is assumed, in three lines -------------------------------------------------------
@@ -133,47 +125,29 @@ def _between(prediction: Prediction) -> str:
     how = f"all-reduces are by {machine.algorithm}"
     if not question.link and measured.devices is None:
         cores = f"{measured.cores} cores shared by all ranks" if measured.shares_cores else "GPUs"
-        return f"This machine: {cores}; an exchange costs them {_spoken(link)}, fitted; {how}."
-    named = f"{question.link} ({link.text})" if question.link else link.text
-    if machine.inside is None:
-        line = f"Between any two ranks lies {named}; {how}."
-    else:
-        unsaid = ", as nothing was said," if question.link and not question.inside else ""
-        line = (
-            f"Hosts of {machine.ranks_per_host:g} ranks, {machine.inside.text} inside{unsaid} and "
-            f"{named} between; {how}."
-        )
+        return f"This machine: {cores}; exchanges cost as much as over {link.text}, fitted; {how}."
+    line = "Between any two ranks"
+    if machine.inside is not None:
+        hosts = f"Hosts of {machine.ranks_per_host:g} ranks"
+        line = f"{hosts}, {machine.inside.text} inside; between them"
+    line += f" lies {question.link} ({link.text})" if question.link else f" lies {link.text}"
+    line += f"; {how}."
     if question.link and not question.step and measured.devices is None:
         line += " Each rank has a device as fast as one rank here: --step gives another's."
     return line
 
 
 def _batches(prediction: Prediction) -> str:
-    measured, work = prediction.found.measured, prediction.work
+    work = prediction.work
     if work.is_weak:
         line = f"Each rank has {work.batch_size:g} samples a step (weak scaling)"
     else:
         line = f"All ranks share batches of {work.batch_size:g} samples (strong scaling)"
-    if prediction.measured and (measured.batch_size, measured.is_weak) != (
-        work.batch_size,
-        work.is_weak,
-    ):
-        kind = "a rank" if measured.is_weak else "in all"
-        line += f"; what was measured had {measured.batch_size:g} {kind}"
     if any(work.samples(num) < 1 for num in prediction.question.ranks):
         line += "; more ranks than samples are left out"
     if not work.variation:
         return f"{line}. All ranks take equally long."
-    varying = "Devices" if prediction.question.step else "Steps"
-    return f"{line}. {varying} vary by {percent(work.variation, 1)}: all wait for the slowest rank."
-
-
-def _spoken(link: LinkSpec) -> str:
-    if link.bits_per_second >= 1e15:
-        return "nothing that could be measured"
-    return (
-        f"{8e9 / link.bits_per_second:.3g} s a GB and {1e6 * link.latency_seconds:.3g} µs a message"
-    )
+    return f"{line}. Steps vary by {percent(work.variation, 1)}: all wait for the slowest rank."
 
 
 # -- the picture ---------------------------------------------------------------------------
@@ -185,16 +159,16 @@ def draw(prediction: Prediction) -> "Figure":
 
     rates = [each.samples_per_second for line in prediction.lines.values() for each in line]
     rates += [*prediction.measured.values(), prediction.ideal[-1][1]]
-    most = max(prediction.question.ranks)
-    kind = "emulated" if prediction.found.measured.devices else "measured"
+    most, found = max(prediction.question.ranks), prediction.found.measured
+    kind = "emulated" if found.devices else "measured"
     filled = f" (filled: {kind})" if prediction.measured else ""
-    title = f"Predicted: {prediction.found.measured.name} on up to {most:,} ranks, samples/s"
-    sheet = Sheet(title + filled, HEIGHT + TICKS, width=WIDTH)
+    title = f"Predicted: {found.name} on up to {most:,} ranks, samples/s{filled}"
+    sheet = Sheet(title, HEIGHT + TICKS, width=WIDTH)
     axes = sheet.axes(HEIGHT, left=0.85, right=NAMES)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(min(rates) / 1.5, max(rates) * 1.5)
-    axes.set_xlim(0.9, 1.1 * max(prediction.ideal[-1][0], prediction.found.measured.num_ranks))
+    axes.set_xlim(0.9, 1.1 * max(prediction.ideal[-1][0], found.num_ranks))
     dress(axes, x_label="ranks", grid="both")
     axes.yaxis.set_major_formatter(lambda value, _: tick(value))
     axes.yaxis.set_minor_formatter("")
@@ -208,7 +182,7 @@ def draw(prediction: Prediction) -> "Figure":
         axes.scatter(*_xy(points), s=45, facecolors=PAPER, linewidths=1.6, **look)
     for name, rate in prediction.measured.items():
         style = style_of(name, names)
-        num = 1 if name == "single" else prediction.found.measured.num_ranks
+        num = 1 if name == "single" else found.num_ranks
         look = {"marker": style.marker, "color": style.colour, "edgecolors": INK, "zorder": 4}
         axes.scatter([num], [rate], s=90, **look)
     _name_lines(axes, prediction)
@@ -221,14 +195,14 @@ def _xy(points: Sequence[Point]) -> tuple[list[int], list[float]]:
 
 def _name_lines(axes: "Axes", prediction: Prediction) -> None:
     """Write each name beside the end of its line, the ideal's too, and keep them apart."""
+    from ddpnb.reports.figures.layout import spread_out  # noqa: PLC0415  matplotlib: 0.3 s
+
     names = tuple(prediction.points)
-    labels = [(prediction.ideal[-1][1], "ideal: 100 %", MUTED)]
-    for name in names:
-        last = prediction.lines[name][-1]
-        text = f"{name}: {percent(last.efficiency)}"
-        labels.append((last.samples_per_second, text, style_of(name, names).ink))
-    above = 1.1
-    for rate, text, ink in sorted(labels, reverse=True):
-        height = axes.transAxes.inverted().transform(axes.transData.transform((1, rate)))[1]
-        above = min(height, above - LABEL_GAP)
-        write(axes, 1.015, above, text, colour=ink, transform=axes.transAxes)
+    ends = [prediction.lines[name][-1] for name in names]
+    rates = [*(end.samples_per_second for end in ends), prediction.ideal[-1][1]]
+    texts = [f"{name}: {percent(end.efficiency)}" for name, end in zip(names, ends, strict=True)]
+    inks = [style_of(name, names).ink for name in names]
+    heights = (axes.transData - axes.transAxes).transform([(1, rate) for rate in rates])[:, 1]
+    placed = spread_out(list(heights), LABEL_GAP)
+    for height, text, ink in zip(placed, [*texts, "ideal: 100 %"], [*inks, MUTED], strict=True):
+        write(axes, 1.015, height, text, colour=ink, transform=axes.transAxes)

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.protocol.notation import spoken_ranks
-from ddpnb.protocol.replicas import Part, RankReplica, TensorDigest
+from ddpnb.protocol.replicas import Held, Part, RankReplica, TensorDigest
 from ddpnb.reports.formatting import counted, listed
 from ddpnb.reports.kit import Shown
+from ddpnb.reports.style import MUTED
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
 MAX_CHUNKS = 16
@@ -33,12 +34,7 @@ class Verdict(StrEnum):
     UNKNOWN = "– not compared"
 
 
-COLOURS = {
-    Verdict.SAME: "#2b7a3d",
-    Verdict.DIFFERENT: "#d1495b",
-    Verdict.FACT: "#8a929b",
-    Verdict.UNKNOWN: "#8a929b",
-}
+COLOURS = {Verdict.SAME: "#2b7a3d", Verdict.DIFFERENT: "#d1495b"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +71,6 @@ class Difference:
         return self.largest <= ROUNDING * self.scale
 
 
-SAME = Difference()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """What was found in one part of what one name stands for."""
@@ -88,8 +81,13 @@ class Finding:
     num_tensors: int = 0
     num_different: int = 0
     num_sharded: int = 0
-    first: Difference = SAME
+    first: Difference = Difference()
     cause: str = ""
+
+    @property
+    def label(self) -> str:
+        """Which part of what."""
+        return self.name if self.part is Part.VALUES else f"{self.part} of {self.name}"
 
 
 def find(replicas: Sequence[RankReplica]) -> tuple[Finding, ...]:
@@ -103,56 +101,26 @@ def find(replicas: Sequence[RankReplica]) -> tuple[Finding, ...]:
             continue
         for part in Part:
             if any(part in each.parts for each in held.values()):
-                tensors = {rank: each.parts.get(part, {}) for rank, each in held.items()}
-                num_sharded = max(each.sharded.get(part, 0) for each in held.values())
-                found.append(_compare(name, part, tensors, num_sharded))
+                found.append(_compare(name, part, held))
     return tuple(found)
 
 
-def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
-    """Return a finding with the size of its first difference.
-
-    Args:
-        finding: one of which the first difference has chunks.
-        values: those in its chunks, of each of its ``measured_ranks``.
-    """
-    stacked = np.stack(values)
-    with np.errstate(all="ignore"):
-        same = (stacked == stacked[0]) | ((stacked != stacked) & (stacked[0] != stacked[0]))
-        differs = ~same.all(axis=0)
-        apart = np.ptp(stacked[:, differs], axis=0)
-        sizes = np.abs(stacked)
-    first = replace(
-        finding.first,
-        num_measured=stacked.shape[1],
-        num_different=int(differs.sum()),
-        largest=float(apart.max(initial=0)),
-        scale=float(np.max(sizes[np.isfinite(sizes)], initial=0)),
-    )
-    is_same = first.num_different == 0 and first.num_measured == first.num_elements
-    if is_same and finding.num_different == 1 and len(first.groups) <= MAX_CHUNKS:  # 0.0 and -0.0
-        return replace(finding, verdict=Verdict.SAME, first=SAME, num_different=0)
-    return replace(finding, first=first)
-
-
-def _compare(
-    name: str, part: Part, tensors: Mapping[int, Mapping[str, TensorDigest]], num_sharded: int
-) -> Finding:
+def _compare(name: str, part: Part, held: Mapping[int, Held]) -> Finding:
+    tensors = {rank: each.parts.get(part, {}) for rank, each in held.items()}
     keys = list(dict.fromkeys(key for each in tensors.values() for key in each))
     different = [key for key in keys if len({each.get(key) for each in tensors.values()}) > 1]
-    verdict, first = Verdict.SAME if keys else Verdict.UNKNOWN, SAME
-    if different:
-        verdict, key = Verdict.DIFFERENT, different[0]
-        first = _difference(key, {rank: each.get(key) for rank, each in tensors.items()})
-    return Finding(
+    finding = Finding(
         name=name,
         part=part,
-        verdict=verdict,
+        verdict=Verdict.SAME if keys else Verdict.UNKNOWN,
         num_tensors=len(keys),
         num_different=len(different),
-        num_sharded=num_sharded,
-        first=first,
+        num_sharded=max(each.sharded.get(part, 0) for each in held.values()),
     )
+    if not different:
+        return finding
+    first = _difference(different[0], {rank: e.get(different[0]) for rank, e in tensors.items()})
+    return replace(finding, verdict=Verdict.DIFFERENT, first=first)
 
 
 def _difference(key: str, tensors: Mapping[int, TensorDigest | None]) -> Difference:
@@ -177,6 +145,32 @@ def _difference(key: str, tensors: Mapping[int, TensorDigest | None]) -> Differe
     )
 
 
+def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
+    """Return a finding with the size of its first difference.
+
+    Args:
+        finding: one of which the first difference has chunks.
+        values: those in its chunks, of each of its ``measured_ranks``.
+    """
+    stacked = np.stack(values)
+    with np.errstate(all="ignore"):
+        same = (stacked == stacked[0]) | ((stacked != stacked) & (stacked[0] != stacked[0]))
+        differs = ~same.all(axis=0)
+        apart = np.ptp(stacked[:, differs], axis=0)
+        sizes = np.abs(stacked)
+    first = replace(
+        finding.first,
+        num_measured=stacked.shape[1],
+        num_different=int(differs.sum()),
+        largest=float(apart.max(initial=0)),
+        scale=float(np.max(sizes[np.isfinite(sizes)], initial=0)),
+    )
+    is_same = first.num_different == 0 and first.num_measured == first.num_elements
+    if is_same and finding.num_different == 1 and len(first.groups) <= MAX_CHUNKS:  # 0.0 and -0.0
+        return replace(finding, verdict=Verdict.SAME, first=Difference(), num_different=0)
+    return replace(finding, first=first)
+
+
 # -- what is shown -------------------------------------------------------------------------
 
 
@@ -193,56 +187,54 @@ class ReplicaCheck(Shown):
     @property
     def is_same(self) -> bool:
         """Whether nothing that was compared differs."""
-        return not any(each.verdict is Verdict.DIFFERENT for each in self.findings)
+        return not self._labels(Verdict.DIFFERENT)
+
+    def _labels(self, verdict: Verdict) -> list[str]:
+        return [each.label for each in self.findings if each.verdict is verdict]
 
     def sentence(self) -> str:
         """Return the result in a sentence."""
         where = spoken_ranks(self.ranks)
-        if all(each.verdict is Verdict.UNKNOWN for each in self.findings):
+        if len(self._labels(Verdict.UNKNOWN)) == len(self.findings):
             return f"Nothing on {where} can be compared."
-        different = [each for each in self.findings if each.verdict is Verdict.DIFFERENT]
-        if not different:
-            by_design = [_label(each) for each in self.findings if each.verdict is Verdict.FACT]
-            but = f"; {listed(by_design)} differ by design" if by_design else ""
-            return f"The replicas are the same on {where}{but}."
-        return f"The replicas on {where} differ: {listed([_label(each) for each in different])}."
+        if different := self._labels(Verdict.DIFFERENT):
+            return f"The replicas on {where} differ: {listed(different)}."
+        by_design = self._labels(Verdict.FACT)
+        but = f"; {listed(by_design)} differ by design" if by_design else ""
+        return f"The replicas are the same on {where}{but}."
 
     def table(self) -> Table:
         """Return one row per part: whether it is the same, the first difference, its cause."""
-        columns = (
-            Column(title="part"),
-            Column(title="on all ranks"),
-            Column(title="tensors", is_number=True),
-            Column(title="first difference", is_prose=True),
-            Column(title="likely cause", is_prose=True),
+        rows = []
+        for each in self.findings:
+            colour = COLOURS.get(each.verdict, MUTED)
+            state = Cell(text=each.verdict, dot=colour, is_hollow=each.verdict not in COLOURS)
+            rows.append(table_row(each.label, state, _count(each), described(each), each.cause))
+        return Table(
+            caption=self.sentence(),
+            columns=(
+                Column(title="part"),
+                Column(title="on all ranks"),
+                Column(title="tensors", is_number=True),
+                Column(title="first difference", is_prose=True),
+                Column(title="likely cause", is_prose=True),
+            ),
+            rows=tuple(rows),
         )
-        return Table(caption=self.sentence(), columns=columns, rows=tuple(map(_row, self.findings)))
 
     def text(self) -> str:
         """Return the same for a terminal: a line per part, and what differs below."""
         lines = [self.sentence(), ""]
-        width = max((len(_label(each)) for each in self.findings), default=0)
+        width = max((len(each.label) for each in self.findings), default=0)
         for each in self.findings:
-            lines.append(f"{_label(each):<{width}}  {each.verdict}  {_count(each)}".rstrip())
+            lines.append(f"{each.label:<{width}}  {each.verdict}  {_count(each)}".rstrip())
             lines += [f"    {text}" for text in (described(each), each.cause) if text]
         return "\n".join(lines)
 
 
-def _label(finding: Finding) -> str:
-    is_whole = finding.part is Part.VALUES
-    return finding.name if is_whole else f"{finding.part} of {finding.name}"
-
-
-def _row(finding: Finding) -> tuple[Cell, ...]:
-    is_filled = finding.verdict in (Verdict.SAME, Verdict.DIFFERENT)
-    state = Cell(text=finding.verdict, dot=COLOURS[finding.verdict], is_hollow=not is_filled)
-    return table_row(_label(finding), state, _count(finding), described(finding), finding.cause)
-
-
 def _count(finding: Finding) -> str:
-    if finding.num_different:
-        return f"{finding.num_different} of {finding.num_tensors}"
-    return str(finding.num_tensors) if finding.num_tensors else ""
+    num = f"{finding.num_tensors}" if finding.num_tensors else ""
+    return f"{finding.num_different} of {num}" if finding.num_different else num
 
 
 def described(finding: Finding) -> str:
@@ -259,8 +251,7 @@ def described(finding: Finding) -> str:
 def _between(first: Difference) -> str:
     """Return who has what: ``"ranks 0,2 against rank 1"``, ``"float32 [2] on rank 0 and ..."``."""
     if first.lacking:
-        verb = "has" if len(first.lacking) == 1 else "have"
-        return f"{spoken_ranks(first.lacking)} {verb} none, the others do"
+        return f"missing on {spoken_ranks(first.lacking)}"
     if len(first.groups) > MAX_SHOWN:
         return f"{len(first.groups)} different ones on {spoken_ranks(sum(first.groups, ()))}"
     groups = [spoken_ranks(ranks) for ranks in first.groups]
@@ -278,8 +269,6 @@ def _size(first: Difference) -> str:
     of = f"{first.num_measured:,} element{'s' if first.num_measured > 1 else ''}"
     if first.num_measured < first.num_elements:
         of += f" measured, of {first.num_elements:,}"
-    if len(first.groups) > len(first.measured_ranks):
-        of += f" (of {MAX_CHUNKS} of the ranks)"
     largest = "some are NaN or infinite"
     if math.isfinite(first.largest):
         largest = f"{first.largest:.3g} at most, among values up to {first.scale:.3g}"

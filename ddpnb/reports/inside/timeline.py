@@ -4,20 +4,16 @@ A rank has a row for each kind of thing that it did; computing and waiting share
 ranks of a group make the same call, those that come early are hatched until the last one has come.
 """
 
-import zlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import TYPE_CHECKING
 
-from ddpnb.protocol.trace import Span, Trace
-from ddpnb.reports.formatting import size
-from ddpnb.reports.inside.spans import (
-    MAX_RANKS,
-    bounds,
-    kind_of,
-    last_arrivals,
-    notes_of,
-    time_unit,
-)
+from ddpnb.protocol.trace import Span
+from ddpnb.reports.formatting import counted, size
+from ddpnb.reports.inside.spans import MAX_RANKS, bounds, last_arrivals, time_unit
 from ddpnb.reports.kit import (
     DPI,
     RIGHT,
@@ -38,108 +34,118 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROW_HEIGHT, LEAST_ROW_HEIGHT, MAX_ROWS_HEIGHT = 0.36, 0.13, 8.0
-"""Inches of a row; and of all rows, beyond which they become lower."""
-LABEL_HEIGHT, CHARACTER_WIDTH = 0.2, 0.082
-"""Inches: rows at least this tall have names in their bars; a character of such a name."""
-TICKS_HEIGHT = 0.75
-MAX_COLOURS = 9
-"""Names in the legend."""
+ROW_HEIGHT, MAX_ROWS_HEIGHT, TICKS_HEIGHT = 0.36, 8.0, 0.75
+"""Inches of a row; of all rows, beyond which they become lower; of ticks and label."""
+CHARACTER_WIDTH = 0.082
+"""Inches of a character in a bar's name."""
 PIXELS = (WIDTH - ROW_NAMES - RIGHT) * DPI
 """The length of the axis of time."""
-
-ROWS = {"compute": "compute", "wait": "compute", "communication": "exchange"}
-"""Lane to row."""
-COLOURS = PART_COLOURS | {
+SMALL = SMALL_POINTS - 2.5
+MAX_COLOURS = 9
+"""Names in the legend."""
+COLOURS = {
+    "forward": PART_COLOURS["forward"],
+    "backward": PART_COLOURS["backward"],
     "update": PART_COLOURS["optimizer"],
     "bucket": PART_COLOURS["communication"],
     "all_reduce": PART_COLOURS["communication"],
-    "broadcast": "#2b7a78",
-    "barrier": "#8d8d99",
-    "all_gather": "#4f6db8",
-    "reduce_scatter": "#a05195",
-    "all_to_all": "#c97b2a",
-    "send": "#6a994e",
-    "recv": "#386641",
 }
-SPARE_COLOURS = ("#7a5c9e", "#2f7fb5", "#b5654a", "#5c8a3a", "#a8517f", "#4a7c7c")
+OTHER_COLOURS = (
+    *("#2b7a78", "#8d8d99", "#4f6db8", "#a05195", "#c97b2a"),
+    *("#6a994e", "#7a5c9e", "#b5654a", "#386641"),
+)
+"""Of everything else, in the order in which it comes."""
+
+Bar = tuple[Span, float]
+"""A span, and until when it waits for the last rank to make the same call."""
 
 
-class _Bar(NamedTuple):
-    span: Span
-    waits_until: float
-    """Until when it waits for the last rank to make the same call."""
-
-
-def draw_timeline(trace: Trace) -> "Figure":
-    """Return a trace as a figure: a band for each of up to 16 ranks, time from left to right."""
-    bands = _bands(trace)
-    num_rows = sum(map(len, bands.values())) + 0.5 * len(bands)
-    row_height = min(max(MAX_ROWS_HEIGHT / num_rows, LEAST_ROW_HEIGHT), ROW_HEIGHT)
-    height = max(num_rows * row_height, 0.6)
-    begin, end = bounds(trace.spans)
+def draw_timeline(
+    title: str, spans: Sequence[Span], num_ranks: int, notes: Sequence[str]
+) -> "Figure":
+    """Return a figure with a band for each of up to 16 ranks, time from left to right."""
+    begin, end = bounds(spans)
     scale, unit = time_unit(end - begin)
-    sheet = Sheet(trace.title, height + TICKS_HEIGHT, notes_of(trace))
+    spans = [
+        replace(span, start=(span.start - begin) * scale, end=(span.end - begin) * scale)
+        for span in sorted(spans, key=lambda span: span.start)
+    ]
+    bars = list(zip(spans, last_arrivals(spans), strict=True))
+    bands = [_rows(rank, bars) for rank in range(min(num_ranks, MAX_RANKS))]
+    colours = _colours(spans)
+    num_rows = sum(map(len, bands)) + 0.5 * len(bands)
+    height = min(num_rows * ROW_HEIGHT, MAX_ROWS_HEIGHT)
+    rest = num_ranks - len(bands)
+    missing = [f"And {counted(rest, 'more rank')}, not drawn."] if rest else []
+    sheet = Sheet(title, height + TICKS_HEIGHT, [*missing, *notes])
     axes = sheet.axes(height, left=ROW_NAMES)
     dress(axes, x_label=f"{unit} since the first call")
     axes.set(xlim=(0, (end - begin) * scale), ylim=(num_rows, -0.2), yticks=[])
     top = 0.0
-    for rank, rows in bands.items():
-        if top:
+    for rank, rows in enumerate(bands):
+        if rank:
             axes.axhline(top - 0.25, color=RULE, linewidth=1.0, zorder=1)
         name_row(axes, top + len(rows) / 2, f"rank {rank}", rank=rank)
-        for row, bars in rows.items():
-            if row_height >= LABEL_HEIGHT and (len(rows) > 1 or not bars):
+        for name, row in rows.items():
+            if len(rows) > 1 or not row:
                 look: Look = {"transform": axes.get_yaxis_transform(), "ha": "right"}
-                name, points = row or "nothing", SMALL_POINTS - 2.5
-                write(axes, -0.006, top + 0.5, name, points=points, colour=MUTED, **look)
-            _draw_row(axes, top, bars, begin, scale, has_names=row_height >= LABEL_HEIGHT)
+                write(axes, -0.006, top + 0.5, name, points=SMALL, colour=MUTED, **look)
+            _draw_row(axes, top, row, colours)
             top += 1
         top += 0.5
-    _add_legend(axes, [bar for rows in bands.values() for bars in rows.values() for bar in bars])
+    looks: dict[str, str | Look] = dict(list(colours.items())[:MAX_COLOURS])
+    if any(span.lane == "wait" for span in spans):
+        looks["waits"] = WAITING
+    if any(until > span.start for span, until in bars):
+        looks["waits for the last rank"] = WAITING
+    if looks:
+        legend(axes, looks)
     return sheet.figure
 
 
-def colour_of(span: Span) -> str:
-    """Return the colour of a span that is no waiting: that of its kind, or of its name."""
-    kind = kind_of(span)
-    for name, colour in COLOURS.items():
-        if kind == name or kind.startswith((f"{name}_", f"{name} ")):
-            return colour
-    return SPARE_COLOURS[zlib.crc32(kind.encode()) % len(SPARE_COLOURS)]
+def _rows(rank: int, bars: Sequence[Bar]) -> dict[str, list[Bar]]:
+    """Return the rows of a rank, one at least, with their bars."""
+    rows: dict[str, list[Bar]] = {"compute": [], "exchange": []}
+    for span, until in bars:
+        if span.rank == rank:
+            name = "exchange" if span.lane == "communication" else "compute"
+            rows[name].append((span, until))
+    return {name: row for name, row in rows.items() if row} or {"nothing": []}
 
 
-def _bands(trace: Trace) -> dict[int, dict[str, list[_Bar]]]:
-    """Return the rows of each drawn rank, with their bars by time; a rank has one at least."""
-    shown = range(min(trace.num_ranks, MAX_RANKS))
-    found: dict[int, dict[str, list[_Bar]]] = {rank: {} for rank in shown}
-    bars = [_Bar(*each) for each in zip(trace.spans, last_arrivals(trace), strict=True)]
-    for bar in sorted(bars, key=lambda bar: bar.span.start):
-        if bar.span.rank in found:
-            found[bar.span.rank].setdefault(ROWS[bar.span.lane], []).append(bar)
-    return {rank: dict(sorted(rows.items())) or {"": []} for rank, rows in found.items()}
+def _colours(spans: Sequence[Span]) -> dict[str, str]:
+    """Return the colour of each kind of span that is no waiting."""
+    kinds = dict.fromkeys(_kind(span) for span in spans if span.lane != "wait")
+    others = cycle(OTHER_COLOURS)
+    return {kind: COLOURS.get(kind) or next(others) for kind in kinds}
 
 
-def _draw_row(
-    axes: "Axes", top: float, bars: list[_Bar], begin: float, scale: float, *, has_names: bool
-) -> None:
+def _kind(span: Span) -> str:
+    """Return a span's name in the legend: ``"bucket"`` for all buckets."""
+    return "bucket" if span.name.startswith("bucket") else span.name
+
+
+def _draw_row(axes: "Axes", top: float, bars: list[Bar], colours: Mapping[str, str]) -> None:
+    """Draw bars, each at least a pixel wide; one that shows less than half a new pixel is not."""
     pixel = axes.get_xlim()[1] / PIXELS
     height = (top + 0.08, 0.84)
-    solid: dict[str, list[tuple[float, float]]] = {}
+    solid: dict[str, list[tuple[float, float]]] = defaultdict(list)
     hatched: list[tuple[float, float]] = []
-    for bar, next_start in _visible(bars, pixel / scale):
-        start, until, end = (
-            (time - begin) * scale for time in (bar.span.start, bar.waits_until, bar.span.end)
-        )
-        if bar.span.lane == "wait":
-            hatched.append((start, max(end - start, pixel)))
+    drawn_to = -math.inf
+    next_starts = [*(span.start for span, _ in bars[1:]), math.inf]
+    for (span, until), next_start in zip(bars, next_starts, strict=True):
+        if span.end < drawn_to + pixel / 2:
             continue
-        solid.setdefault(colour_of(bar.span), []).append((start, max(end - start, pixel)))
-        if until - start >= pixel:
-            hatched.append((start, until - start))
-        if has_names:
-            end = min(end, (next_start - begin) * scale)
-            _write_name(axes, bar.span, until, end, top + 0.52, (end - until) / pixel / DPI)
+        drawn_to = max(span.end, span.start + pixel)
+        place = (span.start, drawn_to - span.start)
+        if span.lane == "wait":
+            hatched.append(place)
+            continue
+        colour = colours[_kind(span)]
+        solid[colour].append(place)
+        if until - span.start >= pixel:
+            hatched.append((span.start, until - span.start))
+        _write_name(axes, span, until, min(span.end, next_start), top + 0.52, ink_on(colour))
     for colour, places in solid.items():
         # an edge as wide as a thin bar would hide it
         edge = PAPER if min(width for _, width in places) > 4 * pixel else "none"
@@ -147,38 +153,14 @@ def _draw_row(
     axes.broken_barh(hatched, height, zorder=3, **WAITING)
 
 
-def _visible(bars: list[_Bar], pixel_seconds: float) -> Iterator[tuple[_Bar, float]]:
-    """Yield the bars that show at least half a new pixel, each with the start of the next one."""
-    drawn_to = -float("inf")
-    starts = [bar.span.start for bar in bars[1:]]
-    for bar, next_start in zip(bars, [*starts, float("inf")], strict=True):
-        if bar.span.end >= drawn_to + pixel_seconds / 2:
-            drawn_to = max(bar.span.end, bar.span.start + pixel_seconds)
-            yield bar, next_start
-
-
 def _write_name(
-    axes: "Axes", span: Span, start: float, end: float, middle: float, inches: float
+    axes: "Axes", span: Span, start: float, end: float, middle: float, ink: str
 ) -> None:
     """Write a span's name into its bar, with its size and line where there is room."""
-    texts = [span.name]
-    if span.num_bytes:
-        texts.insert(0, f"{span.name} {size(span.num_bytes)}")
-    if span.line:
-        texts.insert(0, f"{texts[0]}, {span.line}")
-    text = next((text for text in texts if (len(text) + 1) * CHARACTER_WIDTH <= inches), "")
-    if text:
-        look: Look = {"points": SMALL_POINTS - 2.5, "colour": ink_on(colour_of(span)), "zorder": 4}
-        write(axes, (start + end) / 2, middle, text, ha="center", **look)
-
-
-def _add_legend(axes: "Axes", bars: list[_Bar]) -> None:
-    spans = [bar.span for bar in bars if bar.span.lane != "wait"]
-    looks: dict[str, str | Look] = {kind_of(span): colour_of(span) for span in spans}
-    looks = dict(list(looks.items())[:MAX_COLOURS])
-    if len(spans) < len(bars):
-        looks["waits"] = WAITING
-    if any(bar.waits_until > bar.span.start for bar in bars):
-        looks["waits for the last rank"] = WAITING
-    if looks:
-        legend(axes, looks)
+    inches = (end - start) / axes.get_xlim()[1] * PIXELS / DPI
+    named = f"{span.name} {size(span.num_bytes)}" if span.num_bytes else span.name
+    for text in (f"{named}, {span.line}" if span.line else named, named, span.name):
+        if (len(text) + 1) * CHARACTER_WIDTH <= inches:
+            look: Look = {"points": SMALL, "colour": ink, "ha": "center", "zorder": 4}
+            write(axes, (start + end) / 2, middle, text, **look)
+            return

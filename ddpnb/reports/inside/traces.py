@@ -1,32 +1,21 @@
 """A cell's trace as users hold it: picture, text, file for Perfetto (kernel)."""
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 from ddpnb.protocol.notation import format_ranks
-from ddpnb.protocol.trace import RankSpans, Trace
-from ddpnb.reports.formatting import counted
-from ddpnb.reports.inside.spans import (
-    bounds,
-    in_units,
-    last_arrivals,
-    meetings,
-    timeline_text,
-)
+from ddpnb.protocol.trace import RankSpans, Span
+from ddpnb.reports.formatting import counted, size
+from ddpnb.reports.inside.spans import bounds, in_units, last_arrivals
 from ddpnb.reports.inside.timeline import draw_timeline
 from ddpnb.reports.kit import Picture, Shown
 
-CALL_SECONDS = 20e-6
-"""What recording costs, about: 5 to 12 microseconds on a rank, 26 until a waiting pair is done."""
-CLOCK = (
-    "A bar lasts from a rank's call until its exchange is complete, by the clock that all ranks of "
-    "this host share; between bars a rank computes."
-)
+MAX_LINES = 40
+"""Spans that the text lists."""
+BARS = "A bar lasts from a call until its exchange is complete; between bars a rank computes."
 SEVERAL_CLOCKS = (
-    "A bar lasts from a rank's call until its exchange is complete; between bars a rank computes.  "
     "The hosts' clocks are compared by the time of day, which may be milliseconds apart."
 )
 ON_GPU = "NCCL's bars end when a call is queued on the GPU, not when it is done there."
@@ -34,9 +23,61 @@ NOTHING = (
     "No rank called a collective, sent or received in this cell, so there is nothing to draw: "
     "call dist.all_reduce, or train with DDP, under %%ddp --trace."
 )
-ALONE = "There is one rank: its exchanges are with itself, and send nothing."
-THREADS_A_LANE = 100
-LANES = ("compute", "communication", "wait")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TraceResult(Shown):
+    """The trace of one cell, which a notebook shows as a picture and as a text."""
+
+    endings: ClassVar = {".json": "open it at ui.perfetto.dev or chrome://tracing", **Shown.endings}
+
+    title: str
+    num_ranks: int
+    spans: Sequence[Span]
+    notes: tuple[str, ...] = ()
+    """Sentences for below the picture."""
+
+    def pictures(self) -> list[Picture]:
+        """Return the time line, if there is something to draw."""
+        if not self.spans:
+            return []
+        figure = draw_timeline(self.title, self.spans, self.num_ranks, self.notes)
+        return [Picture(figure, self.title)]
+
+    def text(self) -> str:
+        """Return the first spans, one a line: when, who, what, how long, how much, and where."""
+        if not self.spans:
+            return NOTHING
+        begin, end = bounds(self.spans)
+        duration = f"{in_units(end - begin)} from the first call to the last end"
+        lines = [f"{self.title}: {duration}", *self.notes]
+        calls = sorted(
+            zip(self.spans, last_arrivals(self.spans), strict=True),
+            key=lambda call: (call[0].start, call[0].rank),
+        )
+        for span, until in calls[:MAX_LINES]:
+            lines.append(f"  {in_units(span.start - begin):>8}  {_described(span, until)}")
+        if len(calls) > MAX_LINES:
+            lines.append(f"  and {len(calls) - MAX_LINES:,} more")
+        return "\n".join(lines)
+
+    def content(self, ending: str) -> bytes:
+        """Return a file; Perfetto's is a trace in Chrome's format."""
+        if ending == ".json":
+            return json.dumps(chrome_trace(self)).encode()
+        return super().content(ending)
+
+
+def _described(span: Span, until: float) -> str:
+    parts = [f"rank {span.rank} {span.name}", in_units(span.seconds)]
+    if until > span.start:
+        parts.append(f"{in_units(until - span.start)} of it waiting for the last rank")
+    if span.num_bytes is not None:
+        parts.append(size(span.num_bytes))
+    if len(span.group) > 1:
+        parts.append(f"ranks {format_ranks(span.group)}")
+    return ", ".join([*parts, span.line] if span.line else parts)
 
 
 def joined(
@@ -46,7 +87,7 @@ def joined(
     hosts: Sequence[str],
     ranks: Sequence[int] = (),
     backend: str = "gloo",
-) -> Trace:
+) -> TraceResult:
     """Return what several ranks recorded as one trace.
 
     Args:
@@ -61,124 +102,62 @@ def joined(
     for each in recorded:
         late = each.clock_at - recorded[0].clock_at if are_several else 0.0
         spans += [replace(s, start=s.start + late, end=s.end + late) for s in each.spans]
-    notes = [SEVERAL_CLOCKS if are_several else CLOCK]
+    notes = [BARS]
+    if are_several:
+        notes.append(SEVERAL_CLOCKS)
     missing = sorted(set(ranks or range(len(hosts))) - {each.rank for each in recorded})
     if missing:
         notes.append(f"Nothing is known of rank {format_ranks(missing)}.")
+    if num_dropped := sum(each.num_dropped for each in recorded):
+        notes.append(f"{num_dropped:,} later calls are missing: a trace has each rank's first.")
     if num_open := sum(each.num_open for each in recorded):
         notes.append(f"{counted(num_open, 'call')} had not ended when the cell did.")
     if backend == "nccl":
         notes.append(ON_GPU)
-    if len(hosts) == 1:
-        notes.append(ALONE)
-    if spans:
-        begin, end = bounds(spans)
-        cost = in_units(max(len(each.spans) for each in recorded) * CALL_SECONDS)
-        notes.append(
-            f"Recording costs about {in_units(CALL_SECONDS)} a call, here {cost} of "
-            f"{in_units(end - begin)}."
-        )
-    return Trace(
-        title=title,
-        num_ranks=len(hosts),
-        spans=spans,
-        num_dropped=sum(each.num_dropped for each in recorded),
-        notes=tuple(notes),
-    )
-
-
-@final
-@dataclass(frozen=True, repr=False)
-class TraceResult(Shown):
-    """The trace of one cell, which a notebook shows as a picture and as a text."""
-
-    endings: ClassVar = {".json": "open it at ui.perfetto.dev or chrome://tracing", **Shown.endings}
-
-    trace: Trace
-
-    def pictures(self) -> list[Picture]:
-        """Return the time line, if there is something to draw."""
-        if not self.trace.spans:
-            return []
-        return [Picture(draw_timeline(self.trace), self.trace.title)]
-
-    def text(self) -> str:
-        """Return the trace in words."""
-        return timeline_text(self.trace) if self.trace.spans else NOTHING
-
-    def content(self, ending: str) -> bytes:
-        """Return a file; Perfetto's is a trace in Chrome's format."""
-        if ending == ".json":
-            return json.dumps(chrome_trace(self.trace)).encode()
-        return super().content(ending)
+    return TraceResult(title=title, num_ranks=len(hosts), spans=spans, notes=tuple(notes))
 
 
 # -- the file for Perfetto -----------------------------------------------------------------
 
 
-def chrome_trace(trace: Trace) -> dict[str, Any]:
+def chrome_trace(trace: TraceResult) -> dict[str, Any]:
     """Return a trace in Chrome's trace event format, as torch's profiler exports its own.
 
-    Each rank is a process and each lane a thread, or several where its spans overlap.  A span's
-    arguments have torch's names where it has one.  The time that a call waits for the last rank is
-    a span inside it, and an arrow comes from the rank that was last.
+    Each rank is a process with a thread, or several where its spans overlap.  A span's arguments
+    have torch's names where it has one.  The time that a call waits for the last rank is a span
+    inside it.
     """
     begin, _ = bounds(trace.spans)
-    threads = _threads(trace)
     events: list[dict[str, Any]] = []
 
-    def add(kind: str, name: str, rank: int, thread: int, start: float, **more: Any) -> None:
-        place = {"pid": rank + 1, "tid": thread, "ts": _micro(start - begin)}  # 0 is Perfetto's own
-        events.append({"ph": kind, "name": name, **place, **more})
+    def add(kind: str, name: str, rank: int, thread: int, **more: Any) -> None:
+        events.append({"ph": kind, "name": name, "pid": rank + 1, "tid": thread, **more})
 
-    for rank in range(trace.num_ranks):
-        add("M", "process_name", rank, 0, begin, args={"name": f"rank {rank}"})
-    lanes = {(span.rank, each): span.lane for span, each in zip(trace.spans, threads, strict=True)}
-    for (rank, thread), lane in sorted(lanes.items()):
-        add("M", "thread_name", rank, thread, begin, args={"name": lane})
-    for span, thread, last in zip(trace.spans, threads, last_arrivals(trace), strict=True):
-        args: dict[str, Any] = {"bytes": span.num_bytes, "line": span.line}
-        if span.lane == "communication":
-            args |= {"Collective name": span.name, "Group size": len(span.group)}
-            args["Process Group Ranks"] = list(span.group)
-            args["waited for the last rank (us)"] = _micro(last - span.start)
-        args = {name: value for name, value in args.items() if value not in (None, "")}
-        place, length = (span.rank, thread, span.start), _micro(span.seconds)
-        add("X", span.name, *place, cat=span.lane, dur=length, args=args)
-        if last > span.start:
-            length = _micro(last - span.start)
-            add("X", "waits for the last rank", *place, cat="wait", dur=length, args={})
-    for number, (*early, latest) in enumerate(meetings(trace), start=1):
-        flow, at = {"cat": "arrival", "id": number}, trace.spans[latest].start
-        add("s", "last rank", trace.spans[latest].rank, threads[latest], at, **flow)
-        for index in early:
-            span = trace.spans[index]
-            start = min(max(at, span.start), span.end)
-            add("f", "last rank", span.rank, threads[index], start, bp="e", **flow)
+    ends: list[list[float]] = [[] for _ in range(trace.num_ranks)]
+    calls = zip(trace.spans, last_arrivals(trace.spans), strict=True)
+    for span, until in sorted(calls, key=lambda call: call[0].start):
+        taken = ends[span.rank]
+        thread = next((n for n, end in enumerate(taken) if end <= span.start), len(taken))
+        taken[thread : thread + 1] = [span.end]
+        args: dict[str, Any] = {"bytes": span.num_bytes or 0, "line": span.line}
+        args |= {"Collective name": span.name, "Process Group Ranks": list(span.group)}
+        place, at = (span.rank, thread), _micro(span.start - begin)
+        add("X", span.name, *place, ts=at, dur=_micro(span.seconds), cat=span.lane, args=args)
+        if until > span.start:
+            waited = _micro(until - span.start)
+            add("X", "waits for the last rank", *place, ts=at, dur=waited, cat="wait", args={})
+    for rank, threads in enumerate(ends):
+        add("M", "process_name", rank, 0, args={"name": f"rank {rank}"})
+        for thread in range(len(threads)):
+            add("M", "thread_name", rank, thread, args={"name": "communication"})
     return {
         "schemaVersion": 1,
         "traceName": trace.title,
         "displayTimeUnit": "ms",
         "notes": list(trace.notes),
-        "numDropped": trace.num_dropped,
         "traceEvents": events,
     }
 
 
 def _micro(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _threads(trace: Trace) -> list[int]:
-    """Return the thread of each span: a lane has a hundred, so that none of a thread's overlap."""
-    ends: dict[tuple[int, str], list[float]] = defaultdict(list)
-    found = [0] * len(trace.spans)
-    for index in sorted(range(len(trace.spans)), key=lambda index: trace.spans[index].start):
-        span = trace.spans[index]
-        taken = ends[span.rank, span.lane]
-        slot = next((n for n, end in enumerate(taken) if end <= span.start), len(taken))
-        if slot == len(taken):
-            taken.append(span.end)
-        taken[slot] = span.end
-        found[index] = THREADS_A_LANE * LANES.index(span.lane) + slot + 1
-    return found

@@ -8,11 +8,11 @@ import pytest
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.inspection import Bucket, CapReport, ParameterSize
+from ddpnb.protocol.inspection import Bucket, CapReport
 from ddpnb.protocol.messages import Mark, MarkKind, Parts, StepEvent
 from ddpnb.protocol.trace import Span
 from ddpnb.protocol.training_options import make_training_spec
-from ddpnb.reports.inside.buckets import MAX_ROWS, DdpInspection, one_by_one, split_of
+from ddpnb.reports.inside.buckets import MAX_ROWS, DdpInspection, one_by_one
 from ddpnb.reports.inside.versions import async_inspection, updates_of
 from ddpnb.session.inspection import InspectionRequest
 from tests.unit.history.fake_runs import batch, header, run_of, spec
@@ -39,32 +39,20 @@ def spans_of(rank: int, *, late: float = 0.0) -> tuple[Span, ...]:
 
 def inspection_of(num_ranks: int, num_buckets: int = 2, **others) -> DdpInspection:
     sizes = {f"layer.{n}.weight": 100 if n else 900 for n in range(num_buckets)}
-    cap = CapReport(
-        cap_mb=25.0,
-        buckets=tuple(Bucket(names=(name,), num_bytes=size) for name, size in sizes.items()),
-        steps=(),
-        ready_seconds={name: MS * (1 + n) for n, name in enumerate(sizes)},
-    )
     reports = []
     for rank in range(num_ranks):
-        own = replace(cap, steps=tuple(spans_of(rank, late=late) for late in (0.0, 20.0, 40.0)))
+        own = CapReport(
+            cap_mb=25.0,
+            buckets=tuple(Bucket(names=(name,), num_bytes=size) for name, size in sizes.items()),
+            steps=tuple(spans_of(rank, late=late) for late in (0.0, 20.0, 40.0)),
+            ready_seconds={name: MS * (1 + n) for n, name in enumerate(sizes)},
+        )
         reports.append((own, replace(own, cap_mb=1.0)))
-    return DdpInspection(
-        title="net",
-        parameters=tuple(
-            ParameterSize(name=name, shape=(3, 3), num_bytes=size) for name, size in sizes.items()
-        ),
-        reports=tuple(reports),
-        **{"unused": {}, **others},
-    )
+    return DdpInspection(title="net", reports=tuple(reports), **{"unused": {}, **others})
 
 
 def test_communication_is_hidden_where_the_rank_computes_and_exposed_elsewhere():
-    split = split_of([*spans_of(0), *spans_of(1)], 2)
-    assert split.step == pytest.approx(10 * MS)
-    assert split.hidden == pytest.approx(3 * MS)
-    assert split.exposed == pytest.approx(4 * MS)
-    assert inspection_of(2).split() == pytest.approx(split)
+    assert inspection_of(2).split() == pytest.approx((10 * MS, 4 * MS, 3 * MS))
 
 
 def test_a_bucket_is_drawn_from_the_end_of_the_one_ahead():
@@ -73,29 +61,18 @@ def test_a_bucket_is_drawn_from_the_end_of_the_one_ahead():
     assert drawn["bucket 1"].end == 9 * MS
 
 
-def test_what_stands_out_is_said_in_words():
-    words = " ".join(inspection_of(2).words())
-    assert "Bucket 0 holds 90 % of the bytes, nearly everything" in words
-    assert "layer.0.weight has its gradient, and the last 50 % of the backward pass is" in words
-    unused = inspection_of(2, unused={"layer.1.weight": (1,)}, devices="8 emulated V100")
-    assert "layer.1.weight has no part in the loss on rank 1" in unused.words()[1]
-    assert "8 emulated V100" in unused.trace().title
-    assert "All gradients share one bucket" in inspection_of(2, num_buckets=1).words()[0]
-
-
-def test_there_is_a_row_for_each_size_and_for_each_bucket():
-    caps, buckets = inspection_of(2, num_buckets=40, unused={"layer.1.weight": (1,)}).tables()
+@pytest.mark.parametrize("num_ranks", [2, 20])
+def test_a_step_with_each_size_is_shown_above_the_tables(num_ranks: int):
+    unused = {"layer.1.weight": (1,)}
+    inspection = inspection_of(num_ranks, num_buckets=40, unused=unused, devices="8xV100")
+    html = inspection._repr_mimebundle_()["text/html"]
+    assert html.count("<img") == html.count("<table") == 2
+    caps, buckets = inspection.tables()
     assert [row[0].text for row in caps.rows] == ["25 MB (its own)", "1 MB"]
     assert len(buckets.rows) == MAX_ROWS
     assert [cell.text for cell in buckets.rows[1]][1:] == [
         "100 B", "2 %", "2.00 ms", "layer.1.weight (no gradient)",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("num_ranks", [2, 20])
-def test_a_step_with_each_size_is_shown_above_the_tables(num_ranks: int):
-    html = inspection_of(num_ranks)._repr_mimebundle_()["text/html"]
-    assert html.count("<img") == html.count("<table") == 2
 
 
 # -- async ---------------------------------------------------------------------------------
@@ -142,8 +119,7 @@ def async_run(
 
 def test_versions_are_those_that_the_server_counted_however_the_clocks_differ():
     run, truth = async_run(8, 200, skew=0.03)
-    updates = updates_of(run)
-    assert [(each.rank, each.version_read, each.version_written) for each in updates] == truth
+    assert updates_of(run)[["rank", "read", "version"]].tolist() == truth
 
 
 @pytest.mark.parametrize("num_ranks", [2, 20])
@@ -155,13 +131,12 @@ def test_versions_are_drawn_with_a_death_and_for_many_workers(num_ranks: int):
         [each.get_text() for each in axes.texts] for axes in inspection.plot().figure.axes
     )
     assert "   killed" in lanes
-    assert "Rank 1 killed at 0.10 s." in inspection.words()
     assert inspection.bound == 3
     rows = inspection.table().rows
     assert sum(int(row[1].text) for row in rows) == 300
     for rank in range(2):  # figure and table have the same mean
         own = [written - 1 - read for who, read, written in truth if who == rank]
-        assert inspection.mean_staleness(rank) == pytest.approx(sum(own) / len(own))
+        assert float(rows[rank][3].text) == pytest.approx(sum(own) / len(own), rel=0.05)
         assert f"mean of all steps: {rows[rank][3].text}" in arrows
 
 

@@ -216,7 +216,7 @@ def test_all_is_shown_once():
     bundle = result._repr_mimebundle_()
     assert bundle["image/png"].startswith(b"\x89PNG")
     assert "<table" in bundle["text/html"]
-    assert len(result.table().notes) == 3
+    assert len(result.table().notes) == 4
     (axes,) = result.plot().figure.axes
     assert axes.get_legend() is None
     names = [text.get_text().partition(":")[0] for text in axes.texts]
