@@ -6,8 +6,8 @@ from typing import Any
 
 from IPython.display import Code
 
-from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.query import Search
+from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import Script
@@ -43,7 +43,6 @@ def start(
     engines: str = "",
     profile: str = "",
     ranks_per_host: int | None = None,
-    slurm: str = "",
     timeout: float | None = None,
 ) -> Table:
     """Start the ranks and form the process group; the twin of ``%ddp_start``.
@@ -62,10 +61,10 @@ def start(
         hosts: hosts that ssh reaches, each with its number of ranks: ``"a:4,b:4"``.
         interface: the network interface between them; by default the one that ssh came by.
         python: the Python on them; by default this one's path if it exists, else ``python3``.
-        engines: ``"slurm"`` or ``"mpi"`` to have that start the ranks; by default ssh does.
-        profile: of ipyparallel, to have its launcher (PBS, LSF, SGE, ...) start the ranks.
+        engines: ``"slurm"``, ``"mpi"``, ``"pbs"``, ...: ipyparallel's launcher that starts the
+            ranks; by default ssh does.
+        profile: of ipyparallel, with the launcher's settings.
         ranks_per_host: of ``n``, with ``engines`` or ``profile``; by default all on one host.
-        slurm: options of Slurm's job: ``"partition=gpu time=1:00:00"``.
         timeout: seconds in the queue; 600 by default.
 
     Returns:
@@ -74,7 +73,7 @@ def start(
     Raises:
         UserError: this machine, or a host, does not offer it.
     """
-    spec = ClusterSpec(
+    spec = HostsSpec(
         num_ranks=n,
         devices=devices,
         as_=as_,
@@ -88,7 +87,6 @@ def start(
         engines=engines,
         profile=profile,
         ranks_per_host=ranks_per_host,
-        slurm=slurm,
         timeout=timeout,
     )
     return this_session().start(spec)

@@ -15,8 +15,9 @@ from IPython.core.magic_arguments import argument, kwds
 from IPython.display import display
 
 from ddpnb import api
-from ddpnb.cluster.placement import BACKENDS, DEVICES, ClusterSpec
+from ddpnb.cluster.placement import BACKENDS, DEVICES
 from ddpnb.cluster.run_folder import remove_leftovers
+from ddpnb.hosts.spec import HostsSpec
 from ddpnb.magics.arguments import (
     arguments,
     catalogue_text,
@@ -69,10 +70,9 @@ class DdpMagics(Magics):
     @argument("--hosts", metavar="a:4,b:4", default="", help="over ssh, each with its ranks")
     @argument("--interface", metavar="NAME", default="", help="the network between the hosts")
     @argument("--python", metavar="PATH", default="", help="the Python on the hosts")
-    @argument("--engines", default="", help="slurm | mpi: what starts ranks on other hosts")
-    @argument("--profile", metavar="NAME", default="", help="of ipyparallel, to start ranks")
+    @argument("--engines", default="", help="slurm | mpi | pbs | ...: what starts ranks there")
+    @argument("--profile", metavar="NAME", default="", help="of ipyparallel, with its settings")
     @argument("--ranks-per-host", metavar="N", type=int, help="of -n, with --engines or --profile")
-    @argument("--slurm", metavar="OPTIONS", default="", help='"partition=gpu time=1:00:00"')
     @argument("--timeout", metavar="SECONDS", type=float, help="in the queue; 600 by default")
     @line_magic
     def ddp_start(self, line: str) -> None:
@@ -86,10 +86,10 @@ class DdpMagics(Magics):
 
         ``--hosts a:4,b:4`` starts four ranks on each of two hosts that ssh reaches,
         ``--engines slurm -n 16 --ranks-per-host 8`` sixteen in a job of two, ``--profile NAME``
-        instead those that a profile of ipyparallel gives: docs/hosts.md.
+        as a profile of ipyparallel says: docs/hosts.md.
         """
         args = arguments(self.ddp_start, line)
-        spec = ClusterSpec(
+        spec = HostsSpec(
             num_ranks=args.n,
             devices=args.devices,
             as_=args.as_,
@@ -102,7 +102,6 @@ class DdpMagics(Magics):
             engines=args.engines,
             profile=args.profile,
             ranks_per_host=args.ranks_per_host,
-            slurm=args.slurm,
             timeout=args.timeout,
         )
         display = LiveDisplay()

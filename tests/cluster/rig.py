@@ -17,6 +17,8 @@ from ddpnb.cluster.call import CallEvent, Output, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch, failure_in
+from ddpnb.hosts.spec import HostsSpec
+from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol import calls
 from ddpnb.protocol.messages import CellSpec, Failure
 from ddpnb.protocol.processes import RankCommand
@@ -79,6 +81,17 @@ def started(
             patch.setenv(name, value)
         cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu", method=method))
     cluster.timeouts = timeouts or cluster.timeouts
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@contextlib.contextmanager
+def started_on_hosts(**options: Any) -> Iterator[Cluster]:
+    """A cluster on other hosts, by ssh or by a launcher."""
+    spec = HostsSpec(**{"device": "cpu", "num_threads": 1} | options)
+    cluster = start_cluster(spec)
     try:
         yield cluster
     finally:

@@ -1,0 +1,298 @@
+"""The processes of a cluster on several hosts (kernel).
+
+The kernel's own host has a fork server with the controller alone.  Each host has an agent, which is
+the fork server of its ranks, and a relay, which leads to it.  A host that is named twice in ssh's
+configuration, or is the kernel's own, is one like any other.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpnb.cluster.call import START_TIMEOUT_SECONDS
+from ddpnb.cluster.link import Exit, ForkServerLink
+from ddpnb.cluster.placement import (
+    ClusterSpec,
+    Host,
+    Placement,
+    controller_arguments,
+    place_ranks,
+)
+from ddpnb.cluster.processes import (
+    RECORDED_CALLS,
+    STOP_TIMEOUT_SECONDS,
+    ForkServer,
+    OnExit,
+    Processes,
+    wait_for_file,
+)
+from ddpnb.hosts.launchers import LaunchedHosts
+from ddpnb.hosts.network import free_ports, is_loopback
+from ddpnb.hosts.reasons import unfit
+from ddpnb.hosts.spec import HostsSpec
+from ddpnb.hosts.ssh import NUM_SOCKETS, SshHosts
+from ddpnb.hosts.starter import StartedHost, Starter
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.processes import KernelRequest, working_folder
+
+ANSWER_SECONDS = 30.0
+"""How long an agent may take to answer."""
+PREPARE_SECONDS = 120.0
+"""How long a host may take to import torch."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RemoteHost:
+    """One host and its agent, as the kernel sees them."""
+
+    started: StartedHost
+    link: ForkServerLink
+    report: dict[str, Any] = field(default_factory=dict)
+    """What the host has; ``clock`` is by how many seconds it is ahead."""
+
+    @property
+    def name(self) -> str:
+        """As the user wrote it, or as it calls itself."""
+        return self.started.name
+
+    def described(self) -> Host:
+        """Return what the placement of ranks needs to know."""
+        return Host(
+            name=self.name,
+            address=self.report["address"],
+            interface=self.report["interface"],
+            num_cores=self.report["num_cores"],
+            num_gpus=len(self.link.ready.result()),
+            size=self.started.size,
+        )
+
+
+class HostProcesses(Processes):
+    """A fork server with the controller on this host, and the agents of the others."""
+
+    def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
+        """Start the controller, and have relays started.
+
+        Raises:
+            UserError: the hosts cannot be had.
+        """
+        assert isinstance(spec, HostsSpec)
+        self._spec = spec
+        self._folder = folder
+        self._home = working_folder()
+        self._on_exit = on_exit
+        self._hosts: list[RemoteHost] = []
+        self._is_placed = False
+        self._environment: dict[str, str] = {}
+        self._starter: Starter = (LaunchedHosts if spec.is_launched else SshHosts)(spec, folder)
+        try:
+            address = self._starter.address
+            ports = free_ports(address, NUM_SOCKETS) if address else ()
+            self.server = ForkServer(
+                folder=folder,
+                controller_arguments=controller_arguments(folder / "profile", address, ports),
+                num_threads=1,
+                method="none",
+                on_exit=on_exit,
+            )
+        except BaseException:
+            self._starter.stop()
+            raise
+
+    def place(self, progress: Callable[[str], None]) -> Placement:
+        """Wait for the hosts, check them, have them import torch, and place the ranks."""
+        for started in self._starter.wait(progress):
+            self._hosts.append(self._connect(started))
+        progress("checking the hosts")
+        self._check(self._hosts)
+        for one, other, error in self._broken_links(self._hosts):
+            raise UserError(
+                f"Host {one.name} does not reach host {other.name} at its address "
+                f"{other.report['address']} ({error.lower()}): open the ports between the hosts, "
+                "or choose another network with --interface."
+            )
+        progress("importing torch")
+        shares = [
+            max(1, host.report["num_cores"] // (host.started.size or host.report["num_cores"]))
+            for host in self._hosts
+        ]
+        self._environment = {
+            "OMP_NUM_THREADS": str(self._spec.num_threads or min(shares)),
+            "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
+            "DDPNB_PRELOAD": os.environ.get("DDPNB_PRELOAD", ""),
+        }
+        self._import_torch(self._hosts)
+        port = self._hosts[0].report["master_port"]
+        hosts = [host.described() for host in self._hosts]
+        self.placement = place_ranks(self._spec, hosts, port)
+        self._is_placed = True
+        path = self._folder / "profile/security/ipcontroller-engine.json"
+        wait_for_file(path, START_TIMEOUT_SECONDS, self._require_controller)
+        self._connect_engines(self._hosts)
+        return self.placement
+
+    @property
+    def links(self) -> Sequence[ForkServerLink]:
+        """The agent of each host."""
+        return [host.link for host in self._hosts]
+
+    def prepare(self, rank: int) -> None:
+        """Have a rank's host ready to start it: with an agent anew, if its own has ended."""
+        number = self.placement.host_of(rank)
+        if not self._hosts[number].link.is_over.is_set():
+            return
+        started = self._starter.start_again(self._hosts[number].started)
+        host = self._connect(started)
+        try:
+            self._check([host])
+            self._import_torch([host])
+            self._connect_engines([host])
+        except BaseException:
+            host.link.close()
+            raise
+        self._hosts[number] = host
+
+    def unreachable(self) -> str:
+        """Return which hosts do not reach each other, as a part of a sentence; empty if all do."""
+        there = [host for host in self._hosts if not host.link.is_over.is_set()]
+        try:
+            broken = self._broken_links(there)
+        except UserError:  # it is being lost, which its end reports
+            return ""
+        return "; ".join(f"host {a.name} does not reach host {b.name}" for a, b, _ in broken)
+
+    def stop(self) -> None:
+        """End every process on every host and wait for it; may be called twice."""
+        for host in self._hosts:
+            host.link.begin_stop()
+        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+        for host in self._hosts:
+            host.link.is_over.wait(max(0.0, deadline - time.monotonic()))
+            host.link.close()
+        try:
+            self.server.stop()
+        finally:
+            self._starter.stop()
+
+    # -- private ---------------------------------------------------------------------
+
+    def _connect(self, started: StartedHost) -> RemoteHost:
+        """Begin to read what a host's agent reports."""
+        relay = self._starter.router.relays.get(started.relay)
+        if relay is None:
+            raise UserError(self._starter.explain(started))
+        link = ForkServerLink(
+            relay.pipe, on_exit=self._note_exit, on_end=lambda: self._note_end(started)
+        )
+        return RemoteHost(started=started, link=link)
+
+    def _note_exit(self, exit_: Exit) -> None:
+        if exit_.log:
+            (self._folder / f"rank-{exit_.member}.log").write_text(exit_.log)
+        self._on_exit(exit_)
+
+    def _note_end(self, started: StartedHost) -> None:
+        """Note the end of all ranks of a host with that of its agent."""
+        if not self._is_placed:
+            return
+        reason = self._starter.ended() or "its connection or its agent ended"
+        names = [host.name for host in self._hosts]
+        for rank in self.placement.ranks_of(names.index(started.name)):
+            cause = f"was lost with host {started.name}: {reason}"
+            self._on_exit(Exit(member=rank, code=None, cause=cause))
+
+    def _ask(
+        self, hosts: Sequence[RemoteHost], operation: KernelRequest, **fields: object
+    ) -> list[Any]:
+        """Have agents carry out a request, all at once; return the answer of each."""
+        asked = [host.link.request(operation, **fields) for host in hosts]
+        return [
+            self._result(host, answer, ANSWER_SECONDS)
+            for host, answer in zip(hosts, asked, strict=True)
+        ]
+
+    def _result(self, host: RemoteHost, answer: "Future[Any]", seconds: float) -> Any:
+        """Wait for an answer; a UserError says why there is none."""
+        try:
+            return answer.result(seconds)
+        except TimeoutError:
+            raise UserError(
+                f"Host {host.name} has not answered within {seconds:g} s: it is too slow, or its "
+                "connection was lost."
+            ) from None
+        except RuntimeError as error:
+            if host.link.is_over.is_set():
+                raise UserError(self._starter.explain(host.started)) from None
+            raise UserError(f"Host {host.name} could not be used: {error}") from error
+
+    def _check(self, hosts: Sequence[RemoteHost]) -> None:
+        """Have agents describe their hosts; raises a UserError where one is not fit."""
+        interface = self._spec.interface
+        others = [host.report["reached"] for host in self._hosts if host.report]
+        others += [self._starter.address] if self._starter.address else []
+        question: dict[str, object] = {"home": str(self._home), "interface": interface}
+        port = self.placement.master_port if self._is_placed else 0
+        first = self._hosts[0].name
+        for is_again in (False, True):  # the kernel's own host learns its way to the others
+            for host in hosts:
+                if not is_again or is_loopback(host.report["reached"]):
+                    question |= {"others": others, "port": port if host.name == first else None}
+                    [report] = self._ask([host], KernelRequest.CHECK, **question)
+                    host.report = report | {"clock": report["clock"] - time.time()}
+            others += [host.report["reached"] for host in hosts]
+        for host in hosts:
+            if sentence := unfit(host.name, host.report, self._home, interface):
+                raise UserError(sentence)
+
+    def _import_torch(self, hosts: Sequence[RemoteHost]) -> None:
+        for host in hosts:
+            host.link.request(KernelRequest.PREPARE, environment=self._environment)
+        for host in hosts:
+            self._result(host, host.link.ready, PREPARE_SECONDS)
+
+    def _broken_links(
+        self, hosts: Sequence[RemoteHost]
+    ) -> list[tuple[RemoteHost, RemoteHost, str]]:
+        """Return each pair of hosts of which the first does not reach the second, and the error."""
+        where = {host.name: (host.report["address"], host.report["port"]) for host in hosts}
+        errors = self._ask(hosts, KernelRequest.PROBE, others=where)
+        return [
+            (one, other, found[other.name])
+            for one, found in zip(hosts, errors, strict=True)
+            for other in hosts
+            if found[other.name]
+        ]
+
+    def _connect_engines(self, hosts: Sequence[RemoteHost]) -> None:
+        """Have engines use the controller's ports, or its sockets as ssh forwards them."""
+        profile = self._folder / "profile"
+        connection = json.loads((profile / "security/ipcontroller-engine.json").read_text())
+        names: list[str] = []
+        if not self._starter.address:
+            names = sorted(each.name.removeprefix("socket") for each in profile.glob("socket*"))
+            names = [name for name in names if int(name.lstrip(":-")) in _numbers(connection)]
+        assert len(names) <= NUM_SOCKETS, names
+        for number, name in enumerate(names):
+            link = self._folder / f"engine-{number}"
+            if not link.is_symlink():
+                link.symlink_to(profile / f"socket{name}")
+        self._ask(hosts, KernelRequest.CONNECT, connection=connection, sockets=names)
+
+    def _require_controller(self) -> None:
+        if self.server.link.is_over.is_set():
+            raise RuntimeError("the fork server has ended while the controller started")
+
+
+def _numbers(connection: Mapping[str, Any]) -> set[int]:
+    """Return the numbers of the controller's sockets in the engines' connection file."""
+    found = set()
+    for value in connection.values():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, int) and not isinstance(each, bool):
+                found.add(each)
+    return found
