@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpnb.hosts.network import interfaces, is_loopback, probe, reserve_port, route_to
+from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.launcher import forkserver
 from ddpnb.protocol.processes import (
     SERVER_LOCK,
@@ -43,7 +44,7 @@ class Agent:
 
     server: forkserver.Forkserver
     forwarded: str
-    """Where ssh has forwarded the controller's sockets to, less their numbers."""
+    """Where ssh has forwarded the controller's sockets to, less their numbers; empty: nowhere."""
     listener: socket.socket | None = None
     """Where other hosts probe whether they reach this one."""
     master: socket.socket | None = None
@@ -94,18 +95,14 @@ class Agent:
             return self.server.report(event=ForkServerEvent.FAILED, cause=cause)
         self.server.report(event=ForkServerEvent.READY, gpus=forkserver.describe_gpus())
 
-    def connect(self, *, connection: dict[str, Any], sockets: list[str]) -> None:
-        """Write the engines' connection file, and name the forwarded sockets as it does.
-
-        ``sockets`` has the last part of the name of each of the controller's sockets; without
-        them, engines use its ports.
-        """
+    def connect(self, *, connection: dict[str, Any]) -> None:
+        """Write the engines' connection file, and name the forwarded sockets as it does."""
         profile = self.server.folder / "profile"
         (profile / "security").mkdir(parents=True, exist_ok=True)
-        for number, name in enumerate(sockets):
-            (profile / f"socket{name}").symlink_to(f"{self.forwarded}.{number}")
-        if sockets:
+        if self.forwarded:
             connection["interface"] = f"ipc://{profile / 'socket'}"
+            for n in range(1, NUM_SOCKETS + 1):
+                (profile / f"socket:{n}").symlink_to(f"{self.forwarded}.{n}")
         path = profile / "security/ipcontroller-engine.json"
         atomic_write(path, json.dumps(connection).encode(), mode=0o600)
 

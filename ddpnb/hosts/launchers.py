@@ -25,7 +25,7 @@ from ddpnb.hosts.network import free_ports, interfaces, route_to
 from ddpnb.hosts.reasons import explain
 from ddpnb.hosts.router import Router
 from ddpnb.hosts.spec import HostsSpec, parse_hosts
-from ddpnb.hosts.starter import StartedHost, Starter
+from ddpnb.hosts.starter import RemoteHost, Starter
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import atomic_write
 
@@ -84,7 +84,7 @@ class LaunchedHosts(Starter):
                 start_new_session=True,  # interrupts are for the kernel
             )
 
-    def wait(self, progress: Callable[[str], None]) -> list[StartedHost]:
+    def wait(self, progress: Callable[[str], None]) -> list[RemoteHost]:
         """Wait until all hosts are there."""
         self._wait_for_launcher()
         deadline, next_report = time.monotonic() + self._seconds, 0.0
@@ -109,28 +109,24 @@ class LaunchedHosts(Starter):
         self._file.unlink(missing_ok=True)
         return self._in_order()
 
-    def start_again(self, host: StartedHost) -> StartedHost:
+    def start_again(self, host: RemoteHost) -> None:
         """Start an agent by the host's relay, if that is there."""
         deadline = time.monotonic() + AGAIN_SECONDS
         if host.relay in self.router.relays:
             self.router.start_agent(host.relay)
             while time.monotonic() < deadline:
                 if host.relay in self.router.relays:
-                    return host
+                    return
                 time.sleep(POLL_SECONDS)
         raise UserError(
             f"Host {host.name} is lost with what {self._what} has started there: start anew with "
             "%ddp_restart."
         )
 
-    def explain(self, host: StartedHost) -> str:
+    def explain(self, host: RemoteHost) -> str:
         """Return the sentence on why a host's agent has ended before it was of use."""
         relay = self.router.relays.get(host.relay)
         return explain(host.name, relay.last_words if relay else "its connection was lost")
-
-    def ended(self) -> str:
-        """Return that the launcher has ended; empty if it has not."""
-        return "" if self._holder.poll() is None else f"the launcher of {self._what} has ended"
 
     def stop(self) -> None:
         """Have the launcher end what it started."""
@@ -166,13 +162,13 @@ class LaunchedHosts(Starter):
         lines = text.strip().splitlines() or ["it wrote nothing"]
         return f"The launcher of {self._what} {words}: {lines[-1].strip().removesuffix('.')}."
 
-    def _in_order(self) -> list[StartedHost]:
+    def _in_order(self) -> list[RemoteHost]:
         """Return the hosts in the order that the user gave, or else by their names."""
         relays = sorted(self.router.relays.items(), key=lambda item: item[1].host)
         if not self._named:
             names = distinct([relay.host for _, relay in relays])
             return [
-                StartedHost(name=name, size=self._size, relay=key)
+                RemoteHost(name=name, size=self._size, relay=key)
                 for name, (key, _) in zip(names, relays, strict=True)
             ]
         found = []
@@ -182,7 +178,7 @@ class LaunchedHosts(Starter):
             if each is None:
                 raise UserError(f"Host {name} has not come by {self._what}, but another: name it.")
             relays.remove(each)
-            found.append(StartedHost(name=name, size=size, relay=each[0]))
+            found.append(RemoteHost(name=name, size=size, relay=each[0]))
         return found
 
 

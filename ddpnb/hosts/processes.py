@@ -8,9 +8,8 @@ configuration, or is the kernel's own, is one like any other.
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,9 @@ from ddpnb.hosts.launchers import LaunchedHosts
 from ddpnb.hosts.network import free_ports, is_loopback
 from ddpnb.hosts.reasons import unfit
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.hosts.ssh import NUM_SOCKETS, SshHosts
-from ddpnb.hosts.starter import StartedHost, Starter
+from ddpnb.hosts.ssh import SshHosts
+from ddpnb.hosts.starter import RemoteHost, Starter
+from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KernelRequest, working_folder
 
@@ -44,32 +44,6 @@ ANSWER_SECONDS = 30.0
 """How long an agent may take to answer."""
 PREPARE_SECONDS = 120.0
 """How long a host may take to import torch."""
-
-
-@dataclass(kw_only=True, slots=True)
-class RemoteHost:
-    """One host and its agent, as the kernel sees them."""
-
-    started: StartedHost
-    link: ForkServerLink
-    report: dict[str, Any] = field(default_factory=dict)
-    """What the host has; ``clock`` is by how many seconds it is ahead."""
-
-    @property
-    def name(self) -> str:
-        """As the user wrote it, or as it calls itself."""
-        return self.started.name
-
-    def described(self) -> Host:
-        """Return what the placement of ranks needs to know."""
-        return Host(
-            name=self.name,
-            address=self.report["address"],
-            interface=self.report["interface"],
-            num_cores=self.report["num_cores"],
-            num_gpus=len(self.link.ready.result()),
-            size=self.started.size,
-        )
 
 
 class HostProcesses(Processes):
@@ -92,7 +66,7 @@ class HostProcesses(Processes):
         self._starter: Starter = (LaunchedHosts if spec.is_launched else SshHosts)(spec, folder)
         try:
             address = self._starter.address
-            ports = free_ports(address, NUM_SOCKETS) if address else ()
+            ports = free_ports(address, NUM_SOCKETS) if address else range(1, NUM_SOCKETS + 1)
             self.server = ForkServer(
                 folder=folder,
                 controller_arguments=controller_arguments(folder / "profile", address, ports),
@@ -106,8 +80,9 @@ class HostProcesses(Processes):
 
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Wait for the hosts, check them, have them import torch, and place the ranks."""
-        for started in self._starter.wait(progress):
-            self._hosts.append(self._connect(started))
+        self._hosts = self._starter.wait(progress)
+        for host in self._hosts:
+            self._connect(host)
         progress("checking the hosts")
         self._check(self._hosts)
         for one, other, error in self._broken_links(self._hosts):
@@ -118,7 +93,7 @@ class HostProcesses(Processes):
             )
         progress("importing torch")
         shares = [
-            max(1, host.report["num_cores"] // (host.started.size or host.report["num_cores"]))
+            max(1, host.report["num_cores"] // (host.size or host.report["num_cores"]))
             for host in self._hosts
         ]
         self._environment = {
@@ -128,11 +103,8 @@ class HostProcesses(Processes):
         }
         self._import_torch(self._hosts)
         port = self._hosts[0].report["master_port"]
-        hosts = [host.described() for host in self._hosts]
-        self.placement = place_ranks(self._spec, hosts, port)
+        self.placement = place_ranks(self._spec, [_described(each) for each in self._hosts], port)
         self._is_placed = True
-        path = self._folder / "profile/security/ipcontroller-engine.json"
-        wait_for_file(path, START_TIMEOUT_SECONDS, self._require_controller)
         self._connect_engines(self._hosts)
         return self.placement
 
@@ -143,11 +115,11 @@ class HostProcesses(Processes):
 
     def prepare(self, rank: int) -> None:
         """Have a rank's host ready to start it: with an agent anew, if its own has ended."""
-        number = self.placement.host_of(rank)
-        if not self._hosts[number].link.is_over.is_set():
+        host = self._hosts[self.placement.host_of(rank)]
+        if not host.link.is_over.is_set():
             return
-        started = self._starter.start_again(self._hosts[number].started)
-        host = self._connect(started)
+        self._starter.start_again(host)
+        self._connect(host)
         try:
             self._check([host])
             self._import_torch([host])
@@ -155,7 +127,6 @@ class HostProcesses(Processes):
         except BaseException:
             host.link.close()
             raise
-        self._hosts[number] = host
 
     def unreachable(self) -> str:
         """Return which hosts do not reach each other, as a part of a sentence; empty if all do."""
@@ -181,29 +152,26 @@ class HostProcesses(Processes):
 
     # -- private ---------------------------------------------------------------------
 
-    def _connect(self, started: StartedHost) -> RemoteHost:
+    def _connect(self, host: RemoteHost) -> None:
         """Begin to read what a host's agent reports."""
-        relay = self._starter.router.relays.get(started.relay)
+        relay = self._starter.router.relays.get(host.relay)
         if relay is None:
-            raise UserError(self._starter.explain(started))
-        link = ForkServerLink(
-            relay.pipe, on_exit=self._note_exit, on_end=lambda: self._note_end(started)
+            raise UserError(self._starter.explain(host))
+        host.link = ForkServerLink(
+            relay.pipe, on_exit=self._note_exit, on_end=lambda: self._note_end(host)
         )
-        return RemoteHost(started=started, link=link)
 
     def _note_exit(self, exit_: Exit) -> None:
         if exit_.log:
             (self._folder / f"rank-{exit_.member}.log").write_text(exit_.log)
         self._on_exit(exit_)
 
-    def _note_end(self, started: StartedHost) -> None:
+    def _note_end(self, host: RemoteHost) -> None:
         """Note the end of all ranks of a host with that of its agent."""
         if not self._is_placed:
             return
-        reason = self._starter.ended() or "its connection or its agent ended"
-        names = [host.name for host in self._hosts]
-        for rank in self.placement.ranks_of(names.index(started.name)):
-            cause = f"was lost with host {started.name}: {reason}"
+        cause = f"was lost with host {host.name}: its connection or its agent ended"
+        for rank in self.placement.ranks_of(self._hosts.index(host)):
             self._on_exit(Exit(member=rank, code=None, cause=cause))
 
     def _ask(
@@ -227,7 +195,7 @@ class HostProcesses(Processes):
             ) from None
         except RuntimeError as error:
             if host.link.is_over.is_set():
-                raise UserError(self._starter.explain(host.started)) from None
+                raise UserError(self._starter.explain(host)) from None
             raise UserError(f"Host {host.name} could not be used: {error}") from error
 
     def _check(self, hosts: Sequence[RemoteHost]) -> None:
@@ -269,30 +237,24 @@ class HostProcesses(Processes):
         ]
 
     def _connect_engines(self, hosts: Sequence[RemoteHost]) -> None:
-        """Have engines use the controller's ports, or its sockets as ssh forwards them."""
-        profile = self._folder / "profile"
-        connection = json.loads((profile / "security/ipcontroller-engine.json").read_text())
-        names: list[str] = []
-        if not self._starter.address:
-            names = sorted(each.name.removeprefix("socket") for each in profile.glob("socket*"))
-            names = [name for name in names if int(name.lstrip(":-")) in _numbers(connection)]
-        assert len(names) <= NUM_SOCKETS, names
-        for number, name in enumerate(names):
-            link = self._folder / f"engine-{number}"
-            if not link.is_symlink():
-                link.symlink_to(profile / f"socket{name}")
-        self._ask(hosts, KernelRequest.CONNECT, connection=connection, sockets=names)
+        """Have engines find the controller."""
+        path = self._folder / "profile/security/ipcontroller-engine.json"
+        wait_for_file(path, START_TIMEOUT_SECONDS, self._require_controller)
+        connection = json.loads(path.read_text())
+        self._ask(hosts, KernelRequest.CONNECT, connection=connection)
 
     def _require_controller(self) -> None:
         if self.server.link.is_over.is_set():
             raise RuntimeError("the fork server has ended while the controller started")
 
 
-def _numbers(connection: Mapping[str, Any]) -> set[int]:
-    """Return the numbers of the controller's sockets in the engines' connection file."""
-    found = set()
-    for value in connection.values():
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, int) and not isinstance(each, bool):
-                found.add(each)
-    return found
+def _described(host: RemoteHost) -> Host:
+    """Return what the placement of ranks needs to know."""
+    return Host(
+        name=host.name,
+        address=host.report["address"],
+        interface=host.report["interface"],
+        num_cores=host.report["num_cores"],
+        num_gpus=len(host.link.ready.result()),
+        size=host.size,
+    )

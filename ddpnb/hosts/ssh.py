@@ -14,15 +14,14 @@ from pathlib import Path
 from ddpnb.hosts.reasons import CONNECT_SECONDS, explain
 from ddpnb.hosts.router import Router
 from ddpnb.hosts.spec import HostsSpec, parse_hosts
-from ddpnb.hosts.starter import StartedHost, Starter
+from ddpnb.hosts.starter import RemoteHost, Starter
+from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
 
 COME_SECONDS = 30.0
 """How long a host may take to start its relay."""
 END_SECONDS = 5.0
 """How long ssh may take to end once its relay is asked to."""
-NUM_SOCKETS = 12
-"""Sockets that are forwarded for the controller; ipyparallel has eight for engines."""
 SSH = (
     "ssh",
     "-T",  # no terminal
@@ -62,34 +61,35 @@ class SshHosts(Starter):
         self._folder = folder
         self._python = spec.python
         self._ssh: dict[str, subprocess.Popen[bytes]] = {}
-        self._hosts: list[StartedHost] = []
+        self._hosts: list[RemoteHost] = []
         self.router = Router(f"ipc://{folder / 'relays'}")
+        for n in range(1, NUM_SOCKETS + 1):  # ssh's -R takes no colon, which the names have
+            (folder / f"engine-{n}").symlink_to(folder / f"profile/socket:{n}")
         try:
             for name, size in parse_hosts(spec.hosts).items():
-                self._hosts.append(self._start(name, size))
+                self._hosts.append(RemoteHost(name=name, size=size, relay=self._start(name)))
         except BaseException:
             self.stop()
             raise
 
-    def wait(self, progress: Callable[[str], None]) -> list[StartedHost]:
+    def wait(self, progress: Callable[[str], None]) -> list[RemoteHost]:
         """Wait until all hosts are there."""
         progress("connecting to the hosts")
         for host in self._hosts:
             self._wait_for(host)
         return self._hosts
 
-    def start_again(self, host: StartedHost) -> StartedHost:
+    def start_again(self, host: RemoteHost) -> None:
         """Start an agent by the host's relay, or by a new connection if that is lost."""
         if host.relay in self.router.relays:
             self.router.start_agent(host.relay)
         else:
             self._ssh[host.name].kill()
             self._end([host.name])
-            host = self._start(host.name, host.size)
+            host.relay = self._start(host.name)
         self._wait_for(host)
-        return host
 
-    def explain(self, host: StartedHost) -> str:
+    def explain(self, host: RemoteHost) -> str:
         """Return the sentence on why a host's agent has ended before it was of use."""
         relay = self.router.relays.get(host.relay)
         text = self._log(host.name).read_text(errors="replace")
@@ -100,11 +100,12 @@ class SshHosts(Starter):
         self.router.stop()
         self._end(list(self._ssh))
 
-    def _start(self, name: str, size: int | None) -> StartedHost:
+    def _start(self, name: str) -> str:
+        """Start the ssh of a host; return the name that its relay will have."""
         relay = secrets.token_hex(8)
         there = f"/tmp/ddpnb-{relay}"
-        sockets = [f"{there}.{n}:{self._folder / f'engine-{n}'}" for n in range(NUM_SOCKETS)]
-        sockets.append(f"{there}.relay:{self._folder / 'relays'}")
+        here = {"relay": "relays"} | {n: f"engine-{n}" for n in range(1, NUM_SOCKETS + 1)}
+        sockets = [f"{there}.{n}:{self._folder / path}" for n, path in here.items()]
         forwards = [word for each in sockets for word in ("-R", each)]
         script = SCRIPT.format(
             forwarded=there, python=shlex.quote(self._python), same=shlex.quote(sys.executable)
@@ -122,9 +123,9 @@ class SshHosts(Starter):
         assert ssh.stdin is not None
         with contextlib.suppress(OSError), ssh.stdin:  # it has ended, as waiting for it says
             ssh.stdin.write(json.dumps(place).encode() + b"\n")
-        return StartedHost(name=name, size=size, relay=relay)
+        return relay
 
-    def _wait_for(self, host: StartedHost) -> None:
+    def _wait_for(self, host: RemoteHost) -> None:
         deadline = time.monotonic() + COME_SECONDS
         while host.relay not in self.router.relays:
             if self._ssh[host.name].poll() is not None:

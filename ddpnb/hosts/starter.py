@@ -2,21 +2,27 @@
 
 import abc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from ddpnb.cluster.link import ForkServerLink
 from ddpnb.hosts.router import Router
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartedHost:
-    """A host with a relay that has come."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class RemoteHost:
+    """One host, as the kernel sees it."""
 
     name: str
     """As the user wrote it, or as it calls itself."""
     size: int | None
     """How many ranks are to be there; None: as many as fit."""
     relay: str
-    """The relay's name in the router."""
+    """The name of its relay in the router."""
+    link: ForkServerLink = field(init=False)
+    """To its agent."""
+    report: dict[str, Any] = field(default_factory=dict)
+    """What it has; ``clock`` is by how many seconds it is ahead."""
 
 
 class Starter(abc.ABC):
@@ -27,7 +33,7 @@ class Starter(abc.ABC):
     """Of this host, where the engines reach the controller; empty: at forwarded sockets."""
 
     @abc.abstractmethod
-    def wait(self, progress: Callable[[str], None]) -> list[StartedHost]:
+    def wait(self, progress: Callable[[str], None]) -> list[RemoteHost]:
         """Wait until all hosts are there.
 
         Args:
@@ -38,7 +44,7 @@ class Starter(abc.ABC):
         """
 
     @abc.abstractmethod
-    def start_again(self, host: StartedHost) -> StartedHost:
+    def start_again(self, host: RemoteHost) -> None:
         """Have an agent started again on a host that has lost it.
 
         Raises:
@@ -46,12 +52,8 @@ class Starter(abc.ABC):
         """
 
     @abc.abstractmethod
-    def explain(self, host: StartedHost) -> str:
+    def explain(self, host: RemoteHost) -> str:
         """Return the sentence on why a host's agent has ended before it was of use."""
-
-    def ended(self) -> str:
-        """Return why all hosts are lost at once, as a part of a sentence; empty if they are not."""
-        return ""
 
     @abc.abstractmethod
     def stop(self) -> None:

@@ -8,6 +8,9 @@ HEARTBEAT_MS = 5_000
 LOST_MS = 15_000
 """After so long without a heartbeat, which ZMQ's own thread answers, the other end is lost."""
 
+NUM_SOCKETS = 12
+"""Sockets or ports of the controller that engines reach; ipyparallel has eight."""
+
 
 class Word(bytes, Enum):
     """The first part of a message; the second is its content."""

@@ -15,6 +15,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import own_folders
 from ddpnb.compat import ipyparallel_internals
+from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KERNEL_LOCK, holder_of, num_cores
 from tests.cluster.rig import (
@@ -57,6 +58,14 @@ def test_a_rank_that_registers_while_the_kernel_connects_is_found(any_cluster: C
     client._client._ids.remove(1)  # as if the controller's notice had been lost
     assert [state.rank for state in client.wait_for(2, any_cluster.raise_if_dead)] == [0, 1]
     client.close((), "")
+
+
+def test_a_call_on_a_rank_without_an_engine_reaches_no_rank(any_cluster: Cluster, monkeypatch):
+    sent = []
+    monkeypatch.setattr(ipyparallel_internals, "send", lambda *arguments: sent.append(arguments))
+    with pytest.raises(UserError, match="%ddp_restart --ranks 7"):
+        any_cluster.client.submit(calls.state(), [0, 7])
+    assert not sent
 
 
 def test_the_environment_is_what_torchrun_sets(any_cluster: Cluster):
