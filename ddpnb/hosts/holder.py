@@ -1,13 +1,11 @@
 """ipyparallel's launcher, as a process that ends with the kernel (kernel's host).
 
-``python -m ddpnb.hosts.holder`` has a launcher start a program several times, in place of engines:
-by Slurm, MPI, PBS, LSF, SGE or HTCondor, as its argument and the profile's ``ipcluster_config.py``
-say.  It prints whether it could, ends them when its standard input closes, and then removes the
-file with keys.
+``python -m ddpnb.hosts.holder`` has a launcher start relays in place of engines: by Slurm, MPI,
+PBS, LSF, SGE or HTCondor, as its argument and the profile's ``ipcluster_config.py`` say.  It ends
+them when its standard input closes.  Its standard error has what went wrong.
 """
 
 import asyncio
-import contextlib
 import inspect
 import json
 import logging
@@ -40,7 +38,7 @@ async def main(
     folder: str,
     words: list[str],
 ) -> None:
-    """Start the programs and wait for the kernel.
+    """Start the relays and wait for the kernel.
 
     Args:
         profile: of ipyparallel; empty: the default one.
@@ -49,22 +47,20 @@ async def main(
         num_ranks: how many ranks each is to have.
         hosts: their names, for MPI.
         folder: where the launcher writes its batch script.
-        words: the program; the last one is a file, which is removed in the end.
+        words: the relay's command line; the last one is the file with keys.
     """
+    file = Path(words[-1])
     try:
         launcher = make_launcher(profile, engines, folder, words)
         adapt(launcher, num_ranks, hosts)
         await result_of(launcher.start(num))
-    except Exception as error:  # noqa: BLE001  the edge of the process: the kernel shows it
-        answer(f"{type(error).__name__}: {error}")
-        Path(words[-1]).unlink(missing_ok=True)
-        return
-    answer(None)
-    over = asyncio.Event()
-    launcher.on_stop(lambda _: over.set())  # batch systems do not report it
-    kernel = asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
-    await asyncio.wait([asyncio.ensure_future(over.wait()), kernel], return_when=FIRST_COMPLETED)
-    Path(words[-1]).unlink(missing_ok=True)  # with keys; the kernel may have been killed
+        over = asyncio.Event()
+        launcher.on_stop(lambda _: over.set())  # batch systems do not report it
+        kernel = asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
+        ended = asyncio.ensure_future(over.wait())
+        await asyncio.wait([ended, kernel], return_when=FIRST_COMPLETED)
+    finally:
+        file.unlink(missing_ok=True)  # the kernel may have been killed
     if over.is_set():
         print(launcher.get_output(remove=True), file=sys.stderr, flush=True)
         os._exit(1)  # the thread that waits for the kernel would go on
@@ -99,12 +95,6 @@ def adapt(launcher: Any, num_ranks: int, hosts: str) -> None:
         launcher.default_template = SLURM.format(num_ranks=num_ranks)
     elif isinstance(launcher, launchers.MPIEngineSetLauncher):
         launcher.mpi_args = (launcher.mpi_args or MPI) + (["--host", hosts] if hosts else [])
-
-
-def answer(error: str | None) -> None:
-    """Say whether the programs were started, to a kernel that may have been killed meanwhile."""
-    with contextlib.suppress(OSError):
-        print(json.dumps(error), flush=True)
 
 
 async def result_of(answer: Any) -> None:

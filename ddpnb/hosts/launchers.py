@@ -14,10 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
 from pathlib import Path
 
-from IPython.core.profiledir import ProfileDir, ProfileDirError
 from IPython.paths import get_ipython_dir
 from jupyter_client.localinterfaces import public_ips
 
@@ -31,12 +29,8 @@ from ddpnb.protocol.processes import atomic_write
 
 WAIT_SECONDS = 600.0
 """How long hosts may take to come, if nothing else is said."""
-SUBMIT_SECONDS = 120.0
-"""How long a launcher may take to submit a job."""
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 2.0
-AGAIN_SECONDS = 30.0
-"""How long a relay may take to start an agent again."""
 STOP_SECONDS = 60.0
 """How long a launcher may take to end what it started."""
 STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
@@ -52,8 +46,11 @@ class LaunchedHosts(Starter):
         Raises:
             UserError: there is no such profile, or this host has no address for the others.
         """
-        if spec.profile:
-            find_profile(spec.profile)
+        if spec.profile and spec.profile not in profiles():
+            raise UserError(
+                f"There is no profile {spec.profile} of ipyparallel, but {', '.join(profiles())}: "
+                f"`ipython profile create --parallel --profile={spec.profile}` makes one."
+            )
         self._what = f"profile {spec.profile}" if spec.profile else f"--engines {spec.engines}"
         self._named = parse_hosts(spec.hosts) if spec.hosts else {}
         self._size = spec.ranks_per_host or spec.num_ranks or 1
@@ -78,7 +75,7 @@ class LaunchedHosts(Starter):
             self._holder = subprocess.Popen(
                 [sys.executable, "-m", "ddpnb.hosts.holder", json.dumps(order)],
                 stdin=subprocess.PIPE,  # it closes with this process, however that ends
-                stdout=subprocess.PIPE,
+                stdout=errors,
                 stderr=errors,
                 env=os.environ | STRICT,
                 start_new_session=True,  # interrupts are for the kernel
@@ -86,7 +83,6 @@ class LaunchedHosts(Starter):
 
     def wait(self, progress: Callable[[str], None]) -> list[RemoteHost]:
         """Wait until all hosts are there."""
-        self._wait_for_launcher()
         deadline, next_report = time.monotonic() + self._seconds, 0.0
         seen: set[str] = set()
         while len(seen) < self._num:
@@ -97,7 +93,7 @@ class LaunchedHosts(Starter):
                     "launcher's output, or give them longer with --timeout."
                 )
             if self._holder.poll() is not None:
-                raise UserError(self._refusal(f"has ended, with {here} hosts there"))
+                raise UserError(self._explain_end(here))
             if time.monotonic() > next_report:
                 progress(f"waiting for the hosts of {self._what}: {here}")
                 next_report = time.monotonic() + min(REPORT_SECONDS, self._seconds / 4)
@@ -111,17 +107,13 @@ class LaunchedHosts(Starter):
 
     def start_again(self, host: RemoteHost) -> None:
         """Start an agent by the host's relay, if that is there."""
-        deadline = time.monotonic() + AGAIN_SECONDS
-        if host.relay in self.router.relays:
-            self.router.start_agent(host.relay)
-            while time.monotonic() < deadline:
-                if host.relay in self.router.relays:
-                    return
-                time.sleep(POLL_SECONDS)
-        raise UserError(
-            f"Host {host.name} is lost with what {self._what} has started there: start anew with "
-            "%ddp_restart."
-        )
+        if host.relay not in self.router.relays:
+            raise UserError(
+                f"Host {host.name} is lost with what {self._what} has started there: start anew "
+                "with %ddp_restart."
+            )
+        self.router.start_agent(host.relay)
+        self.router.wait_for(host.relay, host.name)
 
     def explain(self, host: RemoteHost) -> str:
         """Return the sentence on why a host's agent has ended before it was of use."""
@@ -140,27 +132,16 @@ class LaunchedHosts(Starter):
             self._holder.kill()
             self._holder.wait()
 
-    def _wait_for_launcher(self) -> None:
-        """Wait until the launcher has submitted its job."""
-        assert self._holder.stdout is not None
-        if not wait([self._holder.stdout.fileno()], SUBMIT_SECONDS):
-            raise UserError(f"The launcher of {self._what} has not answered: see its programs.")
-        answer = self._holder.stdout.readline()
-        if not answer:
-            raise UserError(self._refusal("cannot be used"))
-        if error := json.loads(answer):
-            raise UserError(f"The launcher of {self._what} has started nothing: {error}.")
-
-    def _refusal(self, words: str) -> str:
-        """Return a sentence with what the launcher has written last."""
+    def _explain_end(self, here: str) -> str:
+        """Return the sentence on why the launcher has ended, from what it has written."""
         text = self._log.read_text(errors="replace")
         if "as the root user" in text or "run as root" in text:
             return (
                 "Open MPI does not run as root: use another user, or set OMPI_ALLOW_RUN_AS_ROOT=1 "
                 "and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 before the notebook starts."
             )
-        lines = text.strip().splitlines() or ["it wrote nothing"]
-        return f"The launcher of {self._what} {words}: {lines[-1].strip().removesuffix('.')}."
+        last = (text.strip().splitlines() or ["it wrote nothing"])[-1].strip().removesuffix(".")
+        return f"The launcher of {self._what} has ended, with {here} hosts there: {last}."
 
     def _in_order(self) -> list[RemoteHost]:
         """Return the hosts in the order that the user gave, or else by their names."""
@@ -221,21 +202,3 @@ def profiles() -> list[str]:
     """Return the names of the user's profiles."""
     folders = Path(get_ipython_dir()).glob("profile_*")
     return sorted(each.name.removeprefix("profile_") for each in folders)
-
-
-def find_profile(name: str) -> Path:
-    """Return the folder of a profile of ipyparallel.
-
-    Raises:
-        UserError: there is none of this name.
-    """
-    try:
-        found = ProfileDir.find_profile_dir_by_name(get_ipython_dir(), name)
-    except ProfileDirError:
-        known = ", ".join(profiles())
-        there = f"{get_ipython_dir()}; there is {known}" if known else get_ipython_dir()
-        raise UserError(
-            f"There is no profile {name} in {there}: make one with `ipython profile create "
-            f"--parallel --profile={name}`, and name a launcher in its ipcluster_config.py."
-        ) from None
-    return Path(found.location)

@@ -6,6 +6,7 @@ import json
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -14,12 +15,15 @@ from typing import Any
 import zmq
 
 from ddpnb.hosts.wire import Word, keep_alive
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import limit_waits
 
 PROBE_SECONDS = 1.0
 """How often it is checked whether relays are connected."""
 WRITE_SECONDS = 10.0
 """How long the kernel may take to read a frame."""
+COME_SECONDS = 30.0
+"""How long a host may take to start its relay and agent."""
 STOP_SECONDS = 5.0
 
 
@@ -79,6 +83,27 @@ class Router:
     def start_agent(self, name: str) -> None:
         """Have a relay, whose agent has ended, start one again; it gets another ``Relay``."""
         self._control.send_bytes(self.relays.pop(name).identity)
+
+    def wait_for(self, name: str, host: str, look: Callable[[], None] = lambda: None) -> None:
+        """Wait until a relay with an agent is there.
+
+        Args:
+            name: the relay's.
+            host: its host's.
+            look: called repeatedly; raises to give up.
+
+        Raises:
+            UserError: it does not come.
+        """
+        deadline = time.monotonic() + COME_SECONDS
+        while name not in self.relays:
+            look()
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"Host {host} has not answered within {COME_SECONDS:g} s: it is too slow, or "
+                    "its connection was lost."
+                )
+            time.sleep(0.005)
 
     def stop(self) -> None:
         """Disconnect from all relays, which ends them; may be called twice."""

@@ -18,8 +18,6 @@ from ddpnb.hosts.starter import RemoteHost, Starter
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
 
-COME_SECONDS = 30.0
-"""How long a host may take to start its relay."""
 END_SECONDS = 5.0
 """How long ssh may take to end once its relay is asked to."""
 SSH = (
@@ -126,16 +124,11 @@ class SshHosts(Starter):
         return relay
 
     def _wait_for(self, host: RemoteHost) -> None:
-        deadline = time.monotonic() + COME_SECONDS
-        while host.relay not in self.router.relays:
+        def look() -> None:
             if self._ssh[host.name].poll() is not None:
                 raise UserError(self.explain(host))
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"Host {host.name} has not answered within {COME_SECONDS:g} s: it is too slow, "
-                    "or its connection was lost."
-                )
-            time.sleep(0.005)
+
+        self.router.wait_for(host.relay, host.name, look)
 
     def _end(self, names: Sequence[str]) -> None:
         """Wait for each ssh to end, as it does once its relay has."""

@@ -261,9 +261,9 @@ def test_mpi_starts_ranks_on_both_hosts_and_a_host_without_power_is_lost(
     ("config", "sentence"),
     [
         ("", "names no launcher: set c.Cluster.engine_launcher_class"),
-        ("c.Cluster.engine_launcher_class = 'nowhere'\n", "profile site has started nothing: "),
-        ("c.Cluster.engine_launcher_class = 'batch'\n", "profile site has started nothing: "),
-        ("1 / 0\n", "started nothing: ZeroDivisionError: division by zero"),
+        ("c.Cluster.engine_launcher_class = 'nowhere'\n", "profile site has ended, with 0 of 2"),
+        ("c.Cluster.engine_launcher_class = 'batch'\n", "profile site has ended, with 0 of 2"),
+        ("1 / 0\n", "hosts there: ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_profile_that_starts_nothing_is_named(profile, config, sentence):
@@ -277,7 +277,7 @@ def test_a_profile_that_starts_nothing_is_named(profile, config, sentence):
     [
         ({"engines": "local", "python": "/usr/bin/python3"}, "ended, with 0 of 2.*No module named"),
         ({"engines": "local", "device": "cuda"}, "has no GPU"),
-        ({"profile": "other"}, "There is no profile other in .*; there is .*site: make"),
+        ({"profile": "other"}, "There is no profile other of ipyparallel, but .*site: "),
         ({"engines": "local", "interface": "net7"}, "This host has no interface net7"),
     ],
 )
