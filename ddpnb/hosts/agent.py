@@ -16,13 +16,19 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddpnb.hosts.network import interfaces, is_loopback, probe, reserve_port, route_to
+from ddpnb.hosts.network import (
+    address_of_ssh,
+    interfaces,
+    is_loopback,
+    probe,
+    reserve_port,
+    route_to,
+)
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.launcher import forkserver
 from ddpnb.protocol.processes import (
@@ -53,22 +59,26 @@ class Agent:
     def check(
         self, *, home: str, interface: str, others: list[str], port: int | None
     ) -> dict[str, Any]:
-        """Describe this host.
+        """Describe this host, and let the other hosts probe it.
 
         Args:
             home: the folder in which cells start.
-            interface: the network between the hosts; empty: that by which the kernel came here.
-            others: addresses of other hosts, from which a host that is the kernel's own learns it.
+            interface: the network between the hosts; empty: that by which ssh came here, or, on
+                the kernel's own host, that which leads to the others.
+            others: addresses of the hosts.
             port: the one to keep for rank 0; 0: any, None: rank 0 is elsewhere.
         """
         known = interfaces()
-        reached = next(iter(known.get(interface, [])), "") if interface else address_of_ssh(known)
-        address = reached
+        address = next(iter(known.get(interface, [])), "") if interface else address_of_ssh()
         if not interface and is_loopback(address):
             far = [route_to(each) for each in others if not is_loopback(each)]
             address = next(filter(None, far), address)
-        if address and (self.listener is None or self.listener.getsockname()[0] != address):
-            self._listen(address, port)
+        if address:
+            self.listener = socket.create_server((address, 0))
+            self.listener.setblocking(False)  # who has connected may be gone
+            self.master = None if port is None else reserve_port(address, port)
+            self.server.more_ends += filter(None, (self.listener, self.master))
+            self.server.selector.register(self.listener, selectors.EVENT_READ, refuse)
         return {
             "host": socket.gethostname(),
             "python": platform.python_version(),
@@ -77,7 +87,6 @@ class Agent:
             "has_home": os.path.isdir(home),
             "num_cores": num_cores(),
             "clock": time.time(),
-            "reached": reached,
             "address": address,
             "interface": next((n for n, found in known.items() if address in found), ""),
             "interfaces": sorted(known),
@@ -105,27 +114,6 @@ class Agent:
                 (profile / f"socket:{n}").symlink_to(f"{self.forwarded}.{n}")
         path = profile / "security/ipcontroller-engine.json"
         atomic_write(path, json.dumps(connection).encode(), mode=0o600)
-
-    def _listen(self, address: str, port: int | None) -> None:
-        """Let other hosts probe this one at an address, and keep rank 0's port there."""
-        if self.listener is not None:
-            self.server.selector.unregister(self.listener)
-        for end in filter(None, (self.listener, self.master)):
-            self.server.more_ends.remove(end)
-            end.close()
-        self.listener = socket.create_server((address, 0))
-        self.listener.setblocking(False)  # who has connected may be gone
-        self.master = None if port is None else reserve_port(address, port)
-        self.server.more_ends += filter(None, (self.listener, self.master))
-        self.server.selector.register(self.listener, selectors.EVENT_READ, refuse)
-
-
-def address_of_ssh(known: Mapping[str, list[str]]) -> str:
-    """Return the one of this host's addresses by which ssh has reached it, if it has."""
-    parts = os.environ.get("SSH_CONNECTION", "").split()
-    address = parts[2].removeprefix("::ffff:") if len(parts) == 4 else ""
-    is_own = any(address in found for found in known.values())  # a batch job has its login node's
-    return address if is_own else "127.0.0.1"
 
 
 def version_of(package: str) -> str:

@@ -25,6 +25,14 @@ def interfaces() -> dict[str, list[str]]:
     }
 
 
+def address_of_ssh() -> str:
+    """Return the one of this host's addresses by which ssh has reached it, if it has."""
+    parts = os.environ.get("SSH_CONNECTION", "").split()  # in a batch job it may be another host's
+    address = parts[2].removeprefix("::ffff:") if len(parts) == 4 else ""
+    is_own = any(address in found for found in interfaces().values())
+    return address if is_own else "127.0.0.1"
+
+
 def route_to(address: str) -> str:
     """Return the address of this host on the way to another; empty where there is no way."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -31,7 +31,7 @@ from ddpnb.cluster.processes import (
     wait_for_file,
 )
 from ddpnb.hosts.launchers import LaunchedHosts
-from ddpnb.hosts.network import free_ports, is_loopback
+from ddpnb.hosts.network import free_ports
 from ddpnb.hosts.reasons import unfit
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.hosts.ssh import SshHosts
@@ -80,9 +80,9 @@ class HostProcesses(Processes):
 
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Wait for the hosts, check them, have them import torch, and place the ranks."""
-        self._hosts = self._starter.wait(progress)
-        for host in self._hosts:
+        for host in self._starter.wait(progress):
             self._connect(host)
+            self._hosts.append(host)
         progress("checking the hosts")
         self._check(self._hosts)
         for one, other, error in self._broken_links(self._hosts):
@@ -201,18 +201,14 @@ class HostProcesses(Processes):
     def _check(self, hosts: Sequence[RemoteHost]) -> None:
         """Have agents describe their hosts; raises a UserError where one is not fit."""
         interface = self._spec.interface
-        others = [host.report["reached"] for host in self._hosts if host.report]
+        others = [relay.reached for relay in self._starter.router.relays.values()]
         others += [self._starter.address] if self._starter.address else []
-        question: dict[str, object] = {"home": str(self._home), "interface": interface}
+        question = {"home": str(self._home), "interface": interface, "others": others}
         port = self.placement.master_port if self._is_placed else 0
-        first = self._hosts[0].name
-        for is_again in (False, True):  # the kernel's own host learns its way to the others
-            for host in hosts:
-                if not is_again or is_loopback(host.report["reached"]):
-                    question |= {"others": others, "port": port if host.name == first else None}
-                    [report] = self._ask([host], KernelRequest.CHECK, **question)
-                    host.report = report | {"clock": report["clock"] - time.time()}
-            others += [host.report["reached"] for host in hosts]
+        for host in hosts:
+            own_port = port if host is self._hosts[0] else None
+            [report] = self._ask([host], KernelRequest.CHECK, **question, port=own_port)
+            host.report = report | {"clock": report["clock"] - time.time()}
         for host in hosts:
             if sentence := unfit(host.name, host.report, self._home, interface):
                 raise UserError(sentence)

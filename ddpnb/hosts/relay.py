@@ -27,14 +27,14 @@ from typing import Any
 
 import zmq
 
-from ddpnb.hosts.network import interfaces
+from ddpnb.hosts.network import address_of_ssh, interfaces
 from ddpnb.hosts.wire import LOST_MS, Word, keep_alive
 from ddpnb.protocol.processes import limit_waits
 
 SHARED_SECONDS = 10.0
 """How long a file of another host may take to appear on a disk that both share."""
-WRITE_SECONDS = 10.0
-"""How long an agent may take to read."""
+WAIT_SECONDS = 10.0
+"""How long an agent may take to read a frame, or to write one that it has begun."""
 END_SECONDS = 10.0
 """How long an agent may take to end its ranks once its pipe is closed."""
 LOG_BYTES = 4096
@@ -75,7 +75,7 @@ class Relay:
     def _run_agent(self) -> bool:
         """Run one agent to its end; return whether the kernel is there."""
         pipe, theirs = Pipe()
-        limit_waits(pipe, write_seconds=WRITE_SECONDS).close()
+        limit_waits(pipe, write_seconds=WAIT_SECONDS, read_seconds=WAIT_SECONDS).close()
         words = [str(theirs.fileno()), str(self._folder), self._forwarded]
         with tempfile.TemporaryFile() as log:
             agent = subprocess.Popen(
@@ -105,9 +105,13 @@ class Relay:
 
     def _pass_on(self, pipe: Connection) -> bool:
         """Pass frames on until the agent has ended, or the kernel; return whether that is there."""
-        addresses = [each for found in interfaces().values() for each in found]
-        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        hello = {"token": self._token, "name": self._name, "host": host, "addresses": addresses}
+        hello = {
+            "token": self._token,
+            "name": self._name,
+            "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            "addresses": [each for found in interfaces().values() for each in found],
+            "reached": address_of_ssh(),
+        }
         self._send(Word.HELLO, json.dumps(hello).encode())
         while ready := self._poll(pipe.fileno()):
             try:

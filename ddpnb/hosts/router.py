@@ -35,6 +35,8 @@ class Relay:
     host: str
     """What its host calls itself."""
     addresses: list[str]
+    reached: str
+    """The one by which ssh has reached it, if it has."""
     pipe: Connection
     """Leads to its agent."""
     last_words: str = ""
@@ -159,9 +161,8 @@ class Router:
         pipe, theirs = Pipe()
         limit_waits(theirs, write_seconds=WRITE_SECONDS).close()
         self._ends[hello["name"]] = theirs
-        self.relays[hello["name"]] = Relay(
-            identity=identity, host=hello["host"], addresses=hello["addresses"], pipe=pipe
-        )
+        about = {name: hello[name] for name in ("host", "addresses", "reached")}
+        self.relays[hello["name"]] = Relay(identity=identity, pipe=pipe, **about)
         self._send(identity, Word.WELCOME)
 
     def _pass_on(self, name: str, end: Connection) -> None:

@@ -196,6 +196,14 @@ def processes_of(cluster: Cluster) -> list[psutil.Process]:
     return [server, *server.children(recursive=True)]
 
 
+def controller_of(cluster: Cluster) -> psutil.Process:
+    """The controller of a local cluster."""
+    ranks = {state.pid for state in cluster.states}
+    children = psutil.Process(cluster.processes.pid).children()
+    (found,) = (each for each in children if each.pid not in ranks and is_alive(each))
+    return found
+
+
 def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -395,11 +395,12 @@ def test_what_is_killed_takes_ranks_and_files_along(cluster, hosts, tmp_path, ki
     (process,) = hosts.running(killed, "b")
     process.kill()
     finish(cell)
-    assert set(cell.lost) == {2, 3}
-    assert pull(cluster, "kept", ranks=[0, 1]) == ["of rank 0", "of rank 1"]
+    assert {2, 3} <= set(cell.lost)  # one of the others may wait for the rest of a message
+    freed = list(cluster.living)
+    assert pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
     wait_until_gone(left)
     wait_until(lambda: not Path(f"/dev/shm/ddpnb-{name}").exists(), "the agent's files are gone")
-    cluster.bring_back([2, 3])
+    cluster.bring_back(list(cluster.dead))
     assert total(cluster) == [4.0] * 4
     assert killed == "agent" or not files_of(name)
 

@@ -20,6 +20,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KERNEL_LOCK, holder_of, num_cores
 from tests.cluster.rig import (
     ALL_REDUCE,
+    controller_of,
     is_alive,
     processes_of,
     pull,
@@ -88,12 +89,9 @@ def test_the_group_is_formed_and_threads_are_set(any_cluster: Cluster):
     ]
 
 
-def test_cells_run_in_the_notebooks_folder(any_cluster: Cluster):
-    assert pull(any_cluster, "__import__('os').getcwd()") == [os.getcwd()] * 2
-
-
-def test_a_rank_has_no_arguments_as_an_interpreter_without_a_script(any_cluster: Cluster):
-    assert pull(any_cluster, "__import__('sys').argv") == [[""]] * 2
+def test_cells_run_in_the_notebooks_folder_without_arguments(any_cluster: Cluster):
+    found = pull(any_cluster, "(__import__('os').getcwd(), __import__('sys').argv)")
+    assert found == [(os.getcwd(), [""])] * 2  # as in an interpreter without a script
 
 
 DRAW = """
@@ -258,3 +256,11 @@ def test_other_numbers_of_ranks(num_ranks: int):
         run(cluster, ALL_REDUCE)
         assert pull(cluster, "total.item()") == [num_ranks] * num_ranks
         wait_until(lambda: cluster.processes.ready.done(), "the fork server")
+
+
+def test_the_controller_keeps_nothing_of_what_passes_through_it():
+    with started(2) as cluster:
+        run(cluster, "import torch; big = torch.ones(5_000_000)")
+        for _ in range(12):
+            assert len(pull(cluster, "big.numpy()")) == 2  # 40 MB
+        assert controller_of(cluster).memory_info().rss < 300e6  # of 480 MB
