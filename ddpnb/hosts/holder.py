@@ -6,10 +6,12 @@ them when its standard input closes.  Its standard error has what went wrong.
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 import logging
 import os
+import subprocess
 import sys
 from asyncio import FIRST_COMPLETED
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import ipyparallel as ipp
 from ipyparallel.cluster import launcher as launchers
 
+POLL_SECONDS = 3.0
 SLURM = """#!/bin/sh
 #SBATCH --job-name=ddpnb --export=ALL --no-kill
 #SBATCH --nodes={{n}} --ntasks-per-node=1 --cpus-per-task={num_ranks}
@@ -54,18 +57,29 @@ async def main(
         launcher = make_launcher(profile, engines, folder, words)
         adapt(launcher, num_ranks, hosts)
         await result_of(launcher.start(num))
-        over = asyncio.Event()
-        launcher.on_stop(lambda _: over.set())  # batch systems do not report it
         kernel = asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
-        ended = asyncio.ensure_future(over.wait())
+        ended = asyncio.ensure_future(end_of(launcher))
         await asyncio.wait([ended, kernel], return_when=FIRST_COMPLETED)
     finally:
         file.unlink(missing_ok=True)  # the kernel may have been killed
-    if over.is_set():
-        print(launcher.get_output(remove=True), file=sys.stderr, flush=True)
-        os._exit(1)  # the thread that waits for the kernel would go on
-    await result_of(launcher.stop())
-    launcher.get_output(remove=True)
+    if not ended.done():
+        await result_of(launcher.stop())
+    print(launcher.get_output(remove=True), file=sys.stderr, flush=True)
+    os._exit(ended.done())  # the thread that waits for the kernel would go on
+
+
+async def end_of(launcher: Any) -> None:
+    """Wait until what a launcher has started has ended; of batch systems, Slurm is asked."""
+    over = asyncio.Event()
+    launcher.on_stop(lambda _: over.set())
+    while not over.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), POLL_SECONDS)
+        if isinstance(launcher, launchers.SlurmEngineSetLauncher):
+            words = ["squeue", "--noheader", f"--jobs={launcher.job_id}"]
+            asked = subprocess.run(words, capture_output=True, check=False)
+            if asked.returncode == 0 and not asked.stdout.strip():
+                return
 
 
 def make_launcher(profile: str, engines: str, folder: str, words: list[str]) -> Any:

@@ -89,8 +89,8 @@ class LaunchedHosts(Starter):
             here = f"{len(seen)} of {self._num}"
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{here} hosts of {self._what} have come within {self._seconds:g} s: see the "
-                    "launcher's output, or give them longer with --timeout."
+                    f"{here} hosts of {self._what} have come within {self._seconds:g} s: give them "
+                    "longer with --timeout."
                 )
             if self._holder.poll() is not None:
                 raise UserError(self._explain_end(here))

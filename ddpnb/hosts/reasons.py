@@ -29,9 +29,7 @@ _REASONS = (
     ),
     ("remote port forwarding failed", "does not forward Unix sockets: {f}"),
     ("No module named ddpnb.hosts", "has another version of ddpnb: install {v} there."),
-    ("No module named 'ddpnb.hosts", "has another version of ddpnb: install {v} there."),
     ("No module named ddpnb", "has no ddpnb in its Python: install {v} there, or give --python."),
-    ("No module named 'ddpnb", "has no ddpnb in its Python: install {v} there, or give --python."),
     ("No module named", "lacks a package that ddpnb needs ({l}): install {v} there."),
     ("no answer at", "does not reach the kernel ({l}): does its sshd forward Unix sockets?"),
     ("Connection timed out", "cannot be reached: no answer within {s} s."),
@@ -48,6 +46,7 @@ def explain(host: str, text: str, code: int | None = None) -> str:
         text: what ssh, the relay and the agent have written.
         code: the exit code of ssh, if that has ended.
     """
+    text = text.replace("'", "")  # of a module's name
     last = (text.strip().splitlines() or [f"exit code {code}"])[-1].strip()
     words = {
         "h": host,

@@ -276,12 +276,13 @@ def test_a_profile_that_starts_nothing_is_named(profile, config, sentence):
     ("spec", "sentence"),
     [
         ({"engines": "local", "python": "/usr/bin/python3"}, "ended, with 0 of 2.*No module named"),
+        ({"engines": "slurm", "python": "/nowhere/python"}, "with 0 of 2.*/nowhere/python"),
         ({"engines": "local", "device": "cuda"}, "has no GPU"),
         ({"profile": "other"}, "There is no profile other of ipyparallel, but .*site: "),
         ({"engines": "local", "interface": "net7"}, "This host has no interface net7"),
     ],
 )
-def test_what_a_launcher_cannot_start_is_said(profile, spec, sentence):
+def test_what_a_launcher_cannot_start_is_said(slurm, profile, spec, sentence):
     profile("")
     with pytest.raises(UserError, match=sentence):
         start_cluster(HostsSpec(**(TWO_EACH | spec)))
