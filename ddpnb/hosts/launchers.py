@@ -140,8 +140,10 @@ class LaunchedHosts(Starter):
                 "Open MPI does not run as root: use another user, or set OMPI_ALLOW_RUN_AS_ROOT=1 "
                 "and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 before the notebook starts."
             )
-        last = (text.strip().splitlines() or ["it wrote nothing"])[-1].strip().removesuffix(".")
-        return f"The launcher of {self._what} has ended, with {here} hosts there: {last}."
+        lines = [line.strip() for line in text.splitlines() if not line.startswith("srun: error")]
+        last = next((line for line in reversed(lines) if line), "it wrote nothing")
+        end = last.removesuffix(".")
+        return f"The launcher of {self._what} has ended, with {here} hosts there: {end}."
 
     def _in_order(self) -> list[RemoteHost]:
         """Return the hosts in the order that the user gave, or else by their names."""
