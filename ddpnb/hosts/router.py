@@ -6,6 +6,7 @@ import json
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -123,7 +124,10 @@ class Router:
                 if control.fileno() in ready:
                     self._send(control.recv_bytes(), Word.START)
                 if self._socket in ready:
-                    self._receive(*self._socket.recv_multipart())
+                    try:
+                        self._receive(*self._socket.recv_multipart())
+                    except Exception:  # noqa: BLE001  the edge of the thread: others go on
+                        traceback.print_exc()
                 for name, end in list(self._ends.items()):
                     if end.fileno() in ready:
                         self._pass_on(name, end)
