@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from ddpnb.hosts.reasons import CONNECT_SECONDS, explain
@@ -83,7 +83,7 @@ class SshHosts(Starter):
             self.router.start_agent(host.relay)
         else:
             self._ssh[host.name].kill()
-            self._end([host.name])
+            self._ssh[host.name].wait()
             host.relay = self._start(host.name)
         self._wait_for(host)
 
@@ -94,9 +94,15 @@ class SshHosts(Starter):
         return explain(host.name, text + (relay.last_words if relay else ""), self._code(host.name))
 
     def stop(self) -> None:
-        """Disconnect from the relays, and wait for each ssh to end."""
+        """Disconnect from the relays, with which each ssh ends."""
         self.router.stop()
-        self._end(list(self._ssh))
+        deadline = time.monotonic() + END_SECONDS
+        for ssh in self._ssh.values():
+            try:
+                ssh.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                ssh.kill()
+                ssh.wait()
 
     def _start(self, name: str) -> str:
         """Start the ssh of a host; return the name that its relay will have."""
@@ -129,16 +135,6 @@ class SshHosts(Starter):
                 raise UserError(self.explain(host))
 
         self.router.wait_for(host.relay, host.name, look)
-
-    def _end(self, names: Sequence[str]) -> None:
-        """Wait for each ssh to end, as it does once its relay has."""
-        deadline = time.monotonic() + END_SECONDS
-        for ssh in [self._ssh[name] for name in names]:
-            try:
-                ssh.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                ssh.kill()
-                ssh.wait()
 
     def _code(self, name: str) -> int | None:
         """Return the exit code of a host's ssh, which ends soon after its relay."""

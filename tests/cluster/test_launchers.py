@@ -13,7 +13,6 @@ import pytest
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.store import Store
-from ddpnb.hosts.launchers import distinct
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol.errors import UserError
@@ -71,19 +70,12 @@ def slurm() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def two_each(slurm) -> Iterator[Cluster]:
+def cluster(slurm) -> Iterator[Cluster]:
+    """Two ranks on each of two nodes of Slurm."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDPNB_PRELOAD", DYNAMO["DDPNB_PRELOAD"])
         with started_on_hosts(engines="slurm", **TWO_EACH) as cluster:
             yield cluster
-
-
-@pytest.fixture
-def cluster(two_each) -> Cluster:
-    """Four living ranks on two nodes of Slurm."""
-    if dead := two_each.dead:
-        two_each.bring_back(dead)
-    return two_each
 
 
 def started() -> list[psutil.Process]:
@@ -139,20 +131,6 @@ def test_strangers_change_nothing_and_no_key_is_to_be_seen(cluster):
     for process in [*psutil.Process().children(recursive=True), *started()]:
         assert not any(key in shown(process) for key in secrets), process
     assert not keys()
-
-
-def test_a_killed_agent_is_replaced(cluster, tmp_path):
-    run(cluster, "import torch, torch.distributed as dist")
-    cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{tmp_path}/"))
-    wait_until(lambda: len(list(tmp_path.iterdir())) == 4, "all ranks in the cell")
-    (agent,) = {psutil.Process(each.pid).ppid() for each in cluster.states[2:]}
-    psutil.Process(agent).kill()
-    finish(cell)
-    assert set(cell.lost) == {2, 3}
-    assert "was lost with host n2: its connection or its agent ended" in cell.lost[2]
-    assert pull(cluster, "kept", ranks=[0, 1]) == ["of rank 0", "of rank 1"]
-    cluster.bring_back([2, 3])
-    assert total(cluster) == [4.0] * 4
 
 
 def test_a_killed_kernel_leaves_no_job(slurm):
@@ -305,8 +283,3 @@ def test_what_a_launcher_cannot_start_is_said(slurm, profile, spec, sentence):
 def test_options_that_do_not_go_together(spec, sentence):
     with pytest.raises(UserError, match=sentence):
         HostsSpec(**spec)
-
-
-def test_hosts_of_one_name_are_told_apart():
-    assert distinct(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
-    assert distinct(["a", "a", "a-2"]) == ["a", "a-2", "a-2-2"]
