@@ -124,9 +124,9 @@ class ForkServerLink:
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                event: Event = json.loads(self._pipe.recv_bytes())
+                frame = self._pipe.recv_bytes()
                 try:
-                    self._handle(event)
+                    self._handle(json.loads(frame))
                 except Exception:  # noqa: BLE001  the edge of the thread: the next event must come
                     traceback.print_exc()
         with self._lock:
