@@ -20,9 +20,10 @@ from benchmarks.kernel import kernel
 from benchmarks.measure import Figure, in_turns
 from benchmarks.start import SCRIPT
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.store import Store
 from ddpnb.history.summary import samples_per_second
+from ddpnb.hosts.spec import HostsSpec
+from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import check_across_hosts
 from ddpnb.protocol.training_options import TrainingSpec
@@ -134,8 +135,8 @@ def links(hosts: TwoHosts, rounds: int, each: int) -> Iterator[Figure]:
     with delayed_link(spaces, subnet="10.77.1", seconds=DELAY):
         for interface, delay in (("net0", ""), (INTERFACE, f", {1e3 * DELAY:.0f} ms of delay")):
             ranks = f"a:{each},b:{each}"
-            spec = ClusterSpec(hosts=ranks, device="cpu", num_threads=1, interface=interface)
-            cluster = Cluster.start(spec)
+            spec = HostsSpec(hosts=ranks, device="cpu", num_threads=1, interface=interface)
+            cluster = start_cluster(spec)
             try:
                 for rate, (burst, num_steps) in RATES.items():
                     with shaped(spaces, interface, rate, burst):

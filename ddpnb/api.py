@@ -6,8 +6,8 @@ from typing import Any
 
 from IPython.display import Code
 
-from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.query import matching
+from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import Script
@@ -28,7 +28,7 @@ from ddpnb.session.session import this_session
 from ddpnb.twins import twin
 
 
-@twin(options_of(ClusterSpec))
+@twin(options_of(HostsSpec))
 def start(n: int | None = None, **choices: Any) -> Table:
     """Start the ranks and form the process group; the twin of ``%ddp_start``.
 
@@ -45,8 +45,8 @@ def start(n: int | None = None, **choices: Any) -> Table:
     Raises:
         UserError: this machine, or a host, does not offer it.
     """
-    chosen = read_options(ClusterSpec, {"n": n} | choices)
-    return this_session().start(ClusterSpec(**chosen))
+    chosen = read_options(HostsSpec, {"n": n} | choices)
+    return this_session().start(HostsSpec(**chosen))
 
 
 @twin()

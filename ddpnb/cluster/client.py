@@ -28,7 +28,9 @@ from ddpnb.cluster.processes import wait_for_file
 from ddpnb.compat import cloudpickle_internals, ipyparallel_internals
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Question, RankState
+from ddpnb.protocol.notation import format_ranks
 
 ASK_AGAIN_SECONDS = 2.0
 """How long a new engine may take to answer until it is asked again: the controller drops a message
@@ -67,12 +69,22 @@ class EngineClient:
         return tuple(feature for library in libraries for feature in library.missing_features())
 
     def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
-        """Start a call on some ranks and return at once."""
+        """Start a call on some ranks and return at once.
+
+        Raises a UserError, and sends nothing, if the controller has lost one of them.
+        """
         call = Call(ranks=tuple(ranks))
+        engine_of = {rank: self._engine_of.get(rank, rank) for rank in ranks}
+        known = set(self._client.ids)
+        if lost := [rank for rank, engine in engine_of.items() if engine not in known]:
+            raise UserError(
+                f"Rank {format_ranks(lost)} has left the cluster: %ddp_restart --ranks "
+                f"{format_ranks(lost)} starts it anew."
+            )
         with self._lock:  # a background cell's thread asks its ranks where they are
             self._calls = [other for other in self._calls if not other.done] + [call]
-        for rank in ranks:
-            self._send(call, rank, self._engine_of.get(rank, rank), request)
+        for rank, engine in engine_of.items():
+            self._send(call, rank, engine, request)
         return call
 
     def lose(self, rank: int, cause: str) -> None:

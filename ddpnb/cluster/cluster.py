@@ -1,39 +1,33 @@
-"""A cluster: how it starts, keeps one process group, and ends (kernel)."""
+"""The ranks of a cluster: how they start, are called, keep one process group, and end (kernel)."""
 
 import contextlib
 import shutil
-import sys
+import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Call, Timeouts
-from ddpnb.cluster.engines import Engines
-from ddpnb.cluster.hosts import HostProcesses
-from ddpnb.cluster.placement import (
-    ClusterSpec,
-    asks_for_gpus,
-    common_imports,
-    controller_arguments,
-    place_ranks,
-)
-from ddpnb.cluster.processes import Processes, wait_for_file
+from ddpnb.cluster.link import Exit, Member, Service, describe_exit, spoken
+from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings, torchrun_environment
+from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, log_tail
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.protocol import calls
+from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import StaleVariable
+from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.notation import format_ranks
-from ddpnb.protocol.processes import (
-    KERNEL_LOCK,
-    RankCommand,
-    hold,
-    num_cores,
-    working_folder,
-)
+from ddpnb.protocol.processes import KERNEL_LOCK, RankCommand, hold, working_folder
 
+if TYPE_CHECKING:
+    from ddpnb.cluster.client import EngineClient
+
+SIGNAL_SECONDS = 1.0
+"""How long a call waits until earlier interrupts have been sent."""
 FREE_SECONDS = 10.0
 """How long ranks may take to give up forming a group without one that has died."""
 FREE_AGAIN_SECONDS = 0.5
@@ -66,62 +60,169 @@ class GroupState:
         self.aborts.clear()
 
 
-class Cluster(Engines):
-    """A local cluster of ranks that form a process group; made by ``start``."""
+class Cluster:
+    """Ranks that form a process group, on one host or several; made by ``start``."""
+
+    processes: Processes
+    placement: Placement
 
     def __init__(self, spec: ClusterSpec, folder: Path, home: Path) -> None:
-        super().__init__(folder, home)
-        self._lock: TextIO | None = None
-        """Held for as long as this kernel needs the folder."""
         self.spec = spec
+        self.folder = folder
+        self.profile = folder / "profile"
+        self.home = home
+        """The working folder in which cells start, on every rank."""
+        self.work_folder = home
+        """The notebook's working folder now, to which ranks change with the next call."""
         self.timeouts = Timeouts()
         """How calls are supervised; may be replaced at any time, as tests do."""
-        self.began = time.time()
-        self._group = GroupState()
+        self.states: tuple[RankState, ...] = ()
+        self.exits: dict[Member, Exit] = {}
+        """Processes that ended without being asked to."""
+        self.names: dict[int, tuple[str, ...]] = {}
+        """The variables that each rank had after its last cell."""
+        self.is_over = False
+        """Whether this kernel has ended the cluster."""
         self.without_group = ""
         """A sentence on why no process group could be formed, if the last attempt had to fail."""
+        self._group = GroupState()
+        self._client: EngineClient | None = None
+        self._lock: TextIO = hold(folder / KERNEL_LOCK)
+        """Held for as long as this kernel needs the folder."""
+        self._exit_lock = threading.Lock()
+        self._interrupts: list[Future[Any]] = []
+        """Interrupts that may be on their way to the ranks."""
 
     @classmethod
     def start(
-        cls, spec: ClusterSpec, progress: Callable[[str], None] = lambda _: None
+        cls,
+        spec: ClusterSpec,
+        progress: Callable[[str], None] = lambda _: None,
+        start_processes: StartProcesses = LocalProcesses,
     ) -> "Cluster":
         """Start the processes and return once every rank has finished an all-reduce.
 
         Args:
             spec: the user's choices.
             progress: called with a few words on each phase of the start.
+            start_processes: starts them on the hosts that the spec names.
 
         Raises:
-            UserError: this host cannot run such a cluster.
+            UserError: the hosts cannot run such a cluster.
             RuntimeError: a process failed; the message ends with its log.
         """
-        placement = None if spec.is_remote or asks_for_gpus(spec) else place_ranks(spec, 0)
         home = working_folder()
         cluster = cls(spec, private_folder(), home)
-        cluster._lock = hold(cluster.folder / KERNEL_LOCK)
-        cluster.placement = placement
-        if spec.is_remote:
-            return cluster._start_on_hosts(progress)
-        cluster.processes = Processes.start(
-            folder=cluster.folder,
-            controller_arguments=controller_arguments(cluster.profile),
-            num_threads=placement.num_threads if placement else spec.num_threads or num_cores(),
-            method=spec.method or ("fork" if sys.platform == "linux" else "spawn"),
-            on_exit=cluster.note_exit,
-            preload=common_imports(placement),
-        )
         try:
-            progress("importing torch")
+            cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
+        except BaseException:
+            cluster._remove_folder()
+            raise
+        try:
             cluster._start_ranks(progress)
         except BaseException:
             cluster.stop()
             raise
         return cluster
 
+    # -- which ranks there are, and how they are -------------------------------------
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All rank numbers."""
+        return tuple(range(len(self.states)))
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The ranks that run; none does without the fork server."""
+        if Service.FORK_SERVER in self.exits:
+            return ()
+        return tuple(rank for rank in self.ranks if rank not in self.exits)
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """The ranks that have ended."""
+        return tuple(rank for rank in self.ranks if rank not in self.living)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the ranks are on the kernel's own host and share the run folder with it."""
+        return not self.placement.hosts[0].name
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether there are ranks on more than one host."""
+        return len(self.placement.hosts) > 1
+
+    @property
+    def lost(self) -> str | None:
+        """Why the cluster as a whole is unusable, if it is."""
+        for name in (Service.FORK_SERVER, Service.CONTROLLER):
+            if (exit_ := self.exits.get(name)) is not None:
+                return f"the {name} {describe_exit(exit_)}"
+        return None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """A sentence for each feature that is off because a library is of another version."""
+        here = self._client.missing if self._client is not None else ()
+        there = (each for state in self.states for each in state.missing)
+        return tuple(dict.fromkeys((*here, *there)))
+
     @property
     def generation(self) -> int:
         """The process group's number."""
         return self._group.generation
+
+    def log_tail(self, member: Member, num_lines: int = 15) -> str:
+        """Return the last lines of a process's log, or a crash from its first line."""
+        return log_tail(self.folder, member, num_lines)
+
+    # -- calls -----------------------------------------------------------------------
+
+    def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
+        """Start a call on some ranks and return at once.
+
+        Raises a UserError if one of the ranks has died, or the whole cluster.
+        """
+        self.require(ranks)
+        sent, self._interrupts = self._interrupts, []
+        wait(sent, SIGNAL_SECONDS)  # a late one would end the call that begins now
+        return self.client.submit(request.in_folder(str(self.work_folder)), ranks)
+
+    def gather(
+        self,
+        request: Request[Result],
+        ranks: Sequence[int] | None = None,
+        timeout: float = CALL_TIMEOUT_SECONDS,
+    ) -> list[Result]:
+        """Make a call on ranks, by default all; return the results in order of ranks."""
+        chosen = self.ranks if ranks is None else ranks
+        return self.submit(request, chosen).results(timeout)
+
+    def require(self, ranks: Sequence[int]) -> None:
+        """Raise a UserError unless all of ``ranks`` are alive."""
+        if (lost := self.lost) is not None:
+            raise UserError(f"The cluster is gone: {lost}. Start anew with %ddp_restart.")
+        for rank in ranks:
+            if (exit_ := self.exits.get(rank)) is not None:
+                what = "it" if len(self.dead) == 1 else "all dead ranks"
+                raise UserError(
+                    f"Rank {rank} {describe_exit(exit_)}: %ddp_restart --ranks "
+                    f"{format_ranks(self.dead)} brings {what} back, the other ranks keep their "
+                    "variables."
+                )
+
+    def interrupt(self, ranks: Sequence[int]) -> None:
+        """Send ranks SIGINT, which raises ``KeyboardInterrupt`` in a running cell."""
+        living = sorted(set(ranks) & set(self.living))
+        self._interrupts += self.processes.signal(living, signal.SIGINT)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill ranks."""
+        self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGKILL)
+
+    # -- the process group -----------------------------------------------------------
 
     def abort(self, ranks: Sequence[int]) -> None:
         """Free ranks from the collectives they wait in, which ends the process group."""
@@ -222,56 +323,85 @@ class Cluster(Engines):
         self.states = tuple(states.get(state.rank, state) for state in self.states)
         return True
 
+    # -- starting and ending ---------------------------------------------------------
+
     def stop(self) -> None:
         """End every process of the cluster; may be called twice."""
-        self.disconnect("was ended with the cluster")
-        self.processes.stop()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._release()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-
-    def _start_on_hosts(self, progress: Callable[[str], None]) -> "Cluster":
+        self.is_over = True
+        client, self._client = self._client, None
+        if client is not None:
+            client.close(self.ranks, "was ended with the cluster")
         try:
-            self.processes = processes = HostProcesses.start_on_hosts(
-                self.spec,
-                folder=self.folder,
-                home=self.home,
-                on_exit=self.note_exit,
-                progress=progress,
+            self.processes.stop()
+        finally:
+            self._remove_folder()
+
+    @property
+    def client(self) -> "EngineClient":
+        """Sends calls to the ranks, once the controller has been reached."""
+        assert self._client is not None
+        return self._client
+
+    def start_rank(self, rank: int, *, generation: int | None) -> None:
+        """Start a rank's process and return at once; its earlier exit is forgotten.
+
+        ``generation`` is that of the process group to join; None: join none.
+        """
+        self.processes.prepare(rank)  # where it fails, the rank is dead
+        self.exits.pop(rank, None)
+        self.names.pop(rank, None)
+        self.processes.start_rank(
+            rank,
+            torchrun_environment(self.placement, rank),
+            rank_settings(self.placement, rank, home=self.home, generation=generation),
+        )
+
+    def end_ranks(self, ranks: Sequence[int]) -> None:
+        """Kill ranks, and wait until they have ended."""
+        self.kill(ranks)
+        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
+        while set(ranks) & set(self.living):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {format_ranks(ranks)} did not end")
+            time.sleep(0.002)
+
+    def note_exit(self, exit_: Exit) -> None:
+        """Note, from the listening thread, that a process has ended."""
+        with self._exit_lock:
+            self.exits[exit_.member] = exit_
+        if (client := self._client) is None:
+            return
+        lost = [exit_.member] if isinstance(exit_.member, int) else list(self.ranks)
+        for rank in lost:
+            client.lose(rank, describe_exit(exit_))
+
+    def raise_if_dead(self) -> None:
+        """Raise a RuntimeError, with the end of the log, if a process ended while starting."""
+        with self._exit_lock:
+            exits = list(self.exits.values())
+        if self.processes.ready.done() and (cause := self.processes.ready.exception()):
+            raise RuntimeError(f"The ranks could not be prepared: {cause}")
+        for exit_ in exits:
+            raise RuntimeError(
+                f"{spoken(exit_.member)} {describe_exit(exit_)} while starting.\n"
+                f"{self.log_tail(exit_.member)}"
             )
-        except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self._release()
-            raise
-        try:
-            progress("checking the hosts")
-            self.placement, self._master_port = processes.place(progress)
-            wait_for_file(
-                self.profile / "security/ipcontroller-engine.json",
-                START_TIMEOUT_SECONDS,
-                self.raise_if_dead,
-            )
-            processes.connect_engines()
-            self._start_ranks(progress)
-        except BaseException:
-            self.stop()
-            raise
-        return self
 
     def _start_ranks(self, progress: Callable[[str], None]) -> None:
-        if self.placement is None:
-            gpus = self.processes.ready.result(START_TIMEOUT_SECONDS)
-            self.placement = place_ranks(self.spec, len(gpus))
-        ranks = range(self.placement.num_ranks)
-        for rank in ranks:
+        from ddpnb.cluster.client import EngineClient  # noqa: PLC0415  takes 0.3 s: see there
+
+        self.placement = self.processes.place(progress)
+        num_ranks = self.placement.num_ranks
+        for rank in range(num_ranks):
             self.start_rank(rank, generation=self.generation)
-        client = self.connect()
+        self._client = client = EngineClient(self.profile, self.raise_if_dead)
         self.processes.ready.result(START_TIMEOUT_SECONDS)
-        progress(f"{len(ranks)} ranks form a process group")
-        self.states = tuple(client.wait_for(len(ranks), self.raise_if_dead))
+        progress(f"{num_ranks} ranks form a process group")
+        self.states = tuple(client.wait_for(num_ranks, self.raise_if_dead))
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
 
     def _begin_generation(self) -> None:
         """Number a new process group, unusable until all ranks have joined it."""

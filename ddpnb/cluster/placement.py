@@ -1,7 +1,5 @@
 """The cluster that a user asks for: each rank's device, threads and settings (kernel)."""
 
-import re
-import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +15,6 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 METHODS = ("fork", "spawn")
 """Ways to start ranks."""
-ENGINES = ("slurm", "mpi")
-"""What starts ranks on other hosts, besides ssh."""
-CHOSEN_IN_SLURM = ("nodes", "ntasks", "ntasks-per-node", "job-name", "no-shell", "chdir")
 MAX_RANKS = 256
 MAX_DEFAULT_CPU_RANKS = 4
 MAX_RANKS_PER_CORE = 4
@@ -66,49 +61,6 @@ class ClusterSpec:
         choices=METHODS,
         example="NAME",
     )
-    hosts: str = option(
-        "", "--hosts", "hosts that ssh reaches, each with its number of ranks", example="a:4,b:4"
-    )
-    interface: str = option(
-        "",
-        "--interface",
-        "the network between the hosts; by default the one that ssh came by",
-        example="NAME",
-    )
-    python: str = option(
-        "",
-        "--python",
-        "the Python on the hosts; by default this one's path if it exists, else python3",
-        example="PATH",
-    )
-    engines: str = option(
-        "",
-        "--engines",
-        f"{' | '.join(ENGINES)}: what starts the ranks on other hosts; by default ssh",
-        example="NAME",
-        offers=ENGINES,
-    )
-    profile: str = option(
-        "", "--profile", "of ipyparallel, whose launcher starts the ranks", example="NAME"
-    )
-    ranks_per_host: int | None = option(
-        None, "--ranks-per-host", "of -n, with --engines or --profile; by default all on one host"
-    )
-    slurm: str = option(
-        "", "--slurm", 'of Slurm\'s job: "partition=gpu time=1:00:00"', example="OPTIONS"
-    )
-    timeout: float | None = option(
-        None,
-        "--timeout",
-        "seconds that a job may wait in the queue; by default 600",
-        above=0,
-        example="SECONDS",
-    )
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the ranks are started by agents, on hosts that may be others."""
-        return bool(self.hosts or self.engines or self.profile)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -123,134 +75,31 @@ class ClusterSpec:
             raise UserError(f"--as {self.as_} describes emulated devices: add --devices 8xV100.")
         if self.is_on_cpu and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
-        self._check_hosts()
 
     def _stand_for(self, num: int) -> None:
         if self.num_ranks not in (None, num):
             raise UserError(
                 f"--devices {self.devices} starts {num} ranks: leave -n {self.num_ranks} out."
             )
-        if self.device == "cuda" or self.is_remote:
+        if self.device == "cuda":
             raise UserError("Emulated devices are ranks on the CPU of this host: leave one out.")
         object.__setattr__(self, "num_ranks", num)
 
-    def _check_hosts(self) -> None:
-        if self.engines and self.engines not in ENGINES:
-            raise UserError(
-                f"--engines is slurm or mpi, not {self.engines!r}: for another batch system name a "
-                "profile of ipyparallel, --profile NAME; for none, --hosts a:4,b:4."
-            )
-        self._check_job()
-        if not self.is_remote:
-            if given := "--interface" * bool(self.interface) or "--python" * bool(self.python):
-                raise UserError(f"{given} is for ranks on other hosts: name them with --hosts.")
-            return
-        if self.hosts:
-            parse_hosts(self.hosts)
-        if self.hosts and self.num_ranks is not None:
-            raise UserError("--hosts says how many ranks each host has (a:4,b:4): leave out -n.")
-        if self.method == "spawn":
-            raise UserError("On other hosts ranks are forked: leave method out with --hosts.")
-
-    def _check_job(self) -> None:
-        """Check the options of Slurm, MPI and profiles."""
-        if self.slurm and self.engines != "slurm":
-            raise UserError("--slurm is for --engines slurm: add that, or leave it out.")
-        if self.timeout is not None and not (self.engines == "slurm" or self.profile):
-            raise UserError("--timeout is for --engines slurm and --profile: add one of them.")
-        if self.ranks_per_host is not None:
-            if self.hosts and not self.engines:
-                raise UserError(
-                    "--hosts says for each host how many ranks it has: leave out --ranks-per-host, "
-                    f"and write --hosts a:{self.ranks_per_host},b:{self.ranks_per_host}."
-                )
-            if not (self.engines or self.profile):
-                raise UserError("--ranks-per-host is for --engines and --profile: add one of them.")
-            if self.hosts or self.num_ranks is None:
-                raise UserError("--ranks-per-host goes with -n, the number of all ranks.")
-            if self.ranks_per_host < 1 or self.num_ranks % self.ranks_per_host:
-                raise UserError(
-                    f"-n {self.num_ranks} is no multiple of --ranks-per-host {self.ranks_per_host}."
-                )
-        if self.profile and (self.engines or self.hosts):
-            raise UserError("--profile starts the ranks: leave out --engines and --hosts.")
-        if self.profile and self.num_ranks is None:
-            raise UserError("--profile needs -n, the number of ranks to start.")
-        if self.engines == "slurm":
-            if self.hosts:
-                raise UserError("Slurm chooses the hosts: leave out --hosts with --engines slurm.")
-            if self.num_ranks is None:
-                raise UserError("--engines slurm needs -n, the number of ranks to ask Slurm for.")
-            parse_slurm(self.slurm)
-
-
-_HOST = re.compile(r"([A-Za-z0-9_][\w.@-]*)(?::(\d+))?")
-
-
-def parse_hosts(text: str) -> tuple[tuple[str, int | None], ...]:
-    """Return the hosts of ``"a:4,b:4"``, each with its number of ranks, None where none is given.
-
-    Raises:
-        UserError: it is written in another way, or names a host twice.
-    """
-    found: list[tuple[str, int | None]] = []
-    for part in text.replace(" ", "").split(","):
-        match = _HOST.fullmatch(part)
-        if match is None or not 1 <= int(match[2] or 1) <= MAX_RANKS:
-            raise UserError(
-                "Write --hosts as a:4,b:4 without quotes and spaces, names that ssh knows and a "
-                f"number of ranks (1 to {MAX_RANKS}), not {part!r}; a port goes into ~/.ssh/config."
-            )
-        if match[1] in [name for name, _ in found]:
-            raise UserError(f"--hosts names {match[1]} twice: add its ranks up.")
-        found.append((match[1], int(match[2]) if match[2] else None))
-    return tuple(found)
-
-
-_SLURM_OPTION = re.compile(r"-{0,2}([a-z][a-z-]*[a-z])(=\S.*)?")
-
-
-def parse_slurm(text: str) -> list[str]:
-    """Return Slurm's command line for ``"partition=gpu time=1:00:00"``.
-
-    Raises:
-        UserError: it is written in another way, or names what ddpnb itself chooses.
-    """
-    found = []
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":  # as a magic's line has it
-        text = text[1:-1]
-    try:
-        parts = shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"--slurm {text}: {error}.") from None
-    for part in parts:
-        match = _SLURM_OPTION.fullmatch(part)
-        if match is None:
-            raise UserError(
-                f'Write --slurm as "partition=gpu time=1:00:00", long names of sbatch\'s options, '
-                f"not {part!r}."
-            )
-        if match[1] in CHOSEN_IN_SLURM:
-            raise UserError(
-                f"--slurm {match[1]}: leave it out, -n and --ranks-per-host say how many nodes and "
-                "tasks there are."
-            )
-        found.append(f"--{match[1]}{match[2] or ''}")
-    return found
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostReport:
-    """What the agent of a host reports of it."""
+class Host:
+    """What a host of ranks has."""
 
-    name: str
-    """As the user wrote it."""
-    address: str
-    """By which the other hosts reach it."""
-    interface: str
+    name: str = ""
+    """As the user wrote it; empty: the kernel's own host."""
+    address: str = "127.0.0.1"
+    """By which ranks of other hosts reach it."""
+    interface: str = "lo"
     """The network interface with this address."""
     num_cores: int
     num_gpus: int = 0
+    size: int | None = None
+    """How many ranks are to be there; None: as many as fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,10 +110,11 @@ class Placement:
     """The device of each rank, as ``torch.device`` spells it."""
     backend: str
     num_threads: int
-    hosts: tuple[HostReport, ...] = ()
-    """The hosts that ssh reaches; empty: all ranks are on the kernel's own."""
-    sizes: tuple[int, ...] = ()
-    """How many ranks each of these hosts has: the first ones are the first host's."""
+    hosts: tuple[Host, ...]
+    sizes: tuple[int, ...]
+    """How many ranks each host has: the first ones are the first host's."""
+    master_port: int
+    """Where ranks of several hosts meet, at the first host's address."""
 
     @property
     def num_ranks(self) -> int:
@@ -280,8 +130,6 @@ class Placement:
 
     def ranks_of(self, host: int) -> range:
         """Return the ranks of a host."""
-        if not self.sizes:
-            return range(self.num_ranks)
         first = sum(self.sizes[:host])
         return range(first, first + self.sizes[host])
 
@@ -297,47 +145,31 @@ def asks_for_gpus(spec: ClusterSpec) -> bool:
     return spec.device == "cuda" or (not spec.is_on_cpu and may_have_some)
 
 
-def place_ranks(spec: ClusterSpec, num_gpus: int) -> Placement:
-    """Place the ranks: one per GPU if there are GPUs, else on the CPU's cores.
-
-    Raises:
-        UserError: this host has no such devices.
-    """
-    if spec.device == "cuda" and num_gpus == 0:
-        raise UserError("There is no GPU on this machine: use --device cpu, or leave it out.")
-    on_gpus = num_gpus > 0 and not spec.is_on_cpu
-    default = num_gpus if on_gpus else max(2, min(num_cores(), MAX_DEFAULT_CPU_RANKS))
-    num_ranks = spec.num_ranks or default
-    devices = tuple(f"cuda:{rank % num_gpus}" if on_gpus else "cpu" for rank in range(num_ranks))
-    return Placement(
-        devices=devices,
-        backend=choose_backend(spec, num_ranks, num_gpus if on_gpus else 0),
-        num_threads=spec.num_threads or max(1, num_cores() // num_ranks),
-    )
-
-
-def place_on_hosts(spec: ClusterSpec, hosts: Sequence[HostReport]) -> Placement:
+def place_ranks(
+    spec: ClusterSpec, hosts: Sequence[Host], master_port: int | None = None
+) -> Placement:
     """Place the ranks host by host: on each one per GPU if all hosts have GPUs, else on the cores.
+
+    ``master_port`` is one of the first host's; without it, any free one of this host is taken.
 
     Raises:
         UserError: a host has no such devices.
     """
-    without = [host.name for host in hosts if not host.num_gpus]
+    without = [host for host in hosts if not host.num_gpus]
     if spec.device == "cuda" and without:
-        raise UserError(f"Host {without[0]} has no GPU: use --device cpu, or leave the host out.")
+        raise UserError(f"{_spoken(without[0])} has no GPU: use --device cpu, or leave it out.")
     if spec.device == "auto" and 0 < len(without) < len(hosts):
         raise UserError(
-            f"Host {without[0]} has no GPU and another has: use --device cpu, or leave it out."
+            f"Host {without[0].name} has no GPU and another has: use --device cpu, or leave it out."
         )
     on_gpus = not without and not spec.is_on_cpu
+    fewest = 2 // len(hosts) or 1  # with one rank there is nothing to see
     sizes, devices, backends = [], [], []
-    for host, (_, asked) in zip(hosts, parse_hosts(spec.hosts), strict=True):
+    for host in hosts:
         num_gpus = host.num_gpus if on_gpus else 0
-        size = asked or num_gpus or max(1, min(host.num_cores, MAX_DEFAULT_CPU_RANKS))
-        try:
-            backends.append(choose_backend(spec, size, num_gpus))
-        except UserError as error:
-            raise UserError(f"Host {host.name}: {error}") from None
+        default = num_gpus or max(fewest, min(host.num_cores, MAX_DEFAULT_CPU_RANKS))
+        size = host.size or (spec.num_ranks if len(hosts) == 1 else None) or default
+        backends.append(_choose_backend(spec, host, size, num_gpus))
         sizes.append(size)
         devices += [f"cuda:{n % num_gpus}" if num_gpus else "cpu" for n in range(size)]
     if len(devices) > MAX_RANKS:
@@ -349,6 +181,7 @@ def place_on_hosts(spec: ClusterSpec, hosts: Sequence[HostReport]) -> Placement:
         num_threads=spec.num_threads or min(shares),
         hosts=tuple(hosts),
         sizes=tuple(sizes),
+        master_port=free_port() if master_port is None else master_port,
     )
 
 
@@ -362,21 +195,28 @@ def common_imports(placement: Placement | None) -> str:
     return "torch._dynamo" if num >= MAX_RANKS_PER_CORE * num_cores() else ""
 
 
-def choose_backend(spec: ClusterSpec, num_ranks: int, num_gpus: int) -> str:
+def _choose_backend(spec: ClusterSpec, host: Host, num_ranks: int, num_gpus: int) -> str:
     """Return NCCL for one rank per GPU, else gloo: NCCL allows no two ranks on one GPU."""
     if spec.backend == "nccl" and num_gpus == 0:
-        raise UserError("NCCL works on GPUs only, and there is none here: use --backend gloo.")
+        raise UserError(
+            f"NCCL works on GPUs only, and {_spoken(host, 'this machine')} has none: "
+            "use --backend gloo."
+        )
     if spec.backend == "nccl" and num_ranks > num_gpus:
         raise UserError(
-            f"NCCL allows one rank per GPU, and {num_ranks} ranks do not fit on {num_gpus}: "
-            f"use -n {num_gpus}, or --backend gloo to let ranks share a GPU."
+            f"NCCL allows one rank per GPU, and {_spoken(host, 'this machine')} has {num_gpus} for "
+            f"{num_ranks} ranks: start {num_gpus}, or have ranks share a GPU with --backend gloo."
         )
     if spec.backend != "auto":
         return spec.backend
     return "nccl" if num_gpus and num_ranks <= num_gpus else "gloo"
 
 
-def torchrun_environment(placement: Placement, rank: int, master_port: int) -> dict[str, str]:
+def _spoken(host: Host, own: str = "This machine") -> str:
+    return f"Host {host.name}" if host.name else own
+
+
+def torchrun_environment(placement: Placement, rank: int) -> dict[str, str]:
     """Return the variables that torchrun sets, so that code moves to scripts unchanged.
 
     Code finds from them that its processes were started for it.  Torchrun's agent, with a store of
@@ -386,7 +226,7 @@ def torchrun_environment(placement: Placement, rank: int, master_port: int) -> d
     size = str(placement.num_ranks)
     host = placement.host_of(rank)
     neighbours = placement.ranks_of(host)
-    interface = placement.hosts[host].interface if placement.hosts else "lo"
+    interface = placement.hosts[host].interface
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - neighbours[0]),
@@ -395,15 +235,15 @@ def torchrun_environment(placement: Placement, rank: int, master_port: int) -> d
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": str(len(neighbours)),
         "ROLE_WORLD_SIZE": size,
-        "GROUP_WORLD_SIZE": str(max(1, len(placement.hosts))),
+        "GROUP_WORLD_SIZE": str(len(placement.hosts)),
         "ROLE_NAME": "default",
-        "TORCHELASTIC_RUN_ID": f"ddpnb-{master_port}",
+        "TORCHELASTIC_RUN_ID": f"ddpnb-{placement.master_port}",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         # Across hosts a store listens at MASTER_PORT, as the agent's does under torchrun.
         "TORCHELASTIC_USE_AGENT_STORE": str(len(placement.hosts) > 1),
-        "MASTER_ADDR": placement.hosts[0].address if placement.hosts else "127.0.0.1",
-        "MASTER_PORT": str(master_port),
+        "MASTER_ADDR": placement.hosts[0].address,
+        "MASTER_PORT": str(placement.master_port),
         "OMP_NUM_THREADS": str(placement.num_threads),
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
@@ -429,12 +269,6 @@ CONTROLLER = (
     "--HeartMonitor.period=100",  # ms; ranks are registered on a heartbeat
     "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: the fork server reports deaths
 )
-ENGINE = (
-    "--log-level=ERROR",
-    "--IPEngine.enable_nanny=False",  # the fork server handles signals and deaths
-    "--IPEngine.max_heartbeat_misses=0",
-    "--IPEngine.timeout=120",  # s; many ranks register at once
-)
 
 
 def controller_arguments(profile: Path, address: str = "", ports: Sequence[int] = ()) -> list[str]:
@@ -454,24 +288,15 @@ def controller_arguments(profile: Path, address: str = "", ports: Sequence[int] 
     ]
 
 
-def engine_arguments(profile: Path, rank: int) -> list[str]:
-    """Return ipyparallel's command line for a rank's engine."""
-    return [
-        f"--profile-dir={profile}",
-        f"--IPEngine.url_file={profile / 'security/ipcontroller-engine.json'}",
-        f"--IPEngine.id={rank}",
-        *ENGINE,
-    ]
-
-
 def rank_settings(
-    placement: Placement, rank: int, *, profile: Path, home: Path, generation: int | None
+    placement: Placement, rank: int, *, home: Path, generation: int | None
 ) -> dict[str, Any]:
-    """Return the settings of a rank's process, as ``ddpnb.rank.engine.run`` takes them.
+    """Return the settings of a rank's process, as ``ddpnb.launcher.child.run_rank`` takes them.
 
-    ``profile`` is ipyparallel's folder, ``home`` that in which cells start, ``generation`` the
-    number of the process group to join; None: join none.
+    ``home`` is the folder in which cells start, ``generation`` the number of the process group to
+    join; None: join none.
     """
+    own = placement.host_of(rank)
     return {
         "device": placement.devices[rank],
         "shares_device": placement.shares_device(rank),
@@ -479,11 +304,6 @@ def rank_settings(
         "num_threads": placement.num_threads,
         "generation": generation,
         "cells_folder": str(home),
-        "engine_arguments": engine_arguments(profile, rank),
-        "host": placement.hosts[placement.host_of(rank)].name if placement.hosts else "",
-        "peers": [
-            host.address
-            for number, host in enumerate(placement.hosts)
-            if number != placement.host_of(rank)
-        ],
+        "host": placement.hosts[own].name,
+        "peers": [host.address for host in placement.hosts if host is not placement.hosts[own]],
     }

@@ -1,37 +1,34 @@
-"""The fork server and its children, as the kernel starts, reaches and ends them (kernel).
+"""The processes of a cluster: what can be done with them, and those of this host (kernel).
 
 The kernel starts one subprocess, the fork server; all other processes are its children.
-It reports their ends over a pipe, which a thread reads here.
 """
 
+import abc
 import contextlib
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from enum import StrEnum
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from ddpnb.protocol.processes import (
-    ForkServerEvent,
-    KernelRequest,
-    RankCommand,
-    is_there,
-    process_id,
+from ddpnb.cluster.call import START_TIMEOUT_SECONDS
+from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
+from ddpnb.cluster.placement import (
+    ClusterSpec,
+    Host,
+    Placement,
+    asks_for_gpus,
+    common_imports,
+    controller_arguments,
+    place_ranks,
 )
+from ddpnb.protocol.processes import KernelRequest, RankCommand, num_cores
 
 STOP_TIMEOUT_SECONDS = 8.0
 
@@ -43,227 +40,189 @@ CRASH = "Fatal Python error"
 BEFORE_CRASH = 3
 """How many lines of a log are shown before these."""
 
-Event = dict[str, Any]
+OnExit = Callable[[Exit], None]
+"""Called, from another thread, when a process has ended without being asked to."""
 
 
-class Service(StrEnum):
-    """A process of the cluster other than a rank."""
-
-    CONTROLLER = "controller"
-    FORK_SERVER = "fork server"
-
-
-Member = int | Service
-"""A process of the cluster: a rank by its number, or a service."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exit:
-    """How a process of the cluster ended."""
-
-    member: Member
-    code: int | None
-    """The exit code; the negative signal number where a signal ended it; None if not known."""
-    cause: str = ""
-    """Why it ended if its host was lost or was never started: the end of a sentence."""
-
-
-class Processes:
-    """The fork server and its children."""
+class ForkServer:
+    """The kernel's child on this host, which starts the controller, and ranks if there are any."""
 
     def __init__(
         self,
-        *,
-        pipe: Connection,
-        server: "subprocess.Popen[bytes]",
-        on_exit: Callable[[Exit], None],
-    ) -> None:
-        self._on_exit = on_exit
-        self._answers: dict[int, Future[Any]] = {}
-        self._command_ids = itertools.count()
-        self._send_lock = threading.Lock()
-        self._stopped = False
-        self.ready: Future[list[str]] = Future()
-        """Resolves to the names of the GPUs once ranks can be started."""
-        self._stopped_members: set[Member] = set()
-        self._pipe = pipe
-        self._server = server
-        self.process = process_id(server.pid)
-        """The fork server, or what leads to an agent."""
-        self._reader = threading.Thread(target=self._read, name="ddpnb-processes", daemon=True)
-
-    @classmethod
-    def start(
-        cls,
         *,
         folder: Path,
         controller_arguments: list[str],
         num_threads: int,
         method: str,
-        on_exit: Callable[[Exit], None],
+        on_exit: OnExit,
         preload: str = "",
-    ) -> "Processes":
-        """Start the fork server, which starts the controller.
+    ) -> None:
+        """Start it.
 
         Args:
             folder: the cluster's private run folder; the fork server removes it.
             controller_arguments: ipyparallel's command line for the controller.
             num_threads: OpenMP threads of each rank; torch reads it when it is imported.
-            method: ``"fork"``, or ``"spawn"`` where forking is not safe.
-            on_exit: called from the reading thread when a process has ended.
+            method: see ``launcher.forkserver.main``.
+            on_exit: called when a process has ended.
             preload: modules that the fork server imports, with those that the user names.
         """
         pipe, theirs = Pipe()
-        preload = f"{os.environ.get('DDPNB_PRELOAD', '')} {preload}".strip()
-        server = subprocess.Popen(
-            [sys.executable, "-m", "ddpnb.launcher.forkserver", str(theirs.fileno())],
+        words = [str(theirs.fileno()), str(folder), method, *controller_arguments]
+        self._on_exit = on_exit
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "ddpnb.launcher.forkserver", *words],
             pass_fds=[theirs.fileno()],
             env=os.environ
             | {
                 "OMP_NUM_THREADS": str(num_threads),
                 "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
-                "DDPNB_PRELOAD": preload,
+                "DDPNB_PRELOAD": f"{os.environ.get('DDPNB_PRELOAD', '')} {preload}".strip(),
             },
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
         theirs.close()
-        processes = cls(pipe=pipe, server=server, on_exit=on_exit)
-        processes._send(
-            folder=str(folder), method=method, controller_arguments=controller_arguments
-        )
-        processes._reader.start()
-        return processes
+        self.pid = self._server.pid
+        self.link = ForkServerLink(pipe, on_exit=on_exit, on_end=self._note_end)
+
+    def stop(self) -> None:
+        """End it and its children, and wait for it; may be called twice."""
+        self.link.begin_stop()
+        try:
+            self._server.wait(STOP_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._kill_group()
+            self._server.wait(STOP_TIMEOUT_SECONDS)
+        self.link.close()
+
+    def _note_end(self) -> None:
+        self._kill_group()
+        self._on_exit(Exit(member=Service.FORK_SERVER, code=self._server.wait()))
+
+    def _kill_group(self) -> None:
+        """Kill the server, whose number is its own until it is waited for, and what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class Processes(abc.ABC):
+    """The controller and the ranks of a cluster, on whichever hosts they are."""
+
+    server: ForkServer
+    """The kernel's child, from which this host's processes descend."""
+    placement: Placement
 
     @property
-    def pid(self) -> int:
-        """The fork server's process id."""
-        return self._server.pid
+    @abc.abstractmethod
+    def links(self) -> Sequence[ForkServerLink]:
+        """The fork server of each host's ranks, in the order of the placement."""
 
-    @property
-    def stopped_members(self) -> frozenset[Member]:
-        """The processes that received SIGSTOP and have not gone on."""
-        return frozenset(self._stopped_members)
+    @abc.abstractmethod
+    def place(self, progress: Callable[[str], None]) -> Placement:
+        """Wait until it is known what the hosts have, and place the ranks.
 
-    def start_rank(
-        self, rank: int, environment: Mapping[str, str], settings: Mapping[str, object]
-    ) -> None:
-        """Start one rank, which joins the process group of ``settings["generation"]``, if any."""
-        self._send(
-            op=KernelRequest.START_RANK, rank=rank, environment=environment, settings=settings
-        )
+        Args:
+            progress: called with a few words on each phase.
 
-    def profile_of(self, rank: int, profile: Path) -> Path:
-        """Return ipyparallel's folder on a rank's host: where all is on one, that of the kernel."""
-        return profile
+        Raises:
+            UserError: one sentence on why they cannot be used so.
+        """
+
+    def prepare(self, rank: int) -> None:  # noqa: B027  not abstract: there may be nothing to do
+        """Have a rank's host ready to start it, where what starts it may have been lost."""
 
     def unreachable(self) -> str:
         """Return which hosts do not reach each other, as a part of a sentence; empty if all do."""
         return ""
 
+    def stop(self) -> None:
+        """End every process of the cluster and wait for it; may be called twice."""
+        self.server.stop()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the kernel's child."""
+        return self.server.pid
+
+    @property
+    def ready(self) -> "Future[list[str]]":
+        """Done once ranks can be started; its exception says why they cannot."""
+        return self.server.link.ready
+
+    @property
+    def stopped_members(self) -> frozenset[Member]:
+        """The processes that received SIGSTOP and have not gone on."""
+        return frozenset().union(*(link.stopped_members for link in self.links))
+
+    def start_rank(
+        self, rank: int, environment: Mapping[str, str], settings: Mapping[str, object]
+    ) -> None:
+        """Start one rank, which joins the process group of ``settings["generation"]``, if any."""
+        self._link_of(rank).start_rank(rank, environment, settings)
+
     def command(self, rank: int, command: RankCommand, *arguments: object) -> "Future[Any]":
         """Have a rank's control thread carry out a command, and return its answer.
 
-        The answer never comes if the rank, or the whole cluster, is gone.  It is a RuntimeError if
-        the rank could not carry the command out.
+        The answer never comes if the rank is gone.  It is a RuntimeError if the rank could not
+        carry the command out, or the whole cluster is gone.
         """
-        command_id = next(self._command_ids)
-        answer: Future[Any] = Future()
-        self._answers[command_id] = answer
-        with contextlib.suppress(OSError):
-            message = {"command": command, "id": command_id, "arguments": arguments}
-            self._send(op=KernelRequest.FORWARD, rank=rank, message=message)
-        return answer
+        fields = {"rank": rank, "command": command, "arguments": arguments}
+        return self._link_of(rank).request(KernelRequest.FORWARD, **fields)
 
     def list_connections(self) -> None:
-        """Have the fork server list which ranks are connected, before some of them are freed."""
-        with contextlib.suppress(OSError):
-            self._send(op=KernelRequest.LIST_CONNECTIONS)
+        """Have it listed which ranks are connected, before some of them are freed."""
+        for link in self.links:
+            link.request(KernelRequest.LIST_CONNECTIONS)
 
     def signal(self, ranks: list[int], number: int) -> "list[Future[Any]]":
-        """Send a signal to those of the ranks that are alive.
+        """Send a signal to those of the ranks that are alive; what is returned is done then."""
+        fields = {"ranks": ranks, "number": number}
+        return [link.request(KernelRequest.SIGNAL, **fields) for link in self.links]
 
-        Returns:
-            What is done once the signal has been sent; never, if the cluster is gone.
+    def _link_of(self, rank: int) -> ForkServerLink:
+        return self.links[self.placement.host_of(rank)]
+
+
+StartProcesses = Callable[[ClusterSpec, Path, OnExit], Processes]
+"""Starts what a spec asks for, in a run folder; ``place`` waits until it is there."""
+
+
+class LocalProcesses(Processes):
+    """The fork server of this host and its children."""
+
+    def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
+        """Start what the ranks of this host need.
+
+        Raises:
+            UserError: this host cannot run such a cluster.
         """
-        signal_id = next(self._command_ids)
-        answer: Future[Any] = Future()
-        self._answers[signal_id] = answer
-        with contextlib.suppress(OSError):
-            self._send(op=KernelRequest.SIGNAL, ranks=ranks, number=number, signal_id=signal_id)
-        return [answer]
+        self._spec = spec
+        planned = None if asks_for_gpus(spec) else self._place(num_gpus=0)
+        self._planned = planned
+        self.server = ForkServer(
+            folder=folder,
+            controller_arguments=controller_arguments(folder / "profile"),
+            num_threads=planned.num_threads if planned else spec.num_threads or num_cores(),
+            method=spec.method or ("fork" if sys.platform == "linux" else "spawn"),
+            on_exit=on_exit,
+            preload=common_imports(planned),
+        )
 
-    def stop(self) -> None:
-        """End every process of the cluster and wait for it; may be called twice."""
-        self._stopped = True
-        with contextlib.suppress(OSError):
-            self._send(op=KernelRequest.STOP)
-        try:
-            self._server.wait(STOP_TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._kill_group()
-            self._server.wait(STOP_TIMEOUT_SECONDS)
-        self._pipe.close()
+    @property
+    def links(self) -> Sequence[ForkServerLink]:
+        """The fork server."""
+        return (self.server.link,)
 
-    def _send(self, **message: object) -> None:
-        with self._send_lock:
-            self._pipe.send_bytes(json.dumps(message).encode())
+    def place(self, progress: Callable[[str], None]) -> Placement:
+        """Place the ranks, once the GPUs are known if they may be used."""
+        progress("importing torch")
+        gpus = [] if self._planned else self.ready.result(START_TIMEOUT_SECONDS)
+        self.placement = self._planned or self._place(len(gpus))
+        return self.placement
 
-    def _read(self) -> None:
-        while (event := self._receive()) is not None:
-            try:
-                self._handle(event)
-            except Exception:  # noqa: BLE001  the edge of the thread, which must hear the next event
-                traceback.print_exc()
-        if not self._stopped:
-            code = self._exit_code()
-            self._kill_group()
-            self._on_exit(Exit(member=Service.FORK_SERVER, code=code))
-        if not self.ready.done():
-            self.ready.set_exception(RuntimeError("the fork server ended before it was ready"))
-
-    def _kill_group(self) -> None:
-        """Kill the server if it lives, and what its children had started."""
-        if psutil.pid_exists(self.pid) and not is_there(self.process):
-            return  # nothing of it is left: the number is another process's
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-
-    def _exit_code(self, timeout: float = 1.0) -> int | None:
-        try:
-            return self._server.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def _receive(self) -> Event | None:
-        """Wait for the next event; return None once either end of the pipe is closed."""
-        try:
-            event: Event = json.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError, TypeError):  # TypeError: closed at this end
-            return None
-        return event
-
-    def _handle(self, event: Event) -> None:
-        match event.pop("event"):
-            case ForkServerEvent.READY:
-                self.ready.set_result(event["gpus"])
-            case ForkServerEvent.FAILED:
-                self.ready.set_exception(RuntimeError(event["cause"]))
-            case ForkServerEvent.ANSWER:
-                if (answer := self._answers.pop(event["id"], None)) is not None:
-                    if failure := event.get("failure"):
-                        answer.set_exception(RuntimeError(failure))
-                    else:
-                        answer.set_result(event["value"])
-            case ForkServerEvent.STOPPED if event["is_stopped"]:
-                self._stopped_members.add(member_of(event["name"]))
-            case ForkServerEvent.STOPPED:
-                self._stopped_members.discard(member_of(event["name"]))
-            case ForkServerEvent.EXITED:
-                self._stopped_members.discard(member_of(event["name"]))
-                if not self._stopped:
-                    end = {"code": event["code"], "cause": event.get("cause", "")}
-                    self._on_exit(Exit(member=member_of(event["name"]), **end))
+    def _place(self, num_gpus: int) -> Placement:
+        return place_ranks(self._spec, [Host(num_cores=num_cores(), num_gpus=num_gpus)])
 
 
 def wait_for_file(path: Path, timeout: float, while_waiting: Callable[[], None]) -> None:
@@ -279,28 +238,6 @@ def wait_for_file(path: Path, timeout: float, while_waiting: Callable[[], None])
         while_waiting()
         time.sleep(0.005)
     raise TimeoutError(f"{path} did not appear within {timeout:.0f} s")
-
-
-def member_of(name: str) -> Member:
-    """Return the process that the fork server reports under ``name``."""
-    return int(name) if name.isdigit() else Service(name)
-
-
-def describe_exit(exit_: Exit) -> str:
-    """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
-    if exit_.code is None:
-        return exit_.cause or "has ended"
-    if exit_.code >= 0:
-        return f"ended with exit code {exit_.code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_.code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_.code}"
-
-
-def spoken(member: Member) -> str:
-    """Return a process as the subject of a sentence: ``"Rank 1"``, ``"The controller"``."""
-    return f"Rank {member}" if isinstance(member, int) else f"The {member}"
 
 
 def log_tail(folder: Path, member: Member, num_lines: int) -> str:

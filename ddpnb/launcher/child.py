@@ -1,34 +1,28 @@
-"""A child of the fork server: the controller or a rank, from fork to exit (their processes).
+"""A rank as a child of the fork server, from fork or spawn to exit (ranks)."""
 
-Torch is imported only by a rank: the controller is forked before it.
-"""
-
-import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ipyparallel.controller.app import IPController
-
-from ddpnb.compat.ipyparallel_internals import beat_quickly_at_first
 from ddpnb.protocol.processes import die_with_parent
 
 Frame = dict[str, Any]
 """A message over a pipe, as JSON."""
 
-QUICK_MILLISECONDS = 25
-"""Time between heartbeats while ranks are starting: an engine registers on a heartbeat."""
-QUICK_SECONDS = 10.0
-"""How long that lasts."""
+ENGINE = (
+    "--log-level=ERROR",
+    "--IPEngine.enable_nanny=False",  # the fork server handles signals and deaths
+    "--IPEngine.max_heartbeat_misses=0",
+    "--IPEngine.timeout=120",  # s; many ranks register at once
+)
+"""What every engine's command line of ipyparallel has."""
 
 
 def run_child(main: Callable[[], None]) -> NoReturn:
@@ -50,67 +44,27 @@ def run_child(main: Callable[[], None]) -> NoReturn:
         os._exit(code)
 
 
-class LocalController(IPController):  # type: ignore[misc]  # has no type hints
-    """A controller with its sockets in the run folder, where nothing else is asked for.
-
-    ipyparallel's ports are chosen first and bound later: another process may have taken one by
-    then, and the ranks would wait for each other without end.
-    """
-
-    def construct_url(self, kind: str, channel: str, index: object = None) -> str:
-        """Return the address of a channel, spelled as ipyparallel's clients and engines do."""
-        url = super().construct_url(kind, channel, index)
-        if not url.startswith("ipc:"):
-            return str(url)
-        address, _, port = url.rpartition("-")
-        return f"{address}:{port}"
-
-    def init_hub(self) -> None:
-        """Have the hub read no copies of calls, results and output: it keeps none of them.
-
-        With many ranks, reading them was half of the controller's work.
-        """
-        super().init_hub()
-        unread = dict.fromkeys((b"in", b"out", b"iopub"), lambda *_: None)
-        getattr(self.hub, "monitor_handlers", {}).update(unread)
-
-
-def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> None:
-    """Be ipyparallel's controller, and end what outlives the fork server.
-
-    Args:
-        arguments: ipyparallel's command line.
-        sentinel: the pipe that closes with the fork server.
-        folder: the run folder; as the working directory it hides the user's configuration.
-    """
-    redirect_output(folder / "controller.log")
-    threading.Thread(target=end_all_after, args=(sentinel,), daemon=True).start()
-    os.chdir(folder)
-    os.register_at_fork(after_in_child=die_with_parent)  # the heart monitor's process
-    beat_quickly_at_first(QUICK_MILLISECONDS, QUICK_SECONDS)
-    # CurveZMQ authenticates and encrypts; with it, ipyparallel would leave out the signatures.
-    key = f"--Session.key={secrets.token_hex(32)}"
-    LocalController.launch_instance([*arguments, key])
-
-
-def end_all_after(sentinel: Connection) -> None:
-    """Wait for the fork server's end, then kill its process group with all that cells started."""
-    with contextlib.suppress(EOFError, OSError):
-        sentinel.recv_bytes()
-    os.killpg(0, signal.SIGKILL)
-
-
 def run_rank(
     rank: int, environment: dict[str, str], settings: Frame, pipe: Connection, folder: Path
 ) -> None:
-    """Be one rank: an ipyparallel engine in the process group."""
+    """Be one rank: an ipyparallel engine in the process group.
+
+    ``settings`` are those of ``ddpnb.rank.engine.run``, without the engine's command line.
+    """
     die_with_parent()
     redirect_output(folder / f"rank-{rank}.log")
     os.environ.update(environment)
     sys.argv[:] = [""]  # as in an interpreter that runs no script; else the fork server's
     from ddpnb.rank import calls, engine  # noqa: F401, PLC0415  imports torch, after the controller's fork
 
-    engine.run(settings, pipe=pipe, folder=folder)
+    profile = folder / "profile"
+    arguments = [
+        f"--profile-dir={profile}",
+        f"--IPEngine.url_file={profile / 'security/ipcontroller-engine.json'}",
+        f"--IPEngine.id={rank}",
+        *ENGINE,
+    ]
+    engine.run(settings | {"engine_arguments": arguments}, pipe=pipe, folder=folder)
 
 
 def spawn_rank(

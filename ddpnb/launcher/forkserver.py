@@ -1,8 +1,8 @@
 """The fork server: imports torch once, forks the ranks and ends them (fork server).
 
-The kernel starts ``python -m ddpnb.launcher.forkserver FD`` and exchanges JSON frames with it over
-one socket pair.  The controller is forked first, and torch imported while it starts.  The ranks
-share the imported pages; each is ready in a fraction of a second.
+The kernel starts ``python -m ddpnb.launcher.forkserver FD ...`` and exchanges JSON frames with it
+over one socket pair.  The controller is forked first, and torch imported while it starts.  The
+ranks share the imported pages; each is ready in a fraction of a second.
 
 The fork server runs no tensor operation, starts no thread and never touches CUDA, so that it can
 fork safely at any time, also to replace a dead rank.
@@ -26,19 +26,18 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 gc.disable()  # imports make few objects that die; they are frozen before the ranks are forked
 
 from ddpnb.launcher.child import (  # noqa: E402
     Frame,
     run_child,
-    run_controller,
     run_rank,
     run_spawned_rank,
     spawn_rank,
@@ -50,31 +49,15 @@ from ddpnb.protocol.processes import (  # noqa: E402
     KernelRequest,
     RankCommand,
     hold,
+    limit_waits,
 )
 
 STOP_TIMEOUT_SECONDS = 3.0
 """How long children may take to end after SIGTERM before they are killed."""
-LOG_BYTES = 16_384
-"""As much of a rank's log is sent to a kernel on another host when the rank has ended."""
-
-
-class KernelPipe(Protocol):
-    """The pipe to the kernel: a ``Connection``, or an agent's standard input and output."""
-
-    def fileno(self) -> int:
-        """Return the descriptor to read from."""
-
-    def poll(self, seconds: float, /) -> bool:
-        """Return whether a message, or the end, has come within so many seconds."""
-
-    def recv_bytes(self) -> bytes:
-        """Return the next message."""
-
-    def send_bytes(self, buf: bytes) -> None:
-        """Send a message."""
-
-    def close(self) -> None:
-        """Close both directions."""
+WRITE_SECONDS = 0.1
+"""How long a rank may take to read: one that was stopped must not stop this process too."""
+READ_SECONDS = 5.0
+"""How long a rank may take to write the rest of an answer that has begun to come."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,88 +73,79 @@ class Child:
 class Forkserver:
     """The pipe to the kernel, and the children."""
 
-    kernel: KernelPipe
+    kernel: Connection
     folder: Path
     method: str
+    log_bytes: int = 0
+    """How much of a rank's log is sent with its end: to a kernel that cannot read it."""
     children: dict[int, Child] = field(default_factory=dict)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     sentinel: Connection | None = None
     """Carries nothing: it closes when this process ends, which the controller sees."""
     is_stopped: bool = False
-    silence_seconds: float | None = None
-    """How long the kernel may be silent; None: as long as the pipe is open."""
-    more_requests: Mapping[str, Callable[..., None]] = field(default_factory=dict)
-    """What carries out the requests that only the agent of another host has."""
+    handlers: dict[KernelRequest, Callable[..., object]] = field(init=False)
+    """What carries out each request and returns its answer; an agent has more of them."""
     more_ends: list[socket.socket | TextIO] = field(default_factory=list)
     """What a forked child closes besides the pipes."""
     _ends: dict[int, set[Ends]] = field(default_factory=dict)
     """The connections of each rank, by pid, when they were last listed."""
-    _deadline: float = 0.0
-    """Until when the server waits for the kernel, in ``time.monotonic()``."""
+
+    def __post_init__(self) -> None:
+        self.handlers = {
+            KernelRequest.START_RANK: self.start_rank,
+            KernelRequest.LIST_CONNECTIONS: self.list_connections,
+            KernelRequest.SIGNAL: self.signal,
+        }
 
     def serve(self) -> None:
         """Serve the kernel and the ranks until the kernel has gone."""
-        self._deadline = time.monotonic() + (self.silence_seconds or 0.0)
         self.selector.register(self.kernel, selectors.EVENT_READ, self.on_kernel)
         with sigchld_wakeup() as wakeup:
             self.selector.register(wakeup, selectors.EVENT_READ, self.on_sigchld)
-            while not self.is_over:
-                is_patient = self.silence_seconds is None
-                seconds = None if is_patient else max(0.0, self._deadline - time.monotonic())
-                for key, _ in self.selector.select(seconds):
+            while not self.is_stopped:
+                for key, _ in self.selector.select():
                     key.data(key.fileobj)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether to end: on request, or because the kernel has gone.
-
-        A kernel that is silent for too long is lost, as when its connection was cut.
-        """
-        if self.is_stopped or self.silence_seconds is None:
-            return self.is_stopped
-        return time.monotonic() >= self._deadline and not self.kernel.poll(0.0)
-
-    def on_kernel(self, kernel: KernelPipe) -> None:
-        """Carry out one request of the kernel."""
+    def on_kernel(self, kernel: Connection) -> None:
+        """Carry out one request of the kernel, and answer it or say how it failed."""
         try:
             request: Frame = json.loads(kernel.recv_bytes())
         except (EOFError, OSError):
             self.is_stopped = True
             return
-        self._deadline = time.monotonic() + (self.silence_seconds or 0.0)
-        match request.pop("op"):
-            case KernelRequest.START_RANK:
-                self.start_rank(**request)
-            case KernelRequest.FORWARD:
-                self.forward(**request)
-            case KernelRequest.LIST_CONNECTIONS:
-                self.list_connections()
-            case KernelRequest.SIGNAL:
-                self.signal(**request)
-            case KernelRequest.STOP:
-                self.is_stopped = True
-            case KernelRequest.PING:
-                pass
-            case operation:
-                self.more_requests[operation](**request)
+        operation, request_id = request.pop("op"), request.pop("id")
+        if operation == KernelRequest.STOP:
+            self.is_stopped = True
+            return
+        try:
+            if operation == KernelRequest.FORWARD:
+                return self.forward(request_id, **request)
+            answer = {"value": self.handlers[operation](**request)}
+        except Exception as error:  # noqa: BLE001  the ranks must live on, and the kernel know
+            answer = {"failure": "".join(traceback.format_exception_only(error)).strip()}
+        self.report(event=ForkServerEvent.ANSWER, id=request_id, **answer)
 
     def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
-        """Fork or spawn a rank."""
-        try:
-            ours, theirs = Pipe()
-            if self.method == "fork":
-                pid = self.fork(lambda: run_rank(rank, environment, settings, theirs, self.folder))
-            else:
-                pid = spawn_rank(rank, environment, settings, theirs, self.folder)
-        except OSError as error:  # the system is out of processes, memory or descriptors
-            cause = f"could not be started ({error})"
-            return self.report(event=ForkServerEvent.EXITED, name=str(rank), code=None, cause=cause)
+        """Fork or spawn a rank.  Raises OSError where the system is out of processes or memory."""
+        ours, theirs = Pipe()
+        limit_waits(ours, write_seconds=WRITE_SECONDS, read_seconds=READ_SECONDS).close()
+
+        def main() -> None:
+            ours.close()
+            run_rank(rank, environment, settings, theirs, self.folder)
+
+        if self.method == "fork":
+            pid = self.fork(main)
+        else:
+            pid = spawn_rank(rank, environment, settings, theirs, self.folder)
         theirs.close()
         self.children[pid] = Child(name=str(rank), pid=pid, pipe=ours)
         self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
 
     def start_controller(self, arguments: list[str]) -> None:
         """Fork ipyparallel's controller."""
+        from ddpnb.launcher.controller import run_controller  # noqa: PLC0415  no agent needs it
+
         theirs, self.sentinel = Pipe(duplex=False)
         pid = self.fork(lambda: run_controller(arguments, theirs, self.folder))
         theirs.close()
@@ -192,12 +166,13 @@ class Forkserver:
             run_child(run)
         return pid
 
-    def forward(self, *, rank: int, message: Frame) -> None:
-        """Pass a message on to a rank's control thread, unless the rank is dead."""
+    def forward(self, request_id: int, *, rank: int, command: str, arguments: list[object]) -> None:
+        """Pass a command on to a rank's control thread, which answers it unless it is dead."""
         for child in self.children.values():
             if child.name == str(rank) and child.pipe is not None:
-                if message["command"] == RankCommand.ABORT:
-                    message["arguments"] = [self.peers_ends(child)]
+                if command == RankCommand.ABORT:
+                    arguments = [self.peers_ends(child)]
+                message = {"id": request_id, "command": command, "arguments": arguments}
                 with contextlib.suppress(OSError):
                     child.pipe.send_bytes(json.dumps(message).encode())
 
@@ -212,14 +187,13 @@ class Forkserver:
         others = (ends for pid, ends in self._ends.items() if pid != child.pid)
         return sorted(set().union(*(turned & ends for ends in others)))
 
-    def signal(self, *, ranks: list[int], number: int, signal_id: int) -> None:
-        """Send a signal to some ranks, and answer once it is sent."""
+    def signal(self, *, ranks: list[int], number: int) -> None:
+        """Send a signal to those of the ranks that are alive."""
         names = {str(rank) for rank in ranks}
         for child in self.children.values():
             if child.name in names:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, number)
-        self.report(event=ForkServerEvent.ANSWER, id=signal_id, value=None)
 
     def on_rank(self, pipe: Connection) -> None:
         """Pass a rank's answer on to the kernel."""
@@ -263,11 +237,11 @@ class Forkserver:
                 )
 
     def log_of(self, name: str) -> str:
-        """Return the end of a rank's log where the kernel cannot read it: it is on another host."""
-        if self.silence_seconds is None:
-            return ""
-        with contextlib.suppress(OSError):
-            return (self.folder / f"rank-{name}.log").read_text(errors="replace")[-LOG_BYTES:]
+        """Return the end of a rank's log where the kernel cannot read it."""
+        if self.log_bytes:
+            with contextlib.suppress(OSError):
+                path = self.folder / f"rank-{name}.log"
+                return path.read_text(errors="replace")[-self.log_bytes :]
         return ""
 
     def report(self, **event: object) -> None:
@@ -284,8 +258,7 @@ class Forkserver:
                     os.kill(pid, number)
             self.wait_for_children(timeout)
         shutil.rmtree(self.folder, ignore_errors=True)
-        if self.kernel is not None:
-            self.kernel.close()
+        self.kernel.close()
         os.killpg(0, signal.SIGKILL)
 
     def wait_for_children(self, timeout: float) -> None:
@@ -337,19 +310,20 @@ def describe_gpus() -> list[str]:
     return list(json.loads(result.stdout)) if result.returncode == 0 else []
 
 
-def main(kernel_fd: int) -> None:
-    """Be the fork server of the kernel at the other end of a socket."""
-    kernel = Connection(kernel_fd)
-    request: Frame = json.loads(kernel.recv_bytes())
-    server = Forkserver(kernel=kernel, folder=Path(request["folder"]), method=request["method"])
+def main(kernel_fd: str, folder: str, method: str, *controller_arguments: str) -> None:
+    """Be the fork server of the kernel at the other end of a socket.
+
+    ``method`` is ``"fork"``, ``"spawn"`` where forking is not safe, or ``"none"`` for no ranks.
+    """
+    server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder), method=method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         server.more_ends.append(hold(server.folder / SERVER_LOCK))
-        server.start_controller(request["controller_arguments"])
-        if server.method == "fork":
+        server.start_controller(list(controller_arguments))
+        if method == "fork":
             preload()
-        gpus = [] if server.method == "none" else describe_gpus()
+        gpus = [] if method == "none" else describe_gpus()
         server.report(event=ForkServerEvent.READY, gpus=gpus)
         server.serve()
     except Exception:  # noqa: BLE001  the edge of the process: the kernel shows the cause
@@ -361,4 +335,4 @@ def main(kernel_fd: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--rank":
         run_spawned_rank(sys.argv[2])
-    main(int(sys.argv[1]))
+    main(*sys.argv[1:])

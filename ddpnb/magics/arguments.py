@@ -21,7 +21,7 @@ from IPython.core.magic import Magics
 from IPython.core.magic_arguments import ArgDecorator
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
-from ddpnb.cluster.profile import profiles
+from ddpnb.hosts.launchers import profiles
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.options import Option
@@ -39,6 +39,7 @@ GONE = {
     "--resume": f"a comparison is trained in one go; {_EXPORT}",
     "--save-every": f"--save keeps the trained weights; {_EXPORT}",
     "--sbatch": "docs/hosts.md has the lines that start a script in a job of Slurm.",
+    "--slurm": "sbatch reads SBATCH_PARTITION, SBATCH_TIMELIMIT and others from the environment.",
     "--strategy": "a script trains with DDP, whatever was compared.",
 }
 """Options of earlier versions, and what to do in their place."""
@@ -79,12 +80,9 @@ def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False)
     if unknown:
         word, known = unknown[0].partition("=")[0], flags(magic)
         if not word.startswith("-"):
-            several = "are joined by commas, without spaces"
-            if "--slurm" in line:
-                several = 'stand in quotes, as --slurm "partition=main time=1:00:00"'
             raise UserError(
                 f"{name} has no use for {word}: options begin with dashes, and several values of "
-                f"one {several}; %{name}? explains it."
+                f"one are joined by commas, without spaces; %{name}? explains it."
             )
         if word in GONE:
             raise UserError(f"{name} has no option {word} any more: {GONE[word]}")

@@ -15,8 +15,8 @@ from IPython.core.magic_arguments import argument, kwds
 from IPython.display import display
 
 from ddpnb import api
-from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import remove_leftovers
+from ddpnb.hosts.spec import HostsSpec
 from ddpnb.magics.arguments import (
     arguments,
     catalogue_text,
@@ -59,7 +59,7 @@ class DdpMagics(Magics):
         self._own_cell = ""
 
     @magic_arguments()
-    @options(options_of(ClusterSpec))
+    @options(options_of(HostsSpec))
     @line_magic
     def ddp_start(self, line: str) -> None:
         """Start the ranks and form the process group.
@@ -72,10 +72,10 @@ class DdpMagics(Magics):
 
         ``--hosts a:4,b:4`` starts four ranks on each of two hosts that ssh reaches,
         ``--engines slurm -n 16 --ranks-per-host 8`` sixteen in a job of two, ``--profile NAME``
-        instead those that a profile of ipyparallel gives: docs/hosts.md.
+        as a profile of ipyparallel says: docs/hosts.md.
         """
         choices, display = vars(arguments(self.ddp_start, line)), LiveDisplay()
-        spec = ClusterSpec(**read_options(ClusterSpec, choices))
+        spec = HostsSpec(**read_options(HostsSpec, choices))
         display.show_table(this_session().start(spec, progress=display.show_text))
 
     @line_magic

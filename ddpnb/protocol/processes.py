@@ -7,9 +7,12 @@ import ctypes
 import fcntl
 import os
 import signal
+import socket
+import struct
 import sys
 from collections.abc import Iterable
 from enum import StrEnum
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
@@ -22,7 +25,10 @@ ProcessId = tuple[int, float]
 
 
 class KernelRequest(StrEnum):
-    """A request of the kernel to the fork server: ``op`` of a JSON frame."""
+    """A request of the kernel to the fork server: ``op`` of a JSON frame.
+
+    Each has an ``id``, which its ``ForkServerEvent.ANSWER`` repeats.
+    """
 
     START_RANK = "start_rank"
     FORWARD = "forward"
@@ -32,8 +38,6 @@ class KernelRequest(StrEnum):
     SIGNAL = "signal"
     """To a rank's process: an interrupt, a kill, or SIGCONT."""
     STOP = "stop"
-    RUN = "run"
-    """Before there is an agent: run the script that starts it."""
     CHECK = "check"
     """This and the next are for the agent of another host: describe that host."""
     PROBE = "probe"
@@ -42,12 +46,6 @@ class KernelRequest(StrEnum):
     """Import torch."""
     CONNECT = "connect"
     """Take the engines' connection file."""
-    PING = "ping"
-    """The kernel is there."""
-
-
-AGENT_GREETING = b"\nddpnb-agent\n"
-"""What an agent writes first: a login shell may have written something before."""
 
 
 class ForkServerEvent(StrEnum):
@@ -59,6 +57,7 @@ class ForkServerEvent(StrEnum):
     STOPPED = "stopped"
     """A rank received SIGSTOP, or SIGCONT after it: ``is_stopped``."""
     ANSWER = "answer"
+    """A request's ``value``, or its ``failure``."""
 
 
 class RankCommand(StrEnum):
@@ -95,16 +94,11 @@ def process_id(pid: int | None = None) -> ProcessId:
 
 def is_alive(process: ProcessId) -> bool:
     """Return whether a process is alive; a zombie is not."""
-    return is_there(process, zombie=False)
-
-
-def is_there(process: ProcessId, *, zombie: bool = True) -> bool:
-    """Return whether a process is alive, or a zombie: its number is no other process's."""
     pid, began = process
     try:
         found = psutil.Process(pid)
-        is_same = bool(abs(found.create_time() - began) < _SAME_SECONDS)
-        return is_same and (zombie or bool(found.status() != psutil.STATUS_ZOMBIE))
+        is_same = abs(found.create_time() - began) < _SAME_SECONDS
+        return bool(is_same and found.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -131,6 +125,28 @@ def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
         except OSError:  # not known
             cores.add(str(cpu))
     return len(cores)
+
+
+def limit_waits(
+    pipe: Connection, *, write_seconds: float, read_seconds: float | None = None
+) -> socket.socket:
+    """Have no write to a pipe wait longer for the process at its other end, nor a read.
+
+    What takes longer raises BlockingIOError.  The pipe may be of no use then: a part of a message
+    may have been passed on.
+
+    Returns:
+        The pipe's socket, which can be shut down while a thread reads.
+    """
+    end = socket.socket(fileno=os.dup(pipe.fileno()))
+    end.setblocking(True)  # a default timeout of the user's would have changed that, for all
+    for option, seconds in (
+        (socket.SO_SNDTIMEO, write_seconds),
+        (socket.SO_RCVTIMEO, read_seconds or 0.0),
+    ):
+        timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        end.setsockopt(socket.SOL_SOCKET, option, timeval)
+    return end
 
 
 def die_with_parent() -> None:

@@ -210,6 +210,7 @@ class Training:
             print(f"Rank {format_ranks(dead)} {how}. {error}", file=sys.stderr)
             return False
         for rank in dead:
+            self._expecting.pop(rank, None)  # a new process has heard nothing yet
             self._send_functions(rank)
         how += "; it is a new process now, without its variables."
         print(f"Rank {format_ranks(dead)} {how}", file=sys.stderr)

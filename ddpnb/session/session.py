@@ -15,6 +15,7 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
+from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, Script
@@ -298,7 +299,7 @@ class Session:
     # -- private ---------------------------------------------------------------------
 
     def _launch(self, spec: ClusterSpec, progress: OnProgress = lambda _: None) -> Cluster:
-        self._cluster = cluster = Cluster.start(spec, progress)
+        self._cluster = cluster = start_cluster(spec, progress)
         atexit.register(self.stop)
         return cluster
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import describe, describe_stopped, no_answer, stopped_ranks
+from ddpnb.cluster.link import describe_exit
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
-from ddpnb.cluster.processes import describe_exit
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.notation import format_ranks
@@ -96,10 +96,11 @@ def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
         UserError: others are asked for, on other hosts.
     """
     for name in ("hosts", "engines", "profile"):
-        if getattr(asked, name) not in ("", getattr(cluster.spec, name)):
+        wanted = getattr(asked, name, "")
+        if wanted not in ("", getattr(cluster.spec, name, "")):
             raise UserError(
                 f"A cluster of {len(cluster.ranks)} ranks is already running: %ddp_stop ends it, "
-                f"then --{name} {getattr(asked, name)} starts another."
+                f"then --{name} {wanted} starts another."
             )
     if dead := cluster.dead:
         return (

@@ -17,6 +17,8 @@ from ddpnb.cluster.call import CallEvent, Output, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch, failure_in
+from ddpnb.hosts.spec import HostsSpec
+from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol import calls
 from ddpnb.protocol.messages import CellSpec, Failure
 from ddpnb.protocol.processes import RankCommand
@@ -79,6 +81,17 @@ def started(
             patch.setenv(name, value)
         cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu", method=method))
     cluster.timeouts = timeouts or cluster.timeouts
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@contextlib.contextmanager
+def started_on_hosts(**options: Any) -> Iterator[Cluster]:
+    """A cluster on other hosts, by ssh or by a launcher."""
+    spec = HostsSpec(**{"device": "cpu", "num_threads": 1} | options)
+    cluster = start_cluster(spec)
     try:
         yield cluster
     finally:
@@ -181,6 +194,14 @@ def processes_of(cluster: Cluster) -> list[psutil.Process]:
     """The fork server and all that descends from it."""
     server = psutil.Process(cluster.processes.pid)
     return [server, *server.children(recursive=True)]
+
+
+def controller_of(cluster: Cluster) -> psutil.Process:
+    """The controller of a local cluster."""
+    ranks = {state.pid for state in cluster.states}
+    children = psutil.Process(cluster.processes.pid).children()
+    (found,) = (each for each in children if each.pid not in ranks and is_alive(each))
+    return found
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -1,12 +1,11 @@
 """Do ranks on two hosts, started over ssh, work and end like those of one?"""
 
-import contextlib
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,6 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.cluster.processes import log_tail
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec
@@ -28,13 +25,13 @@ from tests.cluster.rig import (
     ALL_REDUCE,
     DYNAMO,
     Ended,
-    allow_mpi,
     begin,
     finish,
     knock,
     pull,
     run,
     shown,
+    started_on_hosts,
     wait_until,
     wait_until_gone,
 )
@@ -73,55 +70,16 @@ while True:
     ddp(torch.ones(1, 1000)).sum().backward()
 """
 
-SEND_FOR_EVER = """
-from pathlib import Path
-kept = f"of rank {{rank}}"
-big = torch.ones(2_000_000)
-Path({sign!r} + str(rank)).touch()
-while True:
-    dist.send(big, rank + 2) if rank < 2 else dist.recv(big, rank - 2)
-"""
-
-
 DIFFERENT = {
-    "call": (
-        "if rank < 2: dist.all_reduce(torch.ones(3))\nelse: dist.broadcast(torch.ones(3), 0)",
-        "ranks 0-1 call all_reduce with Float [3] (line 1)",
-        "ranks 2-3 call broadcast from rank 0 with Float [3] (line 2)",
-    ),
-    "shape": (
-        "dist.all_reduce(torch.ones(3 if rank < 2 else 4))",
-        "ranks 0-1 call all_reduce with Float [3] (line 1)",
-        "ranks 2-3 call all_reduce with Float [4] (line 1)",
-    ),
-    "type, which gloo does not notice": (
-        "dist.all_reduce(torch.ones(4, dtype=torch.float if rank < 2 else torch.int))",
-        "ranks 0-1 call all_reduce with Float [4] (line 1)",
-        "ranks 2-3 call all_reduce with Int [4] (line 1)",
-    ),
-    "a call left out": (
-        "if rank < 2: dist.all_reduce(torch.ones(3))\ndist.all_reduce(torch.ones(7))",
-        "ranks 0-1 call all_reduce with Float [3] (line 1)",
-        "ranks 2-3 call all_reduce with Float [7] (line 2)",
-    ),
-    "long tensors": (
-        "dist.all_reduce(torch.ones(100_000 if rank < 2 else 300_000))",
-        "ranks 0-1 call all_reduce with Float [100000] (line 1)",
-        "ranks 2-3 call all_reduce with Float [300000] (line 1)",
-    ),
+    "call": "dist.all_reduce(torch.ones(3)) if rank < 2 else dist.broadcast(torch.ones(3), 0)",
+    "shape": "dist.all_reduce(torch.ones(3 if rank < 2 else 4))",
+    "a call left out": "if rank < 2: dist.barrier()\ndist.all_reduce(torch.ones(7))",
+    "long tensors": "dist.all_reduce(torch.ones(100_000 if rank < 2 else 300_000))",
     "a sub-group": (
-        "pair = dist.new_group([1, 2])\ndist.all_reduce(torch.ones(3 + rank), group=pair)",
-        "rank 1 calls all_reduce with Float [4] (line 2)",
-        "rank 2 calls all_reduce with Float [5] (line 2)",
+        "pair = dist.new_group([1, 2])\ndist.all_reduce(torch.ones(3 + rank), group=pair)"
     ),
 }
 """Host a's ranks make another call than those of host b."""
-
-MAY_DIFFER = [
-    "uneven all_to_all_single",
-    "objects",
-    "Join",
-]
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +92,8 @@ def hosts(tmp_path_factory) -> Iterator[TwoHosts]:
 def two_each(hosts) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDPNB_PRELOAD", DYNAMO["DDPNB_PRELOAD"])
-        cluster = Cluster.start(ClusterSpec(hosts="a:2,b:2", device="cpu", num_threads=1))
-    try:
-        yield cluster
-    finally:
-        cluster.stop()
+        with started_on_hosts(hosts="a:2,b:2") as cluster:
+            yield cluster
 
 
 @pytest.fixture
@@ -148,7 +103,7 @@ def cluster(two_each) -> Iterator[Cluster]:
         two_each.bring_back(dead)
     yield two_each
     for rank in two_each.dead:
-        print(f"rank {rank}:", log_tail(two_each.folder, rank, 60))
+        print(f"rank {rank}:", two_each.log_tail(rank, 60))
 
 
 def total(cluster: Cluster) -> list[float]:
@@ -219,18 +174,13 @@ def a_comparison(*strategies: str, num_epochs: float = 1) -> ComparisonSpec:
 
 
 def test_strategies_train_across_hosts(cluster, tmp_path):
-    spec = a_comparison("ddp", "fsdp", "async", "gossip")
-    found = prepare(cluster, Store(tmp_path), spec).run().comparison.runs
-    assert [each.status for each in found] == ["finished"] * 4
-    assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
-
-
-def test_one_process_has_the_threads_of_its_host_alone(cluster, tmp_path):
-    spec = a_comparison("single:threads=all")
+    spec = a_comparison("ddp", "fsdp", "async", "gossip", "single:threads=all")
     comparison = prepare(cluster, Store(tmp_path), spec).run().comparison
-    (found,) = comparison.runs
-    assert found.header.num_devices == 2
-    assert found.header.num_threads == 2  # those of all ranks of its host
+    *found, single = comparison.runs
+    assert [each.status for each in comparison.runs] == ["finished"] * 5
+    assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
+    assert single.header.num_devices == 2
+    assert single.header.num_threads == 2  # those of all ranks of its host
     assert comparison.environment["hosts"] == "a:2,b:2"
 
 
@@ -307,15 +257,14 @@ def test_another_meeting_place_in_the_environment_costs_nothing(cluster):
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_the_ranks_are_of_use_after_calls_that_do_not_match_across_hosts(cluster, case):
-    source, *_ = DIFFERENT[case]
     run(cluster, "import torch, torch.distributed as dist")
-    run(cluster, source)
+    run(cluster, DIFFERENT[case])
     if cluster.dead:  # gloo ends a rank that receives more than it expects
         cluster.bring_back(list(cluster.dead))
     assert total(cluster) == [4.0] * 4
 
 
-@pytest.mark.parametrize("case", MAY_DIFFER)
+@pytest.mark.parametrize("case", ["uneven all_to_all_single", "objects", "Join"])
 def test_calls_that_may_differ_across_hosts_are_let_through(cluster, case):
     run(cluster, SETUP)
     ended = run(cluster, RIGHT[case])
@@ -326,7 +275,7 @@ def test_calls_that_may_differ_across_hosts_are_let_through(cluster, case):
 
 def test_calls_that_do_not_match_are_found_before_they_are_made_where_asked(cluster):
     run(cluster, "import torch, torch.distributed as dist")
-    ended = run(cluster, DIFFERENT["shape"][0], is_checked=True)
+    ended = run(cluster, DIFFERENT["shape"], is_checked=True)
     assert not ended.lost
     assert any("mismatch between collectives" in f.text for f in ended.failures.values())
     assert total(cluster) == [4.0] * 4
@@ -410,17 +359,11 @@ def test_hosts_that_lose_each_other_are_named(cluster, hosts, tmp_path):
     assert total(cluster) == [4.0] * 4
 
 
-@pytest.mark.parametrize(
-    ("source", "cut"),
-    [(STEP_FOR_EVER, "hosts"), (STEP_FOR_EVER, "power"), (SEND_FOR_EVER, "power")],
-    ids=["ddp-hosts", "ddp-power", "send-power"],
-)
-def test_ranks_that_a_cut_within_a_message_leaves_waiting_are_killed(
-    cluster, hosts, tmp_path, source, cut
-):
+@pytest.mark.parametrize("cut", ["hosts", "power"])
+def test_ranks_that_a_cut_within_a_message_leaves_waiting_are_killed(cluster, hosts, tmp_path, cut):
     """Gloo waits without end for the rest of a message."""
     with hosts.slow("50mbit"):
-        cell = reducing(cluster, tmp_path, source)
+        cell = reducing(cluster, tmp_path, STEP_FOR_EVER)
         time.sleep(3.0)  # a step takes 2.6 s: all connections have half a message under way
         with hosts.parted() if cut == "hosts" else hosts.unplugged("b"):
             assert finish(cell).seconds < 2 * SECONDS
@@ -432,24 +375,39 @@ def test_ranks_that_a_cut_within_a_message_leaves_waiting_are_killed(
     assert total(cluster) == [4.0] * 4
 
 
-def test_a_killed_agent_takes_its_ranks_and_files_along(cluster, hosts, tmp_path):
-    cell = reducing(cluster, tmp_path)
-    before = hosts.processes("b")
-    (agent,) = hosts.agents("b")
-    token = agent.cmdline()[-1]
-    agent.kill()
+def test_a_network_that_is_gone_for_some_seconds_loses_nothing(cluster, hosts):
+    run(cluster, "kept = rank")
+    cell = begin(cluster, "import time\nfor _ in range(140): time.sleep(0.1)", timeout=None)
+    with hosts.unplugged("b"):
+        time.sleep(8.0)
     finish(cell)
-    assert set(cell.lost) == {2, 3}
-    assert pull(cluster, "kept", ranks=[0, 1]) == ["of rank 0", "of rank 1"]
-    wait_until_gone(before)
-    assert not files_of(token)
-    cluster.bring_back([2, 3])
+    assert not cell.lost
+    assert not cell.failures
+    assert pull(cluster, "kept") == [0, 1, 2, 3]
     assert total(cluster) == [4.0] * 4
+
+
+@pytest.mark.parametrize("killed", ["agent", "relay"])
+def test_what_is_killed_takes_ranks_and_files_along(cluster, hosts, tmp_path, killed):
+    cell = reducing(cluster, tmp_path)
+    left = [each for each in hosts.processes("b") if "ddpnb.hosts.agent" in each.cmdline()]
+    (name,) = hosts.names("b")
+    (process,) = hosts.running(killed, "b")
+    process.kill()
+    finish(cell)
+    assert {2, 3} <= set(cell.lost)  # one of the others may wait for the rest of a message
+    freed = list(cluster.living)
+    assert pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
+    wait_until_gone(left)
+    wait_until(lambda: not Path(f"/dev/shm/ddpnb-{name}").exists(), "the agent's files are gone")
+    cluster.bring_back(list(cluster.dead))
+    assert total(cluster) == [4.0] * 4
+    assert killed == "agent" or not files_of(name)
 
 
 def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_path, capsys):
     training = prepare(cluster, Store(tmp_path), a_comparison("async", num_epochs=300))
-    (agent,) = hosts.agents("b")
+    (agent,) = hosts.running("agent", "b")
 
     def kill_later() -> None:
         wait_until_it_trains(training)
@@ -466,7 +424,7 @@ def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_pat
 
 
 def test_a_killed_kernel_leaves_nothing(hosts):
-    earlier = [process for host in "ab" for process in hosts.processes(host)]
+    earlier, names = everything(hosts)
     source = (
         "import ddpnb, time; ddpnb.start(hosts='a:1,b:1', device='cpu'); print('go', flush=True);"
         "time.sleep(600)"
@@ -474,11 +432,12 @@ def test_a_killed_kernel_leaves_nothing(hosts):
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as kernel:
         assert kernel.stdout is not None
         assert kernel.stdout.readline() == b"go\n"
-        found = [p for host in "ab" for p in hosts.processes(host) if p not in earlier]
-        tokens = [each.cmdline()[-1] for each in found if "ddpnb.launcher.agent" in each.cmdline()]
+        found, new = everything(hosts, earlier, names)
+        found += psutil.Process(kernel.pid).children(recursive=True)
         kernel.kill()
     wait_until_gone(found)
-    assert not any(map(files_of, tokens))
+    assert len(new) == 2
+    assert not any(map(files_of, new))
 
 
 def test_a_slow_network_is_no_hang(cluster, hosts):
@@ -487,18 +446,6 @@ def test_a_slow_network_is_no_hang(cluster, hosts):
         ended = run(cluster, f"{ALL_REDUCE}\nx = torch.ones(1_500_000)\ndist.all_reduce(x)")
     assert not ended.watch.hang
     assert pull(cluster, "x.sum().item()") == [6e6] * 4
-
-
-def test_an_interrupt_reaches_every_host(cluster, tmp_path):
-    cell = begin(
-        cluster,
-        f"from pathlib import Path\nPath({str(tmp_path)!r} + '/go').touch()\n"
-        "import time\nkept = 1\nwhile True: time.sleep(0.01)",
-        timeout=None,
-    )
-    stop_when((tmp_path / "go").exists, cell)
-    assert {failure.name for failure in cell.failures.values()} == {"KeyboardInterrupt"}
-    assert pull(cluster, "kept") == [1] * 4
 
 
 def test_an_interrupt_leaves_no_rank_a_call_ahead(cluster, tmp_path, monkeypatch):
@@ -518,67 +465,36 @@ def test_an_interrupt_leaves_no_rank_a_call_ahead(cluster, tmp_path, monkeypatch
 
 
 def test_nothing_is_left_on_either_host(hosts):
-    earlier = [process for host in "ab" for process in hosts.processes(host)]
-    cluster = Cluster.start(ClusterSpec(hosts="a:1,b:1", device="cpu"))
-    run(cluster, "import subprocess\nsubprocess.Popen(['sleep', '600'])")
-    found = [p for host in "ab" for p in hosts.processes(host) if p not in earlier]
-    tokens = [each.cmdline()[-1] for each in found if "ddpnb.launcher.agent" in each.cmdline()]
-    assert len(found) >= 8  # on each host a shell, an agent, a rank and what the cell started
-    assert all(map(files_of, tokens))
-    cluster.stop()
-    wait_until_gone(found)
-    assert not any(map(files_of, tokens))
+    earlier, names = everything(hosts)
+    with started_on_hosts(hosts="a:1,b:1") as cluster:
+        run(cluster, "import subprocess\nsubprocess.Popen(['sleep', '600'])")
+        found, new = everything(hosts, earlier, names)
+        assert len(found) >= 10  # on each a shell, a relay, an agent, a rank, and the cell's own
+        assert all(map(files_of, new))
+        cluster.stop()
+        wait_until_gone(found)
+        assert not any(map(files_of, new))
 
 
 def test_a_stopped_agent_is_left_by_all_that_is_here(hosts):
     earlier = [*psutil.Process().children(recursive=True), *hosts.processes("b")]
-    cluster = Cluster.start(ClusterSpec(hosts="a:1,b:1", device="cpu", num_threads=1))
-    here = [each for each in psutil.Process().children(recursive=True) if each not in earlier]
-    there = [each for each in hosts.processes("b") if each not in earlier]
-    (agent,) = [each for each in hosts.agents("b") if each not in earlier]
-    agent.suspend()
-    try:
+    with started_on_hosts(hosts="a:1,b:1") as cluster:
+        here = [each for each in psutil.Process().children(recursive=True) if each not in earlier]
+        there = [each for each in hosts.processes("b") if each not in earlier]
+        (agent,) = [each for each in hosts.running("agent", "b") if each not in earlier]
+        agent.suspend()
         cluster.stop()
         wait_until_gone([each for each in here if each not in there], timeout=1)
-    finally:
-        agent.resume()
-    wait_until_gone(there)
+        wait_until_gone(there)
 
 
-def test_mpi_starts_ranks_on_both_hosts(hosts, monkeypatch):
-    allow_mpi(monkeypatch)
-    earlier = [process for host in "ab" for process in hosts.processes(host)]
-    names = ",".join(f"{hosts.address(host)}:1" for host in "ab")
-    cluster = Cluster.start(ClusterSpec(engines="mpi", hosts=names, device="cpu"))
-    try:
-        assert total(cluster) == [2.0] * 2
-        assert pull(cluster, "__import__('os').environ['GROUP_RANK']") == ["0", "1"]
-        content = json.loads((cluster.profile / "security/ipcontroller-engine.json").read_text())
-        assert content["interface"] == f"tcp://{hosts.subnet}.254"
-        found = [p for host in "ab" for p in hosts.processes(host) if p not in earlier]
-    finally:
-        cluster.stop()
-    wait_until_gone(found)
-
-
-def test_a_host_of_mpi_without_power_is_lost(hosts, monkeypatch, tmp_path):
-    allow_mpi(monkeypatch)
-    names = ",".join(f"{hosts.address(host)}:1" for host in "ab")
-    cluster = Cluster.start(ClusterSpec(engines="mpi", hosts=names, device="cpu"))
-    try:
-        run(cluster, "import torch, torch.distributed as dist")
-        cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{tmp_path}/"))
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks in the cell")
-        with hosts.unplugged("b"):
-            finish(cell)
-        assert set(cell.lost) == {1}
-        assert f"was lost with host {hosts.address('b')}" in cell.lost[1]
-        assert pull(cluster, "kept", ranks=[0]) == ["of rank 0"]
-    finally:
-        cluster.stop()
-        for each in hosts.processes("b"):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()  # what mpiexec left there, which hears nothing
+def everything(
+    hosts: TwoHosts, processes: Sequence[psutil.Process] = (), names: Sequence[str] = ()
+) -> tuple[list[psutil.Process], list[str]]:
+    """All processes on both hosts, and their files' names, besides those already known."""
+    found = [process for host in "ab" for process in hosts.processes(host)]
+    new = [name for host in "ab" for name in hosts.names(host)]
+    return [each for each in found if each not in processes], [n for n in new if n not in names]
 
 
 def reducing(cluster: Cluster, folder: Path, source: str = REDUCE_FOR_EVER):

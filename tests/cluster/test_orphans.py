@@ -13,6 +13,7 @@ import pytest
 
 from ddpnb.protocol.errors import UserError
 from tests.cluster.rig import (
+    controller_of,
     is_alive,
     processes_of,
     run,
@@ -86,12 +87,7 @@ def test_nothing_outlives_the_fork_server():
 def test_the_end_of_the_controller_is_reported_and_can_be_stopped():
     with started(2) as cluster:
         processes = processes_of(cluster)
-        ranks = {state.pid for state in cluster.states}
-        (controller,) = (
-            p
-            for p in psutil.Process(cluster.processes.pid).children()
-            if p.pid not in ranks and is_alive(p)
-        )
+        controller = controller_of(cluster)
         controller.kill()
         wait_until(lambda: cluster.lost is not None, "word of the controller's end")
         assert cluster.lost == "the controller was killed by SIGKILL"

@@ -15,10 +15,12 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import own_folders
 from ddpnb.compat import ipyparallel_internals
+from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KERNEL_LOCK, holder_of, num_cores
 from tests.cluster.rig import (
     ALL_REDUCE,
+    controller_of,
     is_alive,
     processes_of,
     pull,
@@ -59,6 +61,14 @@ def test_a_rank_that_registers_while_the_kernel_connects_is_found(any_cluster: C
     client.close((), "")
 
 
+def test_a_call_on_a_rank_without_an_engine_reaches_no_rank(any_cluster: Cluster, monkeypatch):
+    sent = []
+    monkeypatch.setattr(ipyparallel_internals, "send", lambda *arguments: sent.append(arguments))
+    with pytest.raises(UserError, match="%ddp_restart --ranks 7"):
+        any_cluster.client.submit(calls.state(), [0, 7])
+    assert not sent
+
+
 def test_the_environment_is_what_torchrun_sets(any_cluster: Cluster):
     for rank, env in enumerate(pull(any_cluster, "dict(__import__('os').environ)")):
         assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
@@ -79,12 +89,9 @@ def test_the_group_is_formed_and_threads_are_set(any_cluster: Cluster):
     ]
 
 
-def test_cells_run_in_the_notebooks_folder(any_cluster: Cluster):
-    assert pull(any_cluster, "__import__('os').getcwd()") == [os.getcwd()] * 2
-
-
-def test_a_rank_has_no_arguments_as_an_interpreter_without_a_script(any_cluster: Cluster):
-    assert pull(any_cluster, "__import__('sys').argv") == [[""]] * 2
+def test_cells_run_in_the_notebooks_folder_without_arguments(any_cluster: Cluster):
+    found = pull(any_cluster, "(__import__('os').getcwd(), __import__('sys').argv)")
+    assert found == [(os.getcwd(), [""])] * 2  # as in an interpreter without a script
 
 
 DRAW = """
@@ -249,3 +256,11 @@ def test_other_numbers_of_ranks(num_ranks: int):
         run(cluster, ALL_REDUCE)
         assert pull(cluster, "total.item()") == [num_ranks] * num_ranks
         wait_until(lambda: cluster.processes.ready.done(), "the fork server")
+
+
+def test_the_controller_keeps_nothing_of_what_passes_through_it():
+    with started(2) as cluster:
+        run(cluster, "import torch; big = torch.ones(5_000_000)")
+        for _ in range(12):
+            assert len(pull(cluster, "big.numpy()")) == 2  # 40 MB
+        assert controller_of(cluster).memory_info().rss < 300e6  # of 480 MB

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.store import Store
+from ddpnb.hosts.spec import HostsSpec
+from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.export.script import write_script
 from ddpnb.session.comparison import prepare
@@ -93,7 +93,7 @@ def trained_and_exported(folder: Path, patch: pytest.MonkeyPatch) -> tuple[list[
     training = TrainingSpec(source=source, num_epochs=3, batch_size=40, seed=3)
     spec = ComparisonSpec(strategies=("ddp",), training=training, baseline=False)
     patch.setenv("DDPNB_PRELOAD", DYNAMO["DDPNB_PRELOAD"])
-    cluster = Cluster.start(ClusterSpec(hosts="a:2,b:2", device="cpu", num_threads=1))
+    cluster = start_cluster(HostsSpec(hosts="a:2,b:2", device="cpu", num_threads=1))
     try:
         comparison = prepare(cluster, Store(folder / "data"), spec).run().comparison
     finally:

@@ -76,10 +76,15 @@ class TwoHosts:
                     found.append(process)
         return found
 
-    def agents(self, host: str) -> list[psutil.Process]:
-        """The host's agents: each is the parent of its ranks, and its last word their files'."""
-        named = [p for p in self.processes(host) if "ddpnb.launcher.agent" in p.cmdline()]
+    def running(self, module: str, host: str) -> list[psutil.Process]:
+        """The processes of a host that run ``ddpnb.hosts.MODULE``, without their children."""
+        named = [p for p in self.processes(host) if f"ddpnb.hosts.{module}" in p.cmdline()]
         return [each for each in named if each.ppid() not in [other.pid for other in named]]
+
+    def names(self, host: str) -> list[str]:
+        """Parts of the names of the files that the host's agents have."""
+        agents = self.running("agent", host)
+        return [each.cmdline()[-1].removeprefix("/tmp/ddpnb-") for each in agents]
 
     @contextlib.contextmanager
     def unplugged(self, host: str) -> Iterator[None]:

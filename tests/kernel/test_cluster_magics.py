@@ -54,8 +54,8 @@ def test_start_shows_a_table_and_a_second_start_says_so(bare_kernel: Kernel):
     assert "A cluster of 2 ranks is already running: %ddp_restart -n 3 changes that" in other.stdout
     assert pids_in(other.bundles("text/plain")[0]) == pids
 
-    for option in ("--hosts a:4,b:4", "--engines mpi"):
-        elsewhere = bare_kernel.run(f"%ddp_start {option}")
+    for option, size in (("--hosts a:4,b:4", ""), ("--engines mpi", " -n 2")):
+        elsewhere = bare_kernel.run(f"%ddp_start {option}{size}")
         sentence = f"is already running: %ddp_stop ends it, then {option} starts another."
         assert sentence in elsewhere.error_text
     unlike = bare_kernel.run("%ddp_start --device cpu --threads 7")

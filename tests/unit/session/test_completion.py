@@ -11,7 +11,7 @@ OFFERED = {
     "%ddp_start --": ["--device", "--backend", "--threads"],
     "%ddp_start --device ": ["auto", "cpu", "cuda"],
     "%ddp_start --backend g": ["gloo"],
-    "%ddp_start --engines ": ["slurm", "mpi"],
+    "%ddp_start --engines ": ["slurm", "mpi", "pbs", "lsf", "sge", "htcondor", "local"],
     "%ddp_start --profile de": ["default"],
     "%%ddp --n": ["--no-wait", "--name"],
     "%%ddp_compare dp a": ["async"],

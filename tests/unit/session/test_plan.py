@@ -1,60 +1,86 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddpnb.cluster.placement import (
     ClusterSpec,
-    HostReport,
+    Host,
     Placement,
-    place_on_hosts,
     place_ranks,
     torchrun_environment,
 )
+from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import num_cores
 
 
-@pytest.mark.parametrize(
-    ("choices", "num_gpus", "devices", "shared"),
-    [
-        ({}, 0, ("cpu",) * max(2, min(4, num_cores())), []),
-        ({"num_ranks": 3}, 0, ("cpu",) * 3, []),
-        ({}, 4, ("cuda:0", "cuda:1", "cuda:2", "cuda:3"), []),
-        ({"num_ranks": 3}, 2, ("cuda:0", "cuda:1", "cuda:0"), [0, 2]),
-        ({"num_ranks": 2, "device": "cpu"}, 8, ("cpu", "cpu"), []),
-        ({"devices": "8"}, 4, ("cpu",) * 8, []),
-    ],
-)
-def test_ranks_get_gpus_one_by_one_or_share_the_cores(
-    choices: dict[str, object], num_gpus: int, devices: tuple[str, ...], shared: list[int]
-):
-    plan = place_ranks(ClusterSpec(**choices), num_gpus)  # type: ignore[arg-type]
-    assert plan.devices == devices
-    assert [rank for rank in range(plan.num_ranks) if plan.shares_device(rank)] == shared
-    assert plan.backend == ("nccl" if "cuda" in devices[0] and not shared else "gloo")
+def placed(spec: ClusterSpec, num_gpus: int) -> Placement:
+    """Place ranks on this host, as if it had so many GPUs."""
+    return place_ranks(spec, [Host(num_cores=num_cores(), num_gpus=num_gpus)])
+
+
+def test_without_gpus_the_ranks_share_the_cores():
+    plan = placed(ClusterSpec(), 0)
+    assert plan.num_ranks == max(2, min(4, num_cores()))
+    assert set(plan.devices) == {"cpu"}
+    assert plan.backend == "gloo"
+    assert plan.num_threads == max(1, num_cores() // plan.num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 7, 64])
 def test_threads_are_the_cores_divided_by_the_ranks_and_at_least_one(num_ranks: int):
-    plan = place_ranks(ClusterSpec(num_ranks=num_ranks), 0)
+    plan = placed(ClusterSpec(num_ranks=num_ranks), 0)
     assert plan.num_threads == max(1, num_cores() // num_ranks)
-    assert place_ranks(ClusterSpec(num_ranks=num_ranks, num_threads=5), 0).num_threads == 5
+    assert plan.num_ranks == num_ranks
+
+
+def test_threads_may_be_given():
+    assert placed(ClusterSpec(num_ranks=2, num_threads=5), 0).num_threads == 5
+
+
+def test_each_gpu_gets_a_rank_and_nccl():
+    plan = placed(ClusterSpec(), 4)
+    assert plan.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert plan.backend == "nccl"
+    assert not any(map(plan.shares_device, range(4)))
+
+
+def test_ranks_that_share_a_gpu_use_gloo_and_are_known():
+    plan = placed(ClusterSpec(num_ranks=3), 2)
+    assert plan.devices == ("cuda:0", "cuda:1", "cuda:0")
+    assert plan.backend == "gloo"
+    assert [plan.shares_device(rank) for rank in range(3)] == [True, False, True]
+
+
+def test_cpu_ranks_share_no_gpu():
+    plan = placed(ClusterSpec(num_ranks=2, device="cpu"), 8)
+    assert plan.devices == ("cpu", "cpu")
+    assert plan.backend == "gloo"
+    assert not plan.shares_device(0)
+
+
+def test_ranks_are_on_gpus_again_once_they_stand_for_no_devices():
+    emulated = ClusterSpec(devices="8")
+    assert placed(emulated, 4).devices == ("cpu",) * 8
+    measured = replace(emulated, num_ranks=2, devices="")
+    assert placed(measured, 4).devices == ("cuda:0", "cuda:1")
 
 
 @pytest.mark.parametrize(
     ("choices", "num_gpus", "expected"),
     [
-        ({"device": "cuda"}, 0, "There is no GPU on this machine: use --device cpu"),
-        ({"backend": "nccl"}, 0, "there is none here: use --backend gloo"),
-        ({"backend": "nccl", "num_ranks": 3}, 2, "use -n 2, or --backend gloo"),
+        ({"device": "cuda"}, 0, "This machine has no GPU: use --device cpu"),
+        ({"backend": "nccl"}, 0, "this machine has none: use --backend gloo"),
+        ({"backend": "nccl", "num_ranks": 3}, 2, "has 2 for 3 ranks: start 2"),
     ],
 )
 def test_what_the_machine_cannot_do_is_refused(
     choices: dict[str, object], num_gpus: int, expected: str
 ):
     with pytest.raises(UserError) as caught:
-        place_ranks(ClusterSpec(**choices), num_gpus)  # type: ignore[arg-type]
+        placed(ClusterSpec(**choices), num_gpus)  # type: ignore[arg-type]
     assert expected in str(caught.value)
 
 
@@ -76,7 +102,7 @@ def test_what_the_machine_cannot_do_is_refused(
 )
 def test_a_wrong_choice_is_refused_at_once(choices: dict[str, object], named: str):
     with pytest.raises(UserError) as caught:
-        ClusterSpec(**choices)  # type: ignore[arg-type]
+        HostsSpec(**choices)  # type: ignore[arg-type]
     assert named in str(caught.value)
 
 
@@ -89,8 +115,9 @@ SET_BY_TORCHRUN = {
 
 
 def test_the_environment_is_torchruns():
-    plan = Placement(devices=("cpu",) * 3, backend="gloo", num_threads=2)
-    environment = torchrun_environment(plan, 2, 4242)
+    spec = ClusterSpec(num_ranks=3, num_threads=2)
+    plan = place_ranks(spec, [Host(num_cores=2)], 4242)
+    environment = torchrun_environment(plan, 2)
     assert (
         environment
         | {
@@ -110,11 +137,9 @@ def test_the_environment_is_torchruns():
 
 
 def test_across_hosts_ranks_are_counted_on_each_one_anew():
-    host = HostReport(name="a", address="10.0.0.1", interface="eth0", num_cores=2)
-    plan = Placement(
-        devices=("cpu",) * 3, backend="gloo", num_threads=2, hosts=(host, host), sizes=(2, 1)
-    )
-    found = [torchrun_environment(plan, rank, 4242) for rank in range(3)]
+    hosts = [Host(name=name, num_cores=2, size=size) for name, size in (("a", 2), ("b", 1))]
+    plan = place_ranks(ClusterSpec(), hosts)
+    found = [torchrun_environment(plan, rank) for rank in range(3)]
     assert [each["LOCAL_RANK"] for each in found] == ["0", "1", "0"]
     assert [each["GROUP_RANK"] for each in found] == ["0", "0", "1"]
     assert [each["LOCAL_WORLD_SIZE"] for each in found] == ["2", "2", "1"]
@@ -132,21 +157,19 @@ def test_hyper_threads_of_one_core_count_once(tmp_path: Path):
 
 def on_hosts(*num_gpus: int, **choices: str) -> Placement:
     """Place three ranks on each of some hosts."""
-    names = [f"h{number}" for number in range(len(num_gpus))]
-    reports = [
-        HostReport(name=name, address="", interface="", num_cores=2, num_gpus=num)
-        for name, num in zip(names, num_gpus, strict=True)
+    hosts = [
+        Host(name=f"h{number}", num_cores=2, num_gpus=num, size=3)
+        for number, num in enumerate(num_gpus)
     ]
-    hosts = ",".join(f"{name}:3" for name in names)
-    return place_on_hosts(ClusterSpec(hosts=hosts, **choices), reports)
+    return place_ranks(ClusterSpec(**choices), hosts)
 
 
 @pytest.mark.parametrize(
     ("num_gpus", "choices", "sentence"),
     [
-        ((3, 0), {"device": "cuda"}, "Host h1 has no GPU: use --device cpu, or leave the host out"),
+        ((3, 0), {"device": "cuda"}, "Host h1 has no GPU: use --device cpu, or leave it out"),
         ((3, 0), {}, "Host h1 has no GPU and another has"),
-        ((3, 2), {"backend": "nccl"}, "Host h1: NCCL allows one rank per GPU, and 3 ranks do not"),
+        ((3, 2), {"backend": "nccl"}, "one rank per GPU, and Host h1 has 2 for 3"),
     ],
 )
 def test_a_host_with_fewer_gpus_than_asked_is_named(num_gpus, choices, sentence):

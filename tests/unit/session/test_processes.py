@@ -1,30 +1,33 @@
 """Processes as the kernel sees them: events that go wrong, damaged files, files that are whole."""
 
+import contextlib
 import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 
-import psutil
 import pytest
 
-from ddpnb.cluster.processes import Exit, Member, Processes, Service, describe_exit
+from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service, describe_exit
 from ddpnb.cluster.run_folder import private_folder
+from ddpnb.launcher import forkserver
 from ddpnb.launcher.forkserver import Forkserver
-from ddpnb.protocol.processes import SERVER_LOCK, atomic_write, hold, is_alive, process_id
-
-
-@pytest.fixture
-def ended() -> Iterator[subprocess.Popen[bytes]]:
-    """Return a fork server that has ended."""
-    with subprocess.Popen(["true"], start_new_session=True) as server:
-        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
-        yield server
+from ddpnb.protocol.processes import (
+    SERVER_LOCK,
+    KernelRequest,
+    RankCommand,
+    atomic_write,
+    hold,
+    is_alive,
+    process_id,
+)
 
 
 @pytest.fixture
@@ -36,8 +39,24 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
+@pytest.fixture
+def served(folder, monkeypatch) -> Iterator[tuple[ForkServerLink, list[Exit]]]:
+    """A link to a fork server that is a thread of this process, and the exits that it has noted."""
+    ours, theirs = Pipe()
+    exits: list[Exit] = []
+    link = ForkServerLink(ours, on_exit=exits.append, on_end=lambda: None)
+    monkeypatch.setattr(forkserver, "sigchld_wakeup", lambda: contextlib.nullcontext(os.pipe()[0]))
+    server = Forkserver(kernel=theirs, folder=folder, method="fork")
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    yield link, exits
+    link.begin_stop()
+    thread.join(10)
+    link.close()
+
+
 @pytest.mark.parametrize("error", [OSError, TypeError, KeyError])
-def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception], ended, capsys):
+def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception], capsys):
     ours, theirs = Pipe()
     heard: list[Member] = []
 
@@ -46,55 +65,54 @@ def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception],
         if exit_.member == 0:
             raise error("a handler failed")
 
-    processes = Processes(pipe=ours, server=ended, on_exit=note)
-    processes._reader.start()
+    link = ForkServerLink(ours, on_exit=note, on_end=lambda: heard.append(Service.FORK_SERVER))
+    theirs.send_bytes(b"no frame")
     for rank in (0, 1):
-        event = {"event": "exited", "name": str(rank), "code": -9}
+        event = {"event": "exited", "name": str(rank), "code": -9, "log": ""}
         theirs.send_bytes(json.dumps(event).encode())
     theirs.close()
-    processes._reader.join(10)
+    assert link.is_over.wait(10)
+    with pytest.raises(RuntimeError, match="has ended"):
+        link.request(KernelRequest.LIST_CONNECTIONS).result(10)
+    link._reader.join(10)
     assert heard == [0, 1, Service.FORK_SERVER]
     assert "a handler failed" in capsys.readouterr().err
 
 
-def test_a_number_that_is_another_process_by_now_is_not_killed():
-    ours, theirs = Pipe()
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
-        processes = Processes(pipe=ours, server=other, on_exit=lambda _: None)
-        processes.process = (other.pid, process_id(other.pid)[1] - 100)
-        processes._reader.start()
-        theirs.close()
-        processes._reader.join(10)
-        assert other.poll() is None
-        other.kill()
+def test_a_request_that_fails_or_is_not_known_costs_no_rank(served):
+    link, _ = served
+    with pytest.raises(RuntimeError, match="KeyError"):
+        link.request("request of a later version").result(10)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="TypeError"):
+        link.request(KernelRequest.SIGNAL, ranks=None, number=2).result(10)
+    assert link.request(KernelRequest.SIGNAL, ranks=[0], number=2).result(10) is None
 
 
-def test_what_an_ended_server_had_started_is_killed():
-    ours, theirs = Pipe()
-    words = ["sh", "-c", "sleep 600 & echo $!"]
-    with subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE) as server:
-        assert server.stdout is not None
-        left = psutil.Process(int(server.stdout.readline()))
-        processes = Processes(pipe=ours, server=server, on_exit=lambda _: None)
-        processes._reader.start()
-        theirs.close()
-        processes._reader.join(10)
-        left.wait(10)
-
-
-def test_a_rank_that_the_system_does_not_start_ends_alone(monkeypatch, folder, ended):
+def test_a_rank_that_the_system_does_not_start_ends_alone(monkeypatch, served):
     def fork() -> int:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    ours, theirs = Pipe()
     monkeypatch.setattr(os, "fork", fork)
-    server = Forkserver(kernel=theirs, folder=folder, method="fork")
-    server.start_rank(rank=3, environment={}, settings={})
-    exits: list[Exit] = []
-    processes = Processes(pipe=ours, server=ended, on_exit=exits.append)
-    processes._handle(json.loads(ours.recv_bytes()))
-    said = "could not be started ([Errno 11] Resource temporarily unavailable)"
-    assert [describe_exit(each) for each in exits] == [said]
+    link, exits = served
+    link.start_rank(3, {}, {})
+    link.request(KernelRequest.LIST_CONNECTIONS).result(10)
+    assert [each.member for each in exits] == [3]
+    assert "could not be started" in describe_exit(exits[0])
+
+
+def test_a_rank_that_does_not_read_keeps_no_signal_from_it(served, monkeypatch):
+    """As one that was stopped: SIGCONT must reach it."""
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        monkeypatch.setattr(os, "fork", lambda: rank.pid)
+        link, _ = served
+        link.start_rank(0, {}, {})
+        link.request(KernelRequest.LIST_CONNECTIONS).result(10)
+        text = "x" * 50_000
+        for _ in range(20):  # more than a socket takes
+            fields = {"rank": 0, "command": RankCommand.ANSWER, "arguments": [text]}
+            link.request(KernelRequest.FORWARD, **fields)
+        link.request(KernelRequest.SIGNAL, ranks=[0], number=signal.SIGKILL).result(10)
+        assert rank.wait(10) == -signal.SIGKILL
 
 
 def test_a_process_is_alive_until_it_ends_and_no_other_is_taken_for_it():

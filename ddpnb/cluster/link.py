@@ -1,0 +1,189 @@
+"""The link to a fork server: requests go out, answers and ends of processes come back (kernel)."""
+
+import contextlib
+import itertools
+import json
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ddpnb.protocol.processes import (
+    ForkServerEvent,
+    KernelRequest,
+    limit_waits,
+)
+
+WRITE_SECONDS = 10.0
+"""How long a fork server may take to read; one that does not is given up."""
+
+Event = dict[str, Any]
+
+
+class Service(StrEnum):
+    """A process of the cluster other than a rank."""
+
+    CONTROLLER = "controller"
+    FORK_SERVER = "fork server"
+
+
+Member = int | Service
+"""A process of the cluster: a rank by its number, or a service."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """How a process of the cluster ended."""
+
+    member: Member
+    code: int | None
+    """The exit code; the negative signal number where a signal ended it; None if not known."""
+    cause: str = ""
+    """Why it ended if its host was lost or it was never started: the end of a sentence."""
+    log: str = ""
+    """The end of its log, where the kernel cannot read that."""
+
+
+class ForkServerLink:
+    """One fork server, as the kernel reaches it over a pipe; a thread reads what comes back."""
+
+    def __init__(
+        self, pipe: Connection, *, on_exit: Callable[[Exit], None], on_end: Callable[[], None]
+    ) -> None:
+        """Begin to read.
+
+        Args:
+            pipe: leads to the fork server.
+            on_exit: called from the reading thread when a process has ended.
+            on_end: called from it when the fork server has ended without being asked to.
+        """
+        self.ready: Future[list[str]] = Future()
+        """Resolves to the names of the GPUs once ranks can be started."""
+        self.stopped_members: set[Member] = set()
+        """The processes that received SIGSTOP and have not gone on."""
+        self.is_over = threading.Event()
+        """Set once the fork server has ended."""
+        self._pipe = pipe
+        self._socket = limit_waits(pipe, write_seconds=WRITE_SECONDS)
+        self._on_exit = on_exit
+        self._on_end = on_end
+        self._is_stopping = False
+        self._answers: dict[int, Future[Any]] = {}
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._reader = threading.Thread(target=self._read, name="ddpnb-link", daemon=True)
+        self._reader.start()
+
+    def request(self, operation: KernelRequest, **fields: object) -> "Future[Any]":
+        """Send a request and return its answer.
+
+        The answer is a RuntimeError if the request failed, or the fork server has ended.
+        """
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self.is_over.is_set():
+                answer.set_exception(RuntimeError("the fork server has ended"))
+                return answer
+            request_id = next(self._ids)
+            self._answers[request_id] = answer
+            frame = {"op": operation, "id": request_id, **fields}
+            try:
+                self._pipe.send_bytes(json.dumps(frame).encode())
+            except BlockingIOError:  # a part of the frame may be on its way: nothing can follow it
+                self.close()
+            except OSError:
+                pass  # it has ended, as the thread is about to read
+        return answer
+
+    def start_rank(self, rank: int, environment: object, settings: object) -> None:
+        """Start a rank; its exit says so if the system does not start it."""
+
+        def note(answer: "Future[Any]") -> None:
+            if error := answer.exception():
+                self._note(Exit(member=rank, code=None, cause=f"could not be started ({error})"))
+
+        fields = {"rank": rank, "environment": environment, "settings": settings}
+        self.request(KernelRequest.START_RANK, **fields).add_done_callback(note)
+
+    def begin_stop(self) -> None:
+        """Have the fork server end all its processes, and itself; ``is_over`` is set then."""
+        self._is_stopping = True
+        self.request(KernelRequest.STOP)
+
+    def close(self) -> None:
+        """End the connection, which ends the fork server; may be called twice."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                frame = self._pipe.recv_bytes()
+                try:
+                    self._handle(json.loads(frame))
+                except Exception:  # noqa: BLE001  the edge of the thread: the next event must come
+                    traceback.print_exc()
+        with self._lock:
+            self.is_over.set()
+            unanswered, self._answers = self._answers, {}
+        self._pipe.close()
+        self._socket.close()
+        if not self.ready.done():
+            self.ready.set_exception(RuntimeError("the fork server ended before it was ready"))
+        if not self._is_stopping:
+            self._on_end()
+        for answer in unanswered.values():
+            answer.set_exception(RuntimeError("the fork server has ended"))
+
+    def _handle(self, event: Event) -> None:
+        match event.pop("event"):
+            case ForkServerEvent.READY:
+                self.ready.set_result(event["gpus"])
+            case ForkServerEvent.FAILED:
+                self.ready.set_exception(RuntimeError(event["cause"]))
+            case ForkServerEvent.ANSWER:
+                if (answer := self._answers.pop(event["id"], None)) is not None:
+                    if failure := event.get("failure"):
+                        answer.set_exception(RuntimeError(failure))
+                    else:
+                        answer.set_result(event["value"])
+            case ForkServerEvent.STOPPED if event["is_stopped"]:
+                self.stopped_members.add(member_of(event["name"]))
+            case ForkServerEvent.STOPPED:
+                self.stopped_members.discard(member_of(event["name"]))
+            case ForkServerEvent.EXITED:
+                member = member_of(event["name"])
+                self.stopped_members.discard(member)
+                self._note(Exit(member=member, code=event["code"], log=event["log"]))
+
+    def _note(self, exit_: Exit) -> None:
+        if not self._is_stopping:
+            self._on_exit(exit_)
+
+
+def member_of(name: str) -> Member:
+    """Return the process that the fork server reports under ``name``."""
+    return int(name) if name.isdigit() else Service(name)
+
+
+def describe_exit(exit_: Exit) -> str:
+    """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
+    if exit_.code is None:
+        return exit_.cause or "has ended"
+    if exit_.code >= 0:
+        return f"ended with exit code {exit_.code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_.code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_.code}"
+
+
+def spoken(member: Member) -> str:
+    """Return a process as the subject of a sentence: ``"Rank 1"``, ``"The controller"``."""
+    return f"Rank {member}" if isinstance(member, int) else f"The {member}"

@@ -1,0 +1,156 @@
+"""The agent of a host: the fork server of the ranks there (agent).
+
+The relay of its host starts it, and passes the kernel's JSON frames on to it.  Before it imports
+torch, it reports what this host has and whether it reaches the other hosts.  When its pipe closes,
+it ends all its ranks, like any fork server.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ddpnb.hosts.network import (
+    address_of_ssh,
+    interfaces,
+    is_loopback,
+    probe,
+    reserve_port,
+    route_to,
+)
+from ddpnb.hosts.wire import NUM_SOCKETS
+from ddpnb.launcher import forkserver
+from ddpnb.protocol.processes import (
+    SERVER_LOCK,
+    ForkServerEvent,
+    KernelRequest,
+    atomic_write,
+    hold,
+    num_cores,
+)
+
+LOG_BYTES = 16_384
+"""As much of a rank's log is sent to the kernel when the rank has ended."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Agent:
+    """What an agent does that a fork server on the kernel's own host need not."""
+
+    server: forkserver.Forkserver
+    forwarded: str
+    """Where ssh has forwarded the controller's sockets to, less their numbers; empty: nowhere."""
+    listener: socket.socket | None = None
+    """Where other hosts probe whether they reach this one."""
+    master: socket.socket | None = None
+    """Keeps the port at which rank 0, if it is here, will listen."""
+
+    def check(
+        self, *, home: str, interface: str, others: list[str], port: int | None
+    ) -> dict[str, Any]:
+        """Describe this host, and let the other hosts probe it.
+
+        Args:
+            home: the folder in which cells start.
+            interface: the network between the hosts; empty: that by which ssh came here, or, on
+                the kernel's own host, that which leads to the others.
+            others: addresses of the hosts.
+            port: the one to keep for rank 0; 0: any, None: rank 0 is elsewhere.
+        """
+        known = interfaces()
+        address = next(iter(known.get(interface, [])), "") if interface else address_of_ssh()
+        if not interface and is_loopback(address):
+            far = [route_to(each) for each in others if not is_loopback(each)]
+            address = next(filter(None, far), address)
+        if address:
+            self.listener = socket.create_server((address, 0))
+            self.listener.setblocking(False)  # who has connected may be gone
+            self.master = None if port is None else reserve_port(address, port)
+            self.server.more_ends += filter(None, (self.listener, self.master))
+            self.server.selector.register(self.listener, selectors.EVENT_READ, refuse)
+        return {
+            "host": socket.gethostname(),
+            "python": platform.python_version(),
+            "torch": version_of("torch"),
+            "ddpnb": version_of("ddpnb"),
+            "has_home": os.path.isdir(home),
+            "num_cores": num_cores(),
+            "clock": time.time(),
+            "address": address,
+            "interface": next((n for n, found in known.items() if address in found), ""),
+            "interfaces": sorted(known),
+            "port": self.listener.getsockname()[1] if self.listener else 0,
+            "master_port": self.master.getsockname()[1] if self.master else 0,
+        }
+
+    def prepare(self, *, environment: dict[str, str]) -> None:
+        """Import torch, which finds this environment."""
+        os.environ.update(environment)
+        try:
+            forkserver.preload()
+        except Exception:  # noqa: BLE001  of the user's modules: the kernel shows the cause
+            cause = traceback.format_exc()
+            return self.server.report(event=ForkServerEvent.FAILED, cause=cause)
+        self.server.report(event=ForkServerEvent.READY, gpus=forkserver.describe_gpus())
+
+    def connect(self, *, connection: dict[str, Any]) -> None:
+        """Write the engines' connection file, and name the forwarded sockets as it does."""
+        profile = self.server.folder / "profile"
+        (profile / "security").mkdir(parents=True, exist_ok=True)
+        if self.forwarded:
+            connection["interface"] = f"ipc://{profile / 'socket'}"
+            for n in range(1, NUM_SOCKETS + 1):
+                (profile / f"socket:{n}").symlink_to(f"{self.forwarded}.{n}")
+        path = profile / "security/ipcontroller-engine.json"
+        atomic_write(path, json.dumps(connection).encode(), mode=0o600)
+
+
+def version_of(package: str) -> str:
+    """Return a package's version without importing it; empty if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def refuse(listener: socket.socket) -> None:
+    """Close what connects to the listener: that it could is all there is to know."""
+    with contextlib.suppress(OSError):
+        listener.accept()[0].close()
+
+
+def main(kernel_fd: str, folder: str, forwarded: str) -> None:
+    """Be the agent of the kernel to which the relay's pipe leads."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = forkserver.Forkserver(
+        kernel=Connection(int(kernel_fd)), folder=Path(folder), method="fork", log_bytes=LOG_BYTES
+    )
+    server.folder.mkdir(mode=0o700)
+    server.more_ends.append(hold(server.folder / SERVER_LOCK))
+    agent = Agent(server=server, forwarded=forwarded)
+    server.handlers |= {
+        KernelRequest.CHECK: agent.check,
+        KernelRequest.PROBE: lambda others: probe(others),
+        KernelRequest.PREPARE: agent.prepare,
+        KernelRequest.CONNECT: agent.connect,
+    }
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        server.serve()
+    finally:
+        server.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

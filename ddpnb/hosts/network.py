@@ -1,0 +1,107 @@
+"""Addresses and ports of this host, and whether it reaches others (kernel, agents)."""
+
+import contextlib
+import errno
+import ipaddress
+import os
+import random
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+PROBE_SECONDS = 3.0
+"""How long a connection to another host may take."""
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Return the IPv4 addresses of each network interface."""
+    return {
+        name: [each.address for each in found if each.family == socket.AF_INET]
+        for name, found in psutil.net_if_addrs().items()
+    }
+
+
+def address_of_ssh() -> str:
+    """Return the one of this host's addresses by which ssh has reached it, if it has."""
+    parts = os.environ.get("SSH_CONNECTION", "").split()  # in a batch job it may be another host's
+    address = parts[2].removeprefix("::ffff:") if len(parts) == 4 else ""
+    is_own = any(address in found for found in interfaces().values())
+    return address if is_own else "127.0.0.1"
+
+
+def route_to(address: str) -> str:
+    """Return the address of this host on the way to another; empty where there is no way."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is of use on its own host only."""
+    return ipaddress.ip_address(address or "127.0.0.1").is_loopback
+
+
+def reserve_port(address: str, port: int = 0) -> socket.socket:
+    """Keep a port, by default any free one, from being handed out, until the socket is closed.
+
+    A process that asks for it by number, with SO_REUSEADDR, may listen there.
+    """
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind((address, port))
+    return kept
+
+
+def free_ports(address: str, num: int) -> list[int]:
+    """Return free ports of an address, of those that the system does not hand out by itself.
+
+    So none is taken before the controller listens, and ``Group.abort``, which closes connections
+    between ranks, can distinguish them from those to the controller.
+
+    Raises:
+        OSError: there are none.
+    """
+    first, last = 32_768, 60_999
+    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if path.exists():
+        first, last = map(int, path.read_text().split())
+    candidates = [*range(10_000, first), *range(last + 1, 65_536)] or list(range(10_000, 65_536))
+    random.shuffle(candidates)
+    found: list[int] = []
+    for port in candidates:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((address, port))
+            found.append(port)
+        if len(found) == num:
+            return found
+    raise OSError(f"there are no {num} free ports at {address}")
+
+
+def probe(others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Connect to all addresses at once; return the error of each, empty where it worked."""
+    found = dict.fromkeys(others, f"no answer within {PROBE_SECONDS:g} s")
+    deadline = time.monotonic() + PROBE_SECONDS
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        for name, (address, port) in others.items():
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            try:
+                code = connection.connect_ex((address, port))
+            except OSError as error:
+                code = error.errno or 0
+            if code in (0, errno.EINPROGRESS):
+                selector.register(connection, selectors.EVENT_WRITE, name)
+            else:
+                found[name] = os.strerror(code)
+        while selector.get_map() and (seconds := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(seconds):
+                assert isinstance(key.fileobj, socket.socket)
+                code = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                found[key.data] = os.strerror(code) if code else ""
+                selector.unregister(key.fileobj)
+    return found

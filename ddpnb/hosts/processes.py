@@ -1,0 +1,256 @@
+"""The processes of a cluster on several hosts (kernel).
+
+The kernel's own host has a fork server with the controller alone.  Each host has an agent, which is
+the fork server of its ranks, and a relay, which leads to it.  A host that is named twice in ssh's
+configuration, or is the kernel's own, is one like any other.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from ddpnb.cluster.call import START_TIMEOUT_SECONDS
+from ddpnb.cluster.link import Exit, ForkServerLink
+from ddpnb.cluster.placement import (
+    ClusterSpec,
+    Host,
+    Placement,
+    controller_arguments,
+    place_ranks,
+)
+from ddpnb.cluster.processes import (
+    RECORDED_CALLS,
+    STOP_TIMEOUT_SECONDS,
+    ForkServer,
+    OnExit,
+    Processes,
+    wait_for_file,
+)
+from ddpnb.hosts.launchers import LaunchedHosts
+from ddpnb.hosts.network import free_ports
+from ddpnb.hosts.reasons import unfit
+from ddpnb.hosts.spec import HostsSpec
+from ddpnb.hosts.ssh import SshHosts
+from ddpnb.hosts.starter import RemoteHost, Starter
+from ddpnb.hosts.wire import NUM_SOCKETS
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.processes import KernelRequest, working_folder
+
+ANSWER_SECONDS = 30.0
+"""How long an agent may take to answer."""
+PREPARE_SECONDS = 120.0
+"""How long a host may take to import torch."""
+
+
+class HostProcesses(Processes):
+    """A fork server with the controller on this host, and the agents of the others."""
+
+    def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
+        """Start the controller, and have relays started.
+
+        Raises:
+            UserError: the hosts cannot be had.
+        """
+        assert isinstance(spec, HostsSpec)
+        self._spec = spec
+        self._folder = folder
+        self._home = working_folder()
+        self._on_exit = on_exit
+        self._hosts: list[RemoteHost] = []
+        self._is_placed = False
+        self._environment: dict[str, str] = {}
+        self._starter: Starter = (LaunchedHosts if spec.is_launched else SshHosts)(spec, folder)
+        try:
+            address = self._starter.address
+            ports = free_ports(address, NUM_SOCKETS) if address else range(1, NUM_SOCKETS + 1)
+            self.server = ForkServer(
+                folder=folder,
+                controller_arguments=controller_arguments(folder / "profile", address, ports),
+                num_threads=1,
+                method="none",
+                on_exit=on_exit,
+            )
+        except BaseException:
+            self._starter.stop()
+            raise
+
+    def place(self, progress: Callable[[str], None]) -> Placement:
+        """Wait for the hosts, check them, have them import torch, and place the ranks."""
+        for host in self._starter.wait(progress):
+            self._connect(host)
+            self._hosts.append(host)
+        progress("checking the hosts")
+        self._check(self._hosts)
+        for one, other, error in self._broken_links(self._hosts):
+            raise UserError(
+                f"Host {one.name} does not reach host {other.name} at its address "
+                f"{other.report['address']} ({error.lower()}): open the ports between the hosts, "
+                "or choose another network with --interface."
+            )
+        progress("importing torch")
+        shares = [
+            max(1, host.report["num_cores"] // (host.size or host.report["num_cores"]))
+            for host in self._hosts
+        ]
+        self._environment = {
+            "OMP_NUM_THREADS": str(self._spec.num_threads or min(shares)),
+            "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
+            "DDPNB_PRELOAD": os.environ.get("DDPNB_PRELOAD", ""),
+        }
+        self._import_torch(self._hosts)
+        port = self._hosts[0].report["master_port"]
+        self.placement = place_ranks(self._spec, [_described(each) for each in self._hosts], port)
+        self._is_placed = True
+        self._connect_engines(self._hosts)
+        return self.placement
+
+    @property
+    def links(self) -> Sequence[ForkServerLink]:
+        """The agent of each host."""
+        return [host.link for host in self._hosts]
+
+    def prepare(self, rank: int) -> None:
+        """Have a rank's host ready to start it: with an agent anew, if its own has ended."""
+        host = self._hosts[self.placement.host_of(rank)]
+        if not host.link.is_over.is_set():
+            return
+        self._starter.start_again(host)
+        self._connect(host)
+        try:
+            self._check([host])
+            self._import_torch([host])
+            self._connect_engines([host])
+        except BaseException:
+            host.link.close()
+            raise
+
+    def unreachable(self) -> str:
+        """Return which hosts do not reach each other, as a part of a sentence; empty if all do."""
+        there = [host for host in self._hosts if not host.link.is_over.is_set()]
+        try:
+            broken = self._broken_links(there)
+        except UserError:  # it is being lost, which its end reports
+            return ""
+        return "; ".join(f"host {a.name} does not reach host {b.name}" for a, b, _ in broken)
+
+    def stop(self) -> None:
+        """End every process on every host and wait for it; may be called twice."""
+        for host in self._hosts:
+            host.link.begin_stop()
+        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+        for host in self._hosts:
+            host.link.is_over.wait(max(0.0, deadline - time.monotonic()))
+            host.link.close()
+        try:
+            self.server.stop()
+        finally:
+            self._starter.stop()
+
+    # -- private ---------------------------------------------------------------------
+
+    def _connect(self, host: RemoteHost) -> None:
+        """Begin to read what a host's agent reports."""
+        relay = self._starter.router.relays.get(host.relay)
+        if relay is None:
+            raise UserError(self._starter.explain(host))
+        host.link = ForkServerLink(
+            relay.pipe, on_exit=self._note_exit, on_end=lambda: self._note_end(host)
+        )
+
+    def _note_exit(self, exit_: Exit) -> None:
+        if exit_.log:
+            (self._folder / f"rank-{exit_.member}.log").write_text(exit_.log)
+        self._on_exit(exit_)
+
+    def _note_end(self, host: RemoteHost) -> None:
+        """Note the end of all ranks of a host with that of its agent."""
+        if not self._is_placed:
+            return
+        cause = f"was lost with host {host.name}: its connection or its agent ended"
+        for rank in self.placement.ranks_of(self._hosts.index(host)):
+            self._on_exit(Exit(member=rank, code=None, cause=cause))
+
+    def _ask(
+        self, hosts: Sequence[RemoteHost], operation: KernelRequest, **fields: object
+    ) -> list[Any]:
+        """Have agents carry out a request, all at once; return the answer of each."""
+        asked = [host.link.request(operation, **fields) for host in hosts]
+        return [
+            self._result(host, answer, ANSWER_SECONDS)
+            for host, answer in zip(hosts, asked, strict=True)
+        ]
+
+    def _result(self, host: RemoteHost, answer: "Future[Any]", seconds: float) -> Any:
+        """Wait for an answer; a UserError says why there is none."""
+        try:
+            return answer.result(seconds)
+        except TimeoutError:
+            raise UserError(
+                f"Host {host.name} has not answered within {seconds:g} s: it is too slow, or its "
+                "connection was lost."
+            ) from None
+        except RuntimeError as error:
+            if host.link.is_over.is_set():
+                raise UserError(self._starter.explain(host)) from None
+            raise UserError(f"Host {host.name} could not be used: {error}") from error
+
+    def _check(self, hosts: Sequence[RemoteHost]) -> None:
+        """Have agents describe their hosts; raises a UserError where one is not fit."""
+        interface = self._spec.interface
+        others = [relay.reached for relay in self._starter.router.relays.values()]
+        others += [self._starter.address] if self._starter.address else []
+        question = {"home": str(self._home), "interface": interface, "others": others}
+        port = self.placement.master_port if self._is_placed else 0
+        for host in hosts:
+            own_port = port if host is self._hosts[0] else None
+            [report] = self._ask([host], KernelRequest.CHECK, **question, port=own_port)
+            host.report = report | {"clock": report["clock"] - time.time()}
+        for host in hosts:
+            if sentence := unfit(host.name, host.report, self._home, interface):
+                raise UserError(sentence)
+
+    def _import_torch(self, hosts: Sequence[RemoteHost]) -> None:
+        for host in hosts:
+            host.link.request(KernelRequest.PREPARE, environment=self._environment)
+        for host in hosts:
+            self._result(host, host.link.ready, PREPARE_SECONDS)
+
+    def _broken_links(
+        self, hosts: Sequence[RemoteHost]
+    ) -> list[tuple[RemoteHost, RemoteHost, str]]:
+        """Return each pair of hosts of which the first does not reach the second, and the error."""
+        where = {host.name: (host.report["address"], host.report["port"]) for host in hosts}
+        errors = self._ask(hosts, KernelRequest.PROBE, others=where)
+        return [
+            (one, other, found[other.name])
+            for one, found in zip(hosts, errors, strict=True)
+            for other in hosts
+            if found[other.name]
+        ]
+
+    def _connect_engines(self, hosts: Sequence[RemoteHost]) -> None:
+        """Have engines find the controller."""
+        path = self._folder / "profile/security/ipcontroller-engine.json"
+        wait_for_file(path, START_TIMEOUT_SECONDS, self._require_controller)
+        connection = json.loads(path.read_text())
+        self._ask(hosts, KernelRequest.CONNECT, connection=connection)
+
+    def _require_controller(self) -> None:
+        if self.server.link.is_over.is_set():
+            raise RuntimeError("the fork server has ended while the controller started")
+
+
+def _described(host: RemoteHost) -> Host:
+    """Return what the placement of ranks needs to know."""
+    return Host(
+        name=host.name,
+        address=host.report["address"],
+        interface=host.report["interface"],
+        num_cores=host.report["num_cores"],
+        num_gpus=len(host.link.ready.result()),
+        size=host.size,
+    )

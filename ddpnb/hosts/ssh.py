@@ -1,0 +1,146 @@
+"""Hosts that the user names, over ssh (kernel)."""
+
+import contextlib
+import json
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ddpnb.hosts.reasons import CONNECT_SECONDS, explain
+from ddpnb.hosts.router import Router
+from ddpnb.hosts.spec import HostsSpec, parse_hosts
+from ddpnb.hosts.starter import RemoteHost, Starter
+from ddpnb.hosts.wire import NUM_SOCKETS
+from ddpnb.protocol.errors import UserError
+
+END_SECONDS = 5.0
+"""How long ssh may take to end once its relay is asked to."""
+SSH = (
+    "ssh",
+    "-T",  # no terminal
+    "-a",  # whatever the user's configuration says, the host gets no use of the user's keys
+    "-x",
+    *("-o", "BatchMode=yes"),  # no question that nobody would answer
+    *("-o", "StrictHostKeyChecking=yes"),
+    *("-o", f"ConnectTimeout={CONNECT_SECONDS}"),
+    *("-o", "ServerAliveInterval=5"),  # a host without power is noticed after 15 to 20 s
+    *("-o", "ServerAliveCountMax=3"),
+    *("-o", "ControlPath=none"),  # a shared connection would keep the forwarded sockets
+    *("-o", "ExitOnForwardFailure=yes"),
+    *("-o", "LogLevel=ERROR"),
+)
+SCRIPT = """\
+trap 'rm -f {forwarded}.*' EXIT
+trap '' HUP
+python={python}
+[ -n "$python" ] || {{ python={same}; [ -x "$python" ] || python=python3; }}
+command -v "$python" >/dev/null || exit 127
+"$python" -m ddpnb.hosts.relay
+"""
+"""Runs in a shell on the host, which removes the sockets that sshd leaves behind."""
+
+
+class SshHosts(Starter):
+    """One ssh for each host, which starts the relay there and forwards its sockets."""
+
+    def __init__(self, spec: HostsSpec, folder: Path) -> None:
+        """Start them; ``wait`` waits for the relays.
+
+        Raises:
+            UserError: there is no ssh here.
+        """
+        if shutil.which("ssh") is None:
+            raise UserError("There is no ssh on this host: install OpenSSH's client for --hosts.")
+        self._folder = folder
+        self._python = spec.python
+        self._ssh: dict[str, subprocess.Popen[bytes]] = {}
+        self._hosts: list[RemoteHost] = []
+        self.router = Router(f"ipc://{folder / 'relays'}")
+        for n in range(1, NUM_SOCKETS + 1):  # ssh's -R takes no colon, which the names have
+            (folder / f"engine-{n}").symlink_to(folder / f"profile/socket:{n}")
+        try:
+            for name, size in parse_hosts(spec.hosts).items():
+                self._hosts.append(RemoteHost(name=name, size=size, relay=self._start(name)))
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait(self, progress: Callable[[str], None]) -> list[RemoteHost]:
+        """Wait until all hosts are there."""
+        progress("connecting to the hosts")
+        for host in self._hosts:
+            self._wait_for(host)
+        return self._hosts
+
+    def start_again(self, host: RemoteHost) -> None:
+        """Start an agent by the host's relay, or by a new connection if that is lost."""
+        if host.relay in self.router.relays:
+            self.router.start_agent(host.relay)
+        else:
+            self._ssh[host.name].kill()
+            self._ssh[host.name].wait()
+            host.relay = self._start(host.name)
+        self._wait_for(host)
+
+    def explain(self, host: RemoteHost) -> str:
+        """Return the sentence on why a host's agent has ended before it was of use."""
+        relay = self.router.relays.get(host.relay)
+        text = self._log(host.name).read_text(errors="replace")
+        return explain(host.name, text + (relay.last_words if relay else ""), self._code(host.name))
+
+    def stop(self) -> None:
+        """Disconnect from the relays, with which each ssh ends."""
+        self.router.stop()
+        deadline = time.monotonic() + END_SECONDS
+        for ssh in self._ssh.values():
+            try:
+                ssh.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                ssh.kill()
+                ssh.wait()
+
+    def _start(self, name: str) -> str:
+        """Start the ssh of a host; return the name that its relay will have."""
+        relay = secrets.token_hex(8)
+        there = f"/tmp/ddpnb-{relay}"
+        here = {"relay": "relays"} | {n: f"engine-{n}" for n in range(1, NUM_SOCKETS + 1)}
+        sockets = [f"{there}.{n}:{self._folder / path}" for n, path in here.items()]
+        forwards = [word for each in sockets for word in ("-R", each)]
+        script = SCRIPT.format(
+            forwarded=there, python=shlex.quote(self._python), same=shlex.quote(sys.executable)
+        )
+        with self._log(name).open("wb") as log:
+            ssh = subprocess.Popen(
+                [*SSH, *forwards, "--", name, f"exec sh -c {shlex.quote(script)}"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # interrupts are for the kernel
+            )
+        self._ssh[name] = ssh
+        place = self.router.place(name=relay, endpoint=f"ipc://{there}.relay", forwarded=there)
+        assert ssh.stdin is not None
+        with contextlib.suppress(OSError), ssh.stdin:  # it has ended, as waiting for it says
+            ssh.stdin.write(json.dumps(place).encode() + b"\n")
+        return relay
+
+    def _wait_for(self, host: RemoteHost) -> None:
+        def look() -> None:
+            if self._ssh[host.name].poll() is not None:
+                raise UserError(self.explain(host))
+
+        self.router.wait_for(host.relay, host.name, look)
+
+    def _code(self, name: str) -> int | None:
+        """Return the exit code of a host's ssh, which ends soon after its relay."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._ssh[name].wait(1.0)
+        return None
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"host-{name}.log"

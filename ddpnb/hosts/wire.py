@@ -1,0 +1,39 @@
+"""What crosses between the kernel and the relay of a host, over CurveZMQ (both ends)."""
+
+from enum import Enum
+
+import zmq
+
+HEARTBEAT_MS = 5_000
+LOST_MS = 15_000
+"""After so long without a heartbeat, which ZMQ's own thread answers, the other end is lost."""
+
+NUM_SOCKETS = 12
+"""Sockets or ports of the controller that engines reach; ipyparallel has eight."""
+
+
+class Word(bytes, Enum):
+    """The first part of a message; the second is its content."""
+
+    HELLO = b"hello"
+    """Relay: an agent has been started; a JSON object says where, and has the token."""
+    WELCOME = b"welcome"
+    """Kernel: the token is right."""
+    FRAME = b"frame"
+    """Both: a frame of the agent's pipe."""
+    CLOSE = b"close"
+    """Kernel: close the agent's pipe."""
+    ENDED = b"ended"
+    """Relay: the agent has ended and nothing of it is left; the last lines that it wrote."""
+    START = b"start"
+    """Kernel: start an agent again."""
+    PROBE = b"probe"
+    """Kernel: nothing; it cannot be sent to a relay that is lost."""
+
+
+def keep_alive(end: "zmq.Socket[bytes]") -> None:
+    """Have a lost connection noticed, and no message dropped because there are many."""
+    end.heartbeat_ivl, end.heartbeat_timeout, end.heartbeat_ttl = HEARTBEAT_MS, LOST_MS, LOST_MS
+    end.handshake_ivl = LOST_MS  # how long a stranger may hold a connection
+    end.sndhwm = end.rcvhwm = 0
+    end.linger = 1000

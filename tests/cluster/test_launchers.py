@@ -1,0 +1,285 @@
+"""Do ranks that a launcher of ipyparallel starts work and end like those over ssh?"""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.history.store import Store
+from ddpnb.hosts.spec import HostsSpec
+from ddpnb.hosts.start import start_cluster
+from ddpnb.protocol.errors import UserError
+from ddpnb.session.comparison import prepare
+from ddpnb.session.status import status_table
+from tests.cluster.rig import (
+    DYNAMO,
+    allow_mpi,
+    begin,
+    finish,
+    knock,
+    pull,
+    run,
+    shown,
+    started_on_hosts,
+    wait_until,
+    wait_until_gone,
+)
+from tests.cluster.simulated_slurm import jobs, simulated_slurm
+from tests.cluster.test_hosts import REDUCE_FOR_EVER, VARIABLES, a_comparison, total
+from tests.cluster.two_hosts import two_hosts
+
+TWO_EACH = {"num_ranks": 4, "ranks_per_host": 2, "device": "cpu", "num_threads": 1}
+TASK = "[n for n in __import__('os').environ if n.startswith(('SLURM_PROC', 'OMPI_COMM'))]"
+"""Variables by which Lightning would number the ranks."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory) -> Iterator[Path]:
+    """A home that no other test puts keys and profiles into."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        patch.setenv("IPYTHONDIR", str(folder / "ipython"))
+        yield folder
+
+
+@pytest.fixture
+def profile(home) -> Callable[[str], str]:
+    """Writes a profile of ipyparallel, and returns its name."""
+
+    def write(config: str) -> str:
+        place = home / "ipython/profile_site"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "ipcluster_config.py").write_text(f"c = get_config()\n{config}")
+        return "site"
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[None]:
+    with simulated_slurm():
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(slurm) -> Iterator[Cluster]:
+    """Two ranks on each of two nodes of Slurm."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDPNB_PRELOAD", DYNAMO["DDPNB_PRELOAD"])
+        with started_on_hosts(engines="slurm", **TWO_EACH) as cluster:
+            yield cluster
+
+
+def started() -> list[psutil.Process]:
+    """Holders of this process's launchers, and agents and relays of this test's home."""
+    found = []
+    for each in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.Error):
+            is_ours = each.environ().get("HOME") == str(Path.home())
+            if is_ours and "ddpnb.hosts" in " ".join(each.info["cmdline"] or []):
+                found.append(each)
+    return found
+
+
+def keys() -> list[Path]:
+    return list(Path.home().glob(".ddpnb-*.json"))
+
+
+def test_ranks_are_laid_out_node_by_node_and_train(cluster, tmp_path):
+    assert total(cluster) == [4.0] * 4
+    found = pull(cluster, f"[__import__('os').environ[name] for name in {VARIABLES}]")
+    assert [each[:5] for each in found] == [
+        ["0", "0", "0", "2", "2"],
+        ["1", "1", "0", "2", "2"],
+        ["2", "0", "1", "2", "2"],
+        ["3", "1", "1", "2", "2"],
+    ]
+    table = status_table(cluster, ())
+    assert [row[1].text for row in table.rows] == ["n1", "n1", "n2", "n2"]
+    assert pull(cluster, TASK) == [[]] * 4
+    (run_,) = prepare(cluster, Store(tmp_path), a_comparison("ddp")).run().comparison.runs
+    assert run_.status == "finished"
+    assert {*run_.events["rank"]} == {0, 1, 2, 3}
+
+
+def test_strangers_change_nothing_and_no_key_is_to_be_seen(cluster):
+    assert total(cluster) == [4.0] * 4
+    content = json.loads((cluster.profile / "security/ipcontroller-engine.json").read_text())
+    address = content["interface"].removeprefix("tcp://")
+    ports = {value for value in content.values() if isinstance(value, int) and value > 1}
+    listening = [
+        each.laddr.port
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr.ip == address
+    ]
+    assert listening
+    knock([(address, port) for port in {*ports, *listening}], times=3000)
+    assert total(cluster) == [4.0] * 4
+    cluster.abort(cluster.ranks)  # which closes connections between hosts, not those to engines
+    cluster.ensure_group()
+    assert total(cluster) == [4.0] * 4
+    secrets = [v.encode() for name, v in content.items() if "key" in name and v]
+    assert len(secrets) >= 2
+    for process in [*psutil.Process().children(recursive=True), *started()]:
+        assert not any(key in shown(process) for key in secrets), process
+    assert not keys()
+
+
+def test_a_killed_kernel_leaves_no_job(slurm):
+    earlier, before = started(), jobs().splitlines()
+    source = (
+        "import ddpnb, time; ddpnb.start(2, engines='slurm', ranks_per_host=1, device='cpu');"
+        "print('go', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as kernel:
+        assert kernel.stdout is not None
+        assert kernel.stdout.readline() == b"go\n"
+        found = [each for each in started() if each not in earlier]
+        assert len(found) >= 7  # a holder, and on each node a relay, an agent and a rank
+        kernel.kill()
+    wait_until(lambda: jobs().splitlines() == before, "the job's end", timeout=60)
+    wait_until_gone(found)
+
+
+def test_a_job_that_is_cancelled_ends_its_ranks_and_stop_leaves_nothing(slurm):
+    earlier, before = started(), jobs().splitlines()
+    with started_on_hosts(engines="slurm", num_ranks=2, ranks_per_host=1) as cluster:
+        (job,) = [each.split()[0] for each in jobs().splitlines() if each not in before]
+        cell = begin(cluster, "import time\nwhile True: time.sleep(0.01)", timeout=None)
+        subprocess.run(["scancel", job], check=True)
+        finish(cell)
+        assert set(cell.lost) == {0, 1}
+        with pytest.raises(UserError, match="%ddp_restart"):
+            cluster.bring_back([0])
+    wait_until_gone([each for each in started() if each not in earlier])
+
+
+SLURM = '''
+c.Cluster.engine_launcher_class = "slurm"
+c.SlurmEngineSetLauncher.batch_template = """#!/bin/sh
+#SBATCH --job-name site --begin now+1hour --nodes {n} --ntasks-per-node 1 --output /dev/null
+srun --mem=0 --cpu-bind=none --mpi=none {program_and_args}
+"""
+'''
+
+
+def test_a_job_that_waits_for_ever_ends_at_the_timeout(slurm, profile):
+    before, said = jobs().splitlines(), []
+    with pytest.raises(UserError, match="0 of 2 hosts of profile site have come within 2 s"):
+        start_cluster(HostsSpec(profile=profile(SLURM), timeout=2.0, **TWO_EACH), said.append)
+    assert "waiting for the hosts of profile site: 0 of 2" in said
+    wait_until(lambda: jobs().splitlines() == before, "the job's end")
+    assert not keys()
+
+
+def test_a_kernel_that_is_killed_while_a_job_is_submitted_leaves_none(profile, tmp_path):
+    asked, deleted = tmp_path / "asked", tmp_path / "deleted"
+    launcher = "c.SlurmEngineSetLauncher"
+    name = profile(
+        f'{launcher}.submit_command = ["sh", "-c", "touch {asked}; sleep 2; echo 7"]\n'
+        f'{launcher}.delete_command = ["touch", "{deleted}"]\n'
+    )
+    options = f"engines='slurm', profile={name!r}, ranks_per_host=1, device='cpu', timeout=60"
+    with subprocess.Popen([sys.executable, "-c", f"import ddpnb; ddpnb.start(2, {options})"]) as it:
+        wait_until(asked.exists, "the job")
+        left = psutil.Process(it.pid).children(recursive=True)
+        it.kill()
+    wait_until(deleted.exists, "the job's end")
+    wait_until_gone(left)
+    assert not keys()
+
+
+def test_two_programs_on_one_host_are_two_hosts():
+    with started_on_hosts(engines="local", **TWO_EACH) as cluster:
+        assert total(cluster) == [4.0] * 4
+        name = socket.gethostname()
+        hosts = [state.host for state in cluster.states]
+        assert hosts == [name, name, f"{name}-2", f"{name}-2"]
+
+
+def test_mpi_starts_ranks_on_both_hosts_and_a_host_without_power_is_lost(
+    tmp_path_factory, tmp_path, monkeypatch
+):
+    allow_mpi(monkeypatch)
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as hosts:
+        names = f"{hosts.address('b')}:2,{hosts.address('a')}:1"
+        with started_on_hosts(engines="mpi", hosts=names) as cluster:
+            assert total(cluster) == [3.0] * 3
+            found = pull(cluster, "__import__('os').environ['GROUP_RANK']")
+            assert found == ["0", "0", "1"]
+            assert [state.host for state in cluster.states[1:]] == [
+                hosts.address("b"),
+                hosts.address("a"),
+            ]
+            assert pull(cluster, TASK) == [[]] * 3
+            run(cluster, "import torch, torch.distributed as dist")
+            cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{tmp_path}/"))
+            wait_until(lambda: len(list(tmp_path.iterdir())) == 3, "all ranks in the cell")
+            with hosts.unplugged("a"):
+                finish(cell)
+                assert f"was lost with host {hosts.address('a')}" in cell.lost[2]
+                freed = list(cluster.living)  # but one that has half a message
+                assert pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
+                left = hosts.processes("a")
+                wait_until_gone([p for p in left if p.name() != "orted"], timeout=60)
+        wait_until_gone(hosts.processes("b"))
+        for each in hosts.processes("a"):
+            each.kill()  # of mpiexec, which hears nothing there
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ("", "names no launcher: set c.Cluster.engine_launcher_class"),
+        ("c.Cluster.engine_launcher_class = 'nowhere'\n", "profile site has ended, with 0 of 2"),
+        ("c.Cluster.engine_launcher_class = 'batch'\n", "profile site has ended, with 0 of 2"),
+        ("1 / 0\n", "hosts there: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_profile_that_starts_nothing_is_named(profile, config, sentence):
+    with pytest.raises(UserError, match=sentence):
+        start_cluster(HostsSpec(profile=profile(config), **TWO_EACH))
+    assert not keys()
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ({"engines": "local", "python": "/usr/bin/python3"}, "ended, with 0 of 2.*No module named"),
+        ({"engines": "slurm", "python": "/nowhere/python"}, "with 0 of 2.*/nowhere/python"),
+        ({"engines": "local", "device": "cuda"}, "has no GPU"),
+        ({"profile": "other"}, "There is no profile other of ipyparallel, but .*site: "),
+        ({"engines": "local", "interface": "net7"}, "This host has no interface net7"),
+    ],
+)
+def test_what_a_launcher_cannot_start_is_said(slurm, profile, spec, sentence):
+    profile("")
+    with pytest.raises(UserError, match=sentence):
+        start_cluster(HostsSpec(**(TWO_EACH | spec)))
+    assert not keys()
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ({"engines": "nothing"}, "slurm, mpi, pbs, lsf, sge, htcondor, local"),
+        ({"engines": "mpi", "timeout": 0.0, "num_ranks": 2}, "seconds above 0, not 0"),
+        ({"engines": "slurm"}, "need -n"),
+        ({"profile": "site"}, "need -n"),
+        ({"engines": "slurm", "hosts": "a:2"}, "launcher chooses the hosts"),
+        ({"engines": "slurm", "num_ranks": 3, "ranks_per_host": 2}, "-n 3 is no multiple"),
+        ({"num_ranks": 4, "ranks_per_host": 2}, "--ranks-per-host is for ranks on other hosts"),
+        ({"hosts": "a:1", "timeout": 1.0}, "--timeout is for --engines and --profile"),
+    ],
+)
+def test_options_that_do_not_go_together(spec, sentence):
+    with pytest.raises(UserError, match=sentence):
+        HostsSpec(**spec)
