@@ -6,11 +6,12 @@ Everything that comes back goes into one queue per call, in order.
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddpnb.protocol.messages import EventBatch
+from ddpnb.protocol.notation import spoken_ranks
 
 START_TIMEOUT_SECONDS = 120.0
 CALL_TIMEOUT_SECONDS = 30.0
@@ -111,16 +112,8 @@ class Call:
             timeout = 0.0
             yield from self._handle(event)
 
-    def results(
-        self,
-        timeout: float = CALL_TIMEOUT_SECONDS,
-        has_advanced: Callable[[], bool] = lambda: False,
-    ) -> list[Any]:
-        """Wait for the call and return what each rank returned, in order of ranks.
-
-        Args:
-            timeout: in seconds.
-            has_advanced: called when they are over; where it returns True, they begin anew.
+    def results(self, timeout: float = CALL_TIMEOUT_SECONDS) -> list[Any]:
+        """Wait, unsupervised, for a call that ddpnb alone makes; return the results in order.
 
         Raises:
             TimeoutError: a rank did not answer within ``timeout`` seconds.
@@ -130,11 +123,8 @@ class Call:
         values: dict[int, Any] = {}
         while self.running:
             if (left := deadline - time.monotonic()) <= 0:
-                if has_advanced():
-                    deadline = time.monotonic() + timeout
-                    continue
-                waiting = ", ".join(map(str, sorted(self.running)))
-                raise TimeoutError(f"no answer within {timeout:.0f} s from rank {waiting}")
+                waiting = spoken_ranks(self.running)
+                raise TimeoutError(f"no answer within {timeout:.0f} s from {waiting}")
             for event in self.events(left):
                 if isinstance(event, Lost):
                     raise RuntimeError(f"rank {event.rank}: {event.cause}")
@@ -189,12 +179,12 @@ class Timeouts:
     kill_after_seconds: float = 10.0
     """How long an interrupted and freed rank may take before it is killed."""
     poll_seconds: float = 0.8
-    """How often the ranks report where they are; twice a second cost a training 1 %."""
+    """How often up to eight ranks report where they are; twice a second cost a training 1 %."""
     hang_after_seconds: float = 2.0
     """How long ranks must have waited for each other, idle, before the call counts as a hang."""
     longest_gap_seconds: float = 1.0
     """The most that the time between two reports counts towards that: a laptop may have slept."""
     silent_after_seconds: float = 10.0
     """When a rank that does not report where it is, is named."""
-    stopped_poll_seconds: float = 1.0
-    """How often the running ranks' processes are checked for SIGSTOP."""
+    stopped_after_seconds: float = 2.0
+    """When a rank that received SIGSTOP is named: a profiler stops it for a moment only."""

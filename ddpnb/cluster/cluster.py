@@ -143,12 +143,13 @@ class Cluster(Engines):
             The variables that still refer to the old group, each with its ranks.
 
         Raises:
-            UserError: the ranks could have formed one, and did not.
+            UserError: a rank runs a cell, or the ranks could have formed one, and did not.
         """
         self.without_group = ""
         is_fit = not self._group.is_aborted and self._group.is_checked == is_checked
         if is_fit or self.living != self.ranks:
             return {}
+        self.require_idle(self.ranks)
         if links := self.processes.unreachable():
             self.without_group = (
                 f"There is no process group, for {links}; the first cell after that is mended "
@@ -184,15 +185,17 @@ class Cluster(Engines):
             The others' variables that still refer to the old group, each with its ranks.
 
         Raises:
-            UserError: hosts do not reach each other; then no rank is ended.
+            UserError: hosts do not reach each other, or another rank runs a cell; then no rank is
+                ended.
         """
+        others = [rank for rank in self.ranks if rank not in ranks]
+        self.require_idle(others)
         if links := self.processes.unreachable():
             raise UserError(f"{links[0].upper()}{links[1:]}: no rank was restarted.")
         self.end_ranks(ranks)
         self._begin_generation()
         for rank in ranks:
             self.start_rank(rank, generation=self.generation)
-        others = [rank for rank in self.ranks if rank not in ranks]
         call = self.submit(calls.form_group(self.generation, False), others)
         with self._freeing(call):
             self.client.wait_for(len(ranks), self.raise_if_dead)

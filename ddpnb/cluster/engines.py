@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,11 @@ from ddpnb.cluster.processes import (
     log_tail,
     spoken,
 )
+from ddpnb.cluster.wording import remedy
 from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.notation import format_ranks
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
@@ -51,6 +52,8 @@ class Engines:
         """The variables that each rank had after its last cell."""
         self.is_over = False
         """Whether this kernel has ended the cluster, or has detached from it."""
+        self.supervised: list[Call] = []
+        """Calls in progress for which a ``Watch`` waits."""
         self._master_port = free_port()
         self._client: EngineClient | None = None
         self._exit_lock = threading.Lock()
@@ -73,6 +76,19 @@ class Engines:
     def dead(self) -> tuple[int, ...]:
         """The ranks that have ended."""
         return tuple(rank for rank in self.ranks if rank not in self.living)
+
+    @property
+    def busy(self) -> set[int]:
+        """The ranks on which supervised calls run."""
+        return {rank for call in self.supervised for rank in call.ranks}
+
+    def require_idle(self, ranks: Collection[int]) -> None:
+        """Raise a UserError if a supervised call runs on one of the ranks."""
+        if busy := self.busy & set(ranks):
+            raise UserError(
+                f"A cell is still running on {spoken_ranks(busy)}: wait for it, or stop it with "
+                "%ddp_interrupt."
+            )
 
     @property
     def is_local(self) -> bool:
@@ -125,12 +141,7 @@ class Engines:
             raise UserError(f"The cluster is gone: {lost}. Start anew with %ddp_restart.")
         for rank in ranks:
             if (exit_ := self.exits.get(rank)) is not None:
-                what = "it" if len(self.dead) == 1 else "all dead ranks"
-                raise UserError(
-                    f"Rank {rank} {describe_exit(exit_)}: %ddp_restart --ranks "
-                    f"{format_ranks(self.dead)} brings {what} back, the other ranks keep their "
-                    "variables."
-                )
+                raise UserError(f"Rank {rank} {describe_exit(exit_)}: {remedy(self.dead)}.")
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Send ranks SIGINT, which raises ``KeyboardInterrupt`` in a running cell."""

@@ -10,7 +10,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.cell_output import PrintedLines
-from ddpnb.session.cells import ask
+from ddpnb.session.asking import ask
 
 Training = TypeVar("Training", bound=TrainingSpec)
 

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.hangs import describe, describe_stopped, no_answer, stopped_ranks
+from ddpnb.cluster.hangs import describe
+from ddpnb.cluster.monitor import describe_silent, describe_stopped, stopped_ranks
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
 from ddpnb.cluster.processes import describe_exit
 from ddpnb.protocol.errors import UserError
@@ -79,7 +80,9 @@ def describe_ranks(cluster: Cluster) -> str:
             where, stack = (a.result(max(0.0, deadline - time.monotonic())) for a in asked[rank])
         except TimeoutError:
             is_stopped = stopped_ranks(cluster, [rank])
-            lines.append(describe_stopped(cluster, [rank]) if is_stopped else no_answer([rank]))
+            lines.append(
+                describe_stopped(cluster, [rank]) if is_stopped else describe_silent([rank])
+            )
             continue
         except RuntimeError as error:
             lines.append(f"rank {rank} cannot say where it is: {error}")

@@ -45,9 +45,7 @@ def test_the_notebook_goes_on_and_the_figure_is_redrawn_where_it_began(
     (again,) = kernel.run("%ddp_plot live").bundles("image/png")
     assert again
     shown = kernel.run("running").text
-    assert re.fullmatch(
-        r"<comparison, started \d\d:\d\d:\d\d; %ddp_status shows its progress>", shown
-    )
+    assert re.fullmatch(r"<comparison, started \d\d:\d\d:\d\d; %ddp_status shows its state>", shown)
 
 
 def test_why_shows_where_each_rank_is_in_its_training(training: Cell, kernel: Kernel):

@@ -275,7 +275,7 @@ def test_a_rank_that_a_stop_has_cost_is_named_with_what_brings_it_back(kernel: K
         "    if rank == 1: os._exit(2)"
     )
     assert cell.error == "CellTimeoutError"
-    assert "rank 1 has ended, its variables with it: %ddp_restart --ranks 1" in cell.error_text
+    assert "rank 1 has ended: %ddp_restart --ranks 1" in cell.error_text
     kernel.run("%ddp_restart --ranks 1")
     assert kernel.run("%ddp_pull kept --ranks 0").text == "10"
 
