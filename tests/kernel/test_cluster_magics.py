@@ -48,19 +48,13 @@ def test_start_shows_a_table_and_a_second_start_says_so(bare_kernel: Kernel):
     assert all(map(is_alive, pids))
 
     again = bare_kernel.run("%ddp_start -n 2")
-    assert "The cluster is already running, with ranks 0-1" in again.stdout
+    assert "A cluster of 2 ranks is already running" in again.stdout
     assert pids_in(again.bundles("text/plain")[0]) == pids
-    other = bare_kernel.run("%ddp_start -n 3")
-    assert "A cluster of 2 ranks is already running: %ddp_restart -n 3 changes that" in other.stdout
-    assert pids_in(other.bundles("text/plain")[0]) == pids
 
     for option in ("--hosts a:4,b:4", "--engines mpi"):
         elsewhere = bare_kernel.run(f"%ddp_start {option}")
         sentence = f"is already running: %ddp_stop ends it, then {option} starts another."
         assert sentence in elsewhere.error_text
-    unlike = bare_kernel.run("%ddp_start --device cpu --threads 7")
-    assert "as it is; for another --threads, %ddp_stop ends it first." in unlike.stdout
-
     status = bare_kernel.run("%ddp_status")
     assert "2 ranks of 2 alive" in status.text
     assert status.text.count("idle") == 2
@@ -127,9 +121,3 @@ def test_the_python_twins(bare_kernel: Kernel):
     assert run("ddpnb.run_cell('1/0')").error == "RankError"
     assert "1 rank ready" in run("ddpnb.restart(1)").text
     assert run("print(ddpnb.stop(), ddpnb.stop())").stdout == "True False\n"
-
-
-def test_the_default_start_needs_no_options(bare_kernel: Kernel):
-    assert bare_kernel.run("import ddpnb\n%ddp_start").passed
-    assert int(bare_kernel.value("len(ddpnb.status().rows)")) >= 2
-    bare_kernel.run("%ddp_stop")

@@ -67,9 +67,6 @@ def test_functions_travel_with_the_names_that_they_use(compared: Kernel):
     assert compared.value("list(result.to_frame().status)") == "['finished']"
     assert compared.value("'held_out_right' in result.to_frame() or list(result.to_frame())")
     assert compared.value("result.comparison.source.count('def load')") == "1"
-
-
-def test_the_ranks_own_names_stay(compared: Kernel):
     assert compared.run("%ddp_pull (X, WIDTH, labels) --ranks 0 --as own").error == ""
     assert compared.value("own") == "('mine', None, 0)"
 
@@ -117,10 +114,8 @@ def test_a_rank_that_is_started_anew_has_the_functions_too(compared: Kernel):
     [
         ("model=Net", ["data="]),
         ("data=load", ["model="]),
-        ("loss=entropy", ["model="]),
         ("model=Net, data=7", ["data=", "an int"]),
         ("model=Net, data=load, source='x = 1'", ["source=", "model="]),
-        ("model=Net, data=load, task='digits'", ["task=", "model="]),
         ("source='no_such.py'", ["no_such.py"]),
     ],
 )
