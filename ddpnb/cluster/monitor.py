@@ -1,12 +1,13 @@
 """Looks at the ranks while a call runs: where they are, who is stopped, who is silent (kernel)."""
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, final
 
+from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.hangs import HangDetector, Lasting
+from ddpnb.cluster.hangs import Hang, HangDetector, Lasting
 from ddpnb.cluster.wording import restart, say, sentence, them
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.processes import RankCommand
@@ -31,18 +32,26 @@ class Monitor:
         self._silent = Lasting(seconds=timeouts.silent_after_seconds, longest_gap=gap)
         self._stopped = Lasting(seconds=timeouts.stopped_after_seconds, longest_gap=gap)
 
-    def hanging(self, running: Collection[int], now: float) -> tuple[RankStatus, ...]:
-        """Return where the ranks wait for each other without end; empty as long as they do not."""
+    def hang(self, call: Call, finished: Mapping[int, int], now: float) -> Hang | None:
+        """Return why a call hangs; None as long as it is not known to.
+
+        ``finished``: ranks that have finished it, each with its number of collectives.
+        """
+        running = call.running
         answers = {rank: self._answers[rank] for rank in running if rank in self._answers}
         if not all(answer.done() for answer in answers.values()):
-            return ()
+            return None
         if not self._answers:
             self._begin_round(running, now)
-            return ()
+            return None
         self._answers = {}
         found = [each.result() for each in answers.values() if each.exception() is None]
         statuses = tuple(RankStatus(**each) for each in found)
-        return statuses if self._hangs.check(statuses, len(running), now) else ()
+        if not self._hangs.check(statuses, len(running), now):
+            return None
+        idle = tuple(rank for rank in self._cluster.ranks if rank not in call.ranks)
+        links = self._cluster.processes.unreachable()
+        return Hang(waiting=statuses, finished=finished, idle=idle, links=links)
 
     def notices(self, running: Collection[int], now: float) -> Iterator[str]:
         """Say, once, which ranks are stopped, and which have not answered for long."""

@@ -2,10 +2,11 @@
 
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.wording import say, sentence
 from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
@@ -50,15 +51,16 @@ def kill(cluster: Cluster, call: Call, notify: Callable[[str], None]) -> None:
     cluster.kill(sorted(call.running))
 
 
-def leave_group_out_of_step(cluster: Cluster, ended: Collection[int]) -> None:
+def leave_broken_group(cluster: Cluster, outcome: Outcome) -> None:
     """Have the next call form a new group if it would meet what one rank has called alone.
 
     A stop or a failure may come before a collective on one rank and after it on another.
-    ``ended`` are the ranks that have returned.
     """
     if cluster.is_over:
         return
-    ranks = [rank for rank in cluster.living if rank in ended]
+    ranks = [rank for rank in cluster.living if rank in outcome.returned]
+    if any(failure.breaks_group for failure in outcome.failures):
+        return cluster.abort(())
     made: dict[str, set[int | None]] = {}
     try:
         for answer in cluster.gather(calls.num_calls(), ranks, END_TIMEOUT_SECONDS):

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 from ddpnb.cluster.call import OUTPUT_TIMEOUT_SECONDS, Call, CallEvent
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.hangs import Hang
 from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.monitor import Monitor
 from ddpnb.cluster.outcome import Outcome
-from ddpnb.cluster.stopping import kill, leave_group_out_of_step, stop
+from ddpnb.cluster.stopping import kill, leave_broken_group, stop
 from ddpnb.cluster.wording import say, sentence, them
 from ddpnb.protocol.notation import spoken_ranks
 
@@ -54,8 +53,6 @@ class Watch:
     stop_requested: bool = False
     is_stopping: bool = False
     """Whether the ranks are being interrupted, and killed after a while."""
-    is_settled: bool = False
-    """Whether ``run`` has ended: no abort of the group will follow."""
     _monitor: Monitor = field(init=False)
     _num_aborts: int = 0
     _is_failure_shown: bool = False
@@ -73,16 +70,16 @@ class Watch:
         """
         with noted_interrupts() as is_interrupted:
             try:
-                self._supervise(is_interrupted)
-            except KeyboardInterrupt:
-                self._stop_ranks()
-                raise
+                try:
+                    self._supervise(is_interrupted)
+                except KeyboardInterrupt:
+                    self._stop_ranks()
+                    raise
             except Exception:
                 self.handle = self.tick = self.notify = _nothing
                 self._stop_ranks()
                 raise
             finally:
-                self.is_settled = True
                 self.cluster.supervised.remove(self.call)
         return self.outcome
 
@@ -105,8 +102,8 @@ class Watch:
                 f"What {spoken_ranks(late)} printed is not complete: the rest had not come "
                 f"{OUTPUT_TIMEOUT_SECONDS:g} s after the end."
             )
-        if not self._num_aborts:
-            self._leave_broken_group()
+        if self.outcome.failures and not self._num_aborts:
+            leave_broken_group(self.cluster, self.outcome)
 
     def _attend(self) -> None:
         for event in self.call.events(self.cluster.timeouts.tick_seconds):
@@ -128,26 +125,14 @@ class Watch:
 
     def _attend_to_hang(self, now: float) -> None:
         """Free ranks that wait for each other without end; kill them when that fails repeatedly."""
-        if not (waiting := self._monitor.hanging(self.call.running, now)):
+        if (hang := self._monitor.hang(self.call, self.outcome.num_collectives, now)) is None:
             return
         if not self._num_aborts:
-            self.outcome.hang = Hang(
-                waiting=waiting,
-                finished=self.outcome.num_collectives,
-                idle=tuple(rank for rank in self.cluster.ranks if rank not in self.call.ranks),
-                links=self.cluster.processes.unreachable(),
-            )
+            self.outcome.hang = hang
         if self._num_aborts < MAX_ABORTS:
             self._abort()
         else:
             kill(self.cluster, self.call, self.notify)
-
-    def _leave_broken_group(self) -> None:
-        """Have the next call form a new group if a failure leaves collectives out of step."""
-        if any(failure.breaks_group for failure in self.outcome.failures):
-            self._abort()
-        elif self.outcome.failures:
-            leave_group_out_of_step(self.cluster, self.outcome.returned)
 
     def _abort(self) -> None:
         self._num_aborts += 1
@@ -157,7 +142,7 @@ class Watch:
     def _stop_ranks(self) -> None:
         self.is_stopping = True
         stop(self.cluster, self.call, self._attend_until_done, self.notify)
-        leave_group_out_of_step(self.cluster, self.outcome.returned)
+        leave_broken_group(self.cluster, self.outcome)
 
     def _attend_until_done(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -100,6 +100,7 @@ def _check_each(
 ) -> dict[str, Checked]:
     """Check every strategy on the ranks; return what was found of those that can be trained."""
     checked: dict[str, Checked] = {}
+    left_out: dict[str, list[str]] = {}
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
     for number, (name, each) in enumerate(by_strategy.items(), start=1):
         shown.announce(
@@ -117,7 +118,9 @@ def _check_each(
         except UserError as error:
             if not is_optional:
                 raise
-            print(f"Not trained: {name}. {error}", file=sys.stderr)
+            left_out.setdefault(str(error), []).append(name)
+    for why, names in left_out.items():
+        print(f"Not trained: {' and '.join(names)}. {why}", file=sys.stderr)
     return checked
 
 

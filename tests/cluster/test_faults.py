@@ -40,8 +40,8 @@ def test_a_rank_that_only_computes_goes_on_when_another_has_failed(cluster: Clus
     cell = run(cluster, "if rank == 1: 1/0\nimport time\nfor _ in range(20): time.sleep(.1)\nx = 5")
     assert set(cell.failures) == {1}
     assert cell.notes == [
-        "rank 1 failed: ZeroDivisionError: division by zero "
-        "(rank 0 still ran 0.8 s later; an interrupt ends such a cell)"
+        "Rank 1 failed: ZeroDivisionError: division by zero; rank 0 is still running. "
+        "Interrupt to stop it."
     ]
     assert pull(cluster, "x", ranks=[0]) == [5]
 

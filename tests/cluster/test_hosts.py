@@ -349,10 +349,8 @@ def test_a_rank_that_is_stopped_on_another_host_is_named(cluster, tmp_path):
     finally:
         thread.join()
         psutil.Process(pid).resume()
-    ways_out = (
-        f"Rank 3 is stopped (SIGSTOP): `kill -CONT {pid}` on host b lets it go on, %ddp_restart"
-    )
-    assert cell.notes[0].startswith(ways_out)
+    assert "Rank 3 is stopped" in cell.notes[0]
+    assert f"`kill -CONT {pid}` on host b" in cell.notes[0]
     wait_until(lambda: not cluster.processes.stopped_members, "the rank to go on")
     assert pull(cluster, "kept") == [f"of rank {rank}" for rank in range(4)]
     assert total(cluster) == [4.0] * 4

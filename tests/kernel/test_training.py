@@ -160,7 +160,7 @@ def test_classes_of_ones_own_need_no_baseline(kernel: Kernel):
     cell = kernel.run(source)
     drawn(cell)
     assert kernel.value("(this_session()._cluster.folder / 'checks').exists()") == "False"
-    assert "Not trained: single, the baseline. data(split) gives batches that are" in cell.text
+    assert "Not trained: single and no-comm. data(split) gives batches that are" in cell.text
     assert "not (inputs, targets)" in cell.text
     assert (
         "gives batches that are a Tensor" in kernel.run(source.replace("Gan -", "ddp Gan -")).text
