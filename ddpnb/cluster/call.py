@@ -63,20 +63,13 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Silent:
-    """A rank has finished the call, and all its output has come."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputEnded:
     """All output of a rank has come; its result may still be missing."""
 
     rank: int
 
 
-CallEvent = Output | Events | Asked | Returned | Lost | Silent
+CallEvent = Output | Events | Asked | Returned | Lost | OutputEnded
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,7 +77,7 @@ class Call:
     """One call on several ranks, in progress."""
 
     ranks: tuple[int, ...]
-    inbox: "queue.Queue[CallEvent | OutputEnded]" = field(default_factory=queue.Queue)
+    inbox: "queue.Queue[CallEvent]" = field(default_factory=queue.Queue)
     """Not a ``SimpleQueue``: its ``get`` waits without end if a signal arrives as its time ends."""
     running: set[int] = field(init=False)
     """Ranks that have not returned."""
@@ -110,7 +103,8 @@ class Call:
             except queue.Empty:
                 return
             timeout = 0.0
-            yield from self._handle(event)
+            if self._takes(event):
+                yield event
 
     def results(self, timeout: float = CALL_TIMEOUT_SECONDS) -> list[Any]:
         """Wait, unsupervised, for a call that ddpnb alone makes; return the results in order.
@@ -136,25 +130,16 @@ class Call:
         """Note, from any thread, that a rank will not return."""
         self.inbox.put(Lost(rank=rank, cause=cause))
 
-    def _handle(self, event: CallEvent | OutputEnded) -> Iterator[CallEvent]:
-        match event:
-            case Returned() | Lost():
-                if isinstance(event, Lost):
-                    self.speaking.discard(event.rank)
-                if event.rank in self.running:
-                    self.running.remove(event.rank)
-                    self.output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
-                    yield event
-                    yield from self._silence(event.rank)
-            case OutputEnded(rank=rank):
-                self.speaking.discard(rank)
-                yield from self._silence(rank)
-            case _:
-                yield event
-
-    def _silence(self, rank: int) -> Iterator[CallEvent]:
-        if rank not in self.running and rank not in self.speaking:
-            yield Silent(rank=rank)
+    def _takes(self, event: CallEvent) -> bool:
+        """Note what an event ends; return whether it is news."""
+        if isinstance(event, OutputEnded | Lost):
+            self.speaking.discard(event.rank)
+        if isinstance(event, Returned | Lost):
+            if event.rank not in self.running:
+                return False
+            self.running.remove(event.rank)
+            self.output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

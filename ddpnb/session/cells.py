@@ -8,7 +8,7 @@ from pathlib import Path
 
 from IPython.display import display
 
-from ddpnb.cluster.call import Asked, CallEvent, Events, Output, Silent
+from ddpnb.cluster.call import Asked, CallEvent, Events, Lost, Output, OutputEnded
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
 from ddpnb.history.model import Status
@@ -115,7 +115,7 @@ class RunningCell(Background):
                 self._prompt.answer(event.text, is_over=self._watch.is_stopping)
         elif isinstance(event, Events):
             self._record(event.batch)
-        elif isinstance(event, Silent):
+        elif isinstance(event, OutputEnded | Lost):
             self._output.finish(event.rank)
 
     def _record(self, batch: EventBatch) -> None:

@@ -128,10 +128,7 @@ CLOSENESS = {
     "single": 0.001,
     "dp": 0.001,
     "ddp": 0.005,
-    "central": 0.001,
     "zero": 0.005,
-    "fsdp": 0.001,
-    "gossip": 0.02,
     "local-sgd": 0.02,
     "async": 0.05,
 }

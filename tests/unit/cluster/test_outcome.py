@@ -1,6 +1,6 @@
 """When ranks are freed, and what is said of a failure: events and a clock, no process."""
 
-from ddpnb.cluster.call import Call, Lost, OutputEnded, Returned
+from ddpnb.cluster.call import Lost, Returned
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.protocol.messages import CellReport, Failure
 
@@ -40,15 +40,3 @@ def test_causes_leave_out_what_followed_from_another():
     outcome.note(failed(2), now=1.0)
     outcome.note(Lost(rank=1, cause="was killed by SIGKILL"), now=1.0)
     assert outcome.causes() == "rank 1 was killed by SIGKILL; rank 2 failed: ValueError: bad"
-
-
-def test_a_call_whose_output_does_not_end_is_done_and_knows_who_was_cut_off(monkeypatch):
-    monkeypatch.setattr("ddpnb.cluster.call.OUTPUT_TIMEOUT_SECONDS", 0.05)
-    call = Call(ranks=(0, 1))
-    for event in (ended(0), OutputEnded(rank=0), ended(1)):
-        call.inbox.put(event)
-    assert [event.rank for event in call.events(1.0)] == [0, 0, 1]
-    assert not call.done
-    list(call.events(0.1))
-    assert call.done
-    assert call.speaking == {1}
