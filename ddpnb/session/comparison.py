@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.recorder import Recorder, new_id
@@ -12,6 +13,7 @@ from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RunSpec
 from ddpnb.protocol.notation import check_across_hosts, parse_strategy, spoken_ranks
+from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import Live, live
@@ -19,8 +21,9 @@ from ddpnb.session.asking import ask
 from ddpnb.session.comparison_spec import ComparisonSpec, long_enough, with_models
 from ddpnb.session.errors import warn_stale
 from ddpnb.session.evaluation_budget import budgeted
-from ddpnb.session.laboratory import with_compute, with_devices
 from ddpnb.session.training import Training, clean_up
+
+Spec = TypeVar("Spec", bound=TrainingSpec)
 
 
 def prepare(
@@ -167,3 +170,50 @@ def _is_dispensable(name: str, spec: ComparisonSpec) -> bool:
     """
     is_added = name in (BASELINE, CEILING) and name not in spec.strategies
     return is_added and all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
+
+
+def with_devices(cluster: Cluster, spec: Spec) -> Spec:
+    """Return a training with its devices: its own, those of the ranks, or what a link is between.
+
+    Raises:
+        UserError: these ranks cannot stand for the devices.
+    """
+    num_ranks = len(cluster.ranks)
+    made = spec
+    if not spec.devices and (cluster.spec.devices or spec.link):
+        given = cluster.spec.devices or str(num_ranks)
+        made = replace(spec, devices=given, as_=spec.as_ or cluster.spec.as_)
+    devices = made.emulated
+    if devices is None:
+        described = {"--as": made.as_, "--compute": made.compute, "--device-link": made.device_link}
+        for option in filter(described.get, described):
+            raise UserError(f"{option} describes emulated devices: add --devices 8xV100.")
+        return made
+    if cluster.spans_hosts:
+        raise UserError(
+            "Emulated devices are ranks of one host: %ddp_start without --hosts, or leave "
+            "--devices and --link out."
+        )
+    if any(state.device != "cpu" for state in cluster.states):
+        raise UserError(
+            "Emulated devices are ranks on CPUs, and these are on GPUs, whose time is measured: "
+            "%ddp_start --device cpu, or leave --devices and --link out."
+        )
+    if devices.num != num_ranks:
+        raise UserError(
+            f"--devices {made.devices} takes {devices.num} ranks, and there are {num_ranks}: "
+            f"type %ddp_stop, then %ddp_start -n {devices.num}."
+        )
+    return made
+
+
+def with_compute(
+    cluster: Cluster, specs: Sequence[RunSpec], printed: PrintedLines
+) -> tuple[RunSpec, ...]:
+    """Return trainings that say how fast a device computes: measured once, the same for all."""
+    devices = specs[0].emulated if specs else None
+    if devices is None or devices.compute is not None:
+        return tuple(specs)
+    compute = ask(cluster, calls.measure_compute(specs[0]), printed=printed)[0]
+    assert compute is not None
+    return tuple(replace(spec, compute=compute.text) for spec in specs)

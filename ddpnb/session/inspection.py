@@ -21,10 +21,9 @@ from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.versions import AsyncInspection, async_inspection
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.asking import ask
-from ddpnb.session.comparison import prepare
+from ddpnb.session.comparison import prepare, with_devices
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt, warn_stale
-from ddpnb.session.laboratory import with_devices
 from ddpnb.session.training import Training
 
 ONE_RANK = "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."
