@@ -154,7 +154,7 @@ class Timeouts:
     They may be about to fail too.
     """
     abort_validation_after_seconds: float = 5.0
-    """The same for the check before a training, where freeing costs more: the process group."""
+    """Like ``abort_after_failure_seconds``, where freeing costs more: for calls of ``ask``."""
     report_failure_after_seconds: float = 0.8
     """When a failure is shown while other ranks still run: they compute, or the machine is busy."""
     abort_after_interrupt_seconds: float = 0.3

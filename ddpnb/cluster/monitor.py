@@ -13,7 +13,7 @@ from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.processes import RankCommand
 
 NUM_AT_FULL_RATE = 8
-"""Of more ranks than these, each is asked more seldom, so that all together cost the same."""
+"""Number of ranks that are asked at every poll; more are asked more seldom, at the same cost."""
 
 
 @final

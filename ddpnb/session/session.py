@@ -99,11 +99,9 @@ class Session:
         if ranks is not None:
             return self._replace(ranks, progress)
         cluster = self._require(allow_lost=True)
-        spec = (
-            cluster.spec
-            if num_ranks is None
-            else (replace(cluster.spec, num_ranks=num_ranks, devices="", as_=""))
-        )
+        spec = cluster.spec
+        if num_ranks is not None:
+            spec = replace(spec, num_ranks=num_ranks, devices="", as_="")
         self.stop()
         return self.start(spec, progress=progress)
 
@@ -287,7 +285,8 @@ class Session:
     def load(self, names: Sequence[str], options: PlotOptions = EVERYTHING) -> ComparisonResult:
         """Return stored runs as one comparison; ``LIVE``: the latest."""
         if tuple(names) == (LIVE,):
-            names = [address.partition("/")[0] for address in self.addresses()[:1]]
+            newest_first = sorted(self.store.list(), key=lambda run: -run.created)
+            names = [run.comparison for run in newest_first[:1]]
         if not names:
             raise UserError("Name the runs to draw, as %ddp_runs lists them.")
         found = self.store.load(*names)
@@ -308,11 +307,6 @@ class Session:
     def names(self) -> tuple[str, ...]:
         """Return every name that ``load`` takes."""
         return all_names(self.store.list())
-
-    def addresses(self) -> tuple[str, ...]:
-        """Return ``comparison/strategy`` of all stored runs, newest first."""
-        newest_first = sorted(self.store.list(), key=lambda run: -run.created)
-        return tuple(dict.fromkeys(f"{run.comparison}/{run.name}" for run in newest_first))
 
     @property
     def store(self) -> Store:

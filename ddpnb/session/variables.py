@@ -29,7 +29,7 @@ from ddpnb.session.asking import ask
 from ddpnb.session.errors import RankError
 
 PREFIX = "variables-"
-"""Of the files in the run folder; each is removed as soon as its call has ended."""
+"""Names of files in the run folder begin so; each is removed as soon as its call has ended."""
 
 
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]) -> None:
