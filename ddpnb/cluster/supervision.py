@@ -59,7 +59,6 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._monitor = Monitor(self.cluster)
-        self.cluster.supervised.append(self.call)
 
     def run(self) -> Outcome:
         """Return when the call has ended on every rank.
@@ -69,6 +68,7 @@ class Watch:
             Exception: ``handle``, ``tick`` or ``notify`` failed, and the ranks have stopped.
         """
         with noted_interrupts() as is_interrupted:
+            self.cluster.supervised.append(self.call)
             try:
                 try:
                     self._supervise(is_interrupted)

@@ -1,11 +1,8 @@
 """``ddpnb.compare`` with functions of the notebook, or a file; and the model that it returns."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.kernel.client import Cell, Kernel
-from tests.kernel.conftest import kernel_in
 
 DEFINED = """
 import torch
@@ -45,16 +42,9 @@ FILE = DEFINED + "\nmodel, data, loss, metric, optimizer = Net, load, entropy, r
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel of its own, for it imports torch, and other tests check that none does."""
-    with kernel_in(tmp_path_factory.mktemp("functions")) as kernel:
-        kernel.run("%ddp_start -n 2 --device cpu")
-        yield kernel
-
-
-@pytest.fixture(scope="module")
-def compared(kernel: Kernel) -> Kernel:
+def compared(kernel_of_module: Kernel) -> Kernel:
     """The kernel with a comparison of its functions, on ranks with names of their own."""
+    kernel = kernel_of_module
     kernel.run("%%ddp\nX, WIDTH, labels = 'mine', None, 0\nclass Net: pass")
     assert kernel.run(f"import ddpnb\n{DEFINED}").passed
     assert kernel.run(
