@@ -20,7 +20,7 @@ from benchmarks.measure import Figure
 from benchmarks.memory import pss
 from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.supervision import failure_in
+from ddpnb.cluster.outcome import failure_in
 from tests.cluster.rig import Ended, begin, finish, pull, run, started
 
 SETUP = """

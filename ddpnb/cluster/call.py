@@ -6,11 +6,12 @@ Everything that comes back goes into one queue per call, in order.
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddpnb.protocol.messages import EventBatch
+from ddpnb.protocol.notation import spoken_ranks
 
 START_TIMEOUT_SECONDS = 120.0
 CALL_TIMEOUT_SECONDS = 30.0
@@ -62,20 +63,13 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Silent:
-    """A rank has finished the call, and all its output has come."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputEnded:
     """All output of a rank has come; its result may still be missing."""
 
     rank: int
 
 
-CallEvent = Output | Events | Asked | Returned | Lost | Silent
+CallEvent = Output | Events | Asked | Returned | Lost | OutputEnded
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,7 +77,7 @@ class Call:
     """One call on several ranks, in progress."""
 
     ranks: tuple[int, ...]
-    inbox: "queue.Queue[CallEvent | OutputEnded]" = field(default_factory=queue.Queue)
+    inbox: "queue.Queue[CallEvent]" = field(default_factory=queue.Queue)
     """Not a ``SimpleQueue``: its ``get`` waits without end if a signal arrives as its time ends."""
     running: set[int] = field(init=False)
     """Ranks that have not returned."""
@@ -109,18 +103,11 @@ class Call:
             except queue.Empty:
                 return
             timeout = 0.0
-            yield from self._handle(event)
+            if self._takes(event):
+                yield event
 
-    def results(
-        self,
-        timeout: float = CALL_TIMEOUT_SECONDS,
-        has_advanced: Callable[[], bool] = lambda: False,
-    ) -> list[Any]:
-        """Wait for the call and return what each rank returned, in order of ranks.
-
-        Args:
-            timeout: in seconds.
-            has_advanced: called when they are over; where it returns True, they begin anew.
+    def results(self, timeout: float = CALL_TIMEOUT_SECONDS) -> list[Any]:
+        """Wait, unsupervised, for a call that ddpnb alone makes; return the results in order.
 
         Raises:
             TimeoutError: a rank did not answer within ``timeout`` seconds.
@@ -130,11 +117,8 @@ class Call:
         values: dict[int, Any] = {}
         while self.running:
             if (left := deadline - time.monotonic()) <= 0:
-                if has_advanced():
-                    deadline = time.monotonic() + timeout
-                    continue
-                waiting = ", ".join(map(str, sorted(self.running)))
-                raise TimeoutError(f"no answer within {timeout:.0f} s from rank {waiting}")
+                waiting = spoken_ranks(self.running)
+                raise TimeoutError(f"no answer within {timeout:.0f} s from {waiting}")
             for event in self.events(left):
                 if isinstance(event, Lost):
                     raise RuntimeError(f"rank {event.rank}: {event.cause}")
@@ -146,25 +130,16 @@ class Call:
         """Note, from any thread, that a rank will not return."""
         self.inbox.put(Lost(rank=rank, cause=cause))
 
-    def _handle(self, event: CallEvent | OutputEnded) -> Iterator[CallEvent]:
-        match event:
-            case Returned() | Lost():
-                if isinstance(event, Lost):
-                    self.speaking.discard(event.rank)
-                if event.rank in self.running:
-                    self.running.remove(event.rank)
-                    self.output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
-                    yield event
-                    yield from self._silence(event.rank)
-            case OutputEnded(rank=rank):
-                self.speaking.discard(rank)
-                yield from self._silence(rank)
-            case _:
-                yield event
-
-    def _silence(self, rank: int) -> Iterator[CallEvent]:
-        if rank not in self.running and rank not in self.speaking:
-            yield Silent(rank=rank)
+    def _takes(self, event: CallEvent) -> bool:
+        """Note what an event ends; return whether it is news."""
+        if isinstance(event, OutputEnded | Lost):
+            self.speaking.discard(event.rank)
+        if isinstance(event, Returned | Lost):
+            if event.rank not in self.running:
+                return False
+            self.running.remove(event.rank)
+            self.output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +154,7 @@ class Timeouts:
     They may be about to fail too.
     """
     abort_validation_after_seconds: float = 5.0
-    """The same for the check before a training, where freeing costs more: the process group."""
+    """Like ``abort_after_failure_seconds``, where freeing costs more: for calls of ``ask``."""
     report_failure_after_seconds: float = 0.8
     """When a failure is shown while other ranks still run: they compute, or the machine is busy."""
     abort_after_interrupt_seconds: float = 0.3
@@ -189,12 +164,12 @@ class Timeouts:
     kill_after_seconds: float = 10.0
     """How long an interrupted and freed rank may take before it is killed."""
     poll_seconds: float = 0.8
-    """How often the ranks report where they are; twice a second cost a training 1 %."""
+    """How often up to eight ranks report where they are; twice a second cost a training 1 %."""
     hang_after_seconds: float = 2.0
     """How long ranks must have waited for each other, idle, before the call counts as a hang."""
     longest_gap_seconds: float = 1.0
     """The most that the time between two reports counts towards that: a laptop may have slept."""
     silent_after_seconds: float = 10.0
     """When a rank that does not report where it is, is named."""
-    stopped_poll_seconds: float = 1.0
-    """How often the running ranks' processes are checked for SIGSTOP."""
+    stopped_after_seconds: float = 2.0
+    """When a rank that received SIGSTOP is named: a profiler stops it for a moment only."""

@@ -16,11 +16,12 @@ from ddpnb.cluster.link import Exit, Member, Service, describe_exit, spoken
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings, torchrun_environment
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, log_tail
 from ddpnb.cluster.run_folder import private_folder
+from ddpnb.cluster.wording import remedy
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, StaleVariable
-from ddpnb.protocol.notation import format_ranks
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.protocol.processes import KERNEL_LOCK, RankCommand, hold, working_folder
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class Cluster:
         """The variables that each rank had after its last cell."""
         self.is_over = False
         """Whether this kernel has ended the cluster."""
+        self.supervised: list[Call] = []
+        """Calls in progress for which a ``Watch`` waits."""
         self.without_group = ""
         """A sentence on why no process group could be formed, if the last attempt had to fail."""
         self._group = GroupState()
@@ -143,6 +146,19 @@ class Cluster:
     def dead(self) -> tuple[int, ...]:
         """The ranks that have ended."""
         return tuple(rank for rank in self.ranks if rank not in self.living)
+
+    @property
+    def busy(self) -> set[int]:
+        """The ranks on which supervised calls run."""
+        return {rank for call in self.supervised for rank in call.ranks}
+
+    def require_idle(self, ranks: Collection[int]) -> None:
+        """Raise a UserError if a supervised call runs on one of the ranks."""
+        if busy := self.busy & set(ranks):
+            raise UserError(
+                f"A cell is still running on {spoken_ranks(busy)}: wait for it, or stop it with "
+                "%ddp_interrupt."
+            )
 
     @property
     def is_local(self) -> bool:
@@ -206,12 +222,7 @@ class Cluster:
             raise UserError(f"The cluster is gone: {lost}. Start anew with %ddp_restart.")
         for rank in ranks:
             if (exit_ := self.exits.get(rank)) is not None:
-                what = "it" if len(self.dead) == 1 else "all dead ranks"
-                raise UserError(
-                    f"Rank {rank} {describe_exit(exit_)}: %ddp_restart --ranks "
-                    f"{format_ranks(self.dead)} brings {what} back, the other ranks keep their "
-                    "variables."
-                )
+                raise UserError(f"Rank {rank} {describe_exit(exit_)}: {remedy(self.dead)}.")
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Send ranks SIGINT, which raises ``KeyboardInterrupt`` in a running cell."""
@@ -244,12 +255,13 @@ class Cluster:
             The variables that still refer to the old group, each with its ranks.
 
         Raises:
-            UserError: the ranks could have formed one, and did not.
+            UserError: a rank runs a cell, or the ranks could have formed one, and did not.
         """
         self.without_group = ""
         is_fit = not self._group.is_aborted and self._group.is_checked == is_checked
         if is_fit or self.living != self.ranks:
             return {}
+        self.require_idle(self.ranks)
         if links := self.processes.unreachable():
             self.without_group = (
                 f"There is no process group, for {links}; the first cell after that is mended "
@@ -285,15 +297,17 @@ class Cluster:
             The others' variables that still refer to the old group, each with its ranks.
 
         Raises:
-            UserError: hosts do not reach each other; then no rank is ended.
+            UserError: hosts do not reach each other, or another rank runs a cell; then no rank is
+                ended.
         """
+        others = [rank for rank in self.ranks if rank not in ranks]
+        self.require_idle(others)
         if links := self.processes.unreachable():
             raise UserError(f"{links[0].upper()}{links[1:]}: no rank was restarted.")
         self.end_ranks(ranks)
         self._begin_generation()
         for rank in ranks:
             self.start_rank(rank, generation=self.generation)
-        others = [rank for rank in self.ranks if rank not in ranks]
         call = self.submit(calls.form_group(self.generation, False), others)
         with self._freeing(call):
             self.client.wait_for(len(ranks), self.raise_if_dead)

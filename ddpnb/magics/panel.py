@@ -20,9 +20,9 @@ from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.live import LiveFigureAndTable
-from ddpnb.session.background import RunningComparison
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import ANSI, render_error
+from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.session import this_session
 
 CHOSEN = ("single", "ddp", "async")

@@ -124,7 +124,7 @@ class RankNames:
         answer = None
         if asked is not None:
             request = calls.complete(asked.source, asked.offset)
-            answer = this_session().ask(request, asked.rank)
+            answer = this_session().answer_now(request, asked.rank)
         fragment, found = answer or ("", [])
         if asked is not None and answer is None and (begun := NAME.search(asked.before)):
             fragment = begun[0]
@@ -144,7 +144,7 @@ class RankNames:
         asked = self._asked(code, cursor_pos)
         if asked is not None:
             request = calls.describe(asked.source, asked.offset, detail_level)
-            if bundle := this_session().ask(request, asked.rank):
+            if bundle := this_session().answer_now(request, asked.rank):
                 return {"status": "ok", "found": True, "data": bundle, "metadata": {}}
         usual = type(self._kernel).do_inspect
         return usual(self._kernel, code, cursor_pos, detail_level, omit_sections)

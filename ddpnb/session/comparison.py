@@ -1,259 +1,29 @@
-"""A comparison: strategies trained one after the other on the same task (kernel)."""
+"""The check of a comparison: what is trained, and that it can be (kernel)."""
 
-import contextlib
-import math
 import sys
-import time
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
-from ddpnb.cluster.call import CallEvent, Events, Output, Returned
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.recovery import RankRecovery
-from ddpnb.cluster.supervision import Watch
-from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store
 from ddpnb.protocol import calls
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
-from ddpnb.protocol.errors import UserError, summary_of
-from ddpnb.protocol.messages import Checked, RunReport, RunSpec
-from ddpnb.protocol.notation import check_across_hosts, format_ranks, parse_strategy
-from ddpnb.protocol.processes import RankCommand
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import Checked, RunSpec
+from ddpnb.protocol.notation import check_across_hosts, parse_strategy, spoken_ranks
+from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import Live, live
-from ddpnb.reports.result import ComparisonResult
-from ddpnb.reports.style import EVERYTHING, PlotOptions
-from ddpnb.session.cells import check_on_ranks, error_of, warn_stale
+from ddpnb.session.asking import ask
 from ddpnb.session.comparison_spec import ComparisonSpec, long_enough, with_models
-from ddpnb.session.errors import CellInterrupt, HangError, RankError
+from ddpnb.session.errors import warn_stale
 from ddpnb.session.evaluation_budget import budgeted
-from ddpnb.session.functions import NotebookFunctions
-from ddpnb.session.laboratory import with_compute, with_devices
-from ddpnb.session.machine import OtherPrograms, disturbance
-from ddpnb.session.variables import pull
+from ddpnb.session.training import Training, clean_up
 
-STOP_INTERVAL_SECONDS = 0.3
-"""Between two requests to stop; the ranks get them until they have stopped."""
-CLEAN_UP_SECONDS = 2.0
-"""How long the ranks may take to remove what a comparison has left."""
-GRACE_SECONDS = 1.2
-"""How long the ranks may take to stop and to evaluate the model before they are interrupted."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Training:
-    """The trainings of a comparison, in order."""
-
-    cluster: Cluster
-    recorder: Recorder
-    specs: Sequence[RunSpec]
-    survivors: Collection[str]
-    """The strategies that continue when a rank other than 0 dies."""
-    live: Live = field(default_factory=live)
-    options: PlotOptions = EVERYTHING
-    printed: PrintedLines = field(default_factory=PrintedLines)
-    """What the cell has printed on the ranks."""
-    functions: NotebookFunctions | None = None
-    """What is trained, if it is no cell; a rank that is started anew needs them again."""
-    grace_seconds: float = GRACE_SECONDS
-    _watch: Watch | None = None
-    _is_stopped: bool = False
-    _next_stop_at: float = 0.0
-    _interrupt_at: float = math.inf
-    _expecting: "dict[int, Future[Any]]" = field(default_factory=dict)
-    """What each rank answers that was asked to expect a stop."""
-
-    def stop(self) -> None:
-        """End the current run early and start no other; from any thread, also twice.
-
-        All ranks stop after the same step and evaluate the model; if that takes too long, they
-        are interrupted.
-        """
-        self._is_stopped = True
-
-    def run(self) -> ComparisonResult:
-        """Train everything; show and store what was trained, however it ends.
-
-        A strategy that fails is left out from then on, and the others are trained.
-
-        Raises:
-            RankError: a strategy failed; raised at the end, the first of several.
-            KeyboardInterrupt: it was interrupted; the ranks have stopped.
-        """
-        errors: dict[str, Exception] = {}
-        load = OtherPrograms(state.pid for state in self.cluster.states)
-        try:
-            for number, spec in enumerate(self.specs):
-                if self._is_stopped or spec.strategy in errors:
-                    continue
-                try:
-                    self._train(self._at_best_rate(spec))
-                except (UserError, RankError, HangError) as error:
-                    errors[spec.strategy] = error
-                    rest = [s.strategy for s in self.specs[number:] if s.strategy not in errors]
-                    if not self._continue_without(spec.strategy, rest):
-                        break
-        finally:
-            clean_up(self.cluster)
-            result = ComparisonResult(self.recorder.comparison, self.options, self._model_of)
-            is_on_cores = all(state.device == "cpu" for state in self.cluster.states)
-            is_measured = not any(spec.is_emulated for spec in self.specs)
-            if is_on_cores and is_measured and not self.cluster.spans_hosts:
-                result.remark = disturbance(load.share(), len(self.cluster.ranks))
-            self.live.finish(result)
-            self.printed.show()
-        if errors:
-            (_, first), *others = errors.items()
-            for name, other in others:
-                print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
-            raise first
-        return result
-
-    def _at_best_rate(self, spec: RunSpec) -> RunSpec:
-        """Return a training; a later repeat has the rate that its strategy is compared at."""
-        if not spec.rates or spec.repeat == 0:
-            return spec
-        runs = self.recorder.comparison.runs
-        own = next(run.spec for run in runs if run.name == spec.strategy and run.spec)
-        return replace(spec, learning_rate=own.learning_rate)
-
-    def _model_of(self, run_id: str) -> Any:
-        """Return a trained model, which rank 0 keeps until the next comparison."""
-        if self.cluster.is_over:
-            raise UserError("The ranks that kept the model have ended: train it again.")
-        (model,) = pull(self.cluster, run_id, [0], calls.pull_model)
-        return model
-
-    def _send_functions(self, rank: int) -> None:
-        if self.functions is not None:
-            self.functions.send(self.cluster, [rank])
-
-    def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
-        """Return whether the rest is trained after a strategy has failed, and print it."""
-        if not rest or self._is_stopped:
-            return False
-        names = ", ".join(dict.fromkeys(rest))
-        if self.cluster.lost is not None:
-            print(f"Not trained: {names}.", file=sys.stderr)
-            return False
-        print(f"{failed} failed and is left out; still to be trained: {names}.", file=sys.stderr)
-        self._replace_dead("died, which ended the training")
-        return True
-
-    def _train(self, spec: RunSpec) -> None:
-        warn_stale(self.cluster.require_group())
-        self.recorder.begin(spec.run_id, spec.strategy, spec)
-        recovery = RankRecovery(
-            cluster=self.cluster,
-            spec=spec,
-            handle=self._handle,
-            survives_deaths=spec.strategy in self.survivors,
-            before_joining=self._send_functions,
-        )
-        self.printed.begin(self.cluster.ranks)
-        self._watch = watch = Watch(
-            cluster=self.cluster,
-            call=self.cluster.submit(calls.train(spec, None), self.cluster.ranks),
-            handle=recovery.take,
-            tick=lambda: self._tick(recovery),
-            survives=recovery.survives,
-        )
-        self._interrupt_at = math.inf
-        try:
-            watch.run()
-            if watch.stop_requested:
-                raise CellInterrupt
-        except KeyboardInterrupt:
-            self.recorder.end(spec.run_id, *self._interrupted(watch))
-            raise CellInterrupt from None
-        except Exception as failure:
-            self.recorder.end(spec.run_id, Status.FAILED, summary_of(failure))
-            raise
-        finally:
-            recovery.end()
-        watch.lost = {r: cause for r, cause in watch.lost.items() if not recovery.survives(r)}
-        if (error := error_of(watch)) is not None:
-            self.recorder.end(spec.run_id, Status.FAILED, watch.hang or _cause_of(error))
-            if spec.kill and self._replace_dead("was killed by --kill, which ended the training"):
-                return
-            raise error
-        reports = watch.returned.values()
-        if any(isinstance(report, RunReport) and report.was_stopped for report in reports):
-            self.recorder.end(spec.run_id, Status.STOPPED, "stopped by the user")
-        else:
-            self.recorder.end(spec.run_id, Status.FINISHED)
-        self._print_lost_samples(recovery, watch.returned.get(0))
-        self._replace_dead("died while the others continued")
-
-    def _interrupted(self, watch: Watch) -> tuple[Status, str]:
-        """Return how a run ended that was interrupted: it may have trained to its end before."""
-        reports = [each for each in watch.returned.values() if isinstance(each, RunReport)]
-        if len(reports) < len(self.cluster.ranks) or any(each.was_stopped for each in reports):
-            return Status.STOPPED, "interrupted"
-        is_cut = any(each.evaluation_was_cut for each in reports)
-        return Status.FINISHED, "only its evaluation was interrupted" if is_cut else ""
-
-    def _replace_dead(self, how: str) -> bool:
-        """Start new processes for ranks that died, and print it; return whether any had."""
-        dead = self.cluster.dead
-        if not dead or self.cluster.lost is not None:
-            return False
-        try:
-            warn_stale(self.cluster.bring_back(dead))
-        except UserError as error:
-            if not self.cluster.spans_hosts:
-                raise
-            print(f"Rank {format_ranks(dead)} {how}. {error}", file=sys.stderr)
-            return False
-        for rank in dead:
-            self._expecting.pop(rank, None)  # a new process has heard nothing yet
-            self._send_functions(rank)
-        how += "; it is a new process now, without its variables."
-        print(f"Rank {format_ranks(dead)} {how}", file=sys.stderr)
-        return True
-
-    def _tick(self, recovery: RankRecovery) -> None:
-        recovery.attend()
-        if self.live.is_due():
-            self.live.update(self.recorder.comparison)
-        now = time.monotonic()
-        if not self._is_stopped:
-            return
-        self._interrupt_at = min(self._interrupt_at, now + self.grace_seconds)
-        if self._watch is not None and now >= self._interrupt_at:
-            self._watch.stop_requested = True
-        if now >= self._next_stop_at and self._all_expect_stop():
-            self._next_stop_at = now + STOP_INTERVAL_SECONDS  # before the first step it was ignored
-            for rank in self.cluster.living:
-                self.cluster.processes.command(rank, RankCommand.STOP)
-
-    def _all_expect_stop(self) -> bool:
-        """Return whether all ranks look for the last step."""
-        living = self.cluster.living
-        for rank in set(living) - set(self._expecting):
-            self._expecting[rank] = self.cluster.processes.command(rank, RankCommand.EXPECT_STOP)
-        return all(self._expecting[rank].done() for rank in living)
-
-    def _print_lost_samples(self, recovery: RankRecovery, report: object) -> None:
-        if recovery.restarted and isinstance(report, RunReport):
-            print(
-                f"{recovery.spec.strategy}: rank {format_ranks(sorted(recovery.restarted))} died, "
-                f"which lost {report.num_lost_samples} samples, and is a new process now, without "
-                "its variables.",
-                file=sys.stderr,
-            )
-
-    def _handle(self, event: CallEvent) -> None:
-        if isinstance(event, Output):
-            self.printed.take(event.rank, event.kind, event.content)
-        elif isinstance(event, Events):
-            self.recorder.add(event.batch)
-        elif isinstance(event, Returned) and isinstance(event.value, RunReport):
-            self.recorder.add_report(event.value)
+Spec = TypeVar("Spec", bound=TrainingSpec)
 
 
 def prepare(
@@ -280,42 +50,19 @@ def prepare(
 
 def _prepared(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -> Training:
     spec = replace(spec, training=with_devices(cluster, spec.training))
-    placed = with_models(spec.run_specs(), store)
-    if len(cluster.ranks) == 1:  # a rank alone never communicates
-        placed = tuple(each for each in placed if not each.is_ceiling)
-    own_id = new_id()
-    specs = tuple(replace(each, comparison=own_id) for each in placed)
+    comparison = new_id()
+    specs = tuple(
+        replace(each, comparison=comparison)
+        for each in with_models(spec.run_specs(), store)
+        if len(cluster.ranks) > 1 or not each.is_ceiling  # a rank alone never communicates
+    )
     warn_stale(cluster.require_group())
     if spec.functions is not None:
         spec.functions.send(cluster, cluster.ranks)
-    by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
     printed = PrintedLines()
-    checked: dict[str, Checked] = {}
     try:
-        for number, (name, each) in enumerate(by_strategy.items(), start=1):
-            shown.announce(
-                f"Checking {name}, strategy {number} of {len(by_strategy)}: the model, the data "
-                f"and a step on {counted(len(cluster.ranks), 'rank')} ..."
-            )
-            try:
-                found = check_on_ranks(cluster, each, printed)
-                if not found.refusal:
-                    checked[name] = found
-                elif name in spec.strategies:
-                    raise UserError(found.refusal)
-                else:
-                    print(f"Not trained: {name}. {found.refusal}", file=sys.stderr)
-            except UserError as error:
-                if not _is_dispensable(name, spec):
-                    raise
-                if name == BASELINE:
-                    print(f"Not trained: {name}, the baseline. {error}", file=sys.stderr)
+        checked = _check_each(cluster, spec, specs, shown, printed)
         _check_target(spec, checked.values())
-        if spec.training.rates and any(each.skips_loss for each in checked.values()):
-            raise UserError(
-                f"The best of --lr {spec.training.rate_words} is that of the lowest held-out loss, "
-                "and there is none, as training_step calls collectives: give one learning rate."
-            )
         specs = with_compute(cluster, [s for s in specs if s.strategy in checked], printed)
     except BaseException:
         clean_up(cluster)
@@ -347,8 +94,59 @@ def _prepared(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live)
     )
 
 
-def _check_target(spec: ComparisonSpec, checked: Iterable[Checked]) -> None:
-    """Refuse a held-out accuracy as target where there will be none."""
+def _check_each(
+    cluster: Cluster,
+    spec: ComparisonSpec,
+    specs: Sequence[RunSpec],
+    shown: Live,
+    printed: PrintedLines,
+) -> dict[str, Checked]:
+    """Check every strategy on the ranks; return what was found of those that can be trained."""
+    checked: dict[str, Checked] = {}
+    left_out: dict[str, list[str]] = {}
+    by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
+    for number, (name, each) in enumerate(by_strategy.items(), start=1):
+        shown.announce(
+            f"Checking {name}, strategy {number} of {len(by_strategy)}: the model, the data "
+            f"and a step on {counted(len(cluster.ranks), 'rank')} ..."
+        )
+        is_optional = _is_dispensable(name, spec)
+        try:
+            found = ask(cluster, calls.validate(each), printed=printed)
+            _check_sizes(found)
+            if refusal := found[0].refusal:
+                is_optional = name not in spec.strategies
+                raise UserError(refusal)
+            checked[name] = found[0]
+        except UserError as error:
+            if not is_optional:
+                raise
+            left_out.setdefault(str(error), []).append(name)
+    for why, names in left_out.items():
+        print(f"Not trained: {' and '.join(names)}. {why}", file=sys.stderr)
+    return checked
+
+
+def _check_sizes(found: Mapping[int, Checked]) -> None:
+    """Refuse a training split whose size differs between ranks."""
+    by_size: dict[int, list[int]] = {}
+    for rank, checked in sorted(found.items()):
+        by_size.setdefault(checked.num_samples, []).append(rank)
+    if len(by_size) > 1:
+        sizes = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
+        raise UserError(
+            f"data('train') has {' and '.join(sizes)}; return the same data on every rank, "
+            "each rank trains on its own part."
+        )
+
+
+def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
+    """Refuse a target, or several learning rates, where what decides is not measured."""
+    if spec.training.rates and any(each.skips_loss for each in checked):
+        raise UserError(
+            f"The best of --lr {spec.training.rate_words} is that of the lowest held-out loss, "
+            "and there is none, as training_step calls collectives: give one learning rate."
+        )
     target = spec.options.target
     if target is None or not target.is_accuracy:
         return
@@ -374,13 +172,48 @@ def _is_dispensable(name: str, spec: ComparisonSpec) -> bool:
     return is_added and all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
 
 
-def clean_up(cluster: Cluster) -> None:
-    """Remove what a comparison has left on the ranks that still answer."""
-    if cluster.is_over:
-        return
-    with contextlib.suppress(UserError, RuntimeError, TimeoutError, KeyError):
-        cluster.gather(calls.clean_up(), ranks=cluster.living, timeout=CLEAN_UP_SECONDS)
+def with_devices(cluster: Cluster, spec: Spec) -> Spec:
+    """Return a training with its devices: its own, those of the ranks, or what a link is between.
+
+    Raises:
+        UserError: these ranks cannot stand for the devices.
+    """
+    num_ranks = len(cluster.ranks)
+    made = spec
+    if not spec.devices and (cluster.spec.devices or spec.link):
+        given = cluster.spec.devices or str(num_ranks)
+        made = replace(spec, devices=given, as_=spec.as_ or cluster.spec.as_)
+    devices = made.emulated
+    if devices is None:
+        described = {"--as": made.as_, "--compute": made.compute, "--device-link": made.device_link}
+        for option in filter(described.get, described):
+            raise UserError(f"{option} describes emulated devices: add --devices 8xV100.")
+        return made
+    if cluster.spans_hosts:
+        raise UserError(
+            "Emulated devices are ranks of one host: %ddp_start without --hosts, or leave "
+            "--devices and --link out."
+        )
+    if any(state.device != "cpu" for state in cluster.states):
+        raise UserError(
+            "Emulated devices are ranks on CPUs, and these are on GPUs, whose time is measured: "
+            "%ddp_start --device cpu, or leave --devices and --link out."
+        )
+    if devices.num != num_ranks:
+        raise UserError(
+            f"--devices {made.devices} takes {devices.num} ranks, and there are {num_ranks}: "
+            f"type %ddp_stop, then %ddp_start -n {devices.num}."
+        )
+    return made
 
 
-def _cause_of(error: Exception) -> str:
-    return error.cause if isinstance(error, RankError) else str(error)
+def with_compute(
+    cluster: Cluster, specs: Sequence[RunSpec], printed: PrintedLines
+) -> tuple[RunSpec, ...]:
+    """Return trainings that say how fast a device computes: measured once, the same for all."""
+    devices = specs[0].emulated if specs else None
+    if devices is None or devices.compute is not None:
+        return tuple(specs)
+    compute = ask(cluster, calls.measure_compute(specs[0]), printed=printed)[0]
+    assert compute is not None
+    return tuple(replace(spec, compute=compute.text) for spec in specs)

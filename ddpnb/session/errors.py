@@ -1,16 +1,18 @@
 """How failures of ranks are shown: the root cause first, identical ones once (kernel)."""
 
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 
-from ddpnb.protocol.errors import OneLine
-from ddpnb.protocol.messages import Failure
-from ddpnb.protocol.notation import format_ranks, spoken_ranks
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.hangs import Hang
+from ddpnb.cluster.outcome import Outcome
+from ddpnb.cluster.wording import remedy, say
+from ddpnb.protocol.errors import OneLine, UserError
+from ddpnb.protocol.messages import CellReport, Failure, StaleVariable
+from ddpnb.protocol.notation import spoken_ranks
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
-
-PLURALS = {"was": "were", "has": "have"}
 
 
 class RankError(Exception):
@@ -61,8 +63,8 @@ CellInterrupt.__name__ = "KeyboardInterrupt"  # what Jupyter's clients know
 class HangError(OneLine, Exception):
     """The ranks waited for each other without end, and were freed."""
 
-    def __init__(self, why: str, lost: Collection[int] = ()) -> None:
-        super().__init__(f"{why}. They were freed; {_kept_but(lost)}.")
+    def __init__(self, hang: Hang, lost: Collection[int] = ()) -> None:
+        super().__init__(f"{hang}. They were freed; {_kept_but(lost)}.")
 
 
 class LackingRankError(OneLine, Exception):
@@ -70,39 +72,46 @@ class LackingRankError(OneLine, Exception):
 
     def __init__(self, dead: Collection[int], where: str = "") -> None:
         super().__init__(
-            f"no collective can be made{where} without {spoken_ranks(sorted(dead))}, which "
-            f"{'has' if len(dead) == 1 else 'have'} ended: {_brought_back(dead)}"
+            f"collectives need all ranks, but {say(dead, 'has')} ended{where}: {remedy(dead)}"
         )
 
 
-def _brought_back(dead: Collection[int]) -> str:
-    """Say what brings ranks back, and at what cost."""
-    it = "it" if len(dead) == 1 else "them"
-    return (
-        f"%ddp_restart --ranks {format_ranks(dead)} brings {it} back, the other ranks keep their "
-        "variables"
-    )
+def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | UserError | None:
+    """Return the error of a call that has ended; None if it succeeded."""
+    if cluster.is_over and outcome.lost:
+        return UserError("The cluster was stopped, or handed to another kernel, while this ran.")
+    if outcome.hang:
+        return HangError(outcome.hang, outcome.lost)
+    failures = failures_of(cluster, outcome)
+    return RankError(failures) if failures else None
+
+
+def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
+    """Return the failures of a call, those of dead ranks among them."""
+    deaths = [
+        Failure(
+            rank=rank,
+            name="RankLost",
+            text=cause,
+            traceback=(cluster.log_tail(rank),),
+            failed_at=0.0,
+            is_death=True,
+        )
+        for rank, cause in outcome.lost.items()
+    ]
+    return [*outcome.failures, *deaths]
 
 
 def _kept_but(lost: Collection[int]) -> str:
     """Say what becomes of the variables of ranks that were stopped, some of which ended by it."""
-    if not lost:
-        return "their variables are kept"
-    ended, it = ("has ended, its", "it") if len(lost) == 1 else ("have ended, their", "them")
-    return (
-        f"{spoken_ranks(sorted(lost))} {ended} variables with {it}: %ddp_restart --ranks "
-        f"{format_ranks(lost)} brings {it} back, all others keep theirs"
-    )
+    return f"{say(lost, 'has')} ended: {remedy(lost)}" if lost else "their variables are kept"
 
 
-def where_stopped(failures: Mapping[int, Failure | None]) -> str:
-    """Say where ranks were, e.g. ``" (ranks 0,2 in line 4, rank 1 had finished)"``.
-
-    Args:
-        failures: by rank; None for one that had finished.
-    """
+def where_stopped(outcome: Outcome) -> str:
+    """Say where ranks were in a cell: ``" (ranks 0,2 in line 4, rank 1 had finished)"``."""
     places: dict[str, list[int]] = {}
-    for rank, failure in sorted(failures.items()):
+    for rank, report in sorted(outcome.returned.items()):
+        failure = report.failure if isinstance(report, CellReport) else report
         if failure is None:
             place = "had finished"
         elif failure.is_consequence or failure.name == KeyboardInterrupt.__name__:
@@ -129,7 +138,7 @@ def summarize(failures: Sequence[Failure]) -> str:
     if first.is_death:
         return _told_of_dead(same)
     if len(same) > 1:
-        return f"ranks {format_ranks(f.rank for f in same)} failed: {first.name}: {first.text}"
+        return f"{spoken_ranks([f.rank for f in same])} failed: {first.name}: {first.text}"
     others = "" if len(failures) == 1 else " first"
     return f"rank {first.rank} failed{others}: {first.name}: {first.text}"
 
@@ -139,12 +148,8 @@ def _told_of_dead(dead: Sequence[Failure]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for failure in dead:
         ranks_of.setdefault(failure.text, []).append(failure.rank)
-    told = []
-    for text, ranks in ranks_of.items():
-        verb, _, rest = text.partition(" ")
-        plural = f"{PLURALS.get(verb, verb)} {rest}"
-        told.append(f"{spoken_ranks(sorted(ranks))} {text if len(ranks) == 1 else plural}")
-    return "; ".join([*told, _brought_back([failure.rank for failure in dead])])
+    told = [say(sorted(ranks), text) for text, ranks in ranks_of.items()]
+    return "; ".join([*told, remedy([failure.rank for failure in dead])])
 
 
 def render_failures(failures: Sequence[Failure]) -> list[str]:
@@ -184,12 +189,8 @@ def _consequence_lines(failures: Sequence[Failure]) -> list[str]:
     waited = [failure.rank for failure in failures if failure.was_waiting]
     others = [failure.rank for failure in failures if not failure.was_waiting]
     how = "waiting in a collective for it and stopped: connection closed by peer"
-    lines = [f"({_ranks_were(waited)} {how})"] if waited else []
-    return lines + ([f"({_ranks_were(others)} stopped with it)"] if others else [])
-
-
-def _ranks_were(ranks: Sequence[int]) -> str:
-    return f"{spoken_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'}"
+    lines = [f"({say(waited, 'was')} {how})"] if waited else []
+    return lines + ([f"({say(others, 'was')} stopped with it)"] if others else [])
 
 
 def _identical_to(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
@@ -206,3 +207,24 @@ def _identity(failure: Failure) -> tuple[str, str, str]:
     if failure.breaks_group or failure.is_death:
         return failure.name, "", ""
     return failure.name, failure.text, ANSI.sub("", "\n".join(failure.traceback))
+
+
+REMEDIES = {
+    "DistributedDataParallel": "wrap it again, DistributedDataParallel({name}.module)",
+    "FullyShardedDataParallel": "build the model again, and wrap it",
+    "FSDPModule": "build the model again, and shard it",
+    "ZeroRedundancyOptimizer": "make it again",
+    "DeviceMesh": "make it again, with init_device_mesh",
+    "ProcessGroup": "form it again, with dist.new_group",
+}
+"""What to do about an object that belongs to an aborted process group."""
+
+
+def warn_stale(stale: Mapping[StaleVariable, Sequence[int]]) -> None:
+    """Print which variables of the ranks belong to a process group that was aborted."""
+    for variable, ranks in stale.items():
+        print(
+            f"`{variable.name}` on {spoken_ranks(ranks)} belongs to a process group that was "
+            f"aborted: {REMEDIES[variable.kind].format(name=variable.name)}.",
+            file=sys.stderr,
+        )

@@ -20,7 +20,7 @@ class NotebookFunctions:
     """Functions as ``ddpnb.compare`` got them, pickled with the names that they use."""
 
     names: tuple[str, ...]
-    """Of the arguments: ``("model", "data")``."""
+    """The arguments that were given: ``("model", "data")``."""
     parts: Sequence[Part]
     key: str
     """Under which the ranks keep them, until the next comparison with functions."""

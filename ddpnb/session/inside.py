@@ -13,7 +13,7 @@ from ddpnb.reports.inside.causes import with_causes
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, find, measured
 from ddpnb.reports.inside.samples import Handout, handout_of
-from ddpnb.session import cells
+from ddpnb.session.asking import ask
 
 # -- are the replicas the same? ------------------------------------------------------------
 
@@ -22,7 +22,7 @@ def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
     """Compare what the ranks hold: by digests, then by the values of what differs first."""
     if len(cluster.ranks) < 2:
         raise UserError("There is one rank, and nothing to compare it with: %ddp_restart -n 2.")
-    replicas = list(cells.ask(cluster, calls.digests(tuple(names))).values())
+    replicas = list(ask(cluster, calls.digests(tuple(names))).values())
     if not any(each.held for each in replicas):
         raise UserError(
             "No rank has a model or an optimizer: make one in a %%ddp cell, or name what to "
@@ -38,7 +38,7 @@ def _measure(cluster: Cluster, finding: Finding) -> Finding:
     if not first.chunks:
         return finding
     ranks, wanted = first.measured_ranks, (finding.name, finding.part, first.tensor, first.chunks)
-    found = cells.ask(cluster, calls.elements(ranks, *wanted))
+    found = ask(cluster, calls.elements(ranks, *wanted))
     return measured(finding, [each for rank in ranks if (each := found[rank]) is not None])
 
 
@@ -47,7 +47,7 @@ def _measure(cluster: Cluster, finding: Finding) -> Finding:
 
 def samples_of_sampler(cluster: Cluster, spec: SamplerSpec) -> Handout:
     """Return what a sampler hands out to each rank, as the ranks read it."""
-    found = cells.ask(cluster, calls.samples(spec))
+    found = ask(cluster, calls.samples(spec))
     return handout_of(spec, [found[rank] for rank in cluster.ranks])
 
 
@@ -68,6 +68,6 @@ def collective_spec(name: str, num_ranks: int, ranks: str | None, **chosen: Any)
 def run_collective(cluster: Cluster, spec: CollectiveSpec) -> CollectiveResult:
     """Run a collective on the ranks; return what each of them had, sent and measured."""
     cluster.require_group()
-    found = cells.ask(cluster, calls.show_collective(spec))
+    found = ask(cluster, calls.show_collective(spec))
     taken_part = [each for rank in cluster.ranks if (each := found[rank]) is not None]
     return CollectiveResult(spec, taken_part)

@@ -21,19 +21,20 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.versions import AsyncInspection, async_inspection
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.session.cells import ask, warn_stale
-from ddpnb.session.comparison import Training, prepare
+from ddpnb.session.asking import ask
+from ddpnb.session.comparison import prepare, with_devices
 from ddpnb.session.comparison_spec import ComparisonSpec
-from ddpnb.session.errors import CellInterrupt
-from ddpnb.session.laboratory import with_devices
+from ddpnb.session.errors import CellInterrupt, warn_stale
+from ddpnb.session.training import Training
 
 ONE_RANK = "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."
 MOST_EPOCHS = 1000.0
 STEPS_PER_RANK = 24
-"""Of an asynchronous run: as many are made before it is stopped, at least."""
+"""Fewest steps per rank of an asynchronous run, before it is stopped."""
 AFTER_DEATH_SECONDS = 0.5
+"""How long the others train on after a death, so that the picture shows it."""
 MOST_SECONDS = 60.0
-"""Of such a run."""
+"""Longest asynchronous run to inspect, in seconds."""
 STRATEGIES = ("ddp", "async")
 """Those that can be inspected."""
 INSPECTED = ("batch_size", "devices", "as_", "link", "slow", "kill")

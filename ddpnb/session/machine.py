@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import psutil
 
 LEAST_SHARE = 0.2
-"""Of the cores: what other programs take without a word."""
+"""Share of the cores that other programs may take before the result says so."""
 
 
 class OtherPrograms:

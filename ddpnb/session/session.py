@@ -12,6 +12,7 @@ from IPython.core.getipython import get_ipython
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.cluster.wording import restart, say
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
@@ -19,7 +20,7 @@ from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, Script
-from ddpnb.protocol.notation import format_ranks, parse_ranks, spoken_ranks
+from ddpnb.protocol.notation import parse_ranks, spoken_ranks
 from ddpnb.protocol.processes import working_folder
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.traces import TraceResult
@@ -28,12 +29,14 @@ from ddpnb.reports.live import LIVE, Live, LiveFigureAndTable
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
-from ddpnb.session.background import Jobs, RunningComparison
 from ddpnb.session.cell_options import CellOptions
-from ddpnb.session.cells import RunningCell, warn_stale
-from ddpnb.session.comparison import Training, prepare
+from ddpnb.session.cells import RunningCell
+from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
+from ddpnb.session.errors import CellInterrupt, warn_stale
+from ddpnb.session.jobs import Jobs, RunningComparison
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
+from ddpnb.session.training import Training
 from ddpnb.session.variables import pull, push
 
 OnProgress = Callable[[str], None]
@@ -55,8 +58,9 @@ class Session:
         self.last_training: TrainingSpec | None = None
         """Of the latest comparison: what ``inspect`` inspects by default."""
         self._asked: Call | None = None
-        """The latest call of ``ask``."""
-        self.last_trace: TraceResult | None = None
+        """The latest call of ``answer_now``."""
+        self._traced: RunningCell | None = None
+        """The latest cell that was traced."""
 
     # -- the cluster -----------------------------------------------------------------
 
@@ -78,13 +82,13 @@ class Session:
         return with_notes(ranks_table(cluster.states), cluster)
 
     def stop(self) -> bool:
-        """End every process of the cluster; return whether there was one."""
-        self._jobs.stop()
+        """End every process of the cluster, or its start; return whether there was one."""
+        was_training = self._jobs.stop()  # which may have been starting the ranks
         atexit.unregister(self.stop)
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
-        return cluster is not None
+        return was_training or cluster is not None
 
     def restart(
         self,
@@ -97,11 +101,9 @@ class Session:
         if ranks is not None:
             return self._replace(ranks, progress)
         cluster = self._require(allow_lost=True)
-        spec = (
-            cluster.spec
-            if num_ranks is None
-            else (replace(cluster.spec, num_ranks=num_ranks, devices="", as_=""))
-        )
+        spec = cluster.spec
+        if num_ranks is not None:
+            spec = replace(spec, num_ranks=num_ranks, devices="", as_="")
         self.stop()
         return self.start(spec, progress=progress)
 
@@ -112,12 +114,15 @@ class Session:
     def status(self) -> Table:
         """Return the table of what every rank is doing."""
         cluster = self._require(allow_lost=True)
-        table = status_table(cluster, self._jobs.busy_ranks, self._jobs.notes())
-        return with_notes(table, cluster)
+        busy, notes = cluster.busy, []
+        if (comparison := self.comparison) is not None:
+            busy = set(cluster.ranks)
+            notes = [f"a comparison is training: {comparison.progress() or 'being checked'}"]
+        return with_notes(status_table(cluster, busy, notes), cluster)
 
     def interrupt(self) -> str:
         """Stop what runs on the ranks in the background; return a sentence about it."""
-        if self._jobs.comparison is None:
+        if self.comparison is None:
             self._require()
         return self._jobs.interrupt()
 
@@ -148,28 +153,33 @@ class Session:
             recorder=recorder,
             timeout=options.timeout,
             is_checked=options.check,
-            on_trace=self._keep_trace,
         )
-        if options.wait:
-            cell.run()
-            return cell.trace
-        self._jobs.add(cell)
-        cell.run_in_background()
-        return cell
+        self._traced = cell if options.trace else self._traced
+        if not options.wait:
+            return self._jobs.begin_cell(cell)
+        cell.run()
+        return cell.trace
 
-    def ask(self, request: Request[Result], rank: int | None = None) -> Result | None:
+    @property
+    def last_trace(self) -> TraceResult | None:
+        """What the latest cell that was traced has recorded; None as long as there is nothing."""
+        return None if self._traced is None else self._traced.trace
+
+    def answer_now(self, request: Request[Result], rank: int | None = None) -> Result | None:
         """Return what a rank answers at once; None where it is busy, dead or slow.
 
         Without ``rank`` the first that is alive and idle is asked.
         """
         cluster, asked = self._cluster, self._asked
-        busy = set(self._jobs.busy_ranks)
+        if cluster is None or self.comparison is not None:
+            return None
+        busy = cluster.busy
         if asked is not None:
             list(asked.events(0.0))  # it may have answered late
             busy |= asked.running
-        idle = [each for each in cluster.living if each not in busy] if cluster else []
+        idle = [each for each in cluster.living if each not in busy]
         rank = next(iter(idle), None) if rank is None else rank
-        if cluster is None or rank not in idle:
+        if rank not in idle:
             return None
         try:
             self._asked = cluster.submit(request, [rank])
@@ -197,12 +207,7 @@ class Session:
         """Return the value of an expression on ranks; see ``ddpnb.pull``."""
         cluster = self.free_cluster()
         chosen = parse_ranks(ranks, len(cluster.ranks))
-        try:
-            values = pull(cluster, expression, chosen)
-        except (KeyboardInterrupt, UserError):
-            idle = [rank for rank in chosen if rank not in self._jobs.busy_ranks]
-            cluster.interrupt(idle)  # else they compute on
-            raise
+        values = pull(cluster, expression, chosen)
         if ranks is not None and len(chosen) == 1:
             return values[0]
         return dict(zip(chosen, values, strict=True))
@@ -220,7 +225,7 @@ class Session:
         training = prepare(self.idle_cluster(), self.store, spec)
         if spec.wait:
             return training.run()
-        return self._jobs.begin(RunningComparison(lambda: training, training.cluster.ranks))
+        return self._jobs.begin(RunningComparison(lambda: training))
 
     def compare_in_background(
         self,
@@ -234,23 +239,27 @@ class Session:
 
         ``shown_by`` shows the comparison; ``on_end`` is called, in another thread, at its end.
         """
-        self.last_training = spec.training
+        self._jobs.refuse_if_training()  # it may be starting a cluster
         if self._cluster is not None:
             self.idle_cluster()
+        self.last_training = spec.training
+
+        def end_start_if_stopped(_: str) -> None:
+            if running.stop_requested:
+                raise CellInterrupt
 
         def start_and_prepare() -> Training:
             if self._cluster is None:
                 shown_by.announce("Starting the ranks ...")
-                self._launch(cluster)
+                self._launch(cluster, end_start_if_stopped)
             return prepare(self._require(), self.store, spec, shown_by)
 
-        ranks = () if self._cluster is None else self._cluster.ranks
-        running = RunningComparison(start_and_prepare, ranks, on_end=on_end, shown_by=shown_by)
+        running = RunningComparison(start_and_prepare, on_end=on_end, shown_by=shown_by)
         return self._jobs.begin(running)
 
     def show_live(self) -> bool:
         """Show the comparison that trains under the current cell too; False if there is none."""
-        running = self._jobs.comparison
+        running = self.comparison
         shown = None if running is None else running.live
         if not isinstance(shown, LiveFigureAndTable):
             return False
@@ -262,7 +271,8 @@ class Session:
     def load(self, names: Sequence[str], options: PlotOptions = EVERYTHING) -> ComparisonResult:
         """Return stored runs as one comparison; ``LIVE``: the latest."""
         if tuple(names) == (LIVE,):
-            names = [address.partition("/")[0] for address in self.addresses()[:1]]
+            newest_first = sorted(self.store.list(), key=lambda run: -run.created)
+            names = [run.comparison for run in newest_first[:1]]
         if not names:
             raise UserError("Name the runs to draw, as %ddp_runs lists them.")
         found = self.store.load(*names)
@@ -284,11 +294,6 @@ class Session:
         """Return every name that ``load`` takes."""
         return all_names(self.store.list())
 
-    def addresses(self) -> tuple[str, ...]:
-        """Return ``comparison/strategy`` of all stored runs, newest first."""
-        newest_first = sorted(self.store.list(), key=lambda run: -run.created)
-        return tuple(dict.fromkeys(f"{run.comparison}/{run.name}" for run in newest_first))
-
     @property
     def store(self) -> Store:
         """The stored runs of the notebook's project."""
@@ -306,9 +311,8 @@ class Session:
     def _replace(self, ranks: str, progress: OnProgress) -> Table:
         cluster = self.free_cluster()
         chosen = parse_ranks(ranks, len(cluster.ranks))
-        if dead := set(cluster.dead) - set(chosen):
-            both = format_ranks(dead | set(chosen))
-            raise UserError(f"Rank {format_ranks(dead)} is dead too: use --ranks {both}.")
+        if others := set(cluster.dead) - set(chosen):
+            raise UserError(f"{say(others, 'is dead too')}: {restart({*others, *chosen})}.")
         progress(f"{spoken_ranks(chosen)} to join the group")
         warn_stale(cluster.bring_back(chosen))
         return ranks_table(cluster.states)
@@ -331,11 +335,8 @@ class Session:
     def idle_cluster(self) -> Cluster:
         """Return the cluster; refuse while a comparison or a cell is running."""
         cluster = self.free_cluster()
-        self._jobs.refuse_if_cells_run()
+        cluster.require_idle(cluster.ranks)
         return cluster
-
-    def _keep_trace(self, trace: TraceResult) -> None:
-        self.last_trace = trace
 
     def _record_cell(self, name: str, spec: CellSpec) -> Recorder:
         recorder = Recorder(

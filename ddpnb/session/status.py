@@ -6,12 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.hangs import describe, describe_stopped, no_answer, stopped_ranks
+from ddpnb.cluster.hangs import describe
 from ddpnb.cluster.link import describe_exit
+from ddpnb.cluster.monitor import describe_silent, describe_stopped, stopped_ranks
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
+from ddpnb.cluster.wording import remedy, say
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankStatus
-from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.processes import RankCommand, num_cores
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.table import Cell, Column, Table, table_row
@@ -79,7 +80,9 @@ def describe_ranks(cluster: Cluster) -> str:
             where, stack = (a.result(max(0.0, deadline - time.monotonic())) for a in asked[rank])
         except TimeoutError:
             is_stopped = stopped_ranks(cluster, [rank])
-            lines.append(describe_stopped(cluster, [rank]) if is_stopped else no_answer([rank]))
+            lines.append(
+                describe_stopped(cluster, [rank]) if is_stopped else describe_silent([rank])
+            )
             continue
         except RuntimeError as error:
             lines.append(f"rank {rank} cannot say where it is: {error}")
@@ -95,36 +98,18 @@ def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
     Raises:
         UserError: others are asked for, on other hosts.
     """
+    running = f"A cluster of {counted(len(cluster.ranks), 'rank')} is already running"
     for name in ("hosts", "engines", "profile"):
         wanted = getattr(asked, name, "")
         if wanted not in ("", getattr(cluster.spec, name, "")):
-            raise UserError(
-                f"A cluster of {len(cluster.ranks)} ranks is already running: %ddp_stop ends it, "
-                f"then --{name} {wanted} starts another."
-            )
-    if dead := cluster.dead:
-        return (
-            f"A cluster is already running, but its rank {format_ranks(dead)} is dead: "
-            "%ddp_restart brings the ranks back."
-        )
-    if asked.num_ranks not in (None, len(cluster.ranks)):
-        return (
-            f"A cluster of {len(cluster.ranks)} ranks is already running: "
-            f"%ddp_restart -n {asked.num_ranks} changes that."
-        )
-    first = cluster.states[0]
-    unlike = [
-        option
-        for option, wanted, there in (
-            ("--device", asked.device, first.device.partition(":")[0]),
-            ("--backend", asked.backend, first.backend),
-            ("--threads", asked.num_threads, first.num_threads),
-        )
-        if wanted not in (None, "auto", there)
-    ]
-    change = f"; for another {' and '.join(unlike)}, %ddp_stop ends it first" if unlike else ""
-    ranks = format_ranks(cluster.ranks)
-    return f"The cluster is already running, with ranks {ranks}: it is used as it is{change}."
+            option = f"--{name} {wanted}"
+            raise UserError(f"{running}: %ddp_stop ends it, then {option} starts another.")
+    if cluster.dead:
+        return f"{running}, but {say(cluster.dead, 'is dead')}: {remedy(cluster.dead)}."
+    return (
+        f"{running}, and is used as it is: %ddp_restart -n {asked.num_ranks or 2} changes the "
+        "number of ranks; for anything else %ddp_stop ends it first."
+    )
 
 
 def with_notes(table: Table, cluster: Cluster) -> Table:

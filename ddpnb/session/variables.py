@@ -8,12 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any
 
-from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, Call
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.wording import full_stop
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import RankCall, Request
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Failure
 from ddpnb.protocol.variables import (
     LARGE_BYTES,
     Parcel,
@@ -24,11 +23,11 @@ from ddpnb.protocol.variables import (
     receive,
     size_of,
 )
+from ddpnb.session.asking import ask
+from ddpnb.session.errors import RankError
 
-SLOWEST_BYTES_PER_SECOND = 1e8
-"""Of a push: what is large may take so much longer than other calls."""
 PREFIX = "variables-"
-"""Of the files in the run folder; each is removed as soon as its call has ended."""
+"""Names of files in the run folder begin so; each is removed as soon as its call has ended."""
 
 
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]) -> None:
@@ -60,25 +59,18 @@ def send(
         ranks: they take it.
         taken_by: returns the call that takes a parcel.
     """
-    timeout = CALL_TIMEOUT_SECONDS + size_of(parts) / SLOWEST_BYTES_PER_SECOND
+    what = ", ".join(names)
     with contextlib.ExitStack() as opened:
         if size_of(parts) < LARGE_BYTES or not cluster.is_local:
             parcel = in_message(parts)
-            timeout *= 1 if cluster.is_local else 10
         else:
             path, (file,) = opened.enter_context(new_files(cluster.folder, [""]))
             try:
                 parcel = in_file(parts, file, path)
             except MemoryError as error:
-                raise UserError(
-                    f"{', '.join(names)} cannot be sent to the ranks: {error}."
-                ) from error
-        call = cluster.submit(taken_by(parcel), ranks)
-        for failure in answers(cluster, call, timeout):
-            if failure is not None:
-                raise UserError(
-                    f"{', '.join(names)} cannot be read on rank {failure.rank}: {cause_of(failure)}"
-                )
+                raise UserError(f"{what} cannot be sent to the ranks: {error}.") from error
+        with mistakes_named(f"{what} cannot be read on rank {{}}"):
+            ask(cluster, taken_by(parcel), ranks)
 
 
 def pull(
@@ -89,51 +81,35 @@ def pull(
 ) -> list[Any]:
     """Return the value of an expression on each rank; raises a UserError where one has none.
 
-    ``given_by`` evaluates the expression, or what it takes in its place.
+    ``given_by`` evaluates the expression, or what it takes in its place.  It may take as long as a
+    cell may.
     """
-    with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as (path, files):
+    with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as (path, _):
         own = path if cluster.is_local else ""
-        call = cluster.submit(given_by(expression, own, own_classes(), len(ranks)), ranks)
-        found = answers(cluster, call, has_advanced=growing(files))
-        for value in found:
-            if isinstance(value, Failure) and value.name == UserError.__name__:
-                raise UserError(value.text)
-            if isinstance(value, Failure):
-                raise UserError(f"Rank {value.rank} cannot give {expression}: {cause_of(value)}")
+        with mistakes_named(f"Rank {{}} cannot give {expression}"):
+            given = given_by(expression, own, own_classes(), len(ranks))
+            found = ask(cluster, given, ranks)
         try:
-            return [receive(value) for value in found]
+            return [receive(found[rank]) for rank in ranks]
         except Exception as error:
-            cause = ended(str(error))
+            cause = full_stop(str(error))
             raise UserError(f"{expression} cannot be read in the notebook: {cause}") from error
 
 
-def answers(
-    cluster: Cluster,
-    call: Call,
-    timeout: float = CALL_TIMEOUT_SECONDS,
-    has_advanced: Callable[[], bool] = lambda: False,
-) -> list[Any]:
-    """Return what each rank answers, as ``Call.results``; raises a UserError when one does not."""
+@contextlib.contextmanager
+def mistakes_named(what: str) -> Iterator[None]:
+    """Raise a rank's error as one sentence: ``what`` with the rank's number, and the cause.
+
+    A rank's death stays what it is.
+    """
     try:
-        return call.results(timeout, has_advanced)
-    except TimeoutError as error:
-        raise UserError(
-            f"There was {error}: a cell may still run there; %ddp_why shows where it is, "
-            "%ddp_interrupt stops it."
-        ) from error
-    except RuntimeError as error:
-        cluster.require(call.ranks)  # if one has died, this raises the sentence about it
-        raise UserError(f"There was no answer from {error}.") from error
-
-
-def cause_of(failure: Failure) -> str:
-    """Return a rank's error as the end of a sentence."""
-    return ended(f"{failure.name}: {failure.text}")
-
-
-def ended(text: str) -> str:
-    """Return a text with the full stop that it may lack."""
-    return text if text.endswith((".", "?", "!")) else f"{text}."
+        yield
+    except RankError as error:
+        first = error.failures[0]
+        if first.is_death:
+            raise
+        cause = full_stop(f"{first.name}: {first.text}")
+        raise UserError(f"{what.format(first.rank)}: {cause}") from error
 
 
 @contextlib.contextmanager
@@ -151,23 +127,6 @@ def new_files(folder: Path, suffixes: Sequence[str]) -> Iterator[tuple[str, list
             stack.callback(Path(f"{path}{suffix}").unlink, missing_ok=True)
             files.append(file)
         yield path, files
-
-
-def growing(files: Sequence[int]) -> Callable[[], bool]:
-    """Return a function: has one of the files grown since the last call?"""
-    sizes = [0] * len(files)
-
-    def have_grown() -> bool:
-        before, sizes[:] = sizes[:], [os.fstat(file).st_size for file in files]
-        return sizes != before
-
-    return have_grown
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the files of a kernel that ended during a call."""
-    for path in folder.glob(f"{PREFIX}*"):
-        path.unlink(missing_ok=True)
 
 
 def own_classes() -> tuple[str, ...]:
@@ -190,4 +149,4 @@ def explain(variables: Mapping[str, object], error: Exception) -> str:
             name, error = each, its_own
             break
     nothing = " Nothing was sent." if len(variables) > 1 else ""
-    return f"{name} cannot be sent to the ranks: {ended(str(error))}{nothing}"
+    return f"{name} cannot be sent to the ranks: {full_stop(str(error))}{nothing}"

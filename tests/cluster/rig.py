@@ -16,7 +16,7 @@ import pytest
 from ddpnb.cluster.call import CallEvent, Output, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.cluster.supervision import Watch, failure_in
+from ddpnb.cluster.supervision import Watch
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol import calls
@@ -110,12 +110,20 @@ class Ended:
 
     @property
     def failures(self) -> dict[int, Failure]:
-        found = {rank: failure_in(value) for rank, value in self.watch.returned.items()}
-        return {rank: failure for rank, failure in found.items() if failure is not None}
+        return {failure.rank: failure for failure in self.watch.outcome.failures}
 
     @property
     def lost(self) -> dict[int, str]:
-        return self.watch.lost
+        return self.watch.outcome.lost
+
+    @property
+    def hang(self) -> str:
+        """Why the ranks waited for each other without end; empty if they did not."""
+        return str(self.watch.outcome.hang or "")
+
+    @property
+    def timed_out(self) -> bool:
+        return self.watch.outcome.timed_out
 
 
 def begin(
@@ -144,7 +152,6 @@ def begin(
         cluster=cluster,
         call=call,
         handle=handle,
-        tick=lambda: None,
         timeout=timeout,
         notify=notes.append,
     )

@@ -18,9 +18,10 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.cells import RunningCell
-from ddpnb.session.comparison import Training, prepare
+from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.status import status_table
+from ddpnb.session.training import Training
 from tests.cluster.rig import (
     ALL_REDUCE,
     DYNAMO,
@@ -239,7 +240,7 @@ def test_large_variables_cross(cluster):
 def test_a_rank_that_leaves_a_call_out_is_named(cluster):
     run(cluster, "import torch, torch.distributed as dist")
     ended = run(cluster, "mine = rank\nif rank != 3:\n    dist.all_reduce(torch.ones(1000))")
-    assert "rank 3 finished the cell without calling it" in ended.watch.hang
+    assert "rank 3 finished the cell without calling it" in ended.hang
     assert pull(cluster, "mine") == [0, 1, 2, 3]
     assert total(cluster) == [4.0] * 4
 
@@ -250,7 +251,7 @@ def test_another_meeting_place_in_the_environment_costs_nothing(cluster):
     setting = "import os\nos.environ['MASTER_ADDR'], os.environ['MASTER_PORT'] = {}, {}"
     run(cluster, setting.format("'localhost'", "'12355'"))
     ended = run(cluster, "import torch.distributed as dist\nif rank != 1: dist.barrier()")
-    assert "rank 1 finished the cell without calling it" in ended.watch.hang
+    assert "rank 1 finished the cell without calling it" in ended.hang
     assert total(cluster) == [4.0] * 4
     run(cluster, setting.format(*map(repr, place[0])))
 
@@ -297,10 +298,8 @@ def test_a_rank_that_is_stopped_on_another_host_is_named(cluster, tmp_path):
     finally:
         thread.join()
         psutil.Process(pid).resume()
-    ways_out = (
-        f"Rank 3 is stopped (SIGSTOP): `kill -CONT {pid}` on host b lets it go on, %ddp_restart"
-    )
-    assert cell.notes[0].startswith(ways_out)
+    assert "Rank 3 is stopped" in cell.notes[0]
+    assert f"`kill -CONT {pid}` on host b" in cell.notes[0]
     wait_until(lambda: not cluster.processes.stopped_members, "the rank to go on")
     assert pull(cluster, "kept") == [f"of rank {rank}" for rank in range(4)]
     assert total(cluster) == [4.0] * 4
@@ -348,7 +347,7 @@ def test_hosts_that_lose_each_other_are_named(cluster, hosts, tmp_path):
     cell = reducing(cluster, tmp_path)
     with hosts.parted():
         finish(cell)
-        assert "host a does not reach host b" in cell.watch.hang
+        assert "host a does not reach host b" in cell.hang
         began = time.monotonic()
         for rank in cluster.living:
             assert run(cluster, "print(kept)", ranks=[rank]).printed == {rank: f"of rank {rank}\n"}
@@ -444,7 +443,7 @@ def test_a_slow_network_is_no_hang(cluster, hosts):
     """9 MB leave each host, in 4.5 s in which all ranks are idle."""
     with hosts.slow("16mbit"):
         ended = run(cluster, f"{ALL_REDUCE}\nx = torch.ones(1_500_000)\ndist.all_reduce(x)")
-    assert not ended.watch.hang
+    assert not ended.hang
     assert pull(cluster, "x.sum().item()") == [6e6] * 4
 
 

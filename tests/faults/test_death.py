@@ -3,7 +3,7 @@
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.session.cells import failures_of
+from ddpnb.session.errors import failures_of
 from tests.cluster.rig import run
 from tests.faults.conftest import check_is_brought_back
 
@@ -42,7 +42,7 @@ def test_a_death_is_reported_with_its_cause_and_last_words(
     cell = run(three, f"{say}if rank == 1:\n    {source}\ndist.barrier()")
     assert cell.lost == {1: cause}
     assert {rank for rank, failure in cell.failures.items() if failure.is_consequence} == {0, 2}
-    (found,) = (failure for failure in failures_of(cell.watch) if failure.rank == 1)
+    (found,) = (failure for failure in failures_of(three, cell.watch.outcome) if failure.rank == 1)
     said = "\n".join(found.traceback)
     assert words in said
     assert ("Segmentation" in said) == (cause == "was killed by SIGSEGV"), "of this death alone"

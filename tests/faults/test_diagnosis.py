@@ -86,7 +86,7 @@ def test_with_the_usual_timeouts_too(three: Cluster) -> None:
 
 def check_is_named_and_freed(cluster: Cluster, source: str, expected: str) -> None:
     ended = run(cluster, source)
-    assert re.search(expected, ended.watch.hang, re.DOTALL), ended.watch.hang
+    assert re.search(expected, ended.hang, re.DOTALL), ended.hang
     assert not ended.lost
     assert ended.seconds < 15, "found within 6 s; the rest is for a busy machine"
     check_they_go_on(cluster)
@@ -94,7 +94,7 @@ def check_is_named_and_freed(cluster: Cluster, source: str, expected: str) -> No
 
 def test_a_rank_that_cannot_be_freed_is_ended_and_brought_back(quick: Cluster) -> None:
     ended = run(quick, "if rank == 1: dist.new_group([0, 1])")
-    assert re.search(r"rank 1 waits in new_group \(line 1.*ranks 0,2 fini", ended.watch.hang)
+    assert re.search(r"rank 1 waits in new_group \(line 1.*ranks 0,2 fini", ended.hang)
     assert list(ended.lost) == [1]
     check_is_brought_back(quick, 1)
 
@@ -137,6 +137,6 @@ def test_a_slow_cell_is_left_alone(quick: Cluster, case: str, monkeypatch) -> No
 
 def check_is_left_alone(cluster: Cluster, source: str) -> None:
     ended = run(cluster, source)
-    assert not ended.watch.hang
+    assert not ended.hang
     assert not ended.failures, ended.failures
     check_they_go_on(cluster)

@@ -29,7 +29,7 @@ def test_a_rank_that_keeps_its_threads_waiting_is_named(three: Cluster, monkeypa
     (note,) = cell.notes
     assert note.startswith("Rank 1 ")
     assert not cell.failures
-    assert not cell.watch.hang
+    assert not cell.hang
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
@@ -56,7 +56,7 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_or_is_interrup
     assert [f"kill -CONT {process.pid}" in note for note in cell.notes] == [True]
     assert set(cell.failures) == (set(three.ranks) if is_interrupted else set())
     assert not cell.lost
-    assert not cell.watch.hang
+    assert not cell.hang
     check_they_go_on(three)
 
 
@@ -78,7 +78,7 @@ with started(2) as cluster:
     cell = begin(cluster, {LOOP.format(num=100)!r}, timeout=60)
     print("begun", flush=True)
     finish(cell)
-    assert not cell.watch.hang, cell.watch.hang
+    assert not cell.hang, cell.hang
     assert not cell.failures, cell.failures
     assert not cell.notes, cell.notes
     check_they_go_on(cluster)

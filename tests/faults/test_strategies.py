@@ -13,15 +13,16 @@ import pytest
 
 from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.supervision import Watch, failure_in
+from ddpnb.cluster.supervision import Watch
 from ddpnb.history.model import Status
 from ddpnb.history.store import Store
 from ddpnb.protocol import calls
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import Training, prepare
+from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import RankError
+from ddpnb.session.training import Training
 from tests.cluster.rig import DYNAMO, pull, run, started, wait_until
 
 ALL = [*(name for name in STRATEGIES if name not in ("single", "dp")), "async:bound=1"]
@@ -160,13 +161,11 @@ def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy, is_be
         cluster=cluster,
         call=cluster.submit(calls.train(spec, None), cluster.ranks),
         handle=handle,
-        tick=lambda: None,
         timeout=30,
     )
     called = call_once(marker, lambda: cluster.abort([0]))
     watch.run()
-    assert not watch.timed_out
-    failure = failure_in(watch.returned[0])
-    assert failure is not None
+    assert not watch.outcome.timed_out
+    (failure,) = (each for each in watch.outcome.failures if each.rank == 0)
     assert failure.is_consequence, failure
     assert freed[0] - called.result() < GENEROUS_SECONDS

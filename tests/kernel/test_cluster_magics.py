@@ -6,22 +6,25 @@ import pytest
 from tests.kernel.client import Kernel, both
 
 
-def test_load_ext_is_instant_and_brings_the_magics(bare_kernel: Kernel):
-    assert bare_kernel.value("'torch' in __import__('sys').modules") == "False"
+def test_load_ext_brings_the_magics(bare_kernel: Kernel):
     magics = bare_kernel.value("sorted(get_ipython().magics_manager.magics['line'])")
-    for name in ("start", "status", "stop", "restart", "interrupt", "auto", "push", "pull"):
-        assert f"'ddp_{name}'" in magics
-    for name in ("compare", "plot", "runs"):
-        assert f"'ddp_{name}'" in magics
+    assert all(f"'ddp_{name}'" in magics for name in ("start", "pull", "compare", "runs"))
 
 
-@pytest.mark.parametrize("source", ["%%rank 0\n1", "%ddp_restart", "import ddpnb\nddpnb.status()"])
-def test_before_start_each_magic_says_what_to_do(bare_kernel: Kernel, source: str):
-    cell = bare_kernel.run(source)
-    assert cell.error == "UserError"
-    assert cell.error_text == (
-        "UserError: No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
-    )
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("%%rank 0\n1", "start one with %ddp_start"),
+        ("%ddp_restart", "start one with %ddp_start"),
+        ("import ddpnb\nddpnb.status()", "start one with %ddp_start"),
+        ("%ddp_start -n 0", "between 1 and 256"),
+        ("%ddp_start -n two", "'two'"),
+        ("%ddp_start --hosts a:1 b:1", "no use for b:1"),
+    ],
+)
+def test_a_wrong_start_or_none_is_one_sentence(bare_kernel: Kernel, source: str, named: str):
+    assert named in bare_kernel.run(source).refusal
+    assert "No cluster was running" in bare_kernel.run("%ddp_stop").stdout
 
 
 def is_alive(pid: int) -> bool:
@@ -48,19 +51,13 @@ def test_start_shows_a_table_and_a_second_start_says_so(bare_kernel: Kernel):
     assert all(map(is_alive, pids))
 
     again = bare_kernel.run("%ddp_start -n 2")
-    assert "The cluster is already running, with ranks 0-1" in again.stdout
+    assert "A cluster of 2 ranks is already running" in again.stdout
     assert pids_in(again.bundles("text/plain")[0]) == pids
-    other = bare_kernel.run("%ddp_start -n 3")
-    assert "A cluster of 2 ranks is already running: %ddp_restart -n 3 changes that" in other.stdout
-    assert pids_in(other.bundles("text/plain")[0]) == pids
 
     for option, size in (("--hosts a:4,b:4", ""), ("--engines mpi", " -n 2")):
         elsewhere = bare_kernel.run(f"%ddp_start {option}{size}")
         sentence = f"is already running: %ddp_stop ends it, then {option} starts another."
         assert sentence in elsewhere.error_text
-    unlike = bare_kernel.run("%ddp_start --device cpu --threads 7")
-    assert "as it is; for another --threads, %ddp_stop ends it first." in unlike.stdout
-
     status = bare_kernel.run("%ddp_status")
     assert "2 ranks of 2 alive" in status.text
     assert status.text.count("idle") == 2
@@ -77,7 +74,6 @@ def test_restart_takes_another_number_and_loses_variables(kernel: Kernel):
         "UserError: -n must be at least 1 and"
     )
     assert kernel.run("%%ddp\nworld_size").stdout == "[0-2] 3\n"  # nothing was lost by that
-    assert "3 ranks ready" in kernel.run("%ddp_restart").text
 
 
 def test_stop_leaves_no_process_and_may_be_said_twice(kernel: Kernel):
@@ -114,7 +110,7 @@ def test_a_wrong_start_is_one_sentence(bare_kernel: Kernel, line: str, named: st
 
 def test_the_python_twins(bare_kernel: Kernel):
     run = bare_kernel.run
-    table = run("import ddpnb\nddpnb.start(2, device='cpu', method='spawn')")
+    table = run("import ddpnb\nddpnb.start(2, device='cpu')")
     assert "2 ranks ready" in table.bundles("text/plain")[-1]
     assert "<table" in table.bundles("text/html")[-1]
     assert run("ddpnb.run_cell('x = rank + 1; print(world_size)')").by_rank == both("2")
@@ -127,9 +123,3 @@ def test_the_python_twins(bare_kernel: Kernel):
     assert run("ddpnb.run_cell('1/0')").error == "RankError"
     assert "1 rank ready" in run("ddpnb.restart(1)").text
     assert run("print(ddpnb.stop(), ddpnb.stop())").stdout == "True False\n"
-
-
-def test_the_default_start_needs_no_options(bare_kernel: Kernel):
-    assert bare_kernel.run("import ddpnb\n%ddp_start").passed
-    assert int(bare_kernel.value("len(ddpnb.status().rows)")) >= 2
-    bare_kernel.run("%ddp_stop")

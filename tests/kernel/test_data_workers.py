@@ -72,15 +72,6 @@ def test_they_end_where_it_is_interrupted(kernel: Kernel):
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
 
 
-def test_a_failure_in_them_is_the_users_own(kernel: Kernel):
-    source = CELL.replace("index % 2", "1 // (index != 50)").replace("EPOCHS", "2")
-    cell = kernel.run(source)
-    assert cell.error == "RankError"
-    assert "ZeroDivisionError" in cell.error_text
-    assert "1 // (index != 50)" in cell.error_text
-    assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
-
-
 def test_they_end_with_a_rank_that_is_killed(kernel: Kernel):
     request, _, fetching = begin(kernel, 1e6, **{"ddp --no": "ddp --kill 1@2s --no"})
     cell = kernel.wait(request).passed

@@ -1,4 +1,4 @@
-"""Hosts that are not as one would like: a port taken, no name, two kernels at once."""
+"""Hosts that are not as one would like: a port taken, no name."""
 
 import contextlib
 import json
@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from tests.cluster.rig import ALL_REDUCE, DYNAMO, pull, run, started
-from tests.kernel.client import Kernel
+from tests.cluster.rig import ALL_REDUCE, pull, run, started
 from tests.system_packages import find_program
 
 ROOT = Path(__file__).parents[2]
@@ -70,28 +69,6 @@ def test_the_host_name_need_not_resolve() -> None:
         pytest.skip(f"here even nosuch.invalid resolves, to {found}")
     assert num_failures == 0
     assert totals == [2.0, 2.0]
-
-
-TRAIN = "%ddp_compare ddp --task digits --epochs 1 --no-baseline --name {name}"
-
-
-def test_two_kernels_that_start_at_once_both_train(project: Path) -> None:
-    kernels = [Kernel(project, DYNAMO), Kernel(project, DYNAMO)]
-    try:
-        for source in ("%load_ext ddpnb\n%ddp_start -n 2 --device cpu", TRAIN):
-            requests = [
-                kernel.begin(source.format(name=f"both{number}"))
-                for number, kernel in enumerate(kernels)
-            ]
-            for kernel, request in zip(kernels, requests, strict=True):
-                cell = kernel.wait(request, timeout=120)
-                assert not cell.error, cell.error_text
-        runs = kernels[0].run("%ddp_runs").text
-        assert "both0" in runs
-        assert "both1" in runs
-    finally:
-        for kernel in kernels:
-            kernel.stop()
 
 
 def test_others_can_read_nothing_of_a_cluster(cluster: Cluster) -> None:

@@ -100,7 +100,7 @@ def test_replicas_are_compared_and_a_skipped_step_is_named(with_model: Kernel):
 def test_samples_are_handed_out_on_the_ranks(with_model: Kernel):
     assert "rank 1   1 3 0" in with_model.run("%ddp_samples -n 5 --epochs 2").text
     assert "the same samples" in with_model.run("%ddp_samples loader --epochs 1").text
-    assert "did you mean loader?" in with_model.run("%ddp_samples lader").error_text
+    assert "did you mean loader" in with_model.run("%ddp_samples lader").error_text
 
 
 def test_stored_runs_are_looked_into(with_model: Kernel):

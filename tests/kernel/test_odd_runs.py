@@ -73,21 +73,10 @@ def test_what_differs_and_what_went_wrong_is_shown(kernel: Kernel):
     assert "NaN" in kernel.run("%ddp_plot diverged").text
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "empty", "diverged"])
-def test_odd_runs_are_shown_in_full_and_exported(kernel: Kernel, name: str):
-    lines = [f"%ddp_export {name} {name}.{kind}" for kind in KINDS]
-    shown = f"import ddpnb\nddpnb.load('{name}').to_frame().shape"
-    cell = kernel.run("\n".join([f"%ddp_runs --show {name}", *lines, shown])).passed
-    assert not cell.stderr
-    assert all((kernel.folder / f"{name}.{kind}").stat().st_size > 0 for kind in KINDS)
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["plot not-there", "runs --show not-there", "plot of-digits --x years"],
-)
-def test_what_is_not_there_is_one_sentence(kernel: Kernel, words: str):
-    cell = kernel.run(f"%ddp_{words}")
-    assert cell.error == "UserError"
-    assert len(cell.error_text.splitlines()) == 1
-    assert not cell.bundles("image/png")
+def test_odd_runs_are_shown_in_full_and_exported(kernel: Kernel):
+    for name in (*LOSSES, "empty", "diverged"):
+        lines = [f"%ddp_export {name} {name}.{kind}" for kind in KINDS]
+        shown = f"import ddpnb\nddpnb.load('{name}').to_frame().shape"
+        cell = kernel.run("\n".join([f"%ddp_runs --show {name}", *lines, shown])).passed
+        assert not cell.stderr
+        assert all((kernel.folder / f"{name}.{kind}").stat().st_size > 0 for kind in KINDS)

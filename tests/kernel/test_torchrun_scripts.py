@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cells import COMPARED
 from tests.kernel.client import Kernel
 
-TASK = COMPARED.partition("\n")[2]
 DYING = """
 import os, signal
 import torch
@@ -102,7 +100,6 @@ def metric(outputs, targets):
     return {"right": (outputs.argmax(1) == targets).double().mean()}
 """
 CASES = {
-    "plain": ("ddp --epochs 2.5 --batch-size 40 --lr 0.2 --momentum 0.5", "\n" + TASK),
     "general": ("ddp:find_unused_parameters=on --epochs 2.5 --batch-size 14", GENERAL),
     "rows": (
         "ddp --epochs 2 --accumulate 3 --amp bf16 --clip 0.5 --momentum 0.9 --batch-per-worker 16",

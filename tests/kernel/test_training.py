@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from tests.cells import COMPARED, GAN
 from tests.kernel.client import Cell, Kernel, both
 
@@ -56,31 +54,11 @@ def test_it_may_stand_in_an_earlier_cell_and_have_options(kernel: Kernel):
     kernel.run("%%ddp\ndel Averaging")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("return loss", "return None", "Averaging.step(batch) returned None"),
-        ("def step", "def stepp", "Averaging has no step(); a strategy needs it."),
-    ],
-)
-def test_a_wrong_method_is_one_sentence(kernel: Kernel, old: str, new: str, expected: str):
-    cell = kernel.run(OWN + AVERAGING.replace(old, new))
-    assert expected in cell.error_text
+def test_a_wrong_method_is_one_sentence(kernel: Kernel):
+    cell = kernel.run(OWN + AVERAGING.replace("return loss", "return None"))
+    assert "Averaging.step(batch) returned None" in cell.error_text
     assert len(cell.error_text.splitlines()) == 1
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
-
-
-def test_an_error_in_it_is_the_users_own(kernel: Kernel):
-    line = OWN.replace("compare ddp Averaging", "compare Averaging ddp")
-    source = line + AVERAGING.replace("parameter.grad *=", "parameter.gradient *=")
-    cell = kernel.run(source)
-    assert not cell.bundles("image/png")  # nothing has been trained
-    assert "AttributeError: 'Parameter' object has no attribute 'gradient'" in cell.error_text
-    line = source.splitlines().index(
-        "            parameter.gradient *= self.share / self.replica.world_size"
-    )
-    assert f"Cell In[{cell.number}], line {line + 1}" in cell.error_text
-    assert "ddpnb/" not in cell.error_text
 
 
 def test_data_of_other_sizes_on_other_ranks_are_refused(kernel: Kernel):
@@ -182,7 +160,7 @@ def test_classes_of_ones_own_need_no_baseline(kernel: Kernel):
     cell = kernel.run(source)
     drawn(cell)
     assert kernel.value("(this_session()._cluster.folder / 'checks').exists()") == "False"
-    assert "Not trained: single, the baseline. data(split) gives batches that are" in cell.text
+    assert "Not trained: single and no-comm. data(split) gives batches that are" in cell.text
     assert "not (inputs, targets)" in cell.text
     assert (
         "gives batches that are a Tensor" in kernel.run(source.replace("Gan -", "ddp Gan -")).text
@@ -200,11 +178,3 @@ def test_what_a_cell_measures_is_tabled_and_stored(kernel: Kernel):
     assert "held-out right" in again.text
     other = kernel.run("%ddp_plot measured --y entrpy").error_text
     assert other == "UserError: There is no number 'entrpy'; choose one of: entropy."
-
-
-def test_an_error_in_a_step_names_its_cell_and_line(kernel: Kernel):
-    source = GENERAL.replace('model(batch["x"])\n    return', 'model(batch["X"])\n    return', 1)
-    cell = kernel.run(source)
-    assert "training_step(model, batch) failed on a batch of" in cell.error_text
-    assert "KeyError: 'X'" in cell.error_text
-    assert f"(In [{cell.number}], line" in cell.error_text

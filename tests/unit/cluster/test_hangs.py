@@ -1,24 +1,92 @@
+"""Who waits without end, judged from reports and a clock: no process is needed."""
+
 from dataclasses import replace
 
-from ddpnb.cluster.hangs import still_wait
+import pytest
+
+from ddpnb.cluster.hangs import Hang, HangDetector, Lasting, still_wait
 from ddpnb.protocol.messages import RankStatus
 
 WAITING = RankStatus(rank=0, is_busy=True, line=3, call="all_reduce", num_collectives=7)
+BOTH = (WAITING, replace(WAITING, rank=1))
+COMPUTES = RankStatus(rank=1, is_busy=True, line=3)
 
 
 def test_ranks_that_wait_at_the_same_place_still_wait():
-    before = (WAITING, replace(WAITING, rank=1))
-    assert still_wait(before, before, seconds=5.0)
-    assert not still_wait(before, (), seconds=5.0)
+    assert still_wait(BOTH, BOTH, seconds=5.0)
+    assert not still_wait(BOTH, (), seconds=5.0)
 
 
-def test_one_rank_that_goes_on_is_enough():
-    before = (WAITING, replace(WAITING, rank=1))
-    for change in (
+@pytest.mark.parametrize(
+    "change",
+    [
         {"call": ""},
         {"line": 4},
         {"num_collectives": 8},
         {"num_bytes_between_hosts": 1},
         {"cpu_seconds": 4.0},  # it moves a large tensor
-    ):
-        assert not still_wait(before, (WAITING, replace(WAITING, rank=1, **change)), seconds=5.0)
+    ],
+)
+def test_one_rank_that_goes_on_is_enough(change: dict[str, object]):
+    assert not still_wait(BOTH, (WAITING, replace(WAITING, rank=1, **change)), seconds=5.0)
+
+
+def rounds(*reports: tuple[float, tuple[RankStatus, ...]], num_running: int = 2) -> list[bool]:
+    detector = HangDetector(after_seconds=2.0, longest_gap=1.0)
+    return [detector.check(statuses, num_running, now) for now, statuses in reports]
+
+
+def test_a_hang_is_two_seconds_of_waiting_by_all_who_run():
+    assert rounds((1, BOTH), (2, BOTH), (3, BOTH)) == [False, False, True]
+    assert rounds((1, BOTH), (2, (WAITING, COMPUTES)), (3, BOTH), (4, BOTH)) == [False] * 4
+    assert not any(rounds((1, BOTH), (2, BOTH), (3, BOTH), num_running=3))
+
+
+def test_a_machine_that_slept_has_not_waited():
+    assert rounds((1, BOTH), (900, BOTH), (901, BOTH)) == [False, False, True]
+
+
+def test_what_has_lasted_is_found_once():
+    lasting = Lasting(seconds=2.0, longest_gap=1.0)
+    found = [lasting.new(ranks, now) for now, ranks in enumerate([[1], [1, 2], [1, 2], [1, 2]])]
+    assert found == [[], [], [1], [2]]
+    assert [lasting.new(ranks, 10 * now) for now, ranks in ((1, []), (2, [1]), (3, [1]))] == [
+        []
+    ] * 3
+
+
+def receiving(rank: int, peer: int) -> RankStatus:
+    return RankStatus(rank=rank, is_busy=True, line=1, call="recv", peer=peer)
+
+
+@pytest.mark.parametrize(
+    ("hang", "expected"),
+    [
+        (
+            Hang(waiting=BOTH, finished={2: 7}),
+            "ranks 0-1 wait in all_reduce (line 3); rank 2 finished the cell without calling it",
+        ),
+        (
+            Hang(waiting=BOTH, finished={2: 5, 3: 5}, idle=(4,)),
+            "ranks 0-1 wait in all_reduce (line 3); ranks 2-3 finished the cell with 2 calls "
+            "fewer; rank 4 does not run this cell",
+        ),
+        (
+            Hang(waiting=(replace(WAITING, in_backward=True),), finished={1: 1}),
+            "rank 0 waits in all_reduce of the backward pass (line 3); "
+            "rank 1 finished the cell with fewer batches",
+        ),
+        (
+            Hang(waiting=(WAITING, replace(WAITING, rank=1, call="barrier", tensor="Float [3]"))),
+            "rank 0 waits in all_reduce (line 3), rank 1 waits in barrier (line 3, Float [3]); "
+            "they wait for different calls",
+        ),
+        (
+            Hang(waiting=(receiving(0, 1), receiving(2, 3)), finished={3: 0}, links="a is far"),
+            "rank 0 waits in recv from rank 1 (line 1), rank 2 waits in recv from rank 3 (line 1); "
+            "rank 1 is not sending; rank 3 has finished the cell without sending; a is far",
+        ),
+    ],
+)
+def test_a_hang_says_who_waits_where_and_for_whom(hang: Hang, expected: str):
+    assert str(hang) == expected

@@ -1,6 +1,8 @@
 from dataclasses import replace
 
-from ddpnb.protocol.messages import Failure
+from ddpnb.cluster.hangs import Hang
+from ddpnb.cluster.outcome import Outcome
+from ddpnb.protocol.messages import CellReport, Failure
 from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,
@@ -87,25 +89,26 @@ def test_ipython_shows_the_rendered_lines():
 
 
 def test_a_timeout_and_an_interrupt_are_one_line():
-    stopped = {
-        0: failure(0, "KeyboardInterrupt", line=4),
-        1: failure(1, "RuntimeError", line=6, is_consequence=True),
-        2: None,
-        3: failure(3, "KeyboardInterrupt", line=4),
-        4: failure(4, "KeyboardInterrupt"),
-        5: failure(5, "ZeroDivisionError", line=2),
-    }
-    where = where_stopped(stopped)
+    found = [
+        failure(0, "KeyboardInterrupt", line=4),
+        failure(1, "RuntimeError", line=6, is_consequence=True),
+        None,
+        failure(3, "KeyboardInterrupt", line=4),
+        failure(4, "KeyboardInterrupt"),
+        failure(5, "ZeroDivisionError", line=2),
+    ]
+    stopped = {rank: CellReport(rank=rank, failure=each) for rank, each in enumerate(found)}
+    where = where_stopped(Outcome(returned=stopped))
     assert where == (
         " (ranks 0,3 in line 4, rank 1 in line 6, rank 2 had finished, "
         "rank 5 had failed: ZeroDivisionError)"
     )
-    assert where_stopped({2: None, 4: stopped[4]}) == ""
+    assert where_stopped(Outcome(returned={rank: stopped[rank] for rank in (2, 4)})) == ""
     (line,) = CellTimeoutError(2.5, where)._render_traceback_()
     assert "2.5 s" in line
     assert where in line
     assert "%ddp_restart --ranks 2" in str(CellInterrupt("", [2]))
-    assert "ranks 1,3 " in str(HangError("so", [3, 1]))
+    assert "ranks 1,3 have ended" in str(HangError(Hang(waiting=()), [3, 1]))
     assert isinstance(CellTimeoutError(1), TimeoutError)
     assert isinstance(CellInterrupt(), KeyboardInterrupt)
     assert type(CellInterrupt()).__name__ == "KeyboardInterrupt"

@@ -1,0 +1,71 @@
+"""What is asked of ranks other than to run a cell or to train: supervised like these (kernel)."""
+
+from collections.abc import Sequence
+
+from ddpnb.cluster.call import CallEvent, Output
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.supervision import Watch
+from ddpnb.protocol.calls import Request, Result
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import spoken_ranks
+from ddpnb.reports.cell_output import PrintedLines
+from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, failures_of
+
+
+def ask(
+    cluster: Cluster,
+    request: Request[Result],
+    ranks: Sequence[int] | None = None,
+    *,
+    printed: PrintedLines | None = None,
+) -> dict[int, Result]:
+    """Return what each rank answers; a failure on one frees the others.
+
+    Args:
+        cluster: of the ranks.
+        request: the call.
+        ranks: they carry it out, and run nothing else; None: all.
+        printed: takes what the ranks print; None: it is shown at the end.
+
+    Raises:
+        UserError: a mistake that a rank has found; or a cell runs on one of the ranks.
+        RankError: anything else that has failed on a rank.
+        HangError: the ranks waited for each other without end.
+        KeyboardInterrupt: it was interrupted; the ranks have stopped.
+    """
+    chosen = cluster.ranks if ranks is None else tuple(ranks)
+    cluster.require_idle(chosen)
+    lines = PrintedLines() if printed is None else printed
+    lines.begin(chosen)
+
+    def handle(event: CallEvent) -> None:
+        if isinstance(event, Output):
+            lines.take(event.rank, event.kind, event.content)
+
+    watch = Watch(
+        cluster=cluster,
+        call=cluster.submit(request, chosen),
+        handle=handle,
+        abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
+    )
+    try:
+        outcome = watch.run()
+    except KeyboardInterrupt:
+        raise CellInterrupt(lost=watch.outcome.lost) from None
+    finally:
+        if printed is None:
+            lines.show()
+    mistakes: dict[str, list[int]] = {}
+    failures = failures_of(cluster, outcome)
+    for failure in failures:
+        if failure.name == UserError.__name__:
+            mistakes.setdefault(failure.text, []).append(failure.rank)
+    if mistakes:
+        text, on = min(mistakes.items(), key=lambda item: min(item[1]))
+        raise UserError(text if len(on) == len(chosen) else f"On {spoken_ranks(on)} alone: {text}")
+    if (error := error_of(cluster, outcome)) is None:
+        return outcome.returned
+    own = [each for each in failures if not (each.is_consequence or each.is_death)]
+    if isinstance(error, HangError) and own:
+        raise RankError(failures)  # the others waited for the rank that failed
+    raise error

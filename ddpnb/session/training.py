@@ -1,0 +1,267 @@
+"""The trainings of a comparison, one after the other (kernel)."""
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ddpnb.cluster.call import CallEvent, Events, Output, Returned
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.outcome import Outcome
+from ddpnb.cluster.recovery import RankRecovery
+from ddpnb.cluster.supervision import Watch
+from ddpnb.cluster.wording import sentence
+from ddpnb.history.model import Status
+from ddpnb.history.recorder import Recorder
+from ddpnb.protocol import calls
+from ddpnb.protocol.errors import UserError, summary_of
+from ddpnb.protocol.messages import RunReport, RunSpec
+from ddpnb.protocol.notation import spoken_ranks
+from ddpnb.protocol.processes import RankCommand
+from ddpnb.reports.cell_output import PrintedLines
+from ddpnb.reports.live import Live, live
+from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.style import EVERYTHING, PlotOptions
+from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, warn_stale
+from ddpnb.session.functions import NotebookFunctions
+from ddpnb.session.machine import OtherPrograms, disturbance
+from ddpnb.session.variables import pull
+
+STOP_INTERVAL_SECONDS = 0.3
+"""Between two requests to stop; the ranks get them until they have stopped."""
+CLEAN_UP_SECONDS = 2.0
+"""How long the ranks may take to remove what a comparison has left."""
+GRACE_SECONDS = 1.2
+"""How long the ranks may take to stop and to evaluate the model before they are interrupted."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Training:
+    """The trainings of a comparison, in order."""
+
+    cluster: Cluster
+    recorder: Recorder
+    specs: Sequence[RunSpec]
+    survivors: Collection[str]
+    """The strategies that continue when a rank other than 0 dies."""
+    live: Live = field(default_factory=live)
+    options: PlotOptions = EVERYTHING
+    printed: PrintedLines = field(default_factory=PrintedLines)
+    """What the cell has printed on the ranks."""
+    functions: NotebookFunctions | None = None
+    """What is trained, if it is no cell; a rank that is started anew needs them again."""
+    grace_seconds: float = GRACE_SECONDS
+    _watch: Watch | None = None
+    _is_stopped: bool = False
+    _next_stop_at: float = 0.0
+    _interrupt_at: float = math.inf
+    _expecting: "dict[tuple[int, int], Future[Any]]" = field(default_factory=dict)
+    """What each rank's process, by its id, answers that was asked to expect a stop."""
+
+    def stop(self) -> None:
+        """End the current run early and start no other; from any thread, also twice.
+
+        All ranks stop after the same step and evaluate the model; if that takes too long, they
+        are interrupted.
+        """
+        self._is_stopped = True
+
+    def run(self) -> ComparisonResult:
+        """Train everything; show and store what was trained, however it ends.
+
+        A strategy that fails is left out from then on, and the others are trained.
+
+        Raises:
+            RankError: a strategy failed; raised at the end, the first of several.
+            KeyboardInterrupt: it was interrupted; the ranks have stopped.
+        """
+        errors: dict[str, Exception] = {}
+        load = OtherPrograms(state.pid for state in self.cluster.states)
+        try:
+            for number, spec in enumerate(self.specs):
+                if self._is_stopped or spec.strategy in errors:
+                    continue
+                try:
+                    self._train(self._at_best_rate(spec))
+                except (UserError, RankError, HangError) as error:
+                    errors[spec.strategy] = error
+                    rest = [s.strategy for s in self.specs[number:] if s.strategy not in errors]
+                    if not self._continue_without(spec.strategy, rest):
+                        break
+        finally:
+            clean_up(self.cluster)
+            result = ComparisonResult(self.recorder.comparison, self.options, self._model_of)
+            is_on_cores = all(state.device == "cpu" for state in self.cluster.states)
+            is_measured = not any(spec.is_emulated for spec in self.specs)
+            if is_on_cores and is_measured and not self.cluster.spans_hosts:
+                result.remark = disturbance(load.share(), len(self.cluster.ranks))
+            self.live.finish(result)
+            self.printed.show()
+        if errors:
+            (_, first), *others = errors.items()
+            for name, other in others:
+                print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
+            raise first
+        return result
+
+    def _at_best_rate(self, spec: RunSpec) -> RunSpec:
+        """Return a training; a later repeat has the rate that its strategy is compared at."""
+        if not spec.rates or spec.repeat == 0:
+            return spec
+        runs = self.recorder.comparison.runs
+        own = next(run.spec for run in runs if run.name == spec.strategy and run.spec)
+        return replace(spec, learning_rate=own.learning_rate)
+
+    def _model_of(self, run_id: str) -> Any:
+        """Return a trained model, which rank 0 keeps until the next comparison."""
+        if self.cluster.is_over:
+            raise UserError("The ranks that kept the model have ended: train it again.")
+        (model,) = pull(self.cluster, run_id, [0], calls.pull_model)
+        return model
+
+    def _send_functions(self, rank: int) -> None:
+        if self.functions is not None:
+            self.functions.send(self.cluster, [rank])
+
+    def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
+        """Return whether the rest is trained after a strategy has failed, and print it."""
+        if not rest or self._is_stopped:
+            return False
+        names = ", ".join(dict.fromkeys(rest))
+        if self.cluster.lost is not None:
+            print(f"Not trained: {names}.", file=sys.stderr)
+            return False
+        print(f"{failed} failed and is left out; still to be trained: {names}.", file=sys.stderr)
+        self._replace_dead("died, which ended the training")
+        return True
+
+    def _train(self, spec: RunSpec) -> None:
+        warn_stale(self.cluster.require_group())
+        self.recorder.begin(spec.run_id, spec.strategy, spec)
+        recovery = RankRecovery(
+            cluster=self.cluster,
+            spec=spec,
+            handle=self._handle,
+            survives_deaths=spec.strategy in self.survivors,
+            before_joining=self._send_functions,
+        )
+        self.printed.begin(self.cluster.ranks)
+        self._watch = watch = Watch(
+            cluster=self.cluster,
+            call=self.cluster.submit(calls.train(spec, None), self.cluster.ranks),
+            handle=recovery.take,
+            tick=lambda: self._tick(recovery),
+            outcome=Outcome(survives=recovery.survives),
+        )
+        self._interrupt_at = math.inf
+        try:
+            outcome = watch.run()
+            if watch.stop_requested:
+                raise CellInterrupt
+        except KeyboardInterrupt:
+            self.recorder.end(spec.run_id, *self._interrupted(watch.outcome))
+            raise CellInterrupt from None
+        except Exception as failure:
+            self.recorder.end(spec.run_id, Status.FAILED, summary_of(failure))
+            raise
+        finally:
+            recovery.end()
+        outcome.lost = {r: cause for r, cause in outcome.lost.items() if not recovery.survives(r)}
+        if (error := error_of(self.cluster, outcome)) is not None:
+            cause = str(outcome.hang) if outcome.hang else _cause_of(error)
+            self.recorder.end(spec.run_id, Status.FAILED, cause)
+            if spec.kill and self._replace_dead("was killed by --kill, which ended the training"):
+                return
+            raise error
+        if any(report.was_stopped for report in _reports(outcome)):
+            self.recorder.end(spec.run_id, Status.STOPPED, "stopped by the user")
+        else:
+            self.recorder.end(spec.run_id, Status.FINISHED)
+        self._print_lost_samples(recovery, outcome.returned.get(0))
+        self._replace_dead("died while the others continued")
+
+    def _interrupted(self, outcome: Outcome) -> tuple[Status, str]:
+        """Return how a run ended that was interrupted: it may have trained to its end before."""
+        reports = _reports(outcome)
+        if len(reports) < len(self.cluster.ranks) or any(each.was_stopped for each in reports):
+            return Status.STOPPED, "interrupted"
+        is_cut = any(each.evaluation_was_cut for each in reports)
+        return Status.FINISHED, "only its evaluation was interrupted" if is_cut else ""
+
+    def _replace_dead(self, how: str) -> bool:
+        """Start new processes for ranks that died, and print it; return whether any had."""
+        dead = self.cluster.dead
+        if not dead or self.cluster.lost is not None:
+            return False
+        try:
+            warn_stale(self.cluster.bring_back(dead))
+        except UserError as error:
+            if not self.cluster.spans_hosts:
+                raise
+            print(sentence(f"{spoken_ranks(dead)} {how}. {error}"), file=sys.stderr)
+            return False
+        for rank in dead:
+            self._send_functions(rank)
+        how += "; in its place is a new process now, without variables"
+        print(sentence(f"{spoken_ranks(dead)} {how}"), file=sys.stderr)
+        return True
+
+    def _tick(self, recovery: RankRecovery) -> None:
+        recovery.attend()
+        if self.live.is_due():
+            self.live.update(self.recorder.comparison)
+        now = time.monotonic()
+        if not self._is_stopped:
+            return
+        self._interrupt_at = min(self._interrupt_at, now + self.grace_seconds)
+        if self._watch is not None and now >= self._interrupt_at:
+            self._watch.stop_requested = True
+        if now >= self._next_stop_at and self._all_expect_stop():
+            self._next_stop_at = now + STOP_INTERVAL_SECONDS  # before the first step it was ignored
+            for rank in self.cluster.living:
+                self.cluster.processes.command(rank, RankCommand.STOP)
+
+    def _all_expect_stop(self) -> bool:
+        """Return whether all ranks, those that were started anew too, look for the last step."""
+        living = {(rank, self.cluster.states[rank].pid) for rank in self.cluster.living}
+        for process in living - set(self._expecting):
+            command = self.cluster.processes.command
+            self._expecting[process] = command(process[0], RankCommand.EXPECT_STOP)
+        return all(self._expecting[process].done() for process in living)
+
+    def _print_lost_samples(self, recovery: RankRecovery, report: object) -> None:
+        if recovery.restarted and isinstance(report, RunReport):
+            print(
+                f"{recovery.spec.strategy}: {spoken_ranks(recovery.restarted)} died, which lost "
+                f"{report.num_lost_samples} samples; in its place is a new process now, without "
+                "variables.",
+                file=sys.stderr,
+            )
+
+    def _handle(self, event: CallEvent) -> None:
+        if isinstance(event, Output):
+            self.printed.take(event.rank, event.kind, event.content)
+        elif isinstance(event, Events):
+            self.recorder.add(event.batch)
+        elif isinstance(event, Returned) and isinstance(event.value, RunReport):
+            self.recorder.add_report(event.value)
+
+
+def clean_up(cluster: Cluster) -> None:
+    """Remove what a comparison has left on the ranks that still answer."""
+    if cluster.is_over:
+        return
+    with contextlib.suppress(UserError, RuntimeError, TimeoutError, KeyError):
+        cluster.gather(calls.clean_up(), ranks=cluster.living, timeout=CLEAN_UP_SECONDS)
+
+
+def _reports(outcome: Outcome) -> list[RunReport]:
+    return [each for each in outcome.returned.values() if isinstance(each, RunReport)]
+
+
+def _cause_of(error: Exception) -> str:
+    return error.cause if isinstance(error, RankError) else str(error)

@@ -1,0 +1,104 @@
+"""The loop that waits for a call, on ranks that are not there."""
+
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+
+import pytest
+
+from ddpnb.cluster.call import Call, OutputEnded, Returned, Timeouts
+from ddpnb.cluster.supervision import Watch
+from ddpnb.protocol.messages import CellReport, RankStatus
+from ddpnb.protocol.processes import RankCommand
+from tests.cluster.rig import EIGHTH
+
+
+class FakeCluster:
+    """Two ranks that wait where they are told to, and do what is asked of them if they are."""
+
+    def __init__(self, timeouts: Timeouts, *, obeys: Callable[[str], bool]) -> None:
+        self.timeouts, self.obeys, self.processes = timeouts, obeys, self
+        self.ranks = self.living = (0, 1)
+        self.is_over, self.is_local, self.stopped_members = False, True, frozenset()
+        self.supervised: list[Call] = []
+        self.asked: list[str] = []
+        self.call = Call(ranks=(0, 1))
+
+    def end(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.call.inbox.put(Returned(rank=rank, value=CellReport(rank=rank)))
+            self.call.inbox.put(OutputEnded(rank=rank))
+
+    def ask(self, what: str) -> None:
+        self.asked.append(what)
+        if self.obeys(what):
+            self.end(*self.call.running)
+
+    def abort(self, ranks: Sequence[int]) -> None:
+        self.ask("abort")
+
+    def interrupt(self, ranks: Sequence[int]) -> None:
+        self.ask("interrupt")
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        self.ask("kill")
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        assert number == signal.SIGCONT
+
+    def unreachable(self) -> str:
+        return ""
+
+    def gather(self, *_: object) -> list[dict[str, int]]:
+        return [{"world": 3}, {"world": 3}]
+
+    def command(self, rank: int, command: RankCommand) -> "Future[object]":
+        answer: Future[object] = Future()
+        answer.set_result(asdict(RankStatus(rank=rank, is_busy=True, line=2, call="barrier")))
+        return answer
+
+
+def watched(cluster: FakeCluster) -> tuple[Watch, list[str]]:
+    notes: list[str] = []
+    watch = Watch(cluster=cluster, call=cluster.call, handle=lambda _: None, notify=notes.append)
+    return watch, notes
+
+
+def test_ranks_that_wait_without_end_are_freed_and_the_hang_is_kept():
+    cluster = FakeCluster(EIGHTH, obeys=lambda _: True)
+    watch, notes = watched(cluster)
+    outcome = watch.run()
+    assert str(outcome.hang) == "ranks 0-1 wait in barrier (line 2)"
+    assert cluster.asked == ["abort"]
+    assert not notes
+    assert not cluster.supervised
+
+
+@pytest.mark.parametrize(
+    ("obeyed", "asked"),
+    [
+        ("interrupt", {"interrupt"}),
+        ("abort", {"interrupt", "abort"}),
+        ("kill", {"interrupt", "abort", "kill"}),
+    ],
+)
+def test_a_stop_becomes_harder_until_it_is_obeyed(obeyed: str, asked: set[str]):
+    quick = Timeouts(**{**asdict(EIGHTH), "kill_after_seconds": 0.3})
+    cluster = FakeCluster(quick, obeys=lambda what: what == obeyed)
+    watch, notes = watched(cluster)
+    watch.stop_requested = True
+    assert not watch.run().timed_out
+    assert set(cluster.asked) == asked
+    assert len(notes) == (obeyed == "kill")
+
+
+def test_output_that_comes_too_late_is_said_to_be_missing_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ddpnb.cluster.call.OUTPUT_TIMEOUT_SECONDS", 0.1)
+    cluster = FakeCluster(Timeouts(), obeys=lambda _: False)
+    watch, notes = watched(cluster)
+    cluster.end(0)
+    cluster.call.inbox.put(Returned(rank=1, value=CellReport(rank=1)))
+    watch.run()
+    (note,) = notes
+    assert "rank 1 " in note
