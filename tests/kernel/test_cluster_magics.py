@@ -17,7 +17,7 @@ def test_load_ext_brings_the_magics(bare_kernel: Kernel):
         ("%%rank 0\n1", "start one with %ddp_start"),
         ("%ddp_restart", "start one with %ddp_start"),
         ("import ddpnb\nddpnb.status()", "start one with %ddp_start"),
-        ("%ddp_start -n 0", "between 1 and 256"),
+        ("%ddp_start -n 0", "at least 1 and at most 256"),
         ("%ddp_start -n two", "'two'"),
         ("%ddp_start --hosts a:1 b:1", "no use for b:1"),
     ],

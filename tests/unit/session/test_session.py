@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
@@ -67,7 +66,7 @@ def slow_start(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         start.clusters.append(FakeCluster())
         return start.clusters[-1]
 
-    monkeypatch.setattr(Cluster, "start", begin)
+    monkeypatch.setattr("ddpnb.session.session.start_cluster", begin)
     return start
 
 
