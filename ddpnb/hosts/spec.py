@@ -1,11 +1,10 @@
 """The options of a cluster on other hosts (kernel)."""
 
-import math
 import re
 from dataclasses import dataclass
 
 from ddpnb.cluster.placement import MAX_RANKS, ClusterSpec
-from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import option
 
 ENGINES = ("slurm", "mpi", "pbs", "lsf", "sge", "htcondor", "local")
@@ -36,7 +35,7 @@ class HostsSpec(ClusterSpec):
         "--engines",
         "ipyparallel's launcher that starts the ranks: slurm, mpi, pbs, ...; by default ssh does",
         example="NAME",
-        offers=ENGINES,
+        choices=ENGINES,
     )
     profile: str = option(
         "", "--profile", "of ipyparallel, with the launcher's settings", example="NAME"
@@ -64,8 +63,6 @@ class HostsSpec(ClusterSpec):
 
     def __post_init__(self) -> None:
         ClusterSpec.__post_init__(self)
-        if self.engines and self.engines not in ENGINES:
-            raise one_of("engines", self.engines, ENGINES)
         if not self.is_remote:
             self._refuse("is for ranks on other hosts: name them with --hosts.", self._remote_only)
             return
@@ -96,8 +93,6 @@ class HostsSpec(ClusterSpec):
                 raise UserError(f"--{name.replace('_', '-')} {sentence}")
 
     def _check_launched(self) -> None:
-        if self.timeout is not None and not 0 < self.timeout < math.inf:
-            raise UserError(f"--timeout is a number of seconds above 0, not {self.timeout:g}.")
         if self.hosts and self.engines != "mpi":
             raise UserError("The launcher chooses the hosts: leave out --hosts, or use MPI or ssh.")
         if not self.hosts and self.num_ranks is None:

@@ -271,7 +271,7 @@ def test_what_a_launcher_cannot_start_is_said(slurm, profile, spec, sentence):
     ("spec", "sentence"),
     [
         ({"engines": "nothing"}, "slurm, mpi, pbs, lsf, sge, htcondor, local"),
-        ({"engines": "mpi", "timeout": 0.0, "num_ranks": 2}, "seconds above 0, not 0"),
+        ({"engines": "mpi", "timeout": 0.0, "num_ranks": 2}, "greater than 0, not 0"),
         ({"engines": "slurm"}, "need -n"),
         ({"profile": "site"}, "need -n"),
         ({"engines": "slurm", "hosts": "a:2"}, "launcher chooses the hosts"),
