@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, final
 
 from ddpnb.protocol.notation import LinkSpec
-from ddpnb.reports.formatting import NOTHING, counted, number, percent, short
+from ddpnb.reports.formatting import NOTHING, counted, number, percent, short, tick
 from ddpnb.reports.kit import Picture, Sheet, Shown, dress, write
 from ddpnb.reports.style import INK, MUTED, PAPER, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
@@ -183,8 +183,6 @@ def _spoken(link: LinkSpec) -> str:
 
 def draw(prediction: Prediction) -> "Figure":
     """Return throughput over ranks, both logarithmic; each line has its name at its end."""
-    from ddpnb.reports.figures.axes import tick  # noqa: PLC0415  matplotlib: 0.3 s
-
     rates = [each.samples_per_second for line in prediction.lines.values() for each in line]
     rates += [*prediction.measured.values(), prediction.ideal[-1][1]]
     most = max(prediction.question.ranks)

@@ -11,7 +11,7 @@ from PIL import Image
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.figures.layout import WIDTH
+from ddpnb.reports.figures.figure import WIDTH
 from ddpnb.reports.result import PAGE_DPI, ComparisonResult
 from tests.unit.history.fake_runs import batch, fake_comparison, step
 from tests.unit.reports.test_tables import EVIL, check_html
