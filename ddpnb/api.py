@@ -17,7 +17,6 @@ from ddpnb.protocol.training_options import make_training_spec, takes_training_o
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.reports.result import export as write_export
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
@@ -317,7 +316,7 @@ def compare(
         **choices: as listed.
 
     Returns:
-        The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``, and the
+        The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(path)``, and the
         trained ``.model("ddp")``.  If ``wait``
         is false, the running comparison, with ``.wait()``, ``.interrupt()``, ``.result``.
 
@@ -462,7 +461,7 @@ def export(name: str, path: Path | str) -> str:
     Returns:
         A sentence about what was written; after that of a script, the lines that run it.
     """
-    return write_export(this_session().load([name]), path)
+    return this_session().load([name]).save(path)
 
 
 @typed
