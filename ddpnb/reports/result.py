@@ -17,7 +17,7 @@ from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import listed, title
 from ddpnb.reports.kit import PAGE_DPI, Picture, Shown, page
 from ddpnb.reports.listing import Details
-from ddpnb.reports.reading import explained, five_columns, how_to_read
+from ddpnb.reports.reading import five_columns, how_to_read
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
@@ -57,7 +57,7 @@ class ComparisonResult(Shown):
 
     def table(self) -> Table:
         """Return one row per strategy: speed, cost of communication, scores; and notes."""
-        table = explained(results_table(self.comparison, self.options.target))
+        table = results_table(self.comparison, self.options.target)
         y, known = self.options.y, self.comparison.measured
         if not y or y in known or not self.comparison.runs:
             return table
