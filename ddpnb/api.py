@@ -16,7 +16,6 @@ from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.reports.result import export as write_export
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.cell_options import CellOptions
@@ -209,7 +208,7 @@ def compare(
         **choices: as listed.
 
     Returns:
-        The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``, and the
+        The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(path)``, and the
         trained ``.model("ddp")``.  If ``wait``
         is false, the running comparison, with ``.wait()``, ``.interrupt()``, ``.result``.
 
@@ -323,4 +322,4 @@ def export(name: str, path: Path | str) -> str:
     Returns:
         A sentence about what was written; after that of a script, the lines that run it.
     """
-    return write_export(this_session().load([name]), path)
+    return this_session().load([name]).save(path)

@@ -12,7 +12,7 @@ def main(folder: str) -> None:
     """Run three comparisons of the first lesson, print their tables and save them.
 
     Args:
-        folder: where ``comparison.html``, ``.png`` and ``.csv`` are written: of eight emulated
+        folder: where ``comparison.html``, ``.png`` and ``.runs.csv`` are written: of eight emulated
             V100, in ``network/`` of the same over a slow network, and in ``cores/`` of two ranks on
             this machine's own cores.
     """
@@ -33,14 +33,14 @@ def main(folder: str) -> None:
         cores = compare(
             "dp", "ddp", "async", epochs=40, batch_size=128, repeats=3, name="demo-cores"
         )
-        paths = [
-            *race.save(folder),
-            *network.save(Path(folder) / "network"),
-            *cores.save(Path(folder) / "cores"),
+        written = [
+            result.save(Path(folder) / place / f"comparison.{ending}")
+            for place, result in (("", race), ("network", network), ("cores", cores))
+            for ending in ("html", "png", "runs.csv")
         ]
     finally:
         api.stop()
-    print(f"\nWritten in {time.monotonic() - start:.0f} s:", *paths, sep="\n  ")
+    print(f"\nWritten in {time.monotonic() - start:.0f} s:", *written, sep="\n  ")
 
 
 def compare(*strategies: str, **options: object) -> ComparisonResult:

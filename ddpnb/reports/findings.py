@@ -1,9 +1,10 @@
 """The findings of a comparison as a table with one row per strategy (kernel)."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from ddpnb.history.claims import LEVEL, ratios_of, standard_error
 from ddpnb.history.comparison import Comparison
@@ -43,41 +44,45 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
         target: a column shows when it was reached.  None: no such column.
     """
     summaries = summarise(comparison, target)
-    names = labels(comparison)
-    look = styles(comparison)
-    heads = tuple(
-        Cell(text=names[s.key], quiet=_state(s), dot=style.colour, is_hollow=style.is_hollow)
-        for s in summaries
-        for style in [look[s.key]]
-    )
-    columns = [(Column(title="strategy"), heads)]
-    if rates := learning_rates(comparison):
-        cells = tuple(Cell(text=rates.get(s.key, NOTHING)) for s in summaries)
-        columns.append((Column(title="lr", is_number=True), cells))
-    is_classified = any(math.isfinite(s.held_out_accuracy.middle) for s in summaries)
-    for name, cell_of in columns_of(summaries).items():
-        cells = tuple(map(cell_of, summaries))
-        is_redundant = is_classified and name == "held-out loss"  # still in to_frame()
-        is_redundant |= name == "workers" and not _workers_differ(summaries)
-        is_redundant |= name == "received per step" and all(map(_receives_as_it_sends, summaries))
-        is_redundant |= name == "memory per rank" and len({cell.text for cell in cells}) == 1
-        if not is_redundant and any(cell.text != NOTHING for cell in cells):
-            columns.append((Column(title=name, is_number=True), cells))
-        if name == "samples/s" and target is not None:
-            reached = tuple(_target_cell(summary) for summary in summaries)
-            columns.append((Column(title=f"to {target.text}", is_number=True), reached))
+    names, look, rates = labels(comparison), styles(comparison), learning_rates(comparison)
+
+    def head_of(summary: StrategySummary) -> Cell:
+        style, state = look[summary.key], _state(summary)
+        text, is_hollow = names[summary.key], style.is_hollow
+        return Cell(text=text, quiet=state, dot=style.colour, is_hollow=is_hollow)
+
+    quantities = {
+        "strategy": Quantity("how the ranks share the work; docs/strategies.md", head_of),
+        "lr": Quantity("learning rate", lambda summary: Cell(text=rates.get(summary.key, NOTHING))),
+        **quantities_of(summaries, target),
+    }
+    columns = {
+        Column(title=name, about=quantity.about, is_number=name != "strategy"): cells
+        for name, quantity in quantities.items()
+        for cells in [tuple(map(quantity.cell_of, summaries))]
+        if name == "strategy" or not _is_redundant(name, cells, summaries)
+    }
     return Table(
         caption=title(comparison),
-        columns=tuple(column for column, _ in columns),
-        rows=tuple(zip(*(cells for _, cells in columns), strict=True)),
-        notes=_column_notes(summaries, [column.title for column, _ in columns])
+        columns=tuple(columns),
+        rows=tuple(zip(*columns.values(), strict=True)),
+        notes=_column_notes(summaries, [column.title for column in columns])
         + notes(comparison, summaries),
     )
 
 
-def _workers_differ(summaries: Sequence[StrategySummary]) -> bool:
-    """Return whether strategies other than the baseline differ in their number of workers."""
-    return len({s.num_workers for s in summaries if s.num_workers and s.name != BASELINE}) > 1
+def _is_redundant(name: str, cells: Sequence[Cell], summaries: Sequence[StrategySummary]) -> bool:
+    """Return whether a column tells nothing that others or the title do not."""
+    match name:
+        case "held-out loss" if any(math.isfinite(s.held_out_accuracy.middle) for s in summaries):
+            return True  # still in to_frame()
+        case "workers":
+            return len({s.num_workers for s in summaries if s.name != BASELINE} - {0}) < 2
+        case "received per step" if all(map(_receives_as_it_sends, summaries)):
+            return True
+        case "memory per rank" if len({cell.text for cell in cells}) == 1:
+            return True
+    return all(cell.text == NOTHING for cell in cells)
 
 
 def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) -> tuple[str, ...]:
@@ -152,7 +157,7 @@ def _state(summary: StrategySummary) -> str:
     return ", ".join(part for part in (repeats, state) if part)
 
 
-def _speed_cell(summary: StrategySummary) -> Cell:
+def _speed(summary: StrategySummary) -> Cell:
     speed = summary.samples_per_second
     middle = _judged(summary, number(speed.middle))
     return middle if math.isnan(speed.low) else replace(middle, quiet=_range(speed, number))
@@ -209,7 +214,7 @@ def _receives_as_it_sends(summary: StrategySummary) -> bool:
     return size(sent) == size(received) or math.isnan(received)
 
 
-def _target_cell(summary: StrategySummary) -> Cell:
+def _reached(summary: StrategySummary) -> Cell:
     """Return the seconds and samples after which the target was reached."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
     if summary.is_ceiling or math.isnan(seconds):
@@ -222,55 +227,81 @@ def _target_cell(summary: StrategySummary) -> Cell:
     return Cell(text=f"{number(seconds)} s", quiet=quiet)
 
 
+def _own(kind: str, name: str, summary: StrategySummary) -> Cell:
+    return _of(getattr(summary, kind).get(name, Spread()))
+
+
+def _speed_up(summary: StrategySummary) -> Cell:
+    is_known = math.isfinite(summary.speed_up)
+    return _judged(summary, f"{summary.speed_up:.2f}×" if is_known else NOTHING)
+
+
+def _accuracy(summary: StrategySummary) -> Cell:
+    return _of(summary.held_out_accuracy, lambda share: percent(share, 1))
+
+
 def _staleness(summary: StrategySummary) -> Cell:
     if math.isnan(summary.staleness_max):
         return Cell(text=NOTHING)
     return Cell(text=f"{summary.staleness_median:g} / {summary.staleness_max:g}")
 
 
-COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
-    "workers": lambda summary: Cell(text=str(summary.num_workers or NOTHING)),
-    "samples/s": _speed_cell,
-    "speed-up": lambda summary: _judged(
-        summary, f"{summary.speed_up:.2f}×" if math.isfinite(summary.speed_up) else NOTHING
+def _lost(summary: StrategySummary) -> Cell:
+    return Cell(text=number(summary.num_lost_samples or math.nan))
+
+
+class Quantity(NamedTuple):
+    """A column after the first."""
+
+    about: str
+    """What it is: shown when the pointer is on its head."""
+    cell_of: Callable[[StrategySummary], Cell]
+
+
+QUANTITIES: Mapping[str, Quantity] = {
+    "workers": Quantity("ranks that train", lambda s: Cell(text=str(s.num_workers or NOTHING))),
+    "samples/s": Quantity(
+        "samples of all ranks / seconds of the slowest rank, warm-up left out", _speed
     ),
-    "efficiency": _efficiency,
-    "exposed": _exposed,
-    "sent per step": lambda summary: Cell(text=size(summary.split.num_bytes_sent)),
-    "received per step": lambda summary: Cell(text=size(summary.bytes_received)),
-    "final loss": lambda summary: _of(summary.final_loss),
-    "held-out loss": lambda summary: _of(summary.held_out_loss),
-    "held-out accuracy": lambda summary: _of(
-        summary.held_out_accuracy, lambda share: percent(share, 1)
+    "speed-up": Quantity(
+        "samples/s over those of single, the same training on one device", _speed_up
     ),
-    "staleness": _staleness,
-    "samples lost": lambda summary: Cell(text=number(summary.num_lost_samples or math.nan)),
-    "memory per rank": _memory,
+    "efficiency": Quantity(
+        "speed-up / number of devices. Below it: machine × communication", _efficiency
+    ),
+    "exposed": Quantity("share of a step in which a rank exchanges tensors or waits", _exposed),
+    "sent per step": Quantity("by one worker", lambda s: Cell(text=size(s.split.num_bytes_sent))),
+    "received per step": Quantity("by one worker", lambda s: Cell(text=size(s.bytes_received))),
+    "final loss": Quantity(
+        "training loss at the end of the strong line", lambda s: _of(s.final_loss)
+    ),
+    "held-out loss": Quantity(
+        "mean loss on samples not trained on", lambda s: _of(s.held_out_loss)
+    ),
+    "held-out accuracy": Quantity("share of samples not trained on, classified right", _accuracy),
+    "staleness": Quantity("updates by others between reading parameters and updating", _staleness),
+    "samples lost": Quantity("handed out to a rank that died", _lost),
+    "memory per rank": Quantity("bytes of the rank that holds most", _memory),
 }
-"""The columns after the first, each with the function that fills its cells."""
 
 
-def columns_of(
-    summaries: Sequence[StrategySummary],
-) -> dict[str, Callable[[StrategySummary], Cell]]:
-    """Return all columns; those of the cell's own metrics follow the other held-out scores."""
-    names = _own_metrics(summaries)
-    at = list(COLUMNS).index("held-out accuracy") + 1
-    columns = list(COLUMNS.items())
-    own = [(f"held-out {name}", partial(_held_out, name)) for name in names]
-    logged = dict.fromkeys(name for summary in summaries for name in summary.last_metrics)
-    own += [(f"last {name}", partial(_last, name)) for name in logged]
-    return dict([*columns[:at], *own, *columns[at:]])
+def quantities_of(
+    summaries: Sequence[StrategySummary], target: Target | None = None
+) -> Mapping[str, Quantity]:
+    """Return all columns after the first, with those of a target and of the cell's own metrics."""
+    found = {name: QUANTITIES[name] for name in ("workers", "samples/s")}
+    if target is not None:
+        about = f"training time and samples until {target.text} was first reached"
+        found[f"to {target.text}"] = Quantity(about, _reached)
+    found |= QUANTITIES
+    for own in _own_metrics(summaries):
+        about = "what the cell's own metric measured on held-out samples"
+        found[f"held-out {own}"] = Quantity(about, partial(_own, "held_out_metrics", own))
+    for own in dict.fromkeys(own for s in summaries for own in s.last_metrics):
+        found[f"last {own}"] = Quantity("where its curve ends", partial(_own, "last_metrics", own))
+    return found
 
 
 def _own_metrics(summaries: Sequence[StrategySummary]) -> Iterable[str]:
     """Return the names of what the cell's own functions measure on held-out samples."""
     return dict.fromkeys(name for summary in summaries for name in summary.held_out_metrics)
-
-
-def _held_out(name: str, summary: StrategySummary) -> Cell:
-    return _of(summary.held_out_metrics.get(name, Spread()))
-
-
-def _last(name: str, summary: StrategySummary) -> Cell:
-    return _of(summary.last_metrics.get(name, Spread()))

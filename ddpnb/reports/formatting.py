@@ -50,6 +50,13 @@ def short(value: float) -> str:
     return number(value)
 
 
+def tick(value: float) -> str:
+    """Return the label of a tick: ``short``, without trailing zeros."""
+    text = short(value)
+    number, unit = (text[:-1], text[-1]) if text[-1] in "kMGT" else (text, "")
+    return (number.rstrip("0").rstrip(".") if "." in number else number) + unit
+
+
 def size(num_bytes: float) -> str:
     """Return a number of bytes, e.g. ``4.6 MB``."""
     if not math.isfinite(num_bytes):

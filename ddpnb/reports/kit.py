@@ -263,6 +263,12 @@ class Picture:
         self.figure.savefig(buffer, **options)
         return buffer.getvalue()
 
+    def html(self, dpi: float = DPI) -> str:
+        """Return the picture as an HTML image with its data in it."""
+        style, data = "max-width:100%;height:auto", base64.b64encode(self.png(dpi)).decode("ascii")
+        alt = escape(self.description)
+        return f'<img style="{style}" alt="{alt}" src="data:image/png;base64,{data}">'
+
     def __repr__(self) -> str:
         return self.description
 
@@ -297,8 +303,12 @@ class Shown(ABC):
         return [table] if (table := self.table()) else []
 
     def html(self, images: str) -> str:
-        """Return what is shown above the folded text."""
-        return "".join([images, *(table.html() for table in self.tables())])
+        """Return what a notebook shows: pictures, tables, and below pictures the text, folded."""
+        folded = (
+            '<details><summary>As text</summary><pre style="white-space:pre-wrap">'
+            f"{escape(self.text())}</pre></details>"
+        )
+        return "".join([images, *(table.html() for table in self.tables()), folded * bool(images)])
 
     def plot(self) -> Picture:
         """Return the first picture; ``.figure`` is a matplotlib figure.
@@ -323,16 +333,20 @@ class Shown(ABC):
             UserError: the ending is another one, or the file cannot be written.
         """
         target = Path(path).expanduser()
-        if target.suffix not in self.endings:
+        fitting = [ending for ending in self.endings if target.name.endswith(ending)]
+        if not fitting:
             endings = ", ".join(self.endings)
             raise UserError(f"{target.name} cannot be written: choose one of {endings}.")
-        content = self.content(target.suffix)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+            return f"{target}: {self.write(target, max(fitting, key=len))}"
         except OSError as error:
             raise UserError(f"{target} cannot be written: {error}.") from error
-        return f"{target}: {self.endings[target.suffix]}."
+
+    def write(self, target: Path, ending: str) -> str:
+        """Write a file in a folder that there is; return what it is."""
+        target.write_bytes(self.content(ending))
+        return f"{self.endings[ending]}."
 
     def content(self, ending: str) -> bytes:
         """Return a file with one of ``endings``; PNG and SVG have the first picture."""
@@ -342,9 +356,8 @@ class Shown(ABC):
             case ".svg":
                 return self.plot().svg()
             case ".html":
-                pictures = self.pictures()
-                body = self._body(pictures, [each.png(PAGE_DPI) for each in pictures])
-                return page(self.text().partition("\n")[0], body).encode()
+                images = "".join(each.html(PAGE_DPI) for each in self.pictures())
+                return page(self.text().partition("\n")[0], self.html(images)).encode()
         return f"{self.text()}\n".encode()
 
     def __repr__(self) -> str:
@@ -353,28 +366,12 @@ class Shown(ABC):
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """Return pictures, tables and text together; the first picture and the text alone."""
         pictures = self.pictures()
-        pngs = [each.png() for each in pictures]
         bundle: dict[str, Any] = {"text/plain": self.text()}
-        if html := self._body(pictures, pngs):
+        if html := self.html("".join(each.html() for each in pictures)):
             bundle["text/html"] = html
-        if pngs:
-            bundle["image/png"] = pngs[0]
+        if pictures:
+            bundle["image/png"] = pictures[0].png()
         return bundle
-
-    def _body(self, pictures: Sequence[Picture], pngs: Sequence[bytes]) -> str:
-        pairs = zip(pngs, pictures, strict=True)
-        images = "".join(image_html(png, each.description) for png, each in pairs)
-        folded = (
-            '<details><summary>As text</summary><pre style="white-space:pre-wrap">'
-            f"{escape(self.text())}</pre></details>"
-        )
-        return self.html(images) + (folded if images else "")
-
-
-def image_html(png: bytes, description: str) -> str:
-    """Return a picture as an HTML image with its data in it."""
-    style, data = "max-width:100%;height:auto", base64.b64encode(png).decode("ascii")
-    return f'<img style="{style}" alt="{escape(description)}" src="data:image/png;base64,{data}">'
 
 
 STYLE_SHEET = """
@@ -387,7 +384,7 @@ h1 { font-size: 1.5rem; }
 h2 { font-size: 1.15rem; margin-top: 2rem; }
 @media print {
   body { max-width: none; margin: 0; font-size: 11pt; }
-  pre { white-space: pre-wrap; overflow: visible; }
+  pre { white-space: pre-wrap; overflow: visible !important; max-height: none !important; }
   img, tr, pre { break-inside: avoid; }
   h2 { break-after: avoid; }
   .wide, .wide > div { overflow-x: visible !important; }

@@ -13,6 +13,7 @@ from ddpnb.history.query import StoredRun
 from ddpnb.history.summary import summarise
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.reports.formatting import NOTHING, counted, notes
+from ddpnb.reports.kit import Shown
 from ddpnb.reports.style import style_of
 from ddpnb.reports.table import Cell, Column, Table, pairs_table, table_row
 
@@ -98,6 +99,11 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
     )
 
 
+HIDDEN = {
+    *("run_id", "strategy", "repeat", "data_seed", "is_ceiling", "source", "cell"),
+    *("models", "rates"),
+}
+"""Fields of ``RunSpec`` that are no settings of a comparison."""
 BLOCK = (
     "padding:.8em 1em;border-radius:.4em;background:rgba(128,128,128,.12);overflow:auto;"
     "max-height:30em;max-width:60em"
@@ -105,36 +111,30 @@ BLOCK = (
 
 
 @final
-class Details:
-    """The settings, environment and magic of a comparison, as HTML in a notebook."""
+class Details(Shown):
+    """The settings, environment and magic of a comparison."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
-
-    @property
-    def magic(self) -> str:
-        """A cell that repeats the comparison; empty for a hand-written loop."""
-        return magic_of(self.comparison)
 
     def tables(self) -> tuple[Table, Table]:
         """Return the settings, and where the comparison ran."""
         return self._settings(), pairs_table("Where it ran", dict(self.comparison.environment))
 
-    def __repr__(self) -> str:
-        head, code = self._code()
-        parts = [table.text() for table in self.tables()] + ([f"{head}\n\n{code}"] if code else [])
-        return "\n\n".join(parts)
+    def text(self) -> str:
+        """Return tables and code."""
+        parts = [*(table.text() for table in self.tables()), self._code()]
+        return "\n\n".join(filter(None, parts))
 
-    def _repr_html_(self) -> str:
-        head, code = self._code()
+    def html(self, images: str) -> str:
+        """Return tables and code."""
+        code = self._code()
         block = f'<pre tabindex="0" style="{BLOCK}"><code>{escape(code)}</code></pre>'
-        tables = "".join(table.html() for table in self.tables())
-        return f"{tables}<p><b>{head}</b></p>{block}" if code else tables
+        return super().html(images) + block * bool(code)
 
-    def _code(self) -> tuple[str, str]:
-        """Return a heading, and the magic, or else the cell, which may be empty."""
-        magic = self.magic
-        return ("To repeat it", magic) if magic else ("Its cell", self.comparison.source)
+    def _code(self) -> str:
+        """Return the cell that repeats the comparison; of a hand-written loop, its cell."""
+        return magic_of(self.comparison) or self.comparison.source
 
     def _settings(self) -> Table:
         """Return the settings of all runs, with notes on what was emulated or adjusted."""
@@ -143,11 +143,9 @@ class Details:
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(comparison.created))
         settings = {"started": started, "strategies": " ".join(comparison.strategies)}
         specs = tuple(spec for spec in specs if not spec.is_ceiling) or specs
-        hidden = ["run_id", "strategy", "repeat", "data_seed", "is_ceiling", "source", "cell"]
-        hidden += ["models", "rates"]
-        for entry in dataclasses.fields(specs[0]) if specs else ():
-            values = dict.fromkeys(_setting_text(getattr(spec, entry.name)) for spec in specs)
-            if entry.name not in hidden:
+        for entry in dataclasses.fields(RunSpec):
+            if specs and entry.name not in HIDDEN:
+                values = dict.fromkeys(_setting_text(getattr(spec, entry.name)) for spec in specs)
                 settings[entry.name.removeprefix("num_").replace("_", " ")] = " and ".join(values)
         if specs:
             settings["repeats"] = str(max(spec.repeat for spec in specs) + 1)

@@ -3,6 +3,7 @@
 import base64
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any, final
@@ -38,27 +39,6 @@ def live(options: PlotOptions = EVERYTHING) -> "Live":
     return LiveFigureAndTable(options) if in_kernel else LiveText()
 
 
-@final
-class DrawingGuard:
-    """Lets a training go on when it cannot be drawn; says so once."""
-
-    def __init__(self) -> None:
-        self._has_failed = False
-
-    def draw(self, drawing: Callable[[], object]) -> None:
-        """Draw, if that is possible."""
-        try:
-            drawing()
-        except Exception as error:  # noqa: BLE001  the edge of the drawing: any library may fail
-            if not self._has_failed:
-                self._has_failed = True
-                print(
-                    f"This cannot be drawn: {summary_of(error)}. The training goes on, and its "
-                    "numbers are stored.",
-                    file=sys.stderr,
-                )
-
-
 class LiveDisplay:
     """A display whose content can be replaced; it appears with its first content."""
 
@@ -66,15 +46,12 @@ class LiveDisplay:
         self._handle: DisplayHandle | None = None
         self._content: Bundle = NOTHING
 
-    @property
-    def has_appeared(self) -> bool:
-        """Whether it stands under a cell."""
-        return self._handle is not None
-
-    def appear(self) -> None:
-        """Appear under the current cell too; all copies show the same content."""
-        if self._handle is not None:
-            self._handle.display(self._content, raw=True)
+    def appear(self) -> bool:
+        """Appear under the current cell too, with the same content; False: it stands nowhere."""
+        if self._handle is None:
+            return False
+        self._handle.display(self._content, raw=True)
+        return True
 
     def show(self, bundle: Bundle, metadata: Mapping[str, Any] | None = None) -> None:
         """Show a MIME bundle in place of the last one; outside IPython, do nothing."""
@@ -96,17 +73,64 @@ class LiveDisplay:
         self.show({"text/html": table.html(), "text/plain": repr(table)})
 
 
+class Live(ABC):
+    """Shows a comparison while it trains, at its own pace."""
+
+    def __init__(self) -> None:
+        self._next_seconds = 0.0
+        self._has_failed = False
+
+    @abstractmethod
+    def announce(self, text: str) -> None:
+        """Say what is done before there is a figure; nothing: show nothing."""
+
+    @abstractmethod
+    def show_progress(self, comparison: Comparison) -> None:
+        """Draw the comparison as it is now."""
+
+    @abstractmethod
+    def show(self, result: ComparisonResult) -> None:
+        """Draw the result."""
+
+    def is_due(self) -> bool:
+        """Return whether the next redraw is due."""
+        return time.monotonic() >= self._next_seconds
+
+    def update(self, comparison: Comparison) -> None:
+        """Show the comparison as it is now, before training begins too."""
+        began = time.thread_time()
+        self._guard(lambda: self.show_progress(comparison))
+        pause = (time.thread_time() - began) / MAX_SHARE
+        self._next_seconds = time.monotonic() + min(max(pause, REDRAW_SECONDS), MAX_PAUSE_SECONDS)
+
+    def finish(self, result: ComparisonResult) -> None:
+        """Show the result in place of the progress."""
+        self._guard(lambda: self.show(result))
+
+    def _guard(self, drawing: Callable[[], object]) -> None:
+        """Draw; where that fails, say so once and let the training go on."""
+        try:
+            drawing()
+        except Exception as error:  # noqa: BLE001  the edge of the drawing: any library may fail
+            if not self._has_failed:
+                self._has_failed = True
+                print(
+                    f"This cannot be drawn: {summary_of(error)}. The training goes on, and its "
+                    "numbers are stored.",
+                    file=sys.stderr,
+                )
+
+
 @final
-class LiveFigureAndTable:
+class LiveFigureAndTable(Live):
     """A line of progress and one figure, redrawn in place; at the end sentence, figure, table."""
 
     def __init__(self, options: PlotOptions = EVERYTHING) -> None:
+        super().__init__()
         self._options = options
         self._line, self._figure, self._table = LiveDisplay(), LiveDisplay(), LiveDisplay()
         self._seconds = 0.0
         """The end of the axis of time, which is kept while it fits."""
-        self._next_seconds = 0.0
-        self._guard = DrawingGuard()
 
     def appear(self, text: str = "") -> None:
         """Appear under the current cell, also if it already stands under another.
@@ -114,38 +138,29 @@ class LiveFigureAndTable:
         Args:
             text: shown until there is something else.
         """
-        if not self._line.has_appeared:
+        if not self._line.appear():
             self.announce(text)
             return
-        for each in (self._line, self._figure, self._table):
-            each.appear()
+        self._figure.appear()
+        self._table.appear()
 
     def announce(self, text: str) -> None:
         """Say what is done before there is a figure; nothing: show nothing."""
+        self._seconds = 0.0
         self._line.show({"text/plain": text, "text/html": f"<p>{escape(text)}</p>"})
         quiet = f'<p style="{QUIET}">{COMES_BACK}</p>'
         self._figure.show({"text/plain": COMES_BACK, "text/html": quiet} if text else NOTHING)
         self._table.show(NOTHING)
 
-    def begin(self, comparison: Comparison) -> None:
-        """Draw the first picture, before training begins."""
-        self._seconds = 0.0
-        self._guard.draw(lambda: self._show_progress(comparison))
+    def show_progress(self, comparison: Comparison) -> None:
+        """Draw the line of progress and the figure."""
+        from ddpnb.reports.figures.axes import planned_seconds  # noqa: PLC0415  matplotlib: 0.3 s
+        from ddpnb.reports.figures.figure import draw  # noqa: PLC0415
 
-    def is_due(self) -> bool:
-        """Return whether the next redraw is due."""
-        return time.monotonic() >= self._next_seconds
-
-    def update(self, comparison: Comparison) -> None:
-        """Show the comparison as it is now."""
-        began = time.thread_time()
-        self._guard.draw(lambda: self._show_progress(comparison))
-        pause = (time.thread_time() - began) / MAX_SHARE
-        self._next_seconds = time.monotonic() + min(max(pause, REDRAW_SECONDS), MAX_PAUSE_SECONDS)
-
-    def finish(self, result: ComparisonResult) -> None:
-        """Show the sentence in place of the progress, the last picture, and the table."""
-        self._guard.draw(lambda: self.show(result))
+        self._line.show_table(progress_of(comparison, COMES_BACK))
+        self._seconds = planned_seconds(comparison, self._seconds)
+        figure = draw(comparison, self._options, is_live=True, seconds=self._seconds)
+        self._show_figure(Picture(figure, title(comparison)))
 
     def show(self, result: ComparisonResult) -> None:
         """Show the sentence, the figure and the table of a result; note the cell they are in."""
@@ -155,15 +170,6 @@ class LiveFigureAndTable:
         self._show_figure(result.plot())
         self._table.show({"text/html": result.table_html(), "text/plain": repr(result)})
 
-    def _show_progress(self, comparison: Comparison) -> None:
-        from ddpnb.reports.figures.axes import planned_seconds  # noqa: PLC0415  matplotlib: 0.3 s
-        from ddpnb.reports.figures.figure import draw  # noqa: PLC0415
-
-        self._line.show_table(progress_of(comparison, COMES_BACK))
-        self._seconds = planned_seconds(comparison, self._seconds)
-        figure = draw(comparison, self._options, is_live=True, seconds=self._seconds)
-        self._show_figure(Picture(figure, title(comparison)))
-
     def _show_figure(self, picture: Picture) -> None:
         """Show a figure, with a text for frontends that show no pictures."""
         png = base64.b64encode(picture.png()).decode()
@@ -171,13 +177,12 @@ class LiveFigureAndTable:
 
 
 @final
-class LiveText:
-    """One line of progress, rewritten on a terminal; the table at the end."""
+class LiveText(Live):
+    """One line of progress, rewritten on a terminal, one line per run in a file; then the table."""
 
     def __init__(self) -> None:
-        self._last_run = ""
-        self._next_seconds = 0.0
-        self._guard = DrawingGuard()
+        super().__init__()
+        self._num_runs = 0
 
     def announce(self, text: str) -> None:
         """Write on a terminal what is done; nothing: clear the line."""
@@ -185,30 +190,15 @@ class LiveText:
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
 
-    def begin(self, comparison: Comparison) -> None:
-        """Write nothing yet."""
-
-    def is_due(self) -> bool:
-        """Return whether the line is due to be rewritten."""
-        return time.monotonic() >= self._next_seconds
-
-    def update(self, comparison: Comparison) -> None:
-        """Rewrite the line; in a file, write one line per run."""
-        self._next_seconds = time.monotonic() + REDRAW_SECONDS
+    def show_progress(self, comparison: Comparison) -> None:
+        """Rewrite the line; in a file, name a run that has begun."""
+        self.announce(repr(progress_of(comparison)))
         runs = comparison.all_runs
-        if sys.stderr.isatty():
-            self._guard.draw(lambda: self.announce(repr(progress_of(comparison))))
-        elif runs and runs[-1].run_id != self._last_run:
-            self._last_run = runs[-1].run_id
-            number, num_planned = len(runs), len(comparison.specs)
-            sys.stderr.write(f"run {number} of {num_planned}: {runs[-1].name}\n")
-            sys.stderr.flush()
+        if len(runs) > self._num_runs and not sys.stderr.isatty():
+            print(f"run {len(runs)} of {len(comparison.specs)}: {runs[-1].name}", file=sys.stderr)
+        self._num_runs = len(runs)
 
-    def finish(self, result: ComparisonResult) -> None:
+    def show(self, result: ComparisonResult) -> None:
         """Write the sentence and the table."""
         self.announce("")
-        self._guard.draw(lambda: print(result))
-
-
-Live = LiveFigureAndTable | LiveText
-"""Shows a comparison while it trains."""
+        print(result)

@@ -12,25 +12,6 @@ SCORES = ("held-out accuracy", "held-out loss", "final loss")
 ORDER = ("lr", "samples/s", "speed-up", "efficiency", "exposed", "workers")
 """What else does, after the target, the score and the cell's own scores, while there is room."""
 
-ABOUT = {
-    "strategy": "how the ranks share the work; docs/strategies.md",
-    "workers": "ranks that train",
-    "lr": "learning rate of the optimizer",
-    "samples/s": "samples of all ranks / seconds of the slowest rank, warm-up left out",
-    "speed-up": "samples/s over those of single, the same training on one device",
-    "efficiency": "speed-up / number of devices; 100 % is ideal. Below it: machine × communication",
-    "exposed": "share of a step in which a rank exchanges tensors or waits, and computes nothing",
-    "sent per step": "bytes that one worker sends in one step",
-    "received per step": "bytes that one worker receives in one step",
-    "final loss": "training loss at the end of the strong line",
-    "held-out loss": "mean loss of the trained model on samples that it was not trained on",
-    "held-out accuracy": "share of held-out samples that the trained model classifies right",
-    "staleness": "updates by others between reading the parameters and applying the gradient",
-    "samples lost": "samples that were handed out to a rank that died",
-    "memory per rank": "bytes of the rank that holds most",
-}
-"""What the columns are, by their titles: shown when the pointer is on a column's head."""
-
 FIGURE = (
     "Curves: the faint line is every update, the strong one a moving average; of several repeats, "
     "each repeat and their median.",
@@ -41,12 +22,6 @@ FIGURE = (
     "Own work by rank, memory and staleness appear where they say something; "
     "--panels all shows every panel.",
 )
-
-
-def explained(table: Table) -> Table:
-    """Return a table whose column heads say what they are."""
-    columns = [replace(each, about=_about(each.title)) for each in table.columns]
-    return replace(table, columns=tuple(columns))
 
 
 def five_columns(table: Table) -> Table:
@@ -84,14 +59,6 @@ def _heads(table: Table) -> list[Cell]:
     heads = [row[0] for row in table.rows]
     is_common = len(heads) > 1 and len({head.quiet for head in heads}) == 1
     return [replace(head, quiet="") for head in heads] if is_common else heads
-
-
-def _about(title: str) -> str:
-    if title.startswith("to "):
-        return f"training time and samples until {title.removeprefix('to ')} was first reached"
-    if title.startswith("held-out "):
-        return ABOUT.get(title, "what the cell's own metric measured on held-out samples")
-    return ABOUT.get(title, "")
 
 
 def _list(head: str, sentences: Sequence[str]) -> str:

@@ -1,10 +1,10 @@
 """The result of a comparison: shown in a notebook, saved and exported (kernel)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from IPython.core.getipython import get_ipython
 
@@ -12,12 +12,12 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.options import read_options
 from ddpnb.reports.export.data import evaluations_frame, runs_frame, steps_frame
-from ddpnb.reports.export.report import report_html
 from ddpnb.reports.export.script import write_script
 from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import listed, title
-from ddpnb.reports.kit import PAGE_DPI, Picture, image_html
-from ddpnb.reports.reading import explained, five_columns, how_to_read
+from ddpnb.reports.kit import PAGE_DPI, Picture, Shown, page
+from ddpnb.reports.listing import Details
+from ddpnb.reports.reading import five_columns, how_to_read
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
@@ -27,8 +27,18 @@ if TYPE_CHECKING:
 
 
 @final
-class ComparisonResult:
+class ComparisonResult(Shown):
     """The result of a comparison, of this kernel or from the store."""
+
+    endings: ClassVar = {
+        ".csv": "one row per step of each worker",
+        ".html": "the report: figure, table, settings, code; it needs no other file",
+        ".png": "the figure",
+        ".py": "a script for torchrun",
+        ".runs.csv": "one row per run",
+        ".svg": "the figure",
+        ".txt": "sentence and table",
+    }
 
     def __init__(
         self,
@@ -47,7 +57,7 @@ class ComparisonResult:
 
     def table(self) -> Table:
         """Return one row per strategy: speed, cost of communication, scores; and notes."""
-        table = explained(results_table(self.comparison, self.options.target))
+        table = results_table(self.comparison, self.options.target)
         y, known = self.options.y, self.comparison.measured
         if not y or y in known or not self.comparison.runs:
             return table
@@ -79,6 +89,10 @@ class ComparisonResult:
         options = replace(self.options, **read_options(PlotOptions, others))
         return Picture(draw(self.comparison, options), self.sentence())
 
+    def pictures(self) -> list[Picture]:
+        """Return the figure."""
+        return [self.plot()]
+
     def sentence(self) -> str:
         """Return what the comparison shows, as one computed sentence."""
         return sentence(self.comparison, self.options.target)
@@ -91,9 +105,6 @@ class ComparisonResult:
         """Return five columns, and the others folded, as HTML to be shown below a figure."""
         table = self.table()
         return replace(five_columns(table), caption="").html() + how_to_read(table)
-
-    def _sentences(self) -> list[str]:
-        return [self.sentence(), *filter(None, [self.remark])]
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row per run, as a tidy DataFrame."""
@@ -127,111 +138,43 @@ class ComparisonResult:
         """Return one row per step of each worker, as a tidy DataFrame."""
         return steps_frame(self.comparison)
 
-    def save(self, folder: Path | str) -> tuple[Path, Path, Path]:
-        """Write ``comparison.html`` (self-contained), ``.png`` and ``.csv`` (one row per run).
-
-        Args:
-            folder: created if absent.
-
-        Returns:
-            The three paths, in that order.
-
-        Raises:
-            UserError: a file cannot be written.
-        """
-        target = Path(folder)
-        page, picture, runs = (target / f"comparison.{kind}" for kind in ("html", "png", "csv"))
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-            _write_report(self, page)
-            _write_figure(self, picture)
-            _write_runs(self, runs)
-        except OSError as error:
-            raise UserError(f"The comparison cannot be saved in {target}: {error}.") from error
-        return page, picture, runs
-
-    def __repr__(self) -> str:
+    def text(self) -> str:
+        """Return sentence, five columns and notes."""
         table = self.table()
         notes = (*table.notes, "every column: result.table()")
         shown = replace(five_columns(table), notes=notes)
         return "\n\n".join([*self._sentences(), shown.text()])
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return sentence, figure and table together, and each alone as a fallback."""
-        png = self.plot().png()
-        html = self.sentence_html() + image_html(png, title(self.comparison)) + self.table_html()
-        return {"text/plain": repr(self), "text/html": html, "image/png": png}
+    def html(self, images: str) -> str:
+        """Return sentence, figure and table."""
+        return self.sentence_html() + images + self.table_html()
+
+    def content(self, ending: str) -> bytes:
+        """Return a file with one of ``endings``, but a script."""
+        match ending:
+            case ".csv":
+                return str(self.steps().to_csv(index=False)).encode()
+            case ".runs.csv":
+                return str(self.to_frame().to_csv(index=False)).encode()
+            case ".html":
+                head = title(self.comparison)
+                table = f'<div class="wide">{self.table().html()}</div>'
+                parts = [f"<h1>{escape(head)}</h1>", self.sentence_html()]
+                parts += [self.plot().html(PAGE_DPI), table, Details(self.comparison).html("")]
+                return page(head, "\n".join(parts)).encode()
+        return super().content(ending)
+
+    def write(self, target: Path, ending: str) -> str:
+        """Write a file; return what it is, and after a script the lines that run it."""
+        if ending == ".py":
+            return write_script(self.comparison, target)
+        return super().write(target, ending)
+
+    def _sentences(self) -> list[str]:
+        return [self.sentence(), *filter(None, [self.remark])]
 
     def _ipython_display_(self) -> None:
         """Show nothing if the cell already shows the result; else leave it to the bundle."""
         shell = get_ipython()
         if shell is None or shell.execution_count != self.shown_in_cell:
             raise NotImplementedError  # makes IPython use the bundle
-
-
-def export(result: ComparisonResult, path: Path | str) -> str:
-    """Write a comparison to a file, in the format that its ending names.
-
-        race.csv        one row per step of each worker
-        race.runs.csv   one row per run
-        race.html       the report: figure, table, sentence, code, environment; self-contained
-        race.png        the figure
-        train.py        the comparison's cell as a script for torchrun
-
-    Args:
-        result: the comparison.
-        path: as above; missing folders are created, an existing file is replaced.
-
-    Returns:
-        One sentence about what was written; after that of a script, the lines that run it.
-
-    Raises:
-        UserError: the ending is unknown, or the file cannot be written.
-    """
-    target = Path(path)
-    ending = ".runs.csv" if target.name.endswith(".runs.csv") else target.suffix
-    if ending not in WRITERS:
-        raise UserError(
-            f"{target.name} has no ending that can be written: choose one of "
-            f"{', '.join(WRITERS)}; the .csv files and result.to_frame() have all numbers for "
-            "other tools."
-        )
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return f"{target}: {WRITERS[ending](result, target)}"
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error}.") from error
-
-
-def _write_steps(result: ComparisonResult, path: Path) -> str:
-    return _write_csv(result.steps(), path, "step of each worker")
-
-
-def _write_runs(result: ComparisonResult, path: Path) -> str:
-    return _write_csv(result.to_frame(), path, "run")
-
-
-def _write_csv(frame: "pd.DataFrame", path: Path, row: str) -> str:
-    frame.to_csv(path, index=False)
-    return f"{len(frame):,} rows, one per {row}."
-
-
-def _write_report(result: ComparisonResult, path: Path) -> str:
-    png = result.plot().png(PAGE_DPI)
-    path.write_text(report_html(result.comparison, png, result.options.target), encoding="utf-8")
-    return "a self-contained report."
-
-
-def _write_figure(result: ComparisonResult, path: Path) -> str:
-    path.write_bytes(result.plot().png(PAGE_DPI))
-    return "the figure."
-
-
-WRITERS: Mapping[str, Callable[[ComparisonResult, Path], str]] = {
-    ".csv": _write_steps,
-    ".html": _write_report,
-    ".png": _write_figure,
-    ".py": lambda result, path: write_script(result.comparison, path),
-    ".runs.csv": _write_runs,
-}
-"""The writer of each ending; it returns what it wrote."""

@@ -18,7 +18,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import StrategyKey, StrategySummary, summarise
 from ddpnb.protocol.notation import Target
-from ddpnb.reports.findings import accuracy_error, columns_of
+from ddpnb.reports.findings import accuracy_error, quantities_of
 from ddpnb.reports.formatting import (
     NOTHING,
     choice_of_rates,
@@ -177,11 +177,11 @@ def _more(ratio: Ratio, reference: str) -> str:
 
 def _scores(done: Sequence[StrategySummary], called: Names) -> Iterator[str]:
     """Yield each held-out score side by side, without a claim about which is better."""
-    for name, cell_of in columns_of(done).items():
+    for name, quantity in quantities_of(done).items():
         if name.startswith("held-out ") and name != "held-out loss":
             by_score: dict[str, list[str]] = {}
             for each in done:
-                by_score.setdefault(cell_of(each).text, []).append(called[each.key])
+                by_score.setdefault(quantity.cell_of(each).text, []).append(called[each.key])
             by_score.pop(NOTHING, None)
             scores = [f"{score} for {listed(names)}" for score, names in by_score.items()]
             if scores:

@@ -124,7 +124,7 @@ class RunningCell(Background):
         self._recorder.add(batch)
         if self._live is None:
             self._live = live()
-            self._live.begin(self._recorder.comparison)
+            self._live.update(self._recorder.comparison)
 
     def _draw(self) -> None:
         self._output.show()

@@ -81,7 +81,7 @@ def _prepared(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live)
         specs=specs,
         ranks=cluster.states,
     )
-    shown.begin(recorder.comparison)
+    shown.update(recorder.comparison)
     return Training(
         cluster=cluster,
         recorder=recorder,

@@ -169,9 +169,6 @@ class _Moment:
         self.training: Training | None = None
         self.has_stopped = False
 
-    def begin(self, comparison: Comparison) -> None:
-        """Show nothing."""
-
     def announce(self, text: str) -> None:
         """Show nothing."""
 

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Locator, Page, TimeoutError
 
-from ddpnb.reports.figures.layout import WIDTH
+from ddpnb.reports.figures.figure import WIDTH
 from ddpnb.reports.style import SMALL_POINTS
 from tests.browser.lab import SCREENSHOTS, wait_for_kernel
 

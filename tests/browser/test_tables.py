@@ -9,7 +9,6 @@ from playwright.sync_api import Browser, Page
 from ddpnb.history.model import Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.notation import Target
-from ddpnb.reports.export.report import report_html
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
@@ -47,7 +46,7 @@ def test_five_columns_fit_an_output_and_the_rest_is_folded(page: Page):
 
 def test_the_usual_comparison_fits_the_report_html(page: Page):
     page.set_viewport_size({"width": 1440, "height": 900})
-    page.set_content(report_html(RESULT.comparison, b"", TARGET))
+    page.set_content(RESULT.content(".html").decode())
     around = "document.querySelector('table').parentElement"
     assert page.evaluate(f"{around}.scrollWidth <= {around}.clientWidth")
 

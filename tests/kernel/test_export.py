@@ -35,7 +35,7 @@ def test_files_have_one_row_per_step_or_per_run_and_a_page_has_all(compared: Cel
     with (kernel.folder / "out.runs.csv").open() as file:
         runs = list(csv.DictReader(file))
     assert [run["strategy"] for run in runs] == ["single", "no-comm", "ddp", "async"]
-    assert f"{len(steps):,} rows, one per step of each worker." in shown
+    assert "one row per step of each worker" in shown
     assert kernel.value("len(out.steps())") == str(len(steps))
     assert {row["rank"] for row in steps if row["strategy"] == "ddp"} == {"0", "1"}
     kernel.run("ddpnb.export('out', path='race.html')")
@@ -49,7 +49,7 @@ def test_files_have_one_row_per_step_or_per_run_and_a_page_has_all(compared: Cel
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("out out.json", "choose one of .csv, .html, .png, .py, .runs.csv; the .csv files and"),
+        ("out out.json", "choose one of .csv, .html, .png, .py, .runs.csv"),
         ("out", "%ddp_export? explains it."),
         ("nobody x.csv", "There is no run 'nobody'"),
     ],

@@ -52,7 +52,7 @@ def write_script(comparison: Comparison, path: Path) -> str:
         shutil.copy(TASKS["digits"].file.with_name("digits.npz"), path.parent)
     return "\n".join(
         [
-            "trains with torch's DistributedDataParallel.",
+            "a script for torchrun, which trains with DistributedDataParallel.",
             *notes,
             *_notes(comparison, spec),
             "Workers that fail are started again, from the last checkpoint:",

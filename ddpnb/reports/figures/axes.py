@@ -1,33 +1,49 @@
-"""The look of axes, and the ends of their scales (kernel)."""
+"""What curves and rows share: their strategies, the look of axes, the ends of scales (kernel)."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import RendererAgg
+from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot
-from ddpnb.reports.formatting import short
+from ddpnb.history.summary import StrategySummary
+from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import DPI, dress
-from ddpnb.reports.style import INK, SMALL_POINTS, Style
+from ddpnb.reports.style import SMALL_POINTS, Style
 
+LABEL_CHARACTERS = 26
+"""Maximum length of a label; a longer one is shortened."""
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 """An axis ends at one of these times a power of ten, so that it seldom changes."""
 TICK_WIDTH = 3.0
 """Least distance of the ticks of an x axis, as a multiple of their numbers' height."""
-
 LEAST_SHARE = 0.02
-"""The share of a run from which on its duration is estimated, and all of it has a place."""
-
+"""Once this share of a run is done, its duration is estimated, and the axes show all of it."""
 SLACK = 1.1
 """The length of an axis over the estimated duration at first, because rates vary."""
-
 LONGEST = 1.7
 """An axis longer than this, over the estimated duration, is shortened."""
 
 Look = dict[str, Any]
 """Arguments for matplotlib."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Strategy:
+    """One strategy of the figure."""
+
+    label: str
+    style: Style
+    summary: StrategySummary
+    runs: Sequence[RunSnapshot]
+    """Its repeats."""
 
 
 def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"], num_ticks: int) -> None:
@@ -47,14 +63,6 @@ def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"], num_ticks: int)
         axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
 
 
-def draw_target(axes: Axes, target: float, *, is_reached_from_below: bool = False) -> None:
-    """Draw a line across at ``target``, with its label at the right, far from the curves."""
-    axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
-    up, va = (0.03, "bottom") if is_reached_from_below else (0.97, "top")
-    look: Look = {"ha": "right", "va": va, "fontsize": SMALL_POINTS, "color": INK}
-    axes.text(1.0, up, f"- - target {tick(target)}", transform=axes.transAxes, **look)
-
-
 def marker(style: Style) -> Look:
     """Return the look of a strategy's marker: an outline, where it is a variant or emulated."""
     return {
@@ -66,11 +74,24 @@ def marker(style: Style) -> Look:
     }
 
 
-def tick(value: float) -> str:
-    """Return the label of a tick: short, without trailing zeros."""
-    text = short(value)
-    number, unit = (text[:-1], text[-1]) if text[-1] in "kMGT" else (text, "")
-    return (number.rstrip("0").rstrip(".") if "." in number else number) + unit
+# -- text ----------------------------------------------------------------------------------
+
+
+def shortened(label: str) -> str:
+    """Return a label of at most ``LABEL_CHARACTERS``."""
+    is_whole = len(label) <= LABEL_CHARACTERS
+    return label if is_whole else f"{label[: LABEL_CHARACTERS - 1]}…"
+
+
+@lru_cache(maxsize=1000)
+def width_inches(text: str, weight: Literal["normal", "bold"] = "normal") -> float:
+    """Return the width of a line of small text in inches."""
+    canvas: Any = RendererAgg(1, 1, DPI)  # type: ignore[no-untyped-call]
+    look = FontProperties(size=SMALL_POINTS, weight=weight)
+    return float(canvas.get_text_width_height_descent(text, look, ismath=False)[0]) / DPI
+
+
+# -- ends of scales ------------------------------------------------------------------------
 
 
 def round_down(value: float) -> float:
@@ -100,7 +121,7 @@ def planned_samples(comparison: Comparison) -> float:
     return planned if seen >= LEAST_SHARE * planned else round_up(SLACK * seen)
 
 
-def planned_seconds(comparison: Comparison, shown: float) -> float:
+def planned_seconds(comparison: Comparison, shown: float = 0.0) -> float:
     """Return the end of an axis of seconds, a round number.
 
     Args:
@@ -117,8 +138,6 @@ def planned_seconds(comparison: Comparison, shown: float) -> float:
 
 def _seconds_of(run: RunSnapshot) -> float:
     """Return the duration of a run, estimated while it trains."""
-    seconds = run.seconds
-    if not run.is_running or run.header is None or run.header.num_samples == 0:
-        return seconds
-    share = run.num_samples / run.header.num_samples
-    return seconds / share if LEAST_SHARE <= share < 1 else seconds
+    planned = run.header.num_samples if run.header and run.is_running else 0
+    share = run.num_samples / planned if planned else 1.0
+    return run.seconds / share if LEAST_SHARE <= share < 1 else run.seconds

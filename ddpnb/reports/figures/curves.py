@@ -1,8 +1,12 @@
-"""One quantity of all strategies as curves (kernel)."""
+"""One quantity of all strategies as curves: lines made from runs, and how they look (kernel).
+
+Strong lines are the moving average of one run or the median of several repeats.  Faint ones are
+every update of the run, or each repeat.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import numpy as np
@@ -10,11 +14,27 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from ddpnb.reports.figures.axes import Look, draw_target, marker, prepare, round_down, round_up
-from ddpnb.reports.figures.layout import shortened, spread_out, width_inches
-from ddpnb.reports.figures.series import Line, Series
-from ddpnb.reports.style import MUTED, SMALL_POINTS
+from ddpnb.history.curve import Curve, smoothed, throughput, window_for
+from ddpnb.history.rows import Floats
+from ddpnb.history.model import RunSnapshot
+from ddpnb.history.summary import evaluations
+from ddpnb.reports.figures.axes import (
+    Look,
+    Strategy,
+    marker,
+    prepare,
+    round_down,
+    round_up,
+    shortened,
+    width_inches,
+)
+from ddpnb.reports.formatting import tick
+from ddpnb.reports.style import INK, MUTED, SMALL_POINTS
 
+UPDATES_IN_WINDOW = 10
+"""About the least number of updates in a window of throughput."""
+GRID_POINTS = 240
+"""Number of points of the median of repeats."""
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
 LEADER_INCHES = (0.02, 0.07, 0.16, 0.19)
 """Distances right of the axes: where a leader begins, bends and ends, where its label begins."""
@@ -23,6 +43,21 @@ MAX_BAD_SHOWN = 16
 MAX_NAMED = 2
 """The number of a strategy's marks that are named: two, as for a rank killed and replaced."""
 
+Points = tuple[Floats, Floats]
+"""The x and the y of each point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Line:
+    """One strategy in one panel."""
+
+    x: Floats
+    y: Floats
+    faint_x: Floats
+    faint_y: Floats
+    bad_x: Floats = field(default_factory=lambda: np.empty(0))
+    """The points with NaN or infinite losses."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +65,11 @@ class CurvePanel:
     """What a pair of axes shows."""
 
     title: str
-    lines: Sequence[tuple[Series, Line]]
+    lines: Sequence[tuple[Strategy, Line]]
+    x: str
+    """The quantity on the x axis, one of ``style.ACROSS``."""
     right: float
     """The end of the x axis; it goes on where a line is longer."""
-    is_of_time: bool = False
-    """Whether the x axis is time; else it counts samples or updates."""
     log: bool = False
     target: float | None = None
     """The height of a line across."""
@@ -44,10 +79,91 @@ class CurvePanel:
     """What is waited for until there is a line."""
 
 
+# -- lines ---------------------------------------------------------------------------------
+
+
+def losses(runs: Sequence[RunSnapshot], x: str, y: str = "") -> Line:
+    """Return the loss of some repeats by ``x``, or the further number ``y``."""
+    curves = [run.metric_curves.get(y, Curve()) if y else run.curve for run in runs]
+    curves = [curve for curve in curves if len(curve)]
+    if x == "samples":  # which a hand-written loop need not count
+        curves = [curve for curve in curves if curve.samples[-1] > 0]
+    ats: list[Floats] = [getattr(curve, x) for curve in curves]
+    pairs = list(zip(ats, curves, strict=True))
+    raw = [  # lines through the lowest and the highest value of each point
+        (np.repeat(at, 2), np.column_stack([curve.lowest, curve.highest]).ravel())
+        for at, curve in pairs
+    ]
+    bad = [at[curve.num_bad > 0] for at, curve in pairs]
+    line = _line([(at, smoothed(curve)) for at, curve in pairs], raw)
+    return replace(line, bad_x=np.concatenate([np.empty(0), *bad]))
+
+
+def throughputs(runs: Sequence[RunSnapshot]) -> Line:
+    """Return the samples per second of some repeats by time."""
+    return _line([points for points in map(_throughput, runs) if len(points[0])])
+
+
+def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
+    """Return the held-out ``"loss"`` or ``"accuracy"`` of some repeats by samples or seconds."""
+    across = {"samples": "num_samples", "seconds": "seconds"}[x]
+    found = [[(getattr(e, across), getattr(e, y)) for e in evaluations(run)] for run in runs]
+    arrays = [np.array(points) for points in found if points]
+    lines = [(each[:, 0], each[:, 1]) for each in arrays if np.isfinite(each[:, 1]).any()]
+    line = _line(lines)
+    if len(lines) < 2 or len({len(x) for x, _ in lines}) > 1:
+        return line
+    medians = [np.median(np.array(each), axis=0) for each in zip(*lines, strict=True)]
+    return replace(line, x=medians[0], y=medians[1])  # the n-th point of all repeats together
+
+
+def _throughput(run: RunSnapshot) -> Points:
+    """Return the throughput, over a window that depends on the run's duration, or the planned one.
+
+    It is at most a third of what has passed, so that a long run has a curve from its beginning.  It
+    spans several updates, as two workers can update at almost the same time.
+    """
+    curve, planned = run.curve, run.header.num_samples if run.header and run.is_running else 0
+    if len(curve) == 0 or curve.samples[-1] == 0:
+        return np.empty(0), np.empty(0)
+    passed = float(curve.seconds[-1])
+    seconds = passed * min(max(planned / float(curve.samples[-1]), 1.0), 4.0)  # window: a twelfth
+    gap = passed / curve.num_updates
+    return throughput(curve, max(window_for(seconds), window_for(12 * UPDATES_IN_WINDOW * gap)))
+
+
+def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:
+    """Return a line of one run with its ``raw`` points, or the median of several repeats."""
+    gap = np.array([np.nan])
+    faint = [
+        each for points in (strong if len(strong) > 1 else raw) for each in (points, (gap, gap))
+    ]
+    faint_x, faint_y = (
+        np.concatenate([gap, *each]) for each in zip((gap, gap), *faint, strict=True)
+    )
+    x, y = strong[0] if len(strong) == 1 else _median(strong)
+    return Line(x=x, y=y, faint_x=faint_x, faint_y=faint_y)
+
+
+def _median(lines: Sequence[Points]) -> Points:
+    """Return the median at each x that at least half of the lines have reached."""
+    if not lines:
+        return np.empty(0), np.empty(0)
+    first = min(float(x[0]) for x, _ in lines)
+    last = max(float(x[-1]) for x, _ in lines)
+    grid = np.linspace(first, last, GRID_POINTS)
+    values = np.array([np.interp(grid, x, y, left=np.nan, right=np.nan) for x, y in lines])
+    num_known = np.count_nonzero(~np.isnan(values), axis=0)
+    known = (num_known > 0) & (2 * num_known >= len(lines))
+    return grid[known], np.nanmedian(values[:, known], axis=0)
+
+
+# -- panels --------------------------------------------------------------------------------
+
+
 def draw_curves(axes: Axes, panel: CurvePanel) -> None:
     """Draw each strategy's line on bare axes, with its name at the right."""
     prepare(axes, panel.title, lines="y", num_ticks=6)
-    axes.tick_params(axis="x", length=4)
     axes.tick_params(axis="y", length=0)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
     if panel.log:
@@ -55,7 +171,7 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
         axes.yaxis.set_minor_locator(NullLocator())
     if panel.target is not None:
-        draw_target(axes, panel.target, is_reached_from_below=panel.is_share)
+        _draw_target(axes, panel.target, is_reached_from_below=panel.is_share)
     shown = [each for each in panel.lines if _can_show(each[1], panel.log).any()]
     longest = max((float(np.nanmax(line.x)) for _, line in shown), default=0.0)
     right = (panel.right if longest <= panel.right * 1.001 else round_up(longest)) or 1.0
@@ -65,16 +181,26 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
         axes.text(0.5, 0.5, f"waiting for {panel.awaited}", transform=axes.transAxes, **look)
         axes.tick_params(labelbottom=False, labelleft=False)
         return
-    for series, line in shown:
-        _draw_line(axes, series, line)
+    for strategy, line in shown:
+        colour, dashes = strategy.style.colour, strategy.style.dashes
+        axes.plot(line.faint_x, line.faint_y, color=colour, linewidth=1.0, alpha=0.28, zorder=2)
+        axes.plot(line.x, line.y, color=colour, linestyle=dashes, linewidth=2.6, zorder=3)
     _draw_labels(axes, shown, panel.log)
     num_note_lines = 0
-    for series, line in panel.lines:
-        note, at = _draw_events(axes, series, line, is_of_time=panel.is_of_time)
+    for strategy, line in panel.lines:
+        note, at = _draw_events(axes, strategy, line, panel.x)
         if note:
             up = (0.3 if panel.is_share else 0.94) - 0.09 * num_note_lines  # clear of most lines
-            _draw_note(axes, note, at / right, up, series.style.ink)
+            _draw_note(axes, note, at / right, up, strategy.style.ink)
             num_note_lines += note.count("\n") + 1
+
+
+def _draw_target(axes: Axes, target: float, *, is_reached_from_below: bool) -> None:
+    """Draw a line across at ``target``, with its label at the right, far from the curves."""
+    axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
+    up, va = (0.03, "bottom") if is_reached_from_below else (0.97, "top")
+    look: Look = {"ha": "right", "va": va, "fontsize": SMALL_POINTS, "color": INK}
+    axes.text(1.0, up, f"- - target {tick(target)}", transform=axes.transAxes, **look)
 
 
 def _can_show(line: Line, is_log: bool) -> NDArray[np.bool_]:
@@ -84,77 +210,81 @@ def _can_show(line: Line, is_log: bool) -> NDArray[np.bool_]:
 
 def _y_limits(panel: CurvePanel, lines: Sequence[Line]) -> tuple[float, float]:
     """Return the ends of the y axis: round numbers around all lines and the target."""
-    extents = [_extent(line, panel.log) for line in lines]
-    goals = [] if panel.target is None else [panel.target]
-    lows = [low for low, _ in extents] + goals
-    top = round_up(1.04 * max([high for _, high in extents] + goals, default=0.0))
+    ends = [end for line in lines for end in _extent(line, panel.log)]
+    ends += [] if panel.target is None else [panel.target]
+    low, top = min(ends, default=0.0), round_up(1.04 * max(ends, default=0.0))
     if panel.is_share:
-        return (1.0 - round_up((1.0 - min(lows)) * 1.04) if lows else 0.0), 1.0
-    if panel.log:
-        bottom = round_down(0.9 * min(lows)) if lows else 0.1
-    else:
-        bottom = -round_up(-min([0.0, *lows]))
+        return 1.0 - round_up((1.0 - low) * 1.04), 1.0
+    bottom = round_down(0.9 * low or 0.1) if panel.log else -round_up(-min(0.0, low))
     return bottom, top if top > bottom else bottom + 1.0
 
 
 def _extent(line: Line, is_log: bool) -> tuple[float, float]:
     """Return the range of the strong line, and of the faint one without its outliers."""
+    strong = line.y[_can_show(line, is_log)]
     faint = line.faint_y[np.isfinite(line.faint_y)]
-    strong = line.y[np.isfinite(line.y)]
-    if is_log:
-        faint, strong = faint[faint > 0], strong[strong > 0]
-    low, high = float(strong.min()), float(strong.max())
-    if len(faint):
-        ends = np.quantile(faint, (0.01, 0.99))
-        low, high = min(low, float(ends[0])), max(high, float(ends[1]))
-    return low, high
+    faint = faint[faint > 0] if is_log else faint
+    ends = np.append(strong, np.quantile(faint, (0.01, 0.99)) if len(faint) else [])
+    return float(ends.min()), float(ends.max())
 
 
-def _draw_line(axes: Axes, series: Series, line: Line) -> None:
-    colour = series.style.colour
-    axes.plot(line.faint_x, line.faint_y, color=colour, linewidth=1.0, alpha=0.28, zorder=2)
-    axes.plot(line.x, line.y, color=colour, linestyle=series.style.dashes, linewidth=2.6, zorder=3)
-
-
-def _draw_labels(axes: Axes, shown: Sequence[tuple[Series, Line]], is_log: bool) -> None:
+def _draw_labels(axes: Axes, shown: Sequence[tuple[Strategy, Line]], is_log: bool) -> None:
     """Mark the end of each line, and write its name right of the axes, clear of the others."""
     box = axes.bbox.transformed(axes.figure.dpi_scale_trans.inverted())
     to_share = axes.transData - axes.transAxes
-    ends = [_end_of(line, is_log) for _, line in shown]
+    at_end = [(line, np.flatnonzero(_can_show(line, is_log))[-1]) for _, line in shown]
+    ends = [(float(line.x[at]), float(line.y[at])) for line, at in at_end]
     inside = [min(max(float(to_share.transform(end)[1]), 0.0), 1.0) for end in ends]
     placed = spread_out(inside, LABEL_GAP_POINTS / (box.height * 72), 0.02, 1.0)
     at = [1 + inches / box.width for inches in LEADER_INCHES]
     whole: Look = {"transform": axes.transAxes, "clip_on": False}
-    for (series, _), end, begins, label_at in zip(shown, ends, inside, placed, strict=True):
-        style, leader = series.style, [begins, begins, label_at]
+    for (each, _), end, begins, label_at in zip(shown, ends, inside, placed, strict=True):
+        style, leader = each.style, [begins, begins, label_at]
         axes.plot(at[:3], leader, color=style.colour, linewidth=1.0, alpha=0.7, zorder=1, **whole)
         axes.plot(*end, markersize=8, zorder=4, clip_on=False, **marker(style))
         label: Look = {"fontsize": SMALL_POINTS, "color": style.ink, "va": "center", **whole}
-        axes.text(at[3], label_at, shortened(series.label), **label)
+        axes.text(at[3], label_at, shortened(each.label), **label)
 
 
-def _draw_events(axes: Axes, series: Series, line: Line, *, is_of_time: bool) -> tuple[str, float]:
+def spread_out(
+    wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0
+) -> list[float]:
+    """Return positions near the wanted ones, between ``low`` and ``high``, in the same order.
+
+    They are ``gap`` apart, or less where there is too little space.  Each is in the middle between
+    where it is if all move up to make room, and where it is if all move down.
+    """
+    gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
+    order, apart = np.argsort(wanted, kind="stable"), gap * np.arange(len(wanted))
+    packed = np.array(wanted)[order] - apart  # without the gaps: it need only not fall
+    up, down = np.maximum.accumulate(packed), np.minimum.accumulate(packed[::-1])[::-1]
+    placed = np.empty(len(wanted))
+    placed[order] = np.clip((up + down) / 2, low, high - gap * (len(wanted) - 1)) + apart
+    return list(map(float, placed))
+
+
+def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str) -> tuple[str, float]:
     """Draw what happened during the run; return what is written beside it, and from where on.
 
     Losses that are NaN or infinite are crosses at the top, and other events lines across.
     """
-    at_x: Look = {"transform": axes.get_xaxis_transform(), "color": series.style.colour}
+    at_x: Look = {"transform": axes.get_xaxis_transform(), "color": strategy.style.colour}
     marks = {
-        f"rank {mark.rank}: {mark.text}": mark.seconds if is_of_time else samples
-        for mark, samples in sorted(series.marks, key=lambda each: -each[0].seconds)
-        if mark.seconds > 0
+        f" rank {mark.rank}: {mark.text} ": float(np.interp(mark.seconds, seconds, quantity))
+        for run in strategy.runs
+        for seconds, quantity in [(run.curve.seconds, getattr(run.curve, x))]
+        for mark in run.marks
+        if mark.seconds > 0 and len(seconds)
     }
     for at in marks.values():
         axes.plot([at, at], [0, 1], linewidth=1.4, linestyle=":", zorder=3, **at_x)
-    named = dict(sorted(marks.items(), key=lambda item: item[1])[-MAX_NAMED:])
     if len(line.bad_x):
-        named = {"NaN or ∞": float(line.bad_x[0])}
         bad = line.bad_x[:: max(1, len(line.bad_x) // MAX_BAD_SHOWN)]
         look: Look = {"marker": "x", "markersize": 6, "markeredgewidth": 2, "linestyle": ""}
         axes.plot(bad, np.full(len(bad), 0.985), zorder=4, clip_on=False, **look, **at_x)
-    elif not is_of_time:
-        named = {}
-    return "\n".join(f" {text} " for text in named), min(named.values(), default=0.0)
+        return " NaN or ∞ ", float(line.bad_x[0])
+    named = sorted(marks, key=lambda text: marks[text])[-MAX_NAMED:] if x == "seconds" else []
+    return "\n".join(named), min((marks[text] for text in named), default=0.0)
 
 
 def _draw_note(axes: Axes, note: str, begins: float, up: float, ink: str) -> None:
@@ -166,9 +296,3 @@ def _draw_note(axes: Axes, note: str, begins: float, up: float, ink: str) -> Non
     look: Look = {"ha": "left" if is_right else "right", "va": "top", "fontsize": SMALL_POINTS}
     box_look = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}
     axes.text(at, up, note, color=ink, bbox=box_look, transform=axes.transAxes, **look)
-
-
-def _end_of(line: Line, is_log: bool) -> tuple[float, float]:
-    """Return the last point of the strong line that can be shown."""
-    at = int(np.flatnonzero(_can_show(line, is_log))[-1])
-    return float(line.x[at]), float(line.y[at])

@@ -5,21 +5,22 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
+from ddpnb.history.summary import group_runs, summarise
+from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.reports import kit
-from ddpnb.reports.figures.axes import planned_samples, planned_seconds
-from ddpnb.reports.figures.curves import CurvePanel, draw_curves
-from ddpnb.reports.figures.layout import (
-    HEAD,
-    PANELS_GAP,
-    ROWS_BOTTOM,
-    TOP,
-    WIDTH,
-    heights,
-    panel_places,
-    row_places,
+from ddpnb.reports.figures.axes import (
+    Strategy,
+    planned_samples,
+    planned_seconds,
     shortened,
     width_inches,
+)
+from ddpnb.reports.figures.curves import (
+    CurvePanel,
+    draw_curves,
+    held_out,
+    losses,
+    throughputs,
 )
 from ddpnb.reports.figures.rows import (
     MEMORY,
@@ -27,22 +28,32 @@ from ddpnb.reports.figures.rows import (
     RATE,
     SPLIT,
     STALENESS,
-    RowKind,
+    Column,
     draw_column,
     draw_name,
-    is_uneven,
 )
-from ddpnb.reports.figures.series import Series, series_of
-from ddpnb.reports.formatting import longest_label, title
+from ddpnb.reports.formatting import labels, longest_label, styles, title
 from ddpnb.reports.kit import Sheet
 from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 
+WIDTH = 13.6
+"""So wide that text of ``SMALL_POINTS`` is at least 10 pixels high on a laptop of 1280 pixels."""
+TOP = 0.8
+"""For the title and the heads of the first panels; like all that follows, in inches."""
+MARGIN, HEAD = 0.17, 0.34
+"""Of the paper around the figure; for the heads of further columns."""
+PANEL_HEIGHT, PANELS_GAP = 1.95, 0.78
+"""The gap is for the ticks of the panels above and the heads of those below."""
+LABEL_HEIGHT, LEAST_LABEL_WIDTH = 0.225, 0.74
+"""For one label at the end of a line."""
+TICKS_WIDTH = 0.56
+"""At the left of each panel, for the numbers on its y axis."""
+ROWS_BOTTOM = 0.86
+"""For the ticks and the legend of rows."""
+ROW_HEIGHT, LEAST_ROW_HEIGHT, MANY_ROWS = 0.28, 0.24, 5
+NAMES_LEFT, NAMES_RIGHT, ROW_GAP = 0.4, 0.4, 0.3
+"""Left of the strategies' markers, right of their names, and between columns."""
 MOST_COLUMNS, MOST_HELD_OUT = 4, 3
-BESIDE = (BASELINE, CEILING)
-LEAST_LABEL_WIDTH = 0.74
-"""Least inches for a label."""
-LEAST_DIFFERENCE = 1.5
-"""How many times as much memory is worth a column."""
 X_WORDS = {"samples": "samples", "seconds": "time, s", "updates": "updates"}
 
 
@@ -61,52 +72,56 @@ def draw(
         is_live: whether it trains; then what may come has its place already.
         seconds: the end of the axis of time; 0: it is planned.
     """
-    series = series_of(comparison, options.y, options.target)
-    seconds = seconds or planned_seconds(comparison, 0.0)
-    bands = _panels(comparison, series, options, seconds, is_live=is_live)
-    columns = _columns(comparison, series, options, is_live=is_live)
-    begun = {each.summary.name for each in series}
-    to_come = [name for name in comparison.strategies if name not in begun]
-    num_rows = len(series) + len(to_come)
-    labels = [each.label for each in series] + list(map(longest_label, to_come))
-    curve_height, row_height = heights(num_rows)
+    called, looks, groups = labels(comparison), styles(comparison), group_runs(comparison.runs)
+    begun = [
+        Strategy(label=called[s.key], style=looks[s.key], summary=s, runs=groups[s.key])
+        for s in summarise(comparison, options.target)
+    ]
+    seconds = seconds or planned_seconds(comparison)
+    bands = _panels(comparison, begun, options, seconds, is_live=is_live)
+    columns = _columns(comparison, begun, options, is_live=is_live)
+    names = [(each.label, each.style) for each in begun]
+    done = {each.summary.name for each in begun}
+    to_come = [name for name in comparison.strategies if name not in done]
+    names += [(name, style_of(name, comparison.strategies)) for name in to_come]
+    num = len(names)
+    texts = [shortened(text) for text in (*map(longest_label, to_come), *(n for n, _ in names))]
+    curve_height = max(PANEL_HEIGHT, LABEL_HEIGHT * (num + 1))
+    row_height = max(num * (ROW_HEIGHT if num <= MANY_ROWS else LEAST_ROW_HEIGHT), 2 * ROW_HEIGHT)
     height = TOP + len(bands) * (curve_height + PANELS_GAP)
     height += len(columns) * (row_height + ROWS_BOTTOM) + max(len(columns) - 1, 0) * HEAD
     sheet = Sheet(title(comparison), height - kit.TOP - kit.FOOT, width=WIDTH)
 
     down = TOP - kit.TOP
+    room = max([LEAST_LABEL_WIDTH, *map(width_inches, texts)])
     for panels in bands:
-        places = panel_places(len(panels), _room(labels, is_bold=False))
-        for panel, (left, right) in zip(panels, places, strict=True):
+        whole = (WIDTH - 2 * MARGIN) / len(panels)
+        for index, panel in enumerate(panels):
+            left = MARGIN + index * whole + TICKS_WIDTH
+            right = WIDTH - MARGIN - (index + 1) * whole + 0.3 + room
             draw_curves(sheet.axes(curve_height, down=down, left=left, right=right), panel)
         down += curve_height + PANELS_GAP
-    room = _room(labels, is_bold=True)
-    names = [(each.label, each.style) for each in series]
-    names += [(name, style_of(name, comparison.strategies)) for name in to_come]
+    room = max([LEAST_LABEL_WIDTH, *(width_inches(text, "bold") for text in texts)])
     for kinds in columns:
         for index, (name, style) in enumerate(names):
-            up = height - kit.TOP - down - row_height * (index + 0.5) / num_rows
-            draw_name(sheet.figure, name, style, up, is_begun=index < len(series))
-        places = row_places(room, [(kind.share, kind.text_inches) for kind in kinds])
-        for kind, (left, right) in zip(kinds, places, strict=True):
-            axes = sheet.axes(row_height, down=down, left=left, right=right)
-            draw_column(axes, kind, series, num_rows, seconds)
+            up = height - kit.TOP - down - row_height * (index + 0.5) / num
+            is_begun = index < len(begun)
+            draw_name(sheet.figure, name, style, (NAMES_LEFT, up), is_begun=is_begun)
+        left = NAMES_LEFT + NAMES_RIGHT + room
+        texts_width = sum(kind.text_inches + ROW_GAP for kind in kinds) - ROW_GAP
+        free = WIDTH - 2 * MARGIN - left - texts_width
+        for kind in kinds:
+            width = free * kind.share / sum(each.share for each in kinds)
+            axes = sheet.axes(row_height, down=down, left=left, right=WIDTH - left - width)
+            draw_column(axes, kind, begun, num, seconds)
+            left += width + kind.text_inches + ROW_GAP
         down += row_height + ROWS_BOTTOM + HEAD
     return sheet.figure
 
 
-def _room(labels: Sequence[str], *, is_bold: bool) -> float:
-    """Return inches for the widest label."""
-    widths = [width_inches(shortened(label), is_bold=is_bold) for label in labels]
-    return max([LEAST_LABEL_WIDTH, *widths])
-
-
-# -- curves --------------------------------------------------------------------------------
-
-
 def _panels(
     comparison: Comparison,
-    series: Sequence[Series],
+    begun: Sequence[Strategy],
     options: PlotOptions,
     seconds: float,
     *,
@@ -119,77 +134,63 @@ def _panels(
     ends = {"samples": planned_samples(comparison), "seconds": seconds, "updates": 0.0}
     target = options.target
     across = (options.x,) if options.x else ("samples", "seconds")
-    losses = [
+    rivals = [each for each in begun if not each.summary.is_ceiling]  # that one is there for speed
+    loss_panels = [
         CurvePanel(
             title=f"{options.y or 'Training loss'} by {X_WORDS[x]}",
-            lines=[(each, each.losses[x]) for each in series],
+            lines=[(each, losses(each.runs, x, options.y)) for each in rivals],
+            x=x,
             right=ends[x],
-            is_of_time=x == "seconds",
             log=options.log,
             target=target.value if target and not target.is_accuracy and not options.y else None,
             awaited=options.y or "the first steps",
         )
         for x in across
     ]
-    held_out = [
+    scores = [
         CurvePanel(
             title=f"Held-out {y} by {X_WORDS[x]}",
-            lines=[(each, each.held_out[y, x]) for each in series if len(each.held_out[y, x].y)],
+            lines=[(each, line) for each, line in lines if len(line.y)],
+            x=x,
             right=ends[x],
-            is_of_time=x == "seconds",
             log=options.log and y == "loss",
             target=target.value if target and target.is_accuracy and y == "accuracy" else None,
             is_share=y == "accuracy",
         )
         for y in ("accuracy", "loss")
         for x in [x for x in across if x != "updates"] or ["samples"]
+        for lines in [[(each, held_out(each.runs, x, y)) for each in begun]]
     ]
-    held_out = [panel for panel in held_out if panel.lines]
+    scores = [panel for panel in scores if panel.lines]
     if options.panels != "all":
         marks_loss = target is not None and not target.is_accuracy
-        is_shown = held_out and not is_live and not (options.y or marks_loss)
-        return [[losses[0], held_out[len(across) - 1]] if is_shown else losses]
+        is_shown = scores and not is_live and not (options.y or marks_loss)
+        return [[loss_panels[0], scores[len(across) - 1]] if is_shown else loss_panels]
     rate = CurvePanel(
         title="Samples per second by time, s",
-        lines=[(each, each.throughput) for each in series],
+        lines=[(each, throughputs(each.runs)) for each in begun],
+        x="seconds",
         right=seconds,
-        is_of_time=True,
     )
-    return [[*losses, rate], held_out[:MOST_HELD_OUT]] if held_out else [[*losses, rate]]
-
-
-# -- rows ----------------------------------------------------------------------------------
+    return [[*loss_panels, rate], *([scores[:MOST_HELD_OUT]] if scores else [])]
 
 
 def _columns(
-    comparison: Comparison, series: Sequence[Series], options: PlotOptions, *, is_live: bool
-) -> list[list[RowKind]]:
+    comparison: Comparison, begun: Sequence[Strategy], options: PlotOptions, *, is_live: bool
+) -> list[list[Column]]:
     """Return the columns of the rows, band by band; none of a loop that measures only losses.
 
     Speed and the time of a step always; of ranks, memory and staleness what says something.
     """
-    is_split = any(each.summary.split.is_known for each in series)
+    is_split = any(each.summary.split.is_known for each in begun)
     if not comparison.specs and not is_split:
         return []
+    first = [RATE, SPLIT] if is_live or is_split else [RATE]
+    others = (RANKS, MEMORY, STALENESS)
+    if options.panels == "all":
+        rest = [column for column in others if any(map(column.reach, begun))]
+        return [first, rest] if rest else [first]
     planned = [STRATEGIES.get(spec.strategy.partition(":")[0]) for spec in comparison.specs]
     may_be_stale = is_live and any(entry and entry.is_asynchronous for entry in planned)
-    says = {
-        RANKS.title: any(map(is_uneven, series)),
-        MEMORY.title: memory_differs(series),
-        STALENESS.title: may_be_stale or any(each.staleness[1:].any() for each in series),
-    }
-    first = [RATE, SPLIT] if is_live or is_split else [RATE]
-    if options.panels == "all":
-        rest = [kind for kind in (RANKS, MEMORY, STALENESS) if any(map(kind.reach, series))]
-        return [first, rest] if rest else [first]
-    return [[*first, *(k for k in (RANKS, MEMORY, STALENESS) if says[k.title])][:MOST_COLUMNS]]
-
-
-def memory_differs(series: Sequence[Series]) -> bool:
-    """Return whether a rank of one strategy holds much more than that of another.
-
-    ``single``, whose batch is whole, and the ceiling are not looked at.
-    """
-    others = [s.summary for s in series if s.summary.name.partition(":")[0] not in BESIDE]
-    totals = [each.memory.total for each in others if each.memory.total]
-    return max(totals, default=0) > LEAST_DIFFERENCE * min(totals, default=0)
+    shown = [c for c in others if c.says(begun) or (c is STALENESS and may_be_stale)]
+    return [[*first, *shown][:MOST_COLUMNS]]

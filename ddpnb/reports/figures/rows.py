@@ -9,24 +9,24 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from ddpnb.history.model import slowness
+from ddpnb.history.model import absences, slowness
 from ddpnb.history.rows import Floats
-from ddpnb.reports.figures.axes import Look, marker, prepare, round_up
-from ddpnb.reports.figures.layout import NAMES_LEFT, WIDTH, shortened
-from ddpnb.reports.figures.series import Series
-from ddpnb.reports.formatting import number, percent, short, size
-from ddpnb.reports.style import (
-    INK,
-    MEMORY_COLOURS,
-    MUTED,
-    PART_COLOURS,
-    SMALL_POINTS,
-    Style,
+from ddpnb.history.summary import staleness_counts
+from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.reports.figures.axes import (
+    Look,
+    Strategy,
+    marker,
+    prepare,
+    round_up,
+    shortened,
+    width_inches,
 )
+from ddpnb.reports.formatting import number, percent, short, size
+from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, Style
 
 BAR = 0.6
 """Height of a bar, as a share of its row."""
@@ -35,10 +35,14 @@ STACKED = ("data", "forward", "backward", "optimizer", "communication", "waiting
 LANE_POINTS = 80
 """Number of times in a rank's lane."""
 MB = 1e6
+BESIDE = (BASELINE, CEILING)
+"""What the others are measured against."""
 SLOW = 1.25
 """A rank is named if its own work takes this many times as long as that of the fastest."""
 MAX_SHOWN_STALENESS = 8
 """Greater staleness is counted here."""
+LEAST_DIFFERENCE = 1.5
+"""How many times as much memory is worth a column."""
 
 PART_LOOKS: Mapping[str, Look] = {
     **{part: {"facecolor": PART_COLOURS[part]} for part in STACKED},
@@ -51,116 +55,104 @@ MEMORY_LOOKS: Mapping[str, Look] = {
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowKind:
+class Column:
     """What a column shows of each strategy."""
 
     title: str
-    draw: Callable[[Axes, Series, float], str]
+    draw: Callable[[Axes, Strategy, float], str]
     """Draws a strategy's row around a height; returns the text at its right."""
-    reach: Callable[[Series], float]
+    reach: Callable[[Strategy], float]
     """Returns the right end of a strategy's row; 0: it has nothing to show."""
+    says: Callable[[Sequence[Strategy]], bool] = lambda _: True
+    """Returns whether it says something that all strategies do not have alike."""
     share: float
     """Width of the column, relative to the others."""
     text_inches: float
     """For the text at the right."""
-    below: Callable[[Sequence[Series]], str] = lambda _: ""
+    below: Callable[[Sequence[Strategy]], str] = lambda _: ""
     """Returns the label below the ticks."""
     looks: Mapping[str, Look] = field(default_factory=dict)
     """The legend below the ticks."""
-    is_of_time: bool = False
-    """Whether the column ends at the end of the training."""
 
 
 def draw_column(
-    axes: Axes, kind: RowKind, series: Sequence[Series], num_rows: int, seconds: float
+    axes: Axes, column: Column, strategies: Sequence[Strategy], num_rows: int, seconds: float
 ) -> None:
     """Draw a column on bare axes.
 
     Args:
         axes: the lowest row is centred at the height 0.5.
-        kind: what it shows.
-        series: the strategies that have begun.
+        column: what it shows.
+        strategies: those that have begun.
         num_rows: the number of rows that there will be.
         seconds: the end of the training.
     """
-    prepare(axes, kind.title, lines="x", num_ticks=4)
+    prepare(axes, column.title, lines="x", num_ticks=4)
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(length=0)
     axes.set_yticks([])
-    for index, each in enumerate(series):
+    for index, each in enumerate(strategies):
         middle = num_rows - index - 0.5
-        if text := kind.draw(axes, each, middle):
+        if text := column.draw(axes, each, middle):
             beside: Look = {"transform": axes.get_yaxis_transform(), "va": "center", "color": INK}
             axes.text(1.03, middle - 0.02, text, fontsize=SMALL_POINTS, **beside)
-    reach = max(map(kind.reach, series), default=0.0)
-    right = max(reach, seconds) if kind.is_of_time and reach else reach
-    axes.set(xlim=(0.0, right or 1.0), ylim=(0.0, num_rows))
-    axes.tick_params(labelbottom=right > 0)
-    if kind is STALENESS:
+    reach = max(map(column.reach, strategies), default=0.0)
+    right = max(reach, seconds) if column is RANKS and reach else reach
+    if column is STALENESS:
         shown = range(0, MAX_SHOWN_STALENESS + 1, 2)
         axes.set_xticks([value + 0.5 for value in shown], [str(value) for value in shown])
-        axes.set_xlim(0.0, right or 1.0)
-    axes.set_xlabel(kind.below(series), loc="left", fontsize=SMALL_POINTS, color=MUTED, labelpad=3)
-    if kind.looks:
-        _draw_legend(axes, kind.looks)
+    axes.set(xlim=(0.0, right or 1.0), ylim=(0.0, num_rows))
+    axes.tick_params(labelbottom=right > 0)
+    below = column.below(strategies)
+    axes.set_xlabel(below, loc="left", fontsize=SMALL_POINTS, color=MUTED, labelpad=3)
+    if column.looks:
+        _draw_legend(axes, column.looks)
 
 
 def draw_name(
-    figure: Figure, label: str, style: Style, inches_up: float, *, is_begun: bool
+    figure: Figure, label: str, style: Style, at: tuple[float, float], *, is_begun: bool
 ) -> None:
-    """Draw a strategy's marker and name at the left of its row."""
-    x, y = NAMES_LEFT / WIDTH, inches_up / figure.get_figheight()
+    """Draw a strategy's marker and name at the left of its row, so many inches right and up."""
+    width, height = figure.get_size_inches()
+    x, y = at[0] / width, at[1] / height
     look = {**marker(style), "markersize": 9, "markeredgecolor": style.colour}
     look["alpha"] = 1.0 if is_begun else 0.45
     figure.add_artist(Line2D([x], [y], transform=figure.transFigure, **look))
     ink, weight = (style.ink, "bold") if is_begun else (MUTED, "normal")
-    text = figure.text(x + 0.2 / WIDTH, y, shortened(label), va="center", color=ink)
+    text = figure.text(x + 0.2 / width, y, shortened(label), va="center", color=ink)
     text.set(fontsize=SMALL_POINTS, weight=weight)
 
 
 def _draw_legend(axes: Axes, looks: Mapping[str, Look]) -> None:
     """Draw a legend of two lines below the ticks."""
-    names = list(looks)
-    half = (len(names) + 1) // 2
-    for line, inches_down in ((names[:half], 0.26), (names[half:], 0.47)):
-        legend = Legend(
-            axes,
-            [Rectangle((0, 0), 1, 1, **looks[name]) for name in line],
-            line,
-            loc="upper left",
-            bbox_to_anchor=(0.0, -inches_down * axes.figure.dpi / axes.bbox.height),
-            bbox_transform=axes.transAxes,
-            ncols=half,
-            fontsize=SMALL_POINTS,
-            labelcolor=MUTED,
-            frameon=False,
-            borderaxespad=0,
-            borderpad=0,
-            columnspacing=0.5,
-            handlelength=0.8,
-            handleheight=0.8,
-            handletextpad=0.3,
-        )
-        axes.add_artist(legend)
+    figure: Any = axes.figure
+    left, bottom = axes.bbox.p0 / figure.dpi
+    names, half = list(looks), (len(looks) + 1) // 2
+    inches: Look = {"transform": figure.dpi_scale_trans}
+    for line, down in ((names[:half], 0.38), (names[half:], 0.59)):
+        x, y = left, bottom - down
+        for name in line:
+            figure.add_artist(Rectangle((x, y), 0.13, 0.12, **inches, **looks[name]))
+            figure.text(x + 0.18, y, name, fontsize=SMALL_POINTS, color=MUTED, **inches)
+            x += 0.27 + width_inches(name)
 
 
 def _bar(axes: Axes, left: float, low: float, width: float, height: float, **look: Any) -> None:
     """Add a bar, if it has a width."""
     if math.isfinite(width) and width > 0:
-        axes.add_patch(
-            Rectangle((left, low), width, height, **{"linewidth": 0, "zorder": 2} | look)
-        )
+        whole: Look = {"linewidth": 0, "zorder": 2, **look}
+        axes.add_artist(Rectangle((left, low), width, height, **whole))
 
 
 # -- samples per second --------------------------------------------------------------------
 
 
-def _draw_rate(axes: Axes, series: Series, middle: float) -> str:
+def _draw_rate(axes: Axes, strategy: Strategy, middle: float) -> str:
     """Draw a bar, its range, the ideal as an outline, the ceiling as a tick."""
-    summary, low = series.summary, middle - BAR / 2
+    summary, low = strategy.summary, middle - BAR / 2
     speed = summary.samples_per_second
-    _bar(axes, 0, low, speed.middle, BAR, facecolor=series.style.colour)
-    _bar(axes, 0, low, _ideal_of(series), BAR, facecolor="none", edgecolor=MUTED, linewidth=1.0)
+    _bar(axes, 0, low, speed.middle, BAR, facecolor=strategy.style.colour)
+    _bar(axes, 0, low, _ideal_of(strategy), BAR, facecolor="none", edgecolor=MUTED, linewidth=1.0)
     line: Look = {"color": INK, "zorder": 3, "clip_on": False}
     axes.plot([speed.low, speed.high], [middle, middle], linewidth=1.6, **line)
     if math.isfinite(summary.share_of_ceiling) and summary.share_of_ceiling != 1.0:
@@ -173,29 +165,38 @@ def _draw_rate(axes: Axes, series: Series, middle: float) -> str:
     return f"({text})" if summary.is_emulated and text else text
 
 
-def _rate_reach(series: Series) -> float:
-    speed = series.summary.samples_per_second
-    values = (speed.middle, speed.high, _ideal_of(series))
+def _rate_reach(strategy: Strategy) -> float:
+    speed = strategy.summary.samples_per_second
+    values = (speed.middle, speed.high, _ideal_of(strategy))
     return round_up(max(filter(math.isfinite, values), default=0.0) * 1.01)
 
 
-def _rate_legend(series: Sequence[Series]) -> str:
-    has_ideal = any(_ideal_of(each) > 0 for each in series)
-    has_ceiling = any(math.isfinite(each.summary.share_of_ceiling) for each in series)
+def _rate_legend(strategies: Sequence[Strategy]) -> str:
+    has_ideal = any(_ideal_of(each) > 0 for each in strategies)
+    has_ceiling = any(math.isfinite(each.summary.share_of_ceiling) for each in strategies)
     return "  ".join(["outline: ideal"] * has_ideal + ["┃ no-comm"] * has_ceiling)
 
 
-def _ideal_of(series: Series) -> float:
+def _ideal_of(strategy: Strategy) -> float:
     """Return the speed of ``single`` times the number of devices."""
-    return series.summary.ideal if series.summary.num_workers > 1 else math.nan
+    return strategy.summary.ideal if strategy.summary.num_workers > 1 else math.nan
 
+
+RATE = Column(
+    title="Samples per second",
+    draw=_draw_rate,
+    reach=_rate_reach,
+    share=1.0,
+    text_inches=1.68,
+    below=_rate_legend,
+)
 
 # -- time of one step ----------------------------------------------------------------------
 
 
-def _draw_split(axes: Axes, series: Series, middle: float) -> str:
+def _draw_split(axes: Axes, strategy: Strategy, middle: float) -> str:
     """Draw the parts of a step; hidden communication is hatched below the backward pass."""
-    split, low = series.summary.split, middle - BAR / 2
+    split, low = strategy.summary.split, middle - BAR / 2
     parts = {name: 1000 * seconds for name, seconds in split.parts._asdict().items()}
     thickness = BAR * (0.68 if parts["hidden"] > 0 else 1.0)
     left = behind = 0.0
@@ -212,49 +213,55 @@ def _draw_split(axes: Axes, series: Series, middle: float) -> str:
     return text + (f"  {percent(exposed)} exposed" if exposed >= 0.005 else "")
 
 
+SPLIT = Column(
+    title="Time of one step, ms",
+    draw=_draw_split,
+    reach=lambda strategy: round_up(1000 * strategy.summary.split.seconds * 1.01),
+    share=1.35,
+    text_inches=2.12,
+    looks=PART_LOOKS,
+)
+
 # -- ranks ---------------------------------------------------------------------------------
 
 
-def is_uneven(series: Series) -> bool:
+def _is_uneven(strategy: Strategy) -> bool:
     """Return whether a rank was slow or away."""
-    return bool(series.away) or max(slowness(series.ranks).values(), default=0.0) >= SLOW
+    latest = strategy.runs[-1]
+    return bool(absences(latest)) or max(slowness(latest.ranks).values(), default=0.0) >= SLOW
 
 
-def _draw_ranks(axes: Axes, series: Series, middle: float) -> str:
+def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
     """Draw one lane per rank: the slower its own work, the darker; blank while it was gone."""
-    ranks = series.ranks
-    times = slowness(ranks) if len(ranks) > 1 else {}
+    latest = strategy.runs[-1]
+    ranks = [rank.rank for rank in latest.ranks]
+    times = slowness(latest.ranks) if len(ranks) > 1 else {}
     if not times:
         return ""
     height = min(0.86, 0.24 * len(ranks) + 0.3)
-    bottom, end = middle - height / 2, max(rank.seconds for rank in ranks)
+    bottom, end = middle - height / 2, max(rank.seconds for rank in latest.ranks)
     place: Look = {"extent": (0.0, end, bottom, bottom + height), "aspect": "auto"}
-    axes.imshow(_lanes(series, end), interpolation="nearest", zorder=2, **place)
-    lane_of = {rank.rank: index for index, rank in enumerate(ranks)}
-    for mark, _ in series.marks:
-        if mark.rank in lane_of:
-            y = bottom + height * (1 - (lane_of[mark.rank] + 0.5) / len(ranks))
-            look: Look = {"marker": "v", "markersize": 8, "markeredgecolor": "white"}
+    axes.imshow(_lanes(strategy, end), interpolation="nearest", zorder=2, **place)
+    look: Look = {"marker": "v", "markersize": 8, "markeredgecolor": "white", "linestyle": ""}
+    for mark in latest.marks:
+        if mark.rank in ranks:
+            y = bottom + height * (1 - (ranks.index(mark.rank) + 0.5) / len(ranks))
             axes.plot(mark.seconds, y, color=INK, zorder=3, clip_on=False, **look)
-    return _verdict(times, sorted(series.away))
-
-
-def _verdict(times: Mapping[int, float], away: Sequence[int]) -> str:
-    """Return which ranks died, or which is slow."""
-    slowest = max(times, key=lambda rank: times[rank])
-    if away:
+    if away := sorted(absences(latest)):
         return f"rank {away[0]} died" if len(away) == 1 else f"{len(away)} ranks died"
+    slowest = max(times, key=lambda rank: times[rank])
     return f"rank {slowest}: {times[slowest]:.1f}×" if times[slowest] >= SLOW else "even"
 
 
-def _lanes(series: Series, end: float) -> Floats:
+def _lanes(strategy: Strategy, end: float) -> Floats:
     """Return an image, one lane of six pixels per rank, with gaps between."""
-    at = np.linspace(0.0, end, LANE_POINTS)
-    means = [np.nanmedian(rank.track.mean) for rank in series.ranks if len(rank.track)]
+    at, ranks = np.linspace(0.0, end, LANE_POINTS), strategy.runs[-1].ranks
+    away = absences(strategy.runs[-1])
+    means = [np.nanmedian(rank.track.mean) for rank in ranks if len(rank.track)]
     fastest = float(min(means, default=1.0)) or 1.0
-    ink = np.array(to_rgb(series.style.ink))
-    lanes = np.zeros((7 * len(series.ranks), LANE_POINTS, 4))
-    for index, rank in enumerate(series.ranks):
+    ink = np.array(to_rgb(strategy.style.ink))
+    lanes = np.zeros((7 * len(ranks), LANE_POINTS, 4))
+    for index, rank in enumerate(ranks):
         if len(rank.track) == 0:
             continue
         times = np.interp(at, rank.track.seconds, rank.track.mean) / fastest
@@ -262,35 +269,61 @@ def _lanes(series: Series, end: float) -> Floats:
         lane = lanes[7 * index : 7 * index + 6]
         lane[:, :, :3] = (0.88 + 0.12 * ink) * (1 - depth) + ink * depth
         lane[:, :, 3] = at <= rank.seconds
-        for begin, back in series.away.get(rank.rank, ()):
+        for begin, back in away.get(rank.rank, ()):
             lane[:, (begin < at) & (at < back), 3] = 0.0
     return lanes
 
 
+def _ranks_reach(strategy: Strategy) -> float:
+    ranks = strategy.runs[-1].ranks
+    return max(rank.seconds for rank in ranks) if len(ranks) > 1 else 0.0
+
+
+RANKS = Column(
+    title="Own work by rank",
+    draw=_draw_ranks,
+    reach=_ranks_reach,
+    says=lambda strategies: any(map(_is_uneven, strategies)),
+    share=0.9,
+    text_inches=1.12,
+    below=lambda _: "seconds; darker: slower",
+)
+
 # -- staleness and memory ------------------------------------------------------------------
 
 
-def _draw_staleness(axes: Axes, series: Series, middle: float) -> str:
+def _draw_staleness(axes: Axes, strategy: Strategy, middle: float) -> str:
     """Draw the number of updates by their staleness."""
-    counts = series.staleness
+    counts = staleness_counts(strategy.runs)
     if len(counts) == 0:
         return ""
     drawn = counts[: MAX_SHOWN_STALENESS + 1].astype(np.float64)
     drawn[-1] += counts[MAX_SHOWN_STALENESS + 1 :].sum()
     for staleness, top in enumerate(0.84 * drawn / max(drawn.max(), 1.0)):
-        _bar(axes, staleness + 0.08, middle - 0.42, 0.84, top, facecolor=series.style.colour)
-    return f"median {series.summary.staleness_median:g}"
+        _bar(axes, staleness + 0.08, middle - 0.42, 0.84, top, facecolor=strategy.style.colour)
+    return f"median {strategy.summary.staleness_median:g}"
 
 
-def _staleness_reach(series: Series) -> float:
+def _staleness_reach(strategy: Strategy) -> float:
     """Return the right end of the last bar, or a little more."""
-    num = len(series.staleness)
+    num = len(staleness_counts(strategy.runs))
     return float(min(max(num, 4), MAX_SHOWN_STALENESS + 1)) if num else 0.0
 
 
-def _draw_memory(axes: Axes, series: Series, middle: float) -> str:
+STALENESS = Column(
+    title="Staleness",
+    draw=_draw_staleness,
+    reach=_staleness_reach,
+    says=lambda strategies: any(staleness_counts(s.runs)[1:].any() for s in strategies),
+    share=0.62,
+    text_inches=0.84,
+    below=lambda _: "updates by others",
+)
+
+
+def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
     """Draw what the rank that holds most holds; a GPU's peak is an outline around it."""
-    memory, low, left = series.summary.memory, middle - BAR / 2, 0.0
+    memory, low, left = strategy.summary.memory, middle - BAR / 2, 0.0
     for look, num_bytes in zip(MEMORY_LOOKS.values(), memory, strict=False):
         _bar(axes, left, low, num_bytes / MB, BAR, **look)
         left += num_bytes / MB
@@ -298,43 +331,21 @@ def _draw_memory(axes: Axes, series: Series, middle: float) -> str:
     return size(memory.total) if memory.total else ""
 
 
-RATE = RowKind(
-    title="Samples per second",
-    draw=_draw_rate,
-    reach=_rate_reach,
-    share=1.0,
-    text_inches=1.68,
-    below=_rate_legend,
-)
-SPLIT = RowKind(
-    title="Time of one step, ms",
-    draw=_draw_split,
-    reach=lambda series: round_up(1000 * series.summary.split.seconds * 1.01),
-    share=1.35,
-    text_inches=2.12,
-    looks=PART_LOOKS,
-)
-RANKS = RowKind(
-    title="Own work by rank",
-    draw=_draw_ranks,
-    reach=lambda s: max(rank.seconds for rank in s.ranks) if len(s.ranks) > 1 else 0.0,
-    share=0.9,
-    text_inches=1.12,
-    below=lambda _: "seconds; darker: slower",
-    is_of_time=True,
-)
-STALENESS = RowKind(
-    title="Staleness",
-    draw=_draw_staleness,
-    reach=_staleness_reach,
-    share=0.62,
-    text_inches=0.84,
-    below=lambda _: "updates by others",
-)
-MEMORY = RowKind(
+def _memory_differs(strategies: Sequence[Strategy]) -> bool:
+    """Return whether a rank of one strategy holds much more than that of another.
+
+    ``single``, whose batch is whole, and the ceiling are not looked at.
+    """
+    others = [s.summary for s in strategies if s.summary.name.partition(":")[0] not in BESIDE]
+    totals = [each.memory.total for each in others if each.memory.total]
+    return max(totals, default=0) > LEAST_DIFFERENCE * min(totals, default=0)
+
+
+MEMORY = Column(
     title="Memory per rank, MB",
     draw=_draw_memory,
-    reach=lambda series: round_up(series.summary.memory.total / MB * 1.01),
+    reach=lambda strategy: round_up(strategy.summary.memory.total / MB * 1.01),
+    says=_memory_differs,
     share=1.0,
     text_inches=0.92,
     looks=MEMORY_LOOKS,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from ddpnb.reports.formatting import NOTHING, counted, percent, short
+from ddpnb.reports.formatting import NOTHING, counted, percent, short, tick
 from ddpnb.reports.inside.spans import in_units
 from ddpnb.reports.kit import Picture, Sheet, Shown, dress, write
 from ddpnb.reports.style import INK, MUTED, PAPER, style_of
@@ -155,8 +155,6 @@ def _batches(prediction: Prediction) -> str:
 
 def draw(prediction: Prediction) -> "Figure":
     """Return throughput over ranks, both logarithmic; each line has its name at its end."""
-    from ddpnb.reports.figures.axes import tick  # noqa: PLC0415  matplotlib: 0.3 s
-
     rates = [each.samples_per_second for line in prediction.lines.values() for each in line]
     rates += [*prediction.measured.values(), prediction.ideal[-1][1]]
     most, found = max(prediction.question.ranks), prediction.found.measured
@@ -195,7 +193,7 @@ def _xy(points: Sequence[Point]) -> tuple[list[int], list[float]]:
 
 def _name_lines(axes: "Axes", prediction: Prediction) -> None:
     """Write each name beside the end of its line, the ideal's too, and keep them apart."""
-    from ddpnb.reports.figures.layout import spread_out  # noqa: PLC0415  matplotlib: 0.3 s
+    from ddpnb.reports.figures.curves import spread_out  # noqa: PLC0415  matplotlib: 0.3 s
 
     names = tuple(prediction.points)
     ends = [prediction.lines[name][-1] for name in names]

@@ -13,8 +13,9 @@ from ddpnb.history.summary import time_to_target
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, Parts
 from ddpnb.protocol.notation import Target
+from ddpnb.reports.figures.axes import planned_samples, planned_seconds
+from ddpnb.reports.figures.curves import held_out, losses, spread_out, throughputs
 from ddpnb.reports.figures.figure import draw
-from ddpnb.reports.figures.series import series_of
 from ddpnb.reports.formatting import notes, title
 from ddpnb.reports.style import ACROSS, EVERYTHING, PlotOptions
 from tests.unit.history.fake_runs import (
@@ -111,8 +112,7 @@ def test_nothing_yet_one_step_negative_losses_and_none_but_nan_can_be_drawn():
 
 def test_nan_losses_leave_a_gap_and_a_note():
     comparison = compared(fake_run("single", num_steps=40, nan_from=30))
-    (series,) = series_of(comparison)
-    line = series.losses["samples"]
+    line = losses(comparison.runs, "samples")
     assert np.isnan(line.y[30:]).all()
     assert len(line.bad_x) == 10
     assert words(comparison).count(" NaN or ∞ ") == 2
@@ -121,9 +121,7 @@ def test_nan_losses_leave_a_gap_and_a_note():
 def test_a_loop_without_samples_is_drawn_against_time_alone():
     run = Run(run_id="m", name="mine")
     run.add(batch("m", [step(i, i + 1.0, 2.0 / (i + 1), samples=0) for i in range(20)]))
-    (series,) = series_of(compared(run))
-    assert len(series.losses["samples"].x) == 0
-    assert len(series.losses["seconds"].x) == 20
+    assert [len(losses([run.snapshot()], x).x) for x in ("samples", "seconds")] == [0, 20]
     assert draw(compared(run)).axes
 
 
@@ -131,13 +129,12 @@ def test_a_long_training_has_a_curve_of_its_rate_from_its_beginning_and_when_sto
     run = run_of(spec("single"), created=1.0)
     steps = [step(i, (i + 1) * 0.1, samples=32) for i in range(60)]
     run.add(batch(run.run_id, steps, header=header(spec("single"), 1_000_000)))
-    (begun,) = series_of(compared(run))
-    assert begun.throughput.x[0] <= 2.1
+    begun = throughputs([run.snapshot()])
+    assert begun.x[0] <= 2.1
     run.end(Status.STOPPED)
-    (stopped,) = series_of(compared(run))
-    for each in (begun, stopped):
-        assert len(each.throughput.x) > 100
-        np.testing.assert_allclose(each.throughput.y, 320)
+    for each in (begun, throughputs([run.snapshot()])):
+        assert len(each.x) > 100
+        np.testing.assert_allclose(each.y, 320)
 
 
 def test_runs_on_other_machines_and_of_other_cells_are_named():
@@ -166,9 +163,9 @@ def test_repeats_become_a_median_over_at_least_half():
         run.add(batch(run.run_id, steps, header=header(spec("single", repeat), 1)))
         run.end(Status.FINISHED)
         runs.append(run)
-    (series,) = series_of(compared(*runs))
-    np.testing.assert_allclose(series.losses["samples"].y, 2.0)
-    assert series.losses["samples"].x[-1] <= 100
+    line = losses(compared(*runs).runs, "samples")
+    np.testing.assert_allclose(line.y, 2.0)
+    assert line.x[-1] <= 100
 
 
 def slowed(*strategies: str) -> Comparison:
@@ -285,8 +282,7 @@ def test_a_held_out_score_takes_the_place_of_the_loss_at_the_end():
     axes = axes_called("Held-out accuracy by time, s", comparison, options)
     assert axes.get_ylim() == (pytest.approx(0.5), 1.0), "near the lowest accuracy, and up to all"
     assert "- - target 0.75" in [text.get_text() for text in axes.texts]
-    (series,) = series_of(comparison)
-    line = series.held_out["accuracy", "seconds"]
+    line = held_out(comparison.runs, "seconds", "accuracy")
     seconds = np.median([run.seconds for run in comparison.runs])
     assert line.x == pytest.approx(seconds * np.array([0.2, 0.4, 0.6, 0.8, 1.0]))
     assert line.y == pytest.approx([0.6, 0.7, 0.8, 0.9, 0.9611])
@@ -325,3 +321,42 @@ def test_when_an_accuracy_was_reached():
     assert all(map(math.isnan, time_to_target(run, Target(value=0.99, is_accuracy=True))))
     (plain,) = fake_comparison(("ddp",)).runs
     assert all(map(math.isnan, time_to_target(plain, Target(value=0.5, is_accuracy=True))))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gap", "placed"),
+    [
+        ([0.9, 0.1, 0.5], 0.2, [0.9, 0.1, 0.5]),  # far apart: they stay
+        ([0.5, 0.52], 0.1, [0.46, 0.56]),  # around their mean
+        ([0.0, 0.0, 0.0], 0.1, [0.0, 0.1, 0.2]),  # inside
+        ([0.38, 0.31, 0.30, 0.40], 0.1, [0.4, 0.3, 0.2, 0.5]),
+        ([0.5] * 5, 0.5, [0, 0.25, 0.5, 0.75, 1.0]),  # too many: packed evenly
+        ([], 0.1, []),
+    ],
+)
+def test_labels_are_spread_out(wanted: list[float], gap: float, placed: list[float]):
+    assert spread_out(wanted, gap) == pytest.approx(placed)
+
+
+def trained(num_steps: int, status: Status = Status.RUNNING) -> Comparison:
+    """Return a run of 200 steps, each of 0.1 s, so many of which it has made."""
+    run = run_of(spec("single"), created=1.0)
+    rows = [step(i, (i + 1) * 0.1, samples=256) for i in range(num_steps)]
+    run.add(batch(run.run_id, rows, header=header(spec("single"), 200)))
+    if status is not Status.RUNNING:
+        run.end(status)
+    return compared(run)
+
+
+def test_axes_reach_to_the_end_that_is_foreseen_and_stay_while_they_fit():
+    assert planned_samples(trained(20)) == 256 * 200
+    shown = planned_seconds(trained(20))
+    assert 20 <= shown <= 30
+    assert planned_seconds(trained(180), shown) == shown
+    assert planned_seconds(trained(100), 5.0) >= 20
+    assert planned_seconds(trained(100), 100.0) <= 30
+    assert 3 * 256 < planned_samples(trained(3)) <= 4 * 256, "as much as there is to see"
+    assert 0.3 < planned_seconds(trained(3)) <= 0.4
+    stopped, nothing = trained(50, Status.STOPPED), compared()
+    assert (planned_samples(stopped), planned_seconds(stopped, 25.0)) == (50 * 256, 5.0)
+    assert planned_seconds(nothing) == planned_samples(nothing) == 0

@@ -11,7 +11,7 @@ from PIL import Image
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.figures.layout import WIDTH
+from ddpnb.reports.figures.figure import WIDTH
 from ddpnb.reports.result import PAGE_DPI, ComparisonResult
 from tests.unit.history.fake_runs import batch, fake_comparison, step
 from tests.unit.reports.test_tables import EVIL, check_html
@@ -20,22 +20,29 @@ from tests.unit.reports.test_tables import EVIL, check_html
 @pytest.fixture
 def result() -> ComparisonResult:
     comparison = fake_comparison(num_steps=60)
-    return ComparisonResult(replace(comparison, source=f"def model(): ...  # {EVIL}"))
+    cell = {"task": "cell", "source": f"def model(): ...  # {EVIL}"}
+    specs = tuple(replace(spec, **cell) for spec in comparison.specs)
+    return ComparisonResult(replace(comparison, specs=specs))
 
 
 def test_a_result_is_saved_as_page_picture_and_numbers(result: ComparisonResult, tmp_path: Path):
-    page, png, numbers = result.save(tmp_path / "build" / "demo")
-    html = page.read_text()
+    folder = tmp_path / "build" / "demo"
+    for name in ("it.html", "it.png", "it.csv", "it.runs.csv", "it.txt", "it.svg"):
+        assert result.save(folder / name).startswith(f"{folder / name}: ")
+    html = (folder / "it.html").read_text()
     check_html(html.removeprefix("<!doctype html>"))
     assert "data:image/png;base64," in html
     assert "def model(): ...  # &lt;script&gt;" in html
     assert "2.13.0" in html
     assert result.sentence() in html
-    assert Image.open(png).width == pytest.approx(PAGE_DPI * WIDTH, abs=1)
-    rows = list(csv.DictReader(numbers.open()))
+    assert Image.open(folder / "it.png").width == pytest.approx(PAGE_DPI * WIDTH, abs=1)
+    rows = list(csv.DictReader((folder / "it.runs.csv").open()))
     assert [row["strategy"] for row in rows] == ["single", "dp", "ddp", "async"]
-    with pytest.raises(UserError, match="cannot be saved"):
-        result.save(page)
+    assert len((folder / "it.csv").read_text().splitlines()) == 361
+    with pytest.raises(UserError, match="cannot be written"):
+        result.save(folder / "it.html" / "it.png")
+    with pytest.raises(UserError, match=r"one of \.csv, \.html"):
+        result.save(folder / "it.json")
 
 
 def test_a_saved_notebook_holds_sentence_picture_table_and_text(result: ComparisonResult):
@@ -92,7 +99,7 @@ def test_metrics_of_ones_own_are_columns():
 def test_an_empty_comparison_can_be_shown_and_saved(tmp_path: Path):
     result = ComparisonResult(Comparison(comparison_id="c", name="c"))
     assert "Nothing has finished yet." in repr(result)
-    assert all(path.exists() for path in result.save(tmp_path))
+    result.save(tmp_path / "it.html")
     assert len(result.steps()) == 0
 
 

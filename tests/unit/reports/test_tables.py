@@ -16,7 +16,7 @@ from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
-from ddpnb.reports.reading import explained, five_columns, how_to_read
+from ddpnb.reports.reading import five_columns, how_to_read
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.style import PlotOptions
@@ -82,7 +82,7 @@ def test_a_class_sees_five_columns_and_the_others_folded():
         (fake_comparison(), Target(value=0.3), [*SPEEDS, "to loss 0.3", "held-out accuracy"]),
         (fake_comparison(("ddp",)), None, ["strategy", "samples/s", "exposed"]),
     ):
-        whole = explained(results_table(comparison, target))
+        whole = results_table(comparison, target)
         five = five_columns(whole)
         found = [column.title for column in five.columns]
         assert len(found) == 5
