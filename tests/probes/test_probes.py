@@ -34,7 +34,6 @@ LOOKED_AT = {
     "replaces_heartbeats": "ipyparallel.controller.heartmonitor:HeartMonitor.start",
     "shares_globals": "cloudpickle:Pickler.globals_ref",
     "knows_classes": "cloudpickle.cloudpickle:_class_setstate",
-    "lists_options": "argparse:ArgumentParser._actions",
 }
 """For each probe, by its name: a part that it looks at."""
 
