@@ -14,7 +14,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.recovery import RankRecovery
 from ddpnb.cluster.supervision import Watch
-from ddpnb.cluster.wording import sentence
+from ddpnb.cluster.wording import sentence, them
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol import calls
@@ -206,7 +206,7 @@ class Training:
             return False
         for rank in dead:
             self._send_functions(rank)
-        how += "; in its place is a new process now, without variables"
+        how += f"; a new process stands for {them(dead)} now, without variables"
         print(sentence(f"{spoken_ranks(dead)} {how}"), file=sys.stderr)
         return True
 
@@ -237,8 +237,8 @@ class Training:
         if recovery.restarted and isinstance(report, RunReport):
             print(
                 f"{recovery.spec.strategy}: {spoken_ranks(recovery.restarted)} died, which lost "
-                f"{report.num_lost_samples} samples; in its place is a new process now, without "
-                "variables.",
+                f"{report.num_lost_samples} samples; a new process stands for "
+                f"{them(recovery.restarted)} now, without variables.",
                 file=sys.stderr,
             )
 

@@ -226,7 +226,7 @@ def test_the_strategies_after_one_that_a_death_ended_are_trained(cluster, tmp_pa
         prepare(cluster, store, spec).run()
     shown = capsys.readouterr().err
     assert "ddp failed and is left out; still to be trained: no-comm, single." in shown
-    assert "Rank 1 died, which ended the training; in its place is a new process" in shown
+    assert "Rank 1 died, which ended the training; a new process stands for it now" in shown
     assert pull(cluster, "1 + rank") == [1, 2]
     found = [(run.name, str(run.status)) for run in store.load("cell-1").runs]
     others = [("single", "finished"), ("no-comm", "finished")]
