@@ -15,8 +15,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 from ddpnb.history.curve import Curve, smoothed, throughput, window_for
-from ddpnb.history.rows import Floats
 from ddpnb.history.model import RunSnapshot
+from ddpnb.history.rows import Floats
 from ddpnb.history.summary import evaluations
 from ddpnb.reports.figures.axes import (
     Look,
