@@ -17,7 +17,12 @@ from tests.browser.lab import SCREENSHOTS, wait_for_kernel
 LESSON = Path(__file__).parents[2] / "notebooks" / "01_first_comparison.ipynb"
 RACE = 4
 """The number of the cell that compares, among code cells, from 1."""
-FEWER = {"--epochs 42": "--epochs 12", "--epochs 8": "--epochs 2", "--epochs 20": "--epochs 5"}
+FEWER = {
+    "--epochs 42": "--epochs 6",
+    "--epochs 20": "--epochs 3",
+    "--epochs 6 --batch-size 256 --link": "--epochs 2 --batch-size 256 --link",
+    "--repeats 3": "--repeats 2",
+}
 """In place of the lesson's: here nobody compares speeds."""
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
