@@ -50,8 +50,7 @@ class Monitor:
         if not self._hangs.check(statuses, len(running), now):
             return None
         idle = tuple(rank for rank in self._cluster.ranks if rank not in call.ranks)
-        links = self._cluster.processes.unreachable()
-        return Hang(waiting=statuses, finished=finished, idle=idle, links=links)
+        return Hang(waiting=statuses, finished=finished, idle=idle)
 
     def notices(self, running: Collection[int], now: float) -> Iterator[str]:
         """Say, once, which ranks are stopped, and which have not answered for long."""
