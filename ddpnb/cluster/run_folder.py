@@ -13,21 +13,16 @@ from pathlib import Path
 
 from ddpnb.protocol.processes import (
     KERNEL_LOCK,
+    RUN_FOLDER,
     SERVER_LOCK,
     holder_of,
+    parent_folder,
 )
-
-PREFIX = "ddpnb-"
-
-
-def parent_folder() -> Path:
-    """Return the folder that holds the run folders."""
-    return Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
 
 
 def private_folder() -> Path:
     """Make a folder for a cluster, closed to other users (mode 0700)."""
-    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent_folder()))
+    return Path(tempfile.mkdtemp(prefix=RUN_FOLDER, dir=parent_folder()))
 
 
 def is_needed(folder: Path) -> bool:
@@ -39,7 +34,7 @@ def is_needed(folder: Path) -> bool:
 def own_folders() -> list[Path]:
     """Return this user's run folders."""
     found = []
-    for folder in parent_folder().glob(f"{PREFIX}*"):
+    for folder in parent_folder().glob(f"{RUN_FOLDER}*"):
         with contextlib.suppress(OSError):  # removed meanwhile
             if folder.lstat().st_uid == os.getuid():
                 found.append(folder)

@@ -32,7 +32,7 @@ from ddpnb.cluster.processes import (
 )
 from ddpnb.hosts.launchers import LaunchedHosts
 from ddpnb.hosts.network import free_ports
-from ddpnb.hosts.reasons import unfit
+from ddpnb.hosts.reasons import silent, unfit
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.hosts.ssh import SshHosts
 from ddpnb.hosts.starter import RemoteHost, Starter
@@ -189,10 +189,7 @@ class HostProcesses(Processes):
         try:
             return answer.result(seconds)
         except TimeoutError:
-            raise UserError(
-                f"Host {host.name} has not answered within {seconds:g} s: it is too slow, or its "
-                "connection was lost."
-            ) from None
+            raise UserError(silent(host.name, seconds)) from None
         except RuntimeError as error:
             if host.link.is_over.is_set():
                 raise UserError(self._starter.explain(host)) from None

@@ -64,6 +64,14 @@ def explain(host: str, text: str, code: int | None = None) -> str:
     return f"Host {host} could not be used: {last}"
 
 
+def silent(host: str, seconds: float) -> str:
+    """Return the sentence on a host that does not answer."""
+    return (
+        f"Host {host} has not answered within {seconds:g} s: it is too slow, or its connection "
+        "was lost."
+    )
+
+
 def unfit(name: str, report: Mapping[str, Any], home: Path, interface: str) -> str:
     """Return the sentence on why a host cannot be used; empty if it can."""
     for package, here in (

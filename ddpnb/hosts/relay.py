@@ -29,7 +29,7 @@ import zmq
 
 from ddpnb.hosts.network import address_of_ssh, interfaces
 from ddpnb.hosts.wire import LOST_MS, Word, keep_alive
-from ddpnb.protocol.processes import limit_waits
+from ddpnb.protocol.processes import RUN_FOLDER, limit_waits, parent_folder
 
 SHARED_SECONDS = 10.0
 """How long a file of another host may take to appear on a disk that both share."""
@@ -53,8 +53,7 @@ class Relay:
         """Connect; see ``Router.place`` for what ``place`` has."""
         self._token = place["token"]
         self._name = place["name"] or secrets.token_hex(8)
-        parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-        self._folder = Path(parent) / f"ddpnb-{self._name}"
+        self._folder = parent_folder() / f"{RUN_FOLDER}{self._name}"
         self._forwarded = place["forwarded"]
         self._is_welcome = False
         self._deadline = time.monotonic() + LOST_MS / 1000

@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from ddpnb.hosts.reasons import silent
 from ddpnb.hosts.wire import Word, keep_alive
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import limit_waits
@@ -102,10 +103,7 @@ class Router:
         while name not in self.relays:
             look()
             if time.monotonic() > deadline:
-                raise UserError(
-                    f"Host {host} has not answered within {COME_SECONDS:g} s: it is too slow, or "
-                    "its connection was lost."
-                )
+                raise UserError(silent(host, COME_SECONDS))
             time.sleep(0.005)
 
     def stop(self) -> None:

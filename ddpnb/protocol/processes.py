@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 from collections.abc import Iterable
 from enum import StrEnum
 from multiprocessing.connection import Connection
@@ -18,6 +19,7 @@ from typing import TextIO
 
 import psutil
 
+from ddpnb.protocol.connections import as_socket
 from ddpnb.protocol.errors import UserError
 
 ProcessId = tuple[int, float]
@@ -138,8 +140,7 @@ def limit_waits(
     Returns:
         The pipe's socket, which can be shut down while a thread reads.
     """
-    end = socket.socket(fileno=os.dup(pipe.fileno()))
-    end.setblocking(True)  # a default timeout of the user's would have changed that, for all
+    end = as_socket(pipe.fileno())
     for option, seconds in (
         (socket.SO_SNDTIMEO, write_seconds),
         (socket.SO_RCVTIMEO, read_seconds or 0.0),
@@ -153,6 +154,15 @@ def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends (prctl(2))."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+RUN_FOLDER = "ddpnb-"
+"""Names of run folders begin so."""
+
+
+def parent_folder() -> Path:
+    """Return the folder that holds this host's run folders: in memory where possible."""
+    return Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
 
 
 KERNEL_LOCK = "kernel.lock"
