@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Call, Timeouts
-from ddpnb.cluster.link import Exit, Member, Service, describe_exit, spoken
+from ddpnb.cluster.link import Exit, Member, Service, spoken
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings, torchrun_environment
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, log_tail
 from ddpnb.cluster.run_folder import private_folder
@@ -175,7 +175,7 @@ class Cluster:
         """Why the cluster as a whole is unusable, if it is."""
         for name in (Service.FORK_SERVER, Service.CONTROLLER):
             if (exit_ := self.exits.get(name)) is not None:
-                return f"the {name} {describe_exit(exit_)}"
+                return f"the {name} {exit_}"
         return None
 
     @property
@@ -222,7 +222,7 @@ class Cluster:
             raise UserError(f"The cluster is gone: {lost}. Start anew with %ddp_restart.")
         for rank in ranks:
             if (exit_ := self.exits.get(rank)) is not None:
-                raise UserError(f"Rank {rank} {describe_exit(exit_)}: {remedy(self.dead)}.")
+                raise UserError(f"Rank {rank} {exit_}: {remedy(self.dead)}.")
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Send ranks SIGINT, which raises ``KeyboardInterrupt`` in a running cell."""
@@ -387,7 +387,7 @@ class Cluster:
             return
         lost = [exit_.member] if isinstance(exit_.member, int) else list(self.ranks)
         for rank in lost:
-            client.lose(rank, describe_exit(exit_))
+            client.lose(rank, str(exit_))
 
     def raise_if_dead(self) -> None:
         """Raise a RuntimeError, with the end of the log, if a process ended while starting."""
@@ -397,8 +397,7 @@ class Cluster:
             raise RuntimeError(f"The ranks could not be prepared: {cause}")
         for exit_ in exits:
             raise RuntimeError(
-                f"{spoken(exit_.member)} {describe_exit(exit_)} while starting.\n"
-                f"{self.log_tail(exit_.member)}"
+                f"{spoken(exit_.member)} {exit_} while starting.\n{self.log_tail(exit_.member)}"
             )
 
     def _start_ranks(self, progress: Callable[[str], None]) -> None:

@@ -49,6 +49,17 @@ class Exit:
     log: str = ""
     """The end of its log, where the kernel cannot read that."""
 
+    def __str__(self) -> str:
+        """Say how it ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
+        if self.code is None:
+            return self.cause or "has ended"
+        if self.code >= 0:
+            return f"ended with exit code {self.code}"
+        try:
+            return f"was killed by {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"was killed by signal {-self.code}"
+
 
 class ForkServerLink:
     """One fork server, as the kernel reaches it over a pipe; a thread reads what comes back."""
@@ -170,18 +181,6 @@ class ForkServerLink:
 def member_of(name: str) -> Member:
     """Return the process that the fork server reports under ``name``."""
     return int(name) if name.isdigit() else Service(name)
-
-
-def describe_exit(exit_: Exit) -> str:
-    """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
-    if exit_.code is None:
-        return exit_.cause or "has ended"
-    if exit_.code >= 0:
-        return f"ended with exit code {exit_.code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_.code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_.code}"
 
 
 def spoken(member: Member) -> str:

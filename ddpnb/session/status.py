@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import describe
-from ddpnb.cluster.link import describe_exit
 from ddpnb.cluster.monitor import describe_silent, describe_stopped, stopped_ranks
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
 from ddpnb.cluster.wording import remedy, say
@@ -30,7 +29,7 @@ def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] =
     rows = []
     for state in cluster.states:
         exit_ = cluster.exits.get(state.rank)
-        doing = describe_exit(exit_) if exit_ else "busy" if state.rank in busy else "idle"
+        doing = str(exit_) if exit_ else "busy" if state.rank in busy else "idle"
         doing = "stopped" if state.rank in stopped else doing
         doing = doing if state.rank in cluster.living or exit_ else "gone"
         rows.append(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service, describe_exit
+from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.launcher import forkserver
 from ddpnb.launcher.forkserver import Forkserver
@@ -97,7 +97,7 @@ def test_a_rank_that_the_system_does_not_start_ends_alone(monkeypatch, served):
     link.start_rank(3, {}, {})
     link.request(KernelRequest.LIST_CONNECTIONS).result(10)
     assert [each.member for each in exits] == [3]
-    assert "could not be started" in describe_exit(exits[0])
+    assert "could not be started" in str(exits[0])
 
 
 def test_a_rank_that_does_not_read_keeps_no_signal_from_it(served, monkeypatch):
