@@ -147,6 +147,10 @@ def _panels(
         )
         for x in across
     ]
+    is_all = options.panels == "all"
+    marks_loss = target is not None and not target.is_accuracy
+    if not is_all and (is_live or options.y or marks_loss):
+        return [loss_panels]
     scores = [
         CurvePanel(
             title=f"Held-out {y} by {X_WORDS[x]}",
@@ -162,10 +166,8 @@ def _panels(
         for lines in [[(each, held_out(each.runs, x, y)) for each in begun]]
     ]
     scores = [panel for panel in scores if panel.lines]
-    if options.panels != "all":
-        marks_loss = target is not None and not target.is_accuracy
-        is_shown = scores and not is_live and not (options.y or marks_loss)
-        return [[loss_panels[0], scores[len(across) - 1]] if is_shown else loss_panels]
+    if not is_all:
+        return [[loss_panels[0], scores[len(across) - 1]] if scores else loss_panels]
     rate = CurvePanel(
         title="Samples per second by time, s",
         lines=[(each, throughputs(each.runs)) for each in begun],
