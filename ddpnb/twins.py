@@ -14,7 +14,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 CHOICES = "    **choices: as listed."
-"""The line of a docstring in whose place the options are described."""
+"""The line of a docstring that the descriptions of the options replace."""
 
 
 def twin(

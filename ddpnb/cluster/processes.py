@@ -101,7 +101,7 @@ class ForkServer:
         self._on_exit(Exit(member=Service.FORK_SERVER, code=self._server.wait()))
 
     def _kill_group(self) -> None:
-        """Kill the server, whose number is its own until it is waited for, and what it started."""
+        """Kill the server and what it started; its number is no other process's before ``wait``."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -85,7 +85,7 @@ class Router:
         }
 
     def start_agent(self, name: str) -> None:
-        """Have a relay, whose agent has ended, start one again; it gets another ``Relay``."""
+        """Have a relay start its agent again, once that has ended; it gets another ``Relay``."""
         self._control.send_bytes(self.relays.pop(name).identity)
 
     def wait_for(self, name: str, host: str, look: Callable[[], None] = lambda: None) -> None:

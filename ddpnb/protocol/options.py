@@ -214,7 +214,7 @@ def as_kind(name: str, value: object, kind: type) -> Any:
     """Return a value as an object of a built-in type, which can be stored and sent anywhere.
 
     Accepts numpy's numbers, and a whole number for a float.  ``name`` is what the user calls it;
-    ``kind`` is ``bool``, ``int``, ``float``, ``str``, or a class whose values stay as they are.
+    ``kind`` is ``bool``, ``int``, ``float``, ``str``, or a class, of which values stay as they are.
 
     Raises:
         UserError: it is of another kind.

@@ -72,7 +72,7 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
 
 
 def _is_redundant(name: str, cells: Sequence[Cell], summaries: Sequence[StrategySummary]) -> bool:
-    """Return whether a column tells nothing that others or the title do not."""
+    """Return whether a column says nothing that others or the title do not."""
     match name:
         case "held-out loss" if any(math.isfinite(s.held_out_accuracy.middle) for s in summaries):
             return True  # still in to_frame()

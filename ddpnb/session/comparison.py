@@ -128,7 +128,7 @@ def _check_each(
 
 
 def _check_sizes(found: Mapping[int, Checked]) -> None:
-    """Refuse a training split whose size differs between ranks."""
+    """Refuse a training split of different sizes on the ranks."""
     by_size: dict[int, list[int]] = {}
     for rank, checked in sorted(found.items()):
         by_size.setdefault(checked.num_samples, []).append(rank)

@@ -136,20 +136,20 @@ def summarize(failures: Sequence[Failure]) -> str:
     first = failures[0]
     same = _identical_to(first, failures)
     if first.is_death:
-        return _told_of_dead(same)
+        return _deaths(same)
     if len(same) > 1:
         return f"{spoken_ranks([f.rank for f in same])} failed: {first.name}: {first.text}"
     others = "" if len(failures) == 1 else " first"
     return f"rank {first.rank} failed{others}: {first.name}: {first.text}"
 
 
-def _told_of_dead(dead: Sequence[Failure]) -> str:
+def _deaths(dead: Sequence[Failure]) -> str:
     """Say how each rank died, those that died alike together, and what brings them all back."""
     ranks_of: dict[str, list[int]] = {}
     for failure in dead:
         ranks_of.setdefault(failure.text, []).append(failure.rank)
-    told = [say(sorted(ranks), text) for text, ranks in ranks_of.items()]
-    return "; ".join([*told, remedy([failure.rank for failure in dead])])
+    said = [say(sorted(ranks), text) for text, ranks in ranks_of.items()]
+    return "; ".join([*said, remedy([failure.rank for failure in dead])])
 
 
 def render_failures(failures: Sequence[Failure]) -> list[str]:
@@ -194,13 +194,13 @@ def _consequence_lines(failures: Sequence[Failure]) -> list[str]:
 
 
 def _identical_to(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
-    """Return the failures that are told as one with this one, itself included."""
+    """Return the failures that are shown as one with this one, itself included."""
     wanted = _identity(failure)
     return [other for other in failures if _identity(other) == wanted]
 
 
 def _identity(failure: Failure) -> tuple[str, str, str]:
-    """Return what two failures share if they are told as one.
+    """Return what two failures share if they are shown as one.
 
     Those that read the same are; so are mismatched calls, and deaths.
     """
