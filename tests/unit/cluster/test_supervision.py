@@ -15,7 +15,7 @@ from tests.cluster.rig import EIGHTH
 
 
 class FakeCluster:
-    """Two ranks that wait at the places a test gives them, and obey commands if the test says so."""
+    """Two ranks that wait at the places a test gives them; they obey if the test says so."""
 
     def __init__(self, timeouts: Timeouts, *, obeys: Callable[[str], bool]) -> None:
         self.timeouts, self.obeys, self.processes = timeouts, obeys, self
