@@ -21,6 +21,7 @@ from IPython.core.magic import Magics
 from IPython.core.magic_arguments import ArgDecorator
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
+from ddpnb.course.exercises import HINTS
 from ddpnb.hosts.launchers import profiles
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError, closest
@@ -248,6 +249,8 @@ def names(magic: str, namespace: Mapping[str, object], prefix: str) -> Offered:
             return "strategy", STRATEGIES
         case "ddp_show":
             return "collective", (*SHOWN, TRACE)
+        case "ddp_exercise":
+            return "exercise", HINTS
         case "ddp_auto":
             return "value", ("on", "off")
         case "ddp_push":

@@ -16,6 +16,7 @@ from IPython.display import display
 
 from ddpnb import api
 from ddpnb.cluster.run_folder import remove_leftovers
+from ddpnb.course.checking import check_exercise
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.magics.arguments import (
     arguments,
@@ -156,6 +157,11 @@ class DdpMagics(Magics):
         if not line.strip():
             raise UserError("Name the ranks: %%rank 0, or %%rank 0,2-3.")
         api.run_cell(with_magic_line(f"%%rank {line}", cell), ranks=line.strip())
+
+    @line_magic
+    def ddp_exercise(self, line: str) -> None:
+        """Check an exercise of the lessons, and give a hint: ``%ddp_exercise 3.2``."""
+        print(check_exercise(line.strip(), self.shell.user_ns))
 
     @magic_arguments()
     @argument("rank", type=int, help="one rank; the others keep their variables")

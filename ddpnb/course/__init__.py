@@ -1,0 +1,1 @@
+"""The exercises of the lessons, and how ``%ddp_exercise`` checks them."""
