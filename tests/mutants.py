@@ -90,8 +90,8 @@ tests/unit/rank/test_validation.py -k users_variables
 
 a loss that is a sum over the samples is let through
 rank/training/model_checks.py
-- loss_of(torch.cat([indices, indices]), seed)
-+ loss_of(indices, seed)
+- loss_of(torch.cat([indices, indices]))
++ loss_of(indices)
 tests/unit/rank/test_validation.py -k 'each_mistake and sum'
 
 a last batch that is smaller weighs as much in a score

@@ -68,8 +68,6 @@ class RunSpec(TrainingSpec):
     """The folder for the trained weights of each run; empty: they are not saved."""
     notes: tuple[str, ...] = ()
     """What the check has found, to stand beside the results."""
-    skips_loss: bool = False
-    """Whether the trained model's loss is not judged; see ``Checked``."""
     num_points: int = NUM_EVALUATIONS
     """Points of the held-out curve where the user asks for no other number."""
 
@@ -229,10 +227,6 @@ class Checked:
     """What judging one held-out sample takes rank 0; 0: not known."""
     seconds_per_trained: float = 0.0
     """What a forward and backward pass takes a worker for each sample; 0: not known."""
-    skips_loss: bool = False
-    """Whether the loss is not judged: its step calls collectives, and rank 0 evaluates alone."""
-    refusal: str = ""
-    """Why this strategy cannot make such steps; empty: it can."""
 
 
 NO_STALENESS = -1

@@ -10,7 +10,6 @@ import torch
 
 from ddpnb.protocol.devices import MODELS
 from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.messages import NO_PARTS
 from ddpnb.rank.tasks import digits
 from tests.cells import CELL, STEP, WITH_DROPOUT
 from tests.rank import runs
@@ -184,14 +183,6 @@ def test_every_size_of_batch_is_compiled_before_the_clock_starts(fresh_ranks, st
     spec = spec_of(strategy, source=source, batch_size=33)
     for result in fresh_ranks(2).call(train_job, spec):
         assert marks_of(result) == []
-        assert result[0].seconds < COMPILING_SECONDS
-
-
-def test_a_step_in_which_something_is_compiled_counts_no_time(fresh_ranks):
-    spec = spec_of("ddp", source=AROUND_STEP, num_warmup_steps=0)
-    for result in fresh_ranks(2).call(train_job, spec):
-        uncounted = [step for step in steps_of(result) if step.parts == NO_PARTS]
-        assert len(uncounted) == len(marks_of(result)) >= 1
         assert result[0].seconds < COMPILING_SECONDS
 
 

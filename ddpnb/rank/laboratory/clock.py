@@ -116,7 +116,7 @@ class VirtualClock(Timer):
         """Add the time between."""
         self._spent["hidden"] = self._spent.get("hidden", 0.0) + ended - begun
 
-    def timing(self, report: StepReport, *, counts: bool = True) -> list[StepEvent]:
+    def timing(self, report: StepReport) -> list[StepEvent]:
         """Record that a step was made, and return it."""
         self.compute_unplanned()
         self.computed()

@@ -39,7 +39,7 @@ from ddpnb.rank.training.context import UNNAMED, build_context
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.judging import judged
-from ddpnb.rank.training.rehearsal import num_compiled, rehearse, release_memory
+from ddpnb.rank.training.rehearsal import rehearse, release_memory
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.stop import Stop
@@ -187,7 +187,6 @@ def _train(
     is_short, is_emulated = context.spec.is_ceiling, context.spec.is_emulated
     most_seconds = CEILING_SECONDS if is_short and not is_emulated else math.inf
     most_steps = CEILING_STEPS if is_short and is_emulated else math.inf
-    compiled = num_compiled()
     metrics.start()
     fault_injector.begin()
     for step, (shard, tree) in enumerate(source):
@@ -209,10 +208,7 @@ def _train(
         report = StepReport(
             loss, batch.num_samples, traffic, worker.staleness, numbers, worker.version
         )
-        before, compiled = compiled, num_compiled()
-        metrics.add(clock.timing(report, counts=compiled == before))
-        if compiled != before:
-            metrics.mark(f"compiled anew in step {step + 1}, whose time is not counted")
+        metrics.add(clock.timing(report))
         metrics.note_shard(shard)
         snapshots.after(shard)
         # a ceiling has no other ranks to end with
