@@ -52,11 +52,11 @@ rank/servers/queue.py
 + self.lost_shards.extend(worker.shards * 2)
 tests/unit/rank/test_servers.py -k lost_once
 
-an aborted group leaves a rank waiting in shared memory
-rank/servers/shared_sum.py
-- cancellation.held(self._shut_down)
-+ cancellation.held(lambda: None)
-tests/faults/test_strategies.py -k 'frees_whoever_waits and ddp-shm'
+a sum in shared memory leaves out one of four ranks
+rank/collectives/sums.py
+- for rank in around[1:]:
++ for rank in around[1:3]:
+tests/rank/test_shared_sum.py
 
 calls with tensors of other types count as the same
 rank/collectives/mismatch.py

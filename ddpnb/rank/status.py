@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankStatus
+from ddpnb.rank.collectives import sums
 from ddpnb.rank.group import Group
-from ddpnb.rank.servers import shared_sum
 from ddpnb.rank.stack import BACKWARD, is_users, outward
 from ddpnb.rank.training import loop
 
@@ -43,7 +43,7 @@ POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 def rank_status(group: Group, shell: Any) -> RankStatus:
     """Return what this rank is doing; ``shell`` is None while the engine starts."""
     frames = main_thread_frames()
-    in_shared_sum = in_file(frames, shared_sum.__file__)
+    in_shared_sum = in_file(frames, sums.__file__)
     call, peer = distributed_call(frames)
     pending = None
     if not in_shared_sum and (call or sleeps_on_lock()):
