@@ -11,14 +11,14 @@ backward pass, which waits until each bucket is summed.
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", PVLDB 13(12), 2020; the sum is in ``collectives/sums.py``.
 
-Messages per step: for each bucket one barrier, and a sign in shared memory that a part is summed;
+Messages per step: for each MB of gradients one barrier, and a sign in shared memory that a part is summed;
 with buffers (BatchNorm's statistics) also one broadcast.
 Bytes sent per step and rank: S, those of all gradients, written once for the others to read; 0 by
 a single rank.  Received: 2 (N - 1) / N * S, read of what others wrote.
 """
 
 from functools import partial
-from typing import final
+from typing import Final, final
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from torch.distributed import GradBucket
 from ddpnb.rank.collectives.sums import SharedSums
 from ddpnb.rank.strategies.ddp import DdpStrategy
 from ddpnb.rank.worker import Worker
+
+CHUNK_BYTES: Final = 1 << 20
+"""Of a tensor that is summed at once: small enough for the processor's cache."""
 
 
 @final
@@ -52,7 +55,8 @@ class DdpShm(DdpStrategy):
         if self.sums is None or num_ranks == 1:
             return
         with meter.communicating():
-            self.sums.add(dist.group.WORLD, flat)
+            for piece in flat.split(CHUNK_BYTES // flat.element_size()):
+                self.sums.add(dist.group.WORLD, piece)
         meter.count(sent=flat.nbytes, received=2 * (num_ranks - 1) * flat.nbytes // num_ranks)
 
     def close(self) -> None:
