@@ -9,8 +9,6 @@ begins sum t has seen all ranks begin sum t - 1, and so end sum t - 2, the last 
 """
 
 import math
-import mmap
-import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ddpnb.compat import torch_internals
-from ddpnb.rank.collectives.board import Board
+from ddpnb.rank.collectives.board import Board, mapped_file
 
 _SEGMENT_BYTES: Final = 1 << 20
 
@@ -103,12 +101,7 @@ class SharedSums:
         size = 1 << (num_bytes - 1).bit_length()
         name = f"{self._path}.{group.group_name}.{size}.{number % 2}.sum"
         if name not in self._slots:
-            descriptor = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, group.size() * size)  # else SIGBUS on a full disk
-                mapped = mmap.mmap(descriptor, group.size() * size)
-            finally:
-                os.close(descriptor)
+            mapped = mapped_file(Path(name), group.size() * size)
             self._slots[name] = torch.frombuffer(mapped, dtype=torch.uint8).view(-1, size)
         return self._slots[name]
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.costs import Messages, in_turn, num_parts
-from ddpnb.protocol.devices import Devices
 from ddpnb.protocol.notation import LinkSpec
 from ddpnb.rank.collectives.account import traffic_of
 from ddpnb.rank.collectives.board import Board
 from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.sums import SharedSums
 from ddpnb.rank.collectives.table import Call
+from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.meter import Meter
 
@@ -63,32 +63,27 @@ class Exchanges(Listener):
     """Advances a rank's clock by what its exchanges cost.
 
     Args:
+        laboratory: the devices, and what lies between them.
         clock: of this rank's device.
         meter: counts the bytes.
-        devices: what lies between them.
         path: prefix of the files in the run folder that the ranks share.
-        num_bytes: of the gradients of the model that is trained.
-        wrapper_seconds: what DDP itself adds to a step.
         check: raises where this rank should no longer wait.
     """
 
     def __init__(
         self,
+        laboratory: Laboratory,
         clock: VirtualClock,
         meter: Meter,
-        devices: Devices,
         path: Path,
-        *,
-        num_bytes: int = 1,
-        wrapper_seconds: float = 0.0,
         check: Callable[[], None],
     ) -> None:
         self._clock = clock
         self._meter = meter
-        self._devices = devices
+        self._devices = laboratory.devices
         self._path = path
-        self._num_bytes = max(num_bytes, 1)
-        self._wrapper_seconds = wrapper_seconds
+        self._wrapper_seconds = laboratory.times.wrapper_seconds / max(laboratory.num_bytes, 1)
+        """What DDP itself adds to a step, for each byte of the gradients."""
         self._check = check
         clock.settle = self._settle_cpp
         self._boards: dict[str, Board] = {}
@@ -119,7 +114,7 @@ class Exchanges(Listener):
         size = call.num_bytes * scale
         is_of_ddp = call.is_in_cpp and not call.is_blocking
         if is_of_ddp:
-            self._clock.spend(self._wrapper_seconds * call.num_bytes / self._num_bytes)
+            self._clock.spend(self._wrapper_seconds * call.num_bytes)
         ready = self._clock.issue(size, is_needed=is_needed)
         board = self._board(group.group_name, group.size())
         number = self._next(group.group_name, -1)

@@ -11,8 +11,8 @@ backward pass, which waits until each bucket is summed.
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", PVLDB 13(12), 2020; the sum is in ``collectives/sums.py``.
 
-Messages per step: for each MB of gradients one barrier, and a sign in shared memory that a part is summed;
-with buffers (BatchNorm's statistics) also one broadcast.
+Messages per step: for each MB of gradients one barrier, and a sign in shared memory that a part
+is summed; with buffers (BatchNorm's statistics) also one broadcast.
 Bytes sent per step and rank: S, those of all gradients, written once for the others to read; 0 by
 a single rank.  Received: 2 (N - 1) / N * S, read of what others wrote.
 """

@@ -30,6 +30,7 @@ from ddpnb.rank.cancellation import CancellationToken, RunCancelledError
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.laboratory.clock import VirtualClock
+from ddpnb.rank.laboratory.exchanges import Exchanges
 from ddpnb.rank.meter import StepReport
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
@@ -170,7 +171,7 @@ def _heard_by(metrics: RunMetrics, worker: Worker) -> AbstractContextManager[Lis
     if laboratory is None or not isinstance(clock, VirtualClock):
         return contextlib.nullcontext(Account(worker.meter))
     path, check = worker.folder / worker.name, worker.cancellation.check
-    return closing(laboratory.exchanges(clock, worker.meter, path, check))
+    return closing(Exchanges(laboratory, clock, worker.meter, path, check))
 
 
 def _train(

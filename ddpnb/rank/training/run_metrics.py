@@ -44,8 +44,9 @@ class RunMetrics:
     shards: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        laboratory, workers = self.context.laboratory, self.context.workers
-        self.clock = laboratory.clock(workers) if laboratory else Clock(self.context.device)
+        context = self.context
+        laboratory, workers = context.laboratory, context.workers
+        self.clock = VirtualClock(laboratory, workers) if laboratory else Clock(context.device)
 
     def note_shard(self, shard: Shard) -> None:
         """Note the first shards that this worker has trained on, if they were handed out to it."""
