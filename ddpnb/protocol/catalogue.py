@@ -275,10 +275,6 @@ TASKS: Mapping[str, Entry] = {
         about="scikit-learn's 1797 handwritten digits, 8x8 pixels: real data",
         import_path="ddpnb.rank.tasks.digits:build",
     ),
-    "cifar10": Entry(
-        about="ResNet-18 on data/cifar-10-batches-bin; on synthetic images without it",
-        import_path="ddpnb.rank.tasks.cifar10:build",
-    ),
     "text": Entry(
         about="a small transformer learns Python's own sources, by character: real data",
         import_path="ddpnb.rank.tasks.text:build",
