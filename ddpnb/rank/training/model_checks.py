@@ -184,29 +184,23 @@ def check_strategy(strategy: str, worker: Worker) -> None:
     choice = parse_strategy(strategy)
     if worker.device.type != "cpu":
         _check_device(choice)
-    name, options = choice.name, choice.options
-    if name == "zero" and not lists_step_hooks.works:
+    if choice.name == "zero" and not lists_step_hooks.works:
         raise UserError(f"{lists_step_hooks.sentence}.")
-    layers = [list(layer.parameters()) for layer in layers_of(worker.model)]
-    in_layers = {parameter for layer in layers for parameter in layer}
-    for parameter_name, parameter in worker.model.named_parameters():
-        gradient, named = parameter.grad, f"The parameter {parameter_name}"
-        is_missed = parameter.requires_grad and gradient is None
-        if is_missed and _wraps_model(strategy) and not options.get("find_unused_parameters"):
+    finds_unused = choice.options.get("find_unused_parameters")
+    in_layers = {each for layer in layers_of(worker.model) for each in layer.parameters()}
+    for name, parameter in worker.model.named_parameters():
+        if not parameter.requires_grad or parameter.grad is not None:
+            continue
+        if _wraps_model(strategy) and not finds_unused:
             raise UserError(
-                f"{named} has no part in the loss, and DistributedDataParallel would wait for its "
-                "gradient; use it, set its requires_grad=False, or compare "
+                f"The parameter {name} has no part in the loss, and DistributedDataParallel would "
+                "wait for its gradient; use it, set its requires_grad=False, or compare "
                 "ddp:find_unused_parameters=on."
             )
-        if is_missed and name == "fsdp" and parameter in in_layers:
+        if choice.name == "fsdp" and parameter in in_layers:
             raise UserError(
-                f"{named} had no part in a step. fsdp gathers a layer when it is called, so all "
-                "ranks must call the same ones: use every layer, or leave fsdp out."
-            )
-        if gradient is not None and gradient.is_sparse and STRATEGIES[name].is_dense:
-            raise UserError(
-                f"The gradient of {parameter_name} is sparse, and {name} exchanges dense ones: "
-                f"make the layer with sparse=False, or leave {name} out of the comparison."
+                f"The parameter {name} had no part in a step. fsdp gathers a layer when it is "
+                "called, so all ranks must call the same ones: use every layer, or leave fsdp out."
             )
 
 

@@ -13,7 +13,7 @@ from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks import forget
 from ddpnb.rank.tasks.cell import cell_task
 from ddpnb.rank.training import validation
-from tests.cells import DATA, GOOD, MODEL, SPARSE, STEP
+from tests.cells import DATA, GOOD, MODEL, STEP
 from tests.rank.ranks import make_state
 
 NO_NAMES = MappingProxyType({})
@@ -198,19 +198,6 @@ def test_the_users_variables_stay_as_they_are():
     assert drawn[0] == drawn[1]
     assert torch.get_default_dtype() == torch.float32
     assert namespace == names
-
-
-@pytest.mark.parametrize(
-    ("strategy", "source", "said"),
-    [
-        ("async", SPARSE, "0.weight .* async"),
-        ("fsdp", SPARSE, "0.weight .* fsdp"),
-    ],
-)
-def test_what_one_strategy_cannot_train_is_refused_before_anything_trains(strategy, source, said):
-    check(source, "ddp", accumulate=2)
-    with fails(said):
-        check(source, strategy, accumulate=2)
 
 
 def test_a_misspelt_function_is_told():
