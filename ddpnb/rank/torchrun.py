@@ -9,6 +9,7 @@ the default group remains the one that the cluster can abort and form anew.  A s
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import os
 import runpy
@@ -185,9 +186,11 @@ def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> Non
 
     Raises:
         SystemExit: it ended with an exit code other than 0.
-        ImportError: there is no such module.
+        UserError: there is no such module.
     """
     seed_everything(None)
+    if script.is_module and importlib.util.find_spec(script.name) is None:
+        raise UserError(f"There is no module {script.name} to run on this rank.")
     main = sys.modules["__main__"]
     try:
         if script.is_module:

@@ -31,7 +31,7 @@ def stress(state, folder: Path) -> int:
             time.sleep(0.003)
 
     with closing(SharedSums(folder / "stress", lambda: None, waiting)) as shared:
-        for number in range(500):
+        for number in range(200):
             most = 800_000 if number % 20 == 0 else 5000
             size, dtype = sizes.choice([1, 2, 3, sizes.randint(1, most)]), sizes.choice(DTYPES)
             flat = whole_numbers(state.rank, number, size, dtype)
@@ -43,7 +43,7 @@ def stress(state, folder: Path) -> int:
     return num_wrong
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_sums_of_any_size_and_type_are_right(ranks, num_ranks):
     assert ranks(num_ranks).call(stress) == [0] * num_ranks
     assert list(ranks(num_ranks).folder.iterdir()) == []
