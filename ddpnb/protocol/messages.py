@@ -67,7 +67,7 @@ class RunSpec(TrainingSpec):
     models: str = ""
     """The folder for the trained weights of each run; empty: they are not saved."""
     notes: tuple[str, ...] = ()
-    """What the check has found, to stand beside the results."""
+    """Sentences that stand beside the results."""
     num_points: int = NUM_EVALUATIONS
     """Points of the held-out curve where the user asks for no other number."""
 
@@ -220,8 +220,6 @@ class Checked:
     """Whether the model has an accuracy on held-out samples; only rank 0 finds out."""
     num_epochs: float = 0.0
     """After which it will have trained for ``min_seconds``; 0: not asked for, or not known."""
-    notes: tuple[str, ...] = ()
-    """To stand beside the results of all runs of the comparison."""
     num_held_out: int = 0
     seconds_per_judged: float = 0.0
     """What judging one held-out sample takes rank 0; 0: not known."""

@@ -68,8 +68,6 @@ def _prepared(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live)
         clean_up(cluster)
         printed.show()
         raise
-    notes = tuple(dict.fromkeys(note for each in checked.values() for note in each.notes))
-    specs = tuple(replace(each, notes=notes) for each in specs)
     specs = long_enough(specs, max((each.num_epochs for each in checked.values()), default=0.0))
     specs = budgeted(specs, checked.values(), len(cluster.ranks))
     recorder = Recorder(

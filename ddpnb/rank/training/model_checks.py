@@ -129,20 +129,17 @@ def attempt(failed: str, call: Callable[[], Result]) -> Result:
 # -- losses -------------------------------------------------------------------------------------
 
 
-def depends_on_batch(worker: Worker, fetch: Callable[[Tensor], Tree], indices: Tensor) -> bool:
-    """Refuse a loss that is a sum; return whether it depends on which samples are together.
+def refuse_sum(worker: Worker, fetch: Callable[[Tensor], Tree], indices: Tensor) -> None:
+    """Refuse a loss that doubles when each sample is there twice: a sum, and no mean.
 
-    A sum doubles when each sample is there twice, and a mean over samples stays as it is.  The
-    model is in evaluation mode, and random numbers are seeded alike for each evaluation.
+    The model is in evaluation mode, and random numbers are seeded alike for each evaluation.  What
+    draws them all the same, such as a VAE's loss, or is computed for one number of samples alone,
+    cannot be checked so.
 
     Args:
         worker: its model is in training mode.
         fetch: returns the samples with these numbers, on the worker's device.
         indices: of a few samples.
-
-    Returns:
-        False too where the loss draws random numbers, such as a VAE's, or cannot be computed for
-        another number of samples.
     """
     step = worker.training_step
     is_short = isinstance(step, Supervised)
@@ -157,18 +154,16 @@ def depends_on_batch(worker: Worker, fetch: Callable[[Tensor], Tree], indices: T
         try:
             once, drawn = loss_of(indices), loss_of(indices, seed=1)
             twice = loss_of(torch.cat([indices, indices]))
-        except Exception:  # noqa: BLE001  a step that fits one size alone cannot be checked so
-            return False
+        except Exception:  # noqa: BLE001  the user's step
+            return
         finally:
             worker.model.train()
-    if once != drawn or not math.isfinite(twice) or abs(once) < SMALLEST:
-        return False
-    if math.isclose(twice, 2 * once, rel_tol=0.01):
+    is_certain = once == drawn and math.isfinite(twice) and abs(once) >= SMALLEST
+    if is_certain and math.isclose(twice, 2 * once, rel_tol=0.01):
         raise UserError(
             f"{LOSS if is_short else STEP} is a sum over the samples; return their mean, "
             "so that it does not depend on the size of a worker's shard."
         )
-    return not math.isclose(twice, once, rel_tol=0.01)
 
 
 # -- what single strategies cannot train --------------------------------------------------------

@@ -24,7 +24,7 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.training.context import UNNAMED, RunContext, build_context
 from ddpnb.rank.training.evaluation import Score, score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds
-from ddpnb.rank.training.model_checks import attempt, check_model, check_step, depends_on_batch
+from ddpnb.rank.training.model_checks import attempt, check_model, check_step, refuse_sum
 from ddpnb.rank.worker import Batch, Worker
 
 CHECKS = "checks"
@@ -35,11 +35,6 @@ MIN_SECONDS_MARGIN = 1.1
 
 NUM_FEW = 8
 """Samples that a loss is looked at with."""
-
-BATCH_NOTE = (
-    "The loss changes where each sample is in a batch twice: it depends on which samples "
-    "are in a batch together, so strategies that split batches differently train different losses."
-)
 
 
 def validate(
@@ -83,9 +78,7 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
     num_before = num_calls()
     if not context.is_own:
         check_step(worker, batch, context.spec.strategy)
-        is_dependent = depends_on_batch(worker, context.samples, context.first_indices(NUM_FEW))
-        if is_dependent and context.plan.num_workers > 1:
-            result = replace(result, notes=(BATCH_NOTE,))
+        refuse_sum(worker, context.samples, context.first_indices(NUM_FEW))
         result = _with_times(result, context, worker)
     if not context.is_evaluated:
         return result

@@ -129,21 +129,6 @@ def test_each_mistake_is_one_sentence(source, said):
     assert "\n" not in str(caught.value)
 
 
-CONTRASTIVE = (
-    "def loss(outputs, targets):\n"
-    "    scores = outputs @ outputs.T\n"
-    "    return nn.functional.cross_entropy(scores, torch.arange(len(outputs)))\n"
-)
-NOISY = (
-    "loss = lambda outputs, targets: (outputs + 0.3 * torch.randn_like(outputs)).square().mean()"
-)
-
-
-def test_a_note_says_that_a_loss_depends_on_the_batch():
-    given = [("ddp", CONTRASTIVE), ("single", CONTRASTIVE), ("ddp", NOISY)]
-    assert [len(check(GOOD + cell, strategy).notes) for strategy, cell in given] == [1, 0, 0]
-
-
 BATCHNORM = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"
 
 
