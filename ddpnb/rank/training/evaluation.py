@@ -206,8 +206,8 @@ def estimate_batchnorm(
 
     The task's step is made on up to ``max_samples`` training samples in the random order of a seed,
     in training mode, without backward pass or update.  The statistics are the means over the
-    batches.  Layers that the forward pass leaves
-    out, or the model keeps in evaluation mode, stay as they are.
+    batches.  Layers that the forward pass leaves out, or the model keeps in evaluation mode, stay
+    as they are.
     """
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(task.train), generator=generator, device="cpu")[:max_samples]
@@ -230,6 +230,7 @@ class _Step(nn.Module):
     def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()
         self.model, self.task = model, task
+        self.train(model.training)
 
     def forward(self, batch: Tree) -> None:
         with torch.set_grad_enabled(not isinstance(self.task.step, Supervised)):  # for a penalty
