@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -46,16 +47,6 @@ class _Pending:
     num_parts: int
     link: LinkSpec
     end: float = math.nan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Message:
-    """A message that this rank sends, or one that it is to receive."""
-
-    sent_until: float | None = None
-    """When it has left; None: it is to be received."""
-    seconds: float = 0.0
-    latency: float = 0.0
 
 
 @final
@@ -127,7 +118,7 @@ class Exchanges(Listener):
             num_parts=num_parts(size, ready),
             link=self._devices.link_between(call.ranks),
         )
-        call.notes[self] = pending
+        call.notes[self] = partial(self._settle, pending)
         self._pending.append(pending)
 
     def make(self, call: Call) -> Any:
@@ -144,11 +135,8 @@ class Exchanges(Listener):
     def waiting(self, call: Call) -> Iterator[None]:
         """Advance to the end of a call that Python code has waited for."""
         yield
-        match call.notes.get(self):
-            case _Pending() as pending:
-                self._settle(pending)
-            case _Message() as message:
-                self._end_message(call, message)
+        if self in call.notes:
+            call.notes[self]()
 
     def _settle(self, last: _Pending) -> None:
         """Advance to the end of a call, and of those before it."""
@@ -193,22 +181,19 @@ class Exchanges(Listener):
             self._board(f"{name}.m", size * size).post(
                 self._next(name, place), place, (departs, departs)
             )
-            call.notes[self] = _Message(sent_until=self._sends_until)
+            call.notes[self] = partial(self._clock.wait_until, self._sends_until)
         else:
-            call.notes[self] = _Message(seconds=seconds, latency=link.latency_seconds)
+            call.notes[self] = partial(self._receive, call, seconds, link.latency_seconds)
 
-    def _end_message(self, call: Call, message: "_Message") -> None:
-        """Advance to when a message has left, or has arrived."""
-        if message.sent_until is not None:
-            self._clock.wait_until(message.sent_until)
-            return
+    def _receive(self, call: Call, seconds: float, latency: float) -> None:
+        """Advance to when a message has arrived."""
         group, name = call.group, call.group.group_name
         source = call.arguments[1]
         place = source * group.size() + group.rank()
         board = self._board(f"{name}.m", group.size() ** 2)
         departed, _ = board.read(self._next(name, place), place)
-        begins = max(departed + message.latency, self._receives_until)
-        self._receives_until = begins + message.seconds
+        begins = max(departed + latency, self._receives_until)
+        self._receives_until = begins + seconds
         self._clock.wait_until(self._receives_until)
 
     def close(self) -> None:
