@@ -143,8 +143,9 @@ def _trained(
         strategy.setup(worker)
         snapshots = Snapshots(metrics, strategy, worker)
         if context.state.rank == 0:
-            notes = (BATCHNORM_NOTE,) if snapshots.is_estimated else ()
-            metrics.publish(header_of(context, worker, notes))
+            if snapshots.is_estimated:
+                worker.notes.append(BATCHNORM_NOTE)
+            metrics.publish(header_of(context, worker))
         source = opened.enter_context(context.source(strategy.shards()))
         # -- barrier ----------------------------------------------------------------------
         context.barrier()

@@ -102,11 +102,11 @@ class RunMetrics:
         )
 
 
-def header_of(context: RunContext, worker: Worker, notes: tuple[str, ...]) -> RunHeader:
-    """Return the header of a run, with more notes."""
+def header_of(context: RunContext, worker: Worker) -> RunHeader:
+    """Return the header of a run."""
     plan, is_emulated = context.plan, context.spec.is_emulated
     of_plan = () if is_emulated else plan.notes
-    own_notes = (*of_plan, *worker.notes, *notes, *context.task.notes, *context.spec.notes)
+    own_notes = (*of_plan, *worker.notes, *context.task.notes, *context.spec.notes)
     return RunHeader(
         run_id=context.spec.run_id,
         strategy=context.spec.strategy,
@@ -150,8 +150,6 @@ def _notes(context: RunContext) -> list[str]:
         )
     if context.state.shares_device and plan.num_ranks > 1:
         found.append("Several ranks share one GPU.")
-    if context.is_own and context.laboratory is not None:
-        found.append("What a class of one's own sleeps, or reads of a clock, is in real time.")
     if spec.num_data_workers and not context.num_data_workers:
         found.append("--data-workers has no effect: the data are tensors in memory.")
     return found
