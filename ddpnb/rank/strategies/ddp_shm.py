@@ -11,7 +11,7 @@ backward pass, which waits until each bucket is summed.
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", PVLDB 13(12), 2020; the sum is in ``collectives/sums.py``.
 
-Messages per step: for each MB of gradients one barrier, and a sign in shared memory that a part
+Messages per step: for each 4 MB of gradients one barrier, and a sign in shared memory that a part
 is summed; with buffers (BatchNorm's statistics) also one broadcast.
 Bytes sent per step and rank: S, those of all gradients, written once for the others to read; 0 by
 a single rank.  Received: 2 (N - 1) / N * S, read of what others wrote.
@@ -29,8 +29,8 @@ from ddpnb.rank.collectives.sums import SharedSums
 from ddpnb.rank.strategies.ddp import DdpStrategy
 from ddpnb.rank.worker import Worker
 
-CHUNK_BYTES: Final = 1 << 20
-"""Of a tensor that is summed at once: small enough for the processor's cache."""
+CHUNK_BYTES: Final = 1 << 22
+"""Of a tensor that is summed at once: the fastest of 1, 4 and 8 MB, with 2 ranks."""
 
 
 @final
