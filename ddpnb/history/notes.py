@@ -26,14 +26,10 @@ def notes_of(
         if run.status in (Status.FAILED, Status.STOPPED) or run.detail:
             notes.append(ending(run.status, run.detail))
     diverged = sum(run.num_diverged for run in runs)
-    lost = sum(run.num_lost_batches for run in runs)
     notes += [_described(mark, run) for run in runs for mark in run.marks if mark.seconds > 0]
     notes += [note for run in runs for note in _faults_too_late(run)]
     if diverged:
         notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")
-    if lost:
-        batches = f"{lost} batch{'es' if lost > 1 else ''} of events never arrived"
-        notes.append(f"{batches}: its samples/s are of the steps that did")
     return (*dict.fromkeys(notes), *_on_momentum(counted, staleness))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.curve import end_of, first_reached, smoothed, tenths
+from ddpnb.history.curve import end_of, first_reached, smoothed
 from ddpnb.history.model import RunSnapshot, Status, StepSplit, step_split
 from ddpnb.history.notes import notes_of
 from ddpnb.protocol.catalogue import BASELINE, CEILING
@@ -38,11 +38,10 @@ class Spread:
     """A number and its range."""
 
     middle: float = math.nan
-    """Median over repeats, of samples/s the geometric mean; of one repeat, that of the run."""
+    """Median over repeats, of samples/s the geometric mean."""
     low: float = math.nan
+    """The range over repeats; NaN of one alone."""
     high: float = math.nan
-    over: str = ""
-    """``"repeats"``, ``"tenths"`` of the only run, or ``""`` if there is no range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +219,7 @@ def spread(values: Sequence[float]) -> Spread:
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return Spread()
-    middle = float(np.median(known))
-    if len(known) == 1:
-        return Spread(middle=middle)
-    return Spread(middle=middle, low=min(known), high=max(known), over="repeats")
+    return _over_repeats(float(np.median(known)), known)
 
 
 def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
@@ -294,7 +290,7 @@ def _summary(
         num_runs=len(counted),
         num_workers=max(map(_num_workers, counted), default=0),
         status=counted[-1].status,
-        samples_per_second=_speed(counted, rates, level),
+        samples_per_second=_over_repeats(level, list(rates.values())),
         rates=rates,
         ideal=ideal,
         ceiling=ceiling,
@@ -345,14 +341,11 @@ def _reached(runs: Sequence[RunSnapshot], target: Target) -> dict[str, tuple[flo
     return found
 
 
-def _speed(runs: Sequence[RunSnapshot], rates: Mapping[int, float], level: float) -> Spread:
-    """Return samples/s with the range over repeats, or over the tenths of the only run."""
-    over, parts = "repeats", list(rates.values())
-    if len(runs) == 1:
-        over, parts = "tenths", tenths(runs[0].curve).tolist()
-    if len(parts) < 2 or math.isnan(level):
-        return Spread(middle=level)
-    return Spread(middle=level, low=min(parts), high=max(parts), over=over)
+def _over_repeats(middle: float, values: Sequence[float]) -> Spread:
+    """Return a number with the range of what it is the middle of, if that is several."""
+    if len(values) < 2 or math.isnan(middle):
+        return Spread(middle=middle)
+    return Spread(middle=middle, low=min(values), high=max(values))
 
 
 def _spreads(found: Sequence[Mapping[str, float]]) -> Mapping[str, Spread]:

@@ -116,7 +116,7 @@ def _between(ratio: Ratio) -> str:
 
 
 def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bool) -> str:
-    """Return the speeds of one run or two, with what these runs span by themselves."""
+    """Return the speeds of one run, or of two with the ratio within each."""
     texts = [f"{name} at {r.middle:.2f}×{'' if is_computed else _span(r)}" for name, r in few]
     speeds = f"{listed(texts)} the samples/s of {base}"
     if is_computed:
@@ -126,12 +126,7 @@ def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bo
 
 
 def _span(ratio: Ratio) -> str:
-    """Return what two repeats, or the tenths of one run, span."""
-    if math.isnan(ratio.low):
-        return ""
-    ends = f"{ratio.low:.2f} to {ratio.high:.2f}"
-    own = "its tenths" if ratio.num_repeats == 1 else "its repeats"
-    return f" ({own}: {ends})" if ratio.excludes_one else f" (within the spread of {own}: {ends})"
+    return "" if math.isnan(ratio.low) else f" ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def _reached(

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from ddpnb.history.curve import Curve, smoothed, throughput, window_for
+from ddpnb.history.curve import Curve, smoothed
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.rows import Floats
 from ddpnb.history.summary import evaluations
@@ -31,8 +31,8 @@ from ddpnb.reports.figures.axes import (
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.style import INK, MUTED, SMALL_POINTS
 
-UPDATES_IN_WINDOW = 10
-"""About the least number of updates in a window of throughput."""
+UPDATES_IN_WINDOW, THROUGHPUT_POINTS = 10, 160
+"""The least number of updates in a window of throughput; the number of windows."""
 GRID_POINTS = 240
 """Number of points of the median of repeats."""
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
@@ -118,18 +118,19 @@ def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
 
 
 def _throughput(run: RunSnapshot) -> Points:
-    """Return the throughput, over a window that depends on the run's duration, or the planned one.
+    """Return samples/s over the time before each moment: a twelfth of what has passed.
 
-    It is at most a third of what has passed, so that a long run has a curve from its beginning.  It
-    spans several updates, as two workers can update at almost the same time.
+    It spans several updates, as two workers can update at almost the same time.
     """
-    curve, planned = run.curve, run.header.num_samples if run.header and run.is_running else 0
-    if len(curve) == 0 or curve.samples[-1] == 0:
+    curve = run.curve
+    if len(curve) == 0 or curve.samples[-1] == 0 or curve.seconds[-1] == 0:
         return np.empty(0), np.empty(0)
-    passed = float(curve.seconds[-1])
-    seconds = passed * min(max(planned / float(curve.samples[-1]), 1.0), 4.0)  # window: a twelfth
-    gap = passed / curve.num_updates
-    return throughput(curve, max(window_for(seconds), window_for(12 * UPDATES_IN_WINDOW * gap)))
+    end = float(curve.seconds[-1])
+    window = end * min(max(1 / 12, UPDATES_IN_WINDOW / curve.num_updates), 1.0)
+    at = np.linspace(window, end, THROUGHPUT_POINTS)
+    seconds, samples = np.append(0.0, curve.seconds), np.append(0.0, curve.samples)
+    seen = np.interp(at, seconds, samples) - np.interp(at - window, seconds, samples)
+    return at, seen / window
 
 
 def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:

@@ -88,11 +88,11 @@ def test_one_run_and_two_claim_nothing_but_say_what_they_span():
     one = ratios_of(summarise(fake_comparison(("single", "ddp"))))
     assert one is not None
     (found,) = one.speed.values()
-    assert 1 < found.low < found.middle < found.high, "ddp is 1.6 times as fast"
+    assert found.middle > 1
+    assert math.isnan(found.low), "one run"
     two = ratio({0: 2.0, 1: 1.5}, {0: 1.0, 1: 1.0})
     assert (two.low, two.high) == (pytest.approx(1.5), pytest.approx(2.0))
     assert not any(each.is_claim for each in (found, two))
-    assert math.isnan(ratio({0: 2.0}, {0: 1.0}).low)
 
 
 def test_emulated_strategies_and_the_ceiling_are_not_compared_by_speed():
