@@ -277,12 +277,6 @@ def details(name: str) -> Details:
 
 
 @twin()
-def rename(name: str, new_name: str) -> str:
-    """Rename a stored comparison; return its new name.  The twin of ``%ddp_runs --rename``."""
-    return this_session().store.rename(name, new_name)
-
-
-@twin()
 def delete(name: str) -> tuple[str, ...]:
     """Delete stored runs; return their names.  The twin of ``%ddp_runs --delete``."""
     return this_session().store.delete(name)

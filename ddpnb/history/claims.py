@@ -94,36 +94,25 @@ class Ratios:
     """The strategy that all others are compared with."""
     speed: Mapping[StrategyKey, Ratio] = field(default_factory=dict)
     """Samples/s over those of the reference."""
-    samples: Mapping[StrategyKey, Ratio] = field(default_factory=dict)
-    """Samples to the target over those that the reference needs."""
 
 
 def ratios_of(summaries: Sequence[StrategySummary]) -> Ratios | None:
     """Return each strategy's ratios to ``single``, or else to the first one; None without two.
 
-    The ceiling is no rival where there are others.  Emulated strategies are compared by samples
-    alone, as their speeds say nothing.  Runs of several comparisons may have trained different
-    models.
+    The ceiling is no rival where there are others, and emulated strategies are none, as their
+    speeds say nothing.  Runs of several comparisons may have trained different models.
     """
     done = [s for s in summaries if s.status is Status.FINISHED and s.rates]
     if len(done) < 2 or len({s.comparison for s in done}) > 1:
         return None
-    by_name = {s.name: s for s in reversed(done) if not s.is_emulated}
-    reference = by_name.get(BASELINE) or next((s for s in done if not s.is_emulated), None)
-    if reference is None:
+    rivals = [s for s in done if not s.is_emulated]
+    if not rivals:
         return None
-    others = [s for s in done if s is not reference]
+    reference = next((s for s in rivals if s.name == BASELINE), rivals[0])
+    others = [s for s in rivals if s is not reference]
     others = [s for s in others if s.name != CEILING] or others
-    rivals = [s for s in others if not s.is_emulated]
-    heading = [s for s in others if s.samples_by_repeat] if reference.samples_by_repeat else []
-    num = max(len(rivals) + len(heading), 1)
-    return Ratios(
-        reference=reference,
-        speed={s.key: ratio(s.rates, reference.rates, num) for s in rivals},
-        samples={
-            s.key: ratio(s.samples_by_repeat, reference.samples_by_repeat, num) for s in heading
-        },
-    )
+    speed = {s.key: ratio(s.rates, reference.rates, len(others)) for s in others}
+    return Ratios(reference=reference, speed=speed)
 
 
 def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: int = 1) -> Ratio:

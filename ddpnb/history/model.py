@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, final
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.curve import Curve, complete_steps, curve_of, with_waiting
-from ddpnb.history.rows import Records, metrics_of, rows_of, stacked
+from ddpnb.history.rows import Records, rows_of, stacked
 from ddpnb.protocol.messages import (
     NO_PARTS,
     NO_STALENESS,
@@ -98,8 +98,6 @@ class RunSnapshot:
     """How many updates had staleness 0, 1, 2 ..."""
     curve: Curve = field(default_factory=Curve)
     """The loss."""
-    metric_curves: Mapping[str, Curve] = field(default_factory=dict)
-    """The further numbers that the user logged."""
     ranks: tuple[RankTotals, ...] = ()
     events: Records = field(default_factory=lambda: stacked(()))
     """One row per step, read-only, in order of arrival.
@@ -240,9 +238,6 @@ def _measured(run: RunSnapshot, rows: Records) -> RunSnapshot:
         num_bad=int(np.count_nonzero(is_bad)),
         staleness=np.bincount(rows["staleness"][rows["staleness"] != NO_STALENESS]),
         curve=curve_of(drawn, header),
-        metric_curves={
-            name: curve_of(rows, header, field) for name, field in metrics_of(rows).items()
-        },
         ranks=tuple(
             _totals(rank, timed[timed["rank"] == rank]) for rank in np.unique(rows["rank"]).tolist()
         ),

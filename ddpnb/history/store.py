@@ -202,15 +202,6 @@ class Store:
                 parts.append(_comparison(row).with_runs([self._read_run(run) for run in own]))
         return overlay(parts)
 
-    def rename(self, name: str, new_name: str) -> str:
-        """Rename the comparison of the runs that ``name`` names; return the new name."""
-        found = query.resolve(name, self.list())[-1]
-        with self._write() as connection:
-            free = query.free_name(new_name, new_name, _names(connection) - {found.comparison})
-            row = (free, found.comparison_id)
-            connection.execute("UPDATE comparisons SET name = ? WHERE id = ?", row)
-        return free
-
     def delete(self, address: str) -> tuple[str, ...]:
         """Delete the runs that ``address`` names, and their weights; return their addresses.
 

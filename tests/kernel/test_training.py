@@ -173,8 +173,3 @@ def test_what_a_cell_measures_is_tabled_and_stored(kernel: Kernel):
     assert "held-out accuracy" not in cell.text
     assert "last entropy" in re.sub("<[^>]*>", "", cell.bundles("text/html")[-1])
     assert kernel.value("'entropy' in _.steps().columns") == "True"
-    again = kernel.run("%ddp_plot measured --y entropy")
-    drawn(again)
-    assert "held-out right" in again.text
-    other = kernel.run("%ddp_plot measured --y entrpy").error_text
-    assert other == "UserError: There is no number 'entrpy'; choose one of: entropy."

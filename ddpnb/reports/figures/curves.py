@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from ddpnb.history.curve import Curve, smoothed
+from ddpnb.history.curve import smoothed
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.rows import Floats
 from ddpnb.history.summary import evaluations
@@ -75,17 +75,14 @@ class CurvePanel:
     """The height of a line across."""
     is_share: bool = False
     """Whether the y axis ends at 1, and begins near the lowest share."""
-    awaited: str = "the first steps"
-    """What is waited for until there is a line."""
 
 
 # -- lines ---------------------------------------------------------------------------------
 
 
-def losses(runs: Sequence[RunSnapshot], x: str, y: str = "") -> Line:
-    """Return the loss of some repeats by ``x``, or the further number ``y``."""
-    curves = [run.metric_curves.get(y, Curve()) if y else run.curve for run in runs]
-    curves = [curve for curve in curves if len(curve)]
+def losses(runs: Sequence[RunSnapshot], x: str) -> Line:
+    """Return the loss of some repeats by ``x``."""
+    curves = [run.curve for run in runs if len(run.curve)]
     if x == "samples":  # which a hand-written loop need not count
         curves = [curve for curve in curves if curve.samples[-1] > 0]
     ats: list[Floats] = [getattr(curve, x) for curve in curves]
@@ -179,7 +176,7 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
     axes.set(xlim=(0.0, right), ylim=_y_limits(panel, [line for _, line in shown]))
     if not shown:
         look: Look = {"ha": "center", "va": "center", "fontsize": SMALL_POINTS, "color": MUTED}
-        axes.text(0.5, 0.5, f"waiting for {panel.awaited}", transform=axes.transAxes, **look)
+        axes.text(0.5, 0.5, "waiting for the first steps", transform=axes.transAxes, **look)
         axes.tick_params(labelbottom=False, labelleft=False)
         return
     for strategy, line in shown:

@@ -132,19 +132,18 @@ def _panels(
     rivals = [each for each in begun if not each.summary.is_ceiling]  # that one is there for speed
     loss_panels = [
         CurvePanel(
-            title=f"{options.y or 'Training loss'} by {X_WORDS[x]}",
-            lines=[(each, losses(each.runs, x, options.y)) for each in rivals],
+            title=f"Training loss by {X_WORDS[x]}",
+            lines=[(each, losses(each.runs, x)) for each in rivals],
             x=x,
             right=ends[x],
             log=options.log,
-            target=target.value if target and not target.is_accuracy and not options.y else None,
-            awaited=options.y or "the first steps",
+            target=target.value if target and not target.is_accuracy else None,
         )
         for x in across
     ]
     is_all = options.panels == "all"
     marks_loss = target is not None and not target.is_accuracy
-    if not is_all and (is_live or options.y or marks_loss):
+    if not is_all and (is_live or marks_loss):
         return [loss_panels]
     scores = [
         CurvePanel(

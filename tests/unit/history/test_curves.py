@@ -79,22 +79,6 @@ def test_asynchronous_steps_are_in_the_order_of_time(strategy: str):
     assert [rank.num_steps for rank in run.snapshot().ranks] == [4, 4]
 
 
-def test_a_metric_has_a_curve_as_the_loss_has():
-    run = run_of(spec("ddp"))
-    name = run.run_id
-    run.add(batch(name, [step(0, 0.5)], header=header(spec("ddp"), 2)))
-    run.add(batch(name, [step(0, 0.6)], rank=1))
-    assert len(drawn(run)) == 1
-    for rank, value in enumerate((1.0, 4.0)):  # the second worker has twice as many samples
-        steps = [step(1, 1.0, samples=10 * (rank + 1))]
-        run.add(batch(name, steps, rank=rank, sequence=1, metrics=[(0, "f1", value)]))
-    live = run.snapshot().metric_curves["f1"]
-    run.end(Status.FINISHED)
-    for curve in (live, run.snapshot().metric_curves["f1"]):
-        assert curve.samples.tolist() == run.snapshot().curve.samples.tolist() == [20, 50]
-        np.testing.assert_allclose(curve.mean, [np.nan, 3.0])
-
-
 @pytest.mark.parametrize("num", [1, 7, 360, 361, 2_345])
 def test_neighbouring_updates_are_merged(num: int):
     losses = np.random.default_rng(num).normal(size=num)

@@ -97,19 +97,19 @@ def test_comparisons_are_numbered_and_found_by_name(store: Store):
         store.load("digit-1")
 
 
-def test_renaming_and_deleting(store: Store):
-    keep(store, ("single", "ddp"), 1)
-    keep(store, ("ddp",), 2)
-    assert store.rename("digits-1", "lesson") == "lesson"
-    assert store.rename("digits-2", "lesson") == "lesson-2"
-    assert store.begin_comparison(a_comparison(3), wanted_name="lesson").name == "lesson-3"
+def test_names_and_deleting(store: Store):
+    for number, name in ((5, "lesson"), (6, "lesson-2")):
+        found = store.begin_comparison(a_comparison(number), wanted_name="lesson")
+        assert found.name == name
     for wrong, reason in (("ddp", "strategy"), ("a/b", "cannot be a name")):
         with pytest.raises(UserError, match=reason):
-            store.rename("lesson", wrong)
-    assert len(store.delete("lesson/ddp")) == 1
-    assert [r.name for r in store.load("lesson").runs] == ["single"]
-    assert len(store.delete("lesson")) == 1
-    assert [r.comparison for r in store.list()] == ["lesson-2"]
+            store.begin_comparison(a_comparison(7), wanted_name=wrong)
+    keep(store, ("single", "ddp"), 1)
+    keep(store, ("ddp",), 2)
+    assert len(store.delete("digits-1/ddp")) == 1
+    assert [r.name for r in store.load("digits-1").runs] == ["single"]
+    assert len(store.delete("digits-1")) == 1
+    assert [r.comparison for r in store.list()] == ["digits-2"]
     run = begun(store, 4, "mine")
     other = Store(store.folder)  # of another notebook
     with pytest.raises(UserError, match="is being trained"):
