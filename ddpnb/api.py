@@ -172,7 +172,7 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 
 @twin(
     options_of(ComparisonSpec),
-    options_of(PlotOptions, "y", "log", "target", "panels"),
+    options_of(PlotOptions, "log", "target", "panels"),
     TRAINING_OPTIONS,
 )
 def compare(

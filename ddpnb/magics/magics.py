@@ -220,7 +220,7 @@ class DdpMagics(Magics):
     @magic_arguments()
     @argument("strategies", nargs="*", help=" | ".join(STRATEGIES), metavar="strategy")
     @options(options_of(ComparisonSpec))
-    @options(options_of(PlotOptions, "log", "y", "target", "panels"))
+    @options(options_of(PlotOptions, "log", "target", "panels"))
     @options(TRAINING_OPTIONS)
     @kwds(epilog=catalogue_text())
     @line_cell_magic
