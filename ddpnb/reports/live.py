@@ -173,27 +173,24 @@ class LiveFigureAndTable(Live):
 
 @final
 class LiveText(Live):
-    """One line of progress, rewritten on a terminal, one line per run in a file; then the table."""
+    """A line for each run as it begins; then the table."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_runs = 0
 
     def announce(self, text: str) -> None:
-        """Write on a terminal what is done; nothing: clear the line."""
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
+        """Write what is done."""
+        if text:
+            print(text, file=sys.stderr)
 
     def show_progress(self, comparison: Comparison) -> None:
-        """Rewrite the line; in a file, name a run that has begun."""
-        self.announce(repr(progress_of(comparison)))
+        """Name a run that has begun."""
         runs = comparison.all_runs
-        if len(runs) > self._num_runs and not sys.stderr.isatty():
-            print(f"run {len(runs)} of {len(comparison.specs)}: {runs[-1].name}", file=sys.stderr)
+        if len(runs) > self._num_runs:
+            self.announce(f"run {len(runs)} of {len(comparison.specs)}: {runs[-1].name}")
         self._num_runs = len(runs)
 
     def show(self, result: ComparisonResult) -> None:
         """Write the sentence and the table."""
-        self.announce("")
         print(result)

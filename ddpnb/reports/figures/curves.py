@@ -26,7 +26,6 @@ from ddpnb.reports.figures.axes import (
     round_down,
     round_up,
     shortened,
-    width_inches,
 )
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.style import INK, MUTED, SMALL_POINTS
@@ -286,11 +285,7 @@ def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str) -> tuple[st
 
 
 def _draw_note(axes: Axes, note: str, begins: float, up: float, ink: str) -> None:
-    """Write a note right of a place on the x axis, left of it where it would leave the axes."""
-    box = axes.bbox.transformed(axes.figure.dpi_scale_trans.inverted())
-    taken = max(map(width_inches, note.split("\n"))) / box.width
-    is_right = begins + taken <= 1.0 or begins < taken
-    at = max(min(begins, 1.0 - taken), 0.0) if is_right else begins
-    look: Look = {"ha": "left" if is_right else "right", "va": "top", "fontsize": SMALL_POINTS}
+    """Write a note right of a place on the x axis, left of it in the right half."""
+    look: Look = {"ha": "left" if begins < 0.5 else "right", "va": "top", "fontsize": SMALL_POINTS}
     box_look = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}
-    axes.text(at, up, note, color=ink, bbox=box_look, transform=axes.transAxes, **look)
+    axes.text(begins, up, note, color=ink, bbox=box_look, transform=axes.transAxes, **look)
