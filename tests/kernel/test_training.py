@@ -137,7 +137,7 @@ def test_a_rank_killed_on_purpose_ends_its_run_and_the_comparison_goes_on(kernel
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
 
 
-GENERAL = """%%ddp_compare ddp async --batch-size 16 --repeats 2 --y entropy --name general
+GENERAL = """%%ddp_compare ddp async --batch-size 16 --repeats 2 --name general
 import torch
 from torch import nn
 vocabulary = {}
