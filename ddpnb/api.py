@@ -172,7 +172,7 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 
 @twin(
     options_of(ComparisonSpec),
-    options_of(PlotOptions, "y", "log", "target", "panels"),
+    options_of(PlotOptions, "log", "target", "panels"),
     TRAINING_OPTIONS,
 )
 def compare(
@@ -274,12 +274,6 @@ def runs(text: str = "", *, last: int | None = None) -> Table:
 def details(name: str) -> Details:
     """Return all that is needed to repeat a comparison; the twin of ``%ddp_runs --show``."""
     return Details(this_session().store.load(name))
-
-
-@twin()
-def rename(name: str, new_name: str) -> str:
-    """Rename a stored comparison; return its new name.  The twin of ``%ddp_runs --rename``."""
-    return this_session().store.rename(name, new_name)
 
 
 @twin()

@@ -138,8 +138,8 @@ tests/unit/session/test_comparison_spec.py -k wrong_line
 
 an update's loss is the mean over ranks, not samples
 history/curve.py
-- np.bincount(step, weighted, num_steps) / samples
-+ np.bincount(step, rows["loss"], num_steps) / np.bincount(step)
+- np.bincount(step, weighted, num_steps)[made] / samples
++ np.bincount(step, rows["loss"], num_steps)[made] / np.bincount(step)[made]
 tests/unit/history/test_curves.py
 
 an interval is not widened for the other claims of its sentence

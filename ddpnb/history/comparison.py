@@ -59,11 +59,6 @@ class Comparison:
             return self.runs
         return tuple(sorted((*self.runs, *self.other_rates), key=lambda run: run.created))
 
-    @property
-    def measured(self) -> tuple[str, ...]:
-        """The names of the further numbers that steps of these runs reported beside the loss."""
-        return tuple(dict.fromkeys(name for run in self.runs for name in run.metric_curves))
-
     def with_runs(self, runs: Sequence[RunSnapshot]) -> "Comparison":
         """Return this comparison with other runs, or the same runs at another moment."""
         compared, other_rates = split(runs)
@@ -86,8 +81,6 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
         comparison_id="+".join(comparison.comparison_id for comparison in comparisons),
         name=", ".join(dict.fromkeys(comparison.name for comparison in comparisons)),
         created=max(comparison.created for comparison in comparisons),
-        task=_common([comparison.task for comparison in comparisons]),
-        source=_common([comparison.source for comparison in comparisons]),
         environment={k: v for k, v in environments[0].items() if k not in differing},
         differing=differing,
     ).with_runs(list(runs.values()))
@@ -184,11 +177,6 @@ def _cpu_model() -> str:
 
 def _distinct(values: Iterable[str]) -> str:
     return " and ".join(dict.fromkeys(values))
-
-
-def _common(values: Sequence[str]) -> str:
-    """Return the value that all have; empty if they differ."""
-    return values[0] if len(set(values)) == 1 else ""
 
 
 def _words(spec: RunSpec) -> list[str]:

@@ -30,12 +30,6 @@ class PlotOptions:
         choices=ACROSS,
         example="AXIS",
     )
-    y: str = option(
-        "",
-        "--y",
-        "draw this further number that the steps measured, in place of the loss",
-        example="NAME",
-    )
     log: bool = option(False, "--log", "draw losses on a logarithmic axis")
     target: Target | None = option(
         None,

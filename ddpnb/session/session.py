@@ -18,7 +18,7 @@ from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
 from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol.calls import Request, Result
-from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Failure, Script
 from ddpnb.protocol.notation import parse_ranks, spoken_ranks
 from ddpnb.protocol.processes import working_folder
@@ -275,20 +275,7 @@ class Session:
             names = [run.comparison for run in newest_first[:1]]
         if not names:
             raise UserError("Name the runs to draw, as %ddp_runs lists them.")
-        found = self.store.load(*names)
-        if options.y and options.y not in found.measured:
-            if not found.measured:
-                raise UserError(
-                    f"These runs measured nothing but the loss, so no {options.y}: return it from "
-                    "training_step, in a dict beside the loss."
-                )
-            raise one_of("number", options.y, found.measured)
-        return ComparisonResult(found, options)
-
-    def measured(self, words: Sequence[str]) -> tuple[str, ...]:
-        """Return what the steps of runs measured beside the loss; other words are ignored."""
-        found = set(words) & set(self.names())
-        return self.store.load(*found).measured if found else ()
+        return ComparisonResult(self.store.load(*names), options)
 
     def names(self) -> tuple[str, ...]:
         """Return every name that ``load`` takes."""
