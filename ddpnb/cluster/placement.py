@@ -13,8 +13,6 @@ from ddpnb.protocol.processes import num_cores
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
-METHODS = ("fork", "spawn")
-"""Ways to start ranks."""
 MAX_RANKS = 256
 MAX_DEFAULT_CPU_RANKS = 4
 MAX_RANKS_PER_CORE = 4
@@ -53,13 +51,6 @@ class ClusterSpec:
         "--threads",
         "CPU threads of each rank; by default the cores divided by the ranks",
         least=1,
-    )
-    method: str | None = option(
-        None,
-        "--method",
-        "how ranks start; by default fork on Linux, spawn elsewhere",
-        choices=METHODS,
-        example="NAME",
     )
 
     @property

@@ -68,8 +68,6 @@ class HostsSpec(ClusterSpec):
             return
         if self.devices:
             raise UserError("Emulated devices are ranks on the CPU of this host: leave one out.")
-        if self.method == "spawn":
-            raise UserError("On other hosts ranks are forked: leave method out with --hosts.")
         if self.hosts:
             parse_hosts(self.hosts)
             if self.num_ranks is not None or self.ranks_per_host is not None:

@@ -39,8 +39,6 @@ from ddpnb.launcher.child import (  # noqa: E402
     Frame,
     run_child,
     run_rank,
-    run_spawned_rank,
-    spawn_rank,
 )
 from ddpnb.protocol.connections import Ends, ends_of  # noqa: E402
 from ddpnb.protocol.processes import (  # noqa: E402
@@ -75,7 +73,6 @@ class Forkserver:
 
     kernel: Connection
     folder: Path
-    method: str
     log_bytes: int = 0
     """How much of a rank's log is sent with its end: to a kernel that cannot read it."""
     children: dict[int, Child] = field(default_factory=dict)
@@ -126,7 +123,7 @@ class Forkserver:
         self.report(event=ForkServerEvent.ANSWER, id=request_id, **answer)
 
     def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
-        """Fork or spawn a rank.  Raises OSError where the system is out of processes or memory."""
+        """Fork a rank.  Raises OSError where the system is out of processes or memory."""
         ours, theirs = Pipe()
         limit_waits(ours, write_seconds=WRITE_SECONDS, read_seconds=READ_SECONDS).close()
 
@@ -134,10 +131,7 @@ class Forkserver:
             ours.close()
             run_rank(rank, environment, settings, theirs, self.folder)
 
-        if self.method == "fork":
-            pid = self.fork(main)
-        else:
-            pid = spawn_rank(rank, environment, settings, theirs, self.folder)
+        pid = self.fork(main)
         theirs.close()
         self.children[pid] = Child(name=str(rank), pid=pid, pipe=ours)
         self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
@@ -310,20 +304,20 @@ def describe_gpus() -> list[str]:
     return list(json.loads(result.stdout)) if result.returncode == 0 else []
 
 
-def main(kernel_fd: str, folder: str, method: str, *controller_arguments: str) -> None:
+def main(kernel_fd: str, folder: str, ranks: str, *controller_arguments: str) -> None:
     """Be the fork server of the kernel at the other end of a socket.
 
-    ``method`` is ``"fork"``, ``"spawn"`` where forking is not safe, or ``"none"`` for no ranks.
+    ``ranks`` is empty where only the controller is forked.
     """
-    server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder), method=method)
+    server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         server.more_ends.append(hold(server.folder / SERVER_LOCK))
         server.start_controller(list(controller_arguments))
-        if method == "fork":
+        if ranks:
             preload()
-        gpus = [] if method == "none" else describe_gpus()
+        gpus = describe_gpus() if ranks else []
         server.report(event=ForkServerEvent.READY, gpus=gpus)
         server.serve()
     except Exception:  # noqa: BLE001  the edge of the process: the kernel shows the cause
@@ -333,6 +327,4 @@ def main(kernel_fd: str, folder: str, method: str, *controller_arguments: str) -
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--rank":
-        run_spawned_rank(sys.argv[2])
     main(*sys.argv[1:])

@@ -16,8 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import psutil
-
 SETTLE_SECONDS: Final = 1.0
 """How long bytes may be on their way while they are counted."""
 
@@ -57,18 +55,10 @@ Ends = tuple[Address, Address]
 
 def ends_of(pids: Collection[int]) -> dict[int, set[Ends]]:
     """Return the ends of all connections of some processes of this user, by process."""
-    found: dict[int, set[Ends]] = {pid: set() for pid in pids}
-    if psutil.LINUX:
-        connections = _connections_by_inode()
-        for pid in pids:
-            found[pid] = {connections[each] for each in _inodes(pid) if each in connections}
-        return found
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            for each in psutil.Process(pid).net_connections("tcp"):
-                if each.raddr:
-                    found[pid].add((_address(each.laddr), _address(each.raddr)))
-    return found
+    connections = _connections_by_inode()
+    return {
+        pid: {connections[each] for each in _inodes(pid) if each in connections} for pid in pids
+    }
 
 
 def _inodes(pid: int) -> set[str]:
@@ -121,7 +111,7 @@ def own_connections() -> Iterator[TcpConnection]:
 
 def _own_tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
     """Yield each open TCP socket's descriptor, and a copy that is closed at the next."""
-    for fd in sorted(map(int, os.listdir(_OWN_DESCRIPTORS))):
+    for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
         with contextlib.suppress(OSError):  # closed meanwhile
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 with as_socket(fd) as end:
@@ -132,11 +122,10 @@ def _own_tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 def traffic_of(fd: int) -> Traffic | None:
     """Return what has come through a TCP connection; None where the system does not say."""
-    if psutil.LINUX:
-        with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
-            info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-            num_unacked, acked, received, unsent = _TCP_INFO.unpack(info)
-            return Traffic(acked, received, num_unacked + unsent > 0)
+    with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
+        info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        num_unacked, acked, received, unsent = _TCP_INFO.unpack(info)
+        return Traffic(acked, received, num_unacked + unsent > 0)
     return None
 
 
@@ -176,7 +165,6 @@ def as_socket(fd: int) -> socket.socket:
         socket.setdefaulttimeout(default)
 
 
-_OWN_DESCRIPTORS: Final = "/proc/self/fd" if psutil.LINUX else "/dev/fd"
 _TCP_INFO: Final = struct.Struct("=24xI92xQQ8xI")
 """Of Linux's ``tcp_info``: ``tcpi_unacked``, ``tcpi_bytes_acked``, ``tcpi_bytes_received`` and
 ``tcpi_notsent_bytes``."""

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import struct
-import sys
 import tempfile
 from collections.abc import Iterable
 from enum import StrEnum
@@ -105,21 +104,12 @@ def is_alive(process: ProcessId) -> bool:
         return False
 
 
-def num_hardware_threads() -> int:
-    """Return how many CPUs of the system's list this process may use: a core may be several."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
     """Return how many cores this process may use; hyper-threads of one core count once.
 
     Args:
         system: where Linux describes its CPUs.
     """
-    if not hasattr(os, "sched_getaffinity"):
-        return psutil.cpu_count(logical=False) or num_hardware_threads()
     cores = set()
     for cpu in os.sched_getaffinity(0):
         try:
@@ -152,8 +142,7 @@ def limit_waits(
 
 def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends (prctl(2))."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 RUN_FOLDER = "ddpnb-"

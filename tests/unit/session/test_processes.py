@@ -46,7 +46,7 @@ def served(folder, monkeypatch) -> Iterator[tuple[ForkServerLink, list[Exit]]]:
     exits: list[Exit] = []
     link = ForkServerLink(ours, on_exit=exits.append, on_end=lambda: None)
     monkeypatch.setattr(forkserver, "sigchld_wakeup", lambda: contextlib.nullcontext(os.pipe()[0]))
-    server = Forkserver(kernel=theirs, folder=folder, method="fork")
+    server = Forkserver(kernel=theirs, folder=folder)
     thread = threading.Thread(target=server.serve)
     thread.start()
     yield link, exits
