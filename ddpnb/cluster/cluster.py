@@ -17,6 +17,7 @@ from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings, torch
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, log_tail
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.cluster.wording import remedy
+from ddpnb.compat.probe import missing_features
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
@@ -181,9 +182,8 @@ class Cluster:
     @property
     def missing(self) -> tuple[str, ...]:
         """A sentence for each feature that is off because a library is of another version."""
-        here = self._client.missing if self._client is not None else ()
         there = (each for state in self.states for each in state.missing)
-        return tuple(dict.fromkeys((*here, *there)))
+        return tuple(dict.fromkeys((*missing_features(), *there)))
 
     @property
     def generation(self) -> int:

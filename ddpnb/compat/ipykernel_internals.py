@@ -16,12 +16,12 @@ from typing import Any
 
 from ipykernel.iostream import PIPE_BUFFER_SIZE, OutStream
 
-from ddpnb.compat.probe import missing, probe
+from ddpnb.compat.probe import Probe
 
 POLL_SECONDS = 0.003
 
 
-@probe("ipykernel", "what C code or a child process prints last in a cell may be lost")
+@Probe("ipykernel", "what C code or a child process prints last in a cell may be lost")
 def reads_descriptors() -> bool:
     """Whether the thread that reads a stream's descriptor is as expected."""
     names = {*OutStream._watch_pipe_fd.__code__.co_names}
@@ -90,8 +90,3 @@ def num_unread(descriptor: int) -> int:
     """Return how many bytes a pipe holds."""
     answer = fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4)
     return int.from_bytes(answer, sys.byteorder)
-
-
-def missing_features() -> tuple[str, ...]:
-    """Return a sentence for each feature that is off with this version of ipykernel."""
-    return missing((reads_descriptors,))

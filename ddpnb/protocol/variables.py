@@ -21,12 +21,7 @@ import cloudpickle
 import numpy as np
 import psutil
 
-from ddpnb.compat.cloudpickle_internals import (
-    Namespace,
-    Unpickler,
-    note_sent,
-    use_namespace,
-)
+from ddpnb.compat.cloudpickle_internals import Namespace, use_namespace
 
 LARGE_BYTES = 2**16
 """Arrays of as many bytes stay out of the pickle, and variables of as many travel in a file."""
@@ -63,7 +58,7 @@ def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> li
         for_ranks: the notebook's functions will see the rank's variables as their globals, and
             tensors stay on the kind of device that they are on.  Otherwise functions have globals
             of their own, and tensors arrive on the CPU.
-        classes: names of classes of ``__main__`` that the receiver has: they are looked up there.
+        classes: names of classes of ``__main__`` that the receiver has, and takes its own for.
 
     Returns:
         The pickle, and the memory of large arrays.
@@ -95,10 +90,9 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
             return reduce_tensor(obj, torch, stays=self._for_ranks)
         if kind is io.TextIOWrapper and obj not in (sys.__stdout__, sys.__stderr__):
             raise TypeError("cannot pickle an open file")  # cloudpickle would copy its text
-        if isinstance(obj, type) and obj.__module__ == "__main__":
-            if obj.__qualname__ in self._classes and is_main(obj):
-                return obj.__qualname__
-            note_sent(obj)
+        is_main = isinstance(obj, type) and obj.__module__ == "__main__"
+        if is_main and obj.__qualname__ in self._classes:
+            return own_class, (obj.__qualname__,)
         return super().reducer_override(obj)
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
@@ -114,9 +108,9 @@ def main_namespace() -> dict[str, Any]:
     return vars(sys.modules["__main__"])
 
 
-def is_main(kind: type) -> bool:
-    """Return whether a class is the one that ``__main__`` has under its name."""
-    return main_namespace().get(kind.__qualname__) is kind
+def own_class(name: str) -> Any:
+    """Return the class of ``__main__`` with a name."""
+    return main_namespace()[name]
 
 
 def reduce_array(array: "np.ndarray[Any, Any]") -> Any:
@@ -238,7 +232,7 @@ def load(parts: Sequence[Any], namespace: dict[str, Any] | None = None) -> Any:
     return _Loader(io.BytesIO(stream), buffers, namespace).load()
 
 
-class _Loader(Unpickler):
+class _Loader(pickle.Unpickler):
     """Unpickles functions into a namespace of one's choice."""
 
     def __init__(
