@@ -1,8 +1,8 @@
 """Options: what a user can choose about a cluster, a cell, a training.  (Every process.)
 
-An option is declared once, as a field of a spec: ``clip: float = option(1.0, "--clip", ...)``.  Its
-check, the magic's argument and help, tab completion, the panel's control and the signature in
-Python follow from the declaration.
+An option is declared once, as a field of a spec: ``clip: float = option(1.0, "largest norm")``.
+Its check, the magic's argument ``--clip`` and help, tab completion, the panel's control and the
+signature in Python follow from the declaration.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Option:
     from_text: Callable[[str, str], Any] | None = None
     """Parses a special notation, given the option's name and the text."""
     flag: str = ""
-    """In a magic's line: ``"--batch-size"``; the keyword in Python is ``batch_size``."""
+    """In a magic's line, where it is not the field's name, as ``--batch-size``."""
     group: str = ""
     """The heading above its help."""
     example: str = "N"
@@ -153,9 +153,9 @@ class Option:
 # -- the options of a spec -----------------------------------------------------------------
 
 
-def option(default: Any, flag: str, about: str, **described: Any) -> Any:
+def option(default: Any, about: str, **described: Any) -> Any:
     """Return a field of a spec that the user can choose; ``described`` are fields of ``Option``."""
-    made = Option(default=default, flag=flag, about=about, **described)
+    made = Option(default=default, about=about, **described)
     return dataclasses.field(default=default, metadata={"option": made})
 
 
@@ -171,7 +171,8 @@ def _options_of(spec: type) -> dict[str, Option]:
     for each in dataclasses.fields(spec):
         if each.metadata:
             made: Option = each.metadata["option"]
-            found[each.name] = dataclasses.replace(made, kind=_kind_in(each.type))
+            flag = made.flag or f"--{each.name.rstrip('_').replace('_', '-')}"
+            found[each.name] = dataclasses.replace(made, kind=_kind_in(each.type), flag=flag)
     return found
 
 
