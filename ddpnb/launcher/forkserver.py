@@ -210,25 +210,19 @@ class Forkserver:
                 return
             if pid == 0:
                 return
-            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
-                if (child := self.children.get(pid)) is not None:
-                    is_stopped = os.WIFSTOPPED(status)
-                    self.report(
-                        event=ForkServerEvent.STOPPED, name=child.name, is_stopped=is_stopped
-                    )
+            if (child := self.children.get(pid)) is None:
                 continue
-            if (child := self.children.pop(pid, None)) is not None:
-                if child.pipe is not None:
-                    with contextlib.suppress(KeyError):
-                        self.selector.unregister(child.pipe)
-                    child.pipe.close()
-                code = os.waitstatus_to_exitcode(status)
-                self.report(
-                    event=ForkServerEvent.EXITED,
-                    name=child.name,
-                    code=code,
-                    log=self.log_of(child.name),
-                )
+            name, is_stopped = child.name, os.WIFSTOPPED(status)
+            if is_stopped or os.WIFCONTINUED(status):
+                self.report(event=ForkServerEvent.STOPPED, name=name, is_stopped=is_stopped)
+                continue
+            del self.children[pid]
+            if child.pipe is not None:
+                with contextlib.suppress(KeyError):
+                    self.selector.unregister(child.pipe)
+                child.pipe.close()
+            code, log = os.waitstatus_to_exitcode(status), self.log_of(name)
+            self.report(event=ForkServerEvent.EXITED, name=name, code=code, log=log)
 
     def log_of(self, name: str) -> str:
         """Return the end of a rank's log where the kernel cannot read it."""

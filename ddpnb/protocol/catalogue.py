@@ -267,9 +267,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
 }
 """Strategies by name, in the order in which users see them."""
 
-REMOVED: Mapping[str, str] = {"easgd": "local-sgd, which averages weights too"}
-"""Strategies of earlier versions, and what to take in their place."""
-
 TASKS: Mapping[str, Entry] = {
     "digits": Entry(
         about="scikit-learn's 1797 handwritten digits, 8x8 pixels: real data",

@@ -8,7 +8,6 @@ read once for all ranks.
 import contextlib
 import os
 import socket
-import stat
 import struct
 import time
 from collections.abc import Collection, Iterator
@@ -78,18 +77,13 @@ def _connections_by_inode() -> dict[str, Ends]:
     psutil names one process of each; but a ``DataLoader``'s workers have the sockets of their rank.
     """
     found: dict[str, Ends] = {}
-    for family, fields in _system_list():
-        here, there, inode = fields[1], fields[2], fields[9]
-        found[inode] = _read_address(here, family), _read_address(there, family)
-    return found
-
-
-def _system_list() -> Iterator[tuple[socket.AddressFamily, list[str]]]:
-    """Yield the lines of Linux's lists of TCP sockets, each with the list's family."""
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with contextlib.suppress(OSError):  # no IPv6
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-                yield family, line.split()
+                fields = line.split()
+                ends = _read_address(fields[1], family), _read_address(fields[2], family)
+                found[fields[9]] = ends
+    return found
 
 
 @lru_cache(maxsize=65536)
@@ -103,21 +97,12 @@ def _read_address(text: str, family: socket.AddressFamily) -> Address:
 
 def own_connections() -> Iterator[TcpConnection]:
     """Yield the open TCP connections of this process, without the system's list."""
-    for fd, end in _own_tcp_sockets():
-        with contextlib.suppress(OSError):  # not connected
-            own, other = _address(end.getsockname()), _address(end.getpeername())
-            yield TcpConnection(fd, own, other, os.fstat(end.fileno()).st_ino)
-
-
-def _own_tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield each open TCP socket's descriptor, and a copy that is closed at the next."""
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                with as_socket(fd) as end:
-                    is_ip = end.family in (socket.AF_INET, socket.AF_INET6)
-                    if is_ip and end.type == socket.SOCK_STREAM:
-                        yield fd, end
+        # It may be closed meanwhile, no socket, or not connected.
+        with contextlib.suppress(OSError), as_socket(fd) as end:
+            if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
+                own, other = _address(end.getsockname()), _address(end.getpeername())
+                yield TcpConnection(fd, own, other, os.fstat(end.fileno()).st_ino)
 
 
 def traffic_of(fd: int) -> Traffic | None:

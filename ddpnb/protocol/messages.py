@@ -355,15 +355,10 @@ class Script:
     name: str
     """As the user wrote it: a path, or the name of a module."""
     path: str = ""
-    """Absolute; empty for a module."""
+    """Absolute; empty for a module, which is found as ``import`` does."""
     arguments: tuple[str, ...] = ()
     keeps_variables: bool = False
     """Whether its variables are to be those of later cells."""
-
-    @property
-    def is_module(self) -> bool:
-        """Whether it is a module, to be found as ``import`` does."""
-        return not self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ import signal
 import socket
 import struct
 import tempfile
-from collections.abc import Iterable
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -198,40 +197,22 @@ def working_folder() -> Path:
         ) from None
 
 
-def atomic_write(
-    path: Path,
-    content: bytes | memoryview,
-    *,
-    mode: int = 0o666,
-    synced_folders: Iterable[Path] = (),
-) -> None:
+def atomic_write(path: Path, content: bytes | memoryview, *, mode: int = 0o666) -> None:
     """Write a file: whenever this process ends, the file is complete or as it was before.
 
     Args:
         path: the file.
         content: all of it.
         mode: of the file, less the umask.
-        synced_folders: to survive a crash of the machine too: the file's folder, and those
-            above it that may be new.  They and the file are on the disk when this returns.
 
     Raises:
         OSError: the disk refuses; no part of the new file is left.
     """
-    folders = tuple(synced_folders)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with open(descriptor, "wb") as file:
             file.write(content)
-            if folders:
-                file.flush()
-                os.fsync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    for folder in folders:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)  # else the file's name may not be there after a crash
-        finally:
-            os.close(descriptor)

@@ -152,7 +152,7 @@ def process_of(script: Script, device: torch.device) -> Iterator[None]:
     it as it is.
     """
     main, argv, path, cwd = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
-    folder = cwd if script.is_module else Path(script.path).resolve().parent
+    folder = Path(script.path).resolve().parent if script.path else cwd
     _forget_modules()
     before = set(sys.modules)
     sys.modules["__main__"] = ModuleType("__main__")
@@ -204,7 +204,7 @@ def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> Non
 
 def _code_of(script: Script, source: str, main: ModuleType) -> CodeType:
     """Return a script's code; note in its module what Python notes there."""
-    if not script.is_module:
+    if script.path:
         main.__file__ = script.path
         return compile(source, script.path, "exec", dont_inherit=True)
     found = importlib.util.find_spec(script.name)
