@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -204,7 +204,7 @@ class Cluster:
         self.require(ranks)
         sent, self._interrupts = self._interrupts, []
         wait(sent, SIGNAL_SECONDS)  # a late one would end the call that begins now
-        return self.client.submit(request.in_folder(str(self.work_folder)), ranks)
+        return self.client.submit(replace(request, folder=str(self.work_folder)), ranks)
 
     def gather(
         self,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.notation import check_devices, parse_strategy
+from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.trace import RankSpans
 from ddpnb.protocol.training_options import TrainingSpec
 
@@ -72,10 +72,6 @@ class RunSpec(TrainingSpec):
     """Whether the trained model's loss is not judged; see ``Checked``."""
     num_points: int = NUM_EVALUATIONS
     """Points of the held-out curve where the user asks for no other number."""
-
-    def __post_init__(self) -> None:
-        TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
-        check_devices(self.strategy, self.devices, self.link)
 
     @property
     def model_file(self) -> Path | None:

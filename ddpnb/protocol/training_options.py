@@ -48,10 +48,7 @@ class TrainingSpec:
         label="epochs",
     )
     batch_size: int = _training(
-        256,
-        "the global batch: samples per step over all workers",
-        least=1,
-        label="batch",
+        256, "the global batch: samples per step over all workers", least=1, label="batch"
     )
     learning_rate: float = _training(
         0.05,
@@ -98,14 +95,10 @@ class TrainingSpec:
         example="TYPE",
     )
     clip: float | None = _steps(
-        None,
-        "largest norm of all gradients together; larger gradients are scaled down",
-        above=0,
+        None, "largest norm of all gradients together; larger gradients are scaled down", above=0
     )
     batch_per_worker: int | None = _steps(
-        None,
-        "weak scaling: samples per step of each worker, in place of --batch-size",
-        least=1,
+        None, "weak scaling: samples per step of each worker, in place of --batch-size", least=1
     )
     devices: str = _devices(
         "",
@@ -127,10 +120,7 @@ class TrainingSpec:
         example="0.4ms/sample,2ms",
     )
     device_link: str = _devices(
-        "",
-        "the link between devices of one host",
-        example="12GB/s,10us",
-        offers=tuple(LINKS),
+        "", "the link between devices of one host", example="12GB/s,10us", offers=tuple(LINKS)
     )
     link: str = _devices(
         "",
@@ -148,8 +138,7 @@ class TrainingSpec:
         most=256,
     )
     save: bool = _data(
-        False,
-        "rank 0 writes the trained weights to a file in data/runs/models (torch.save)",
+        False, "rank 0 writes the trained weights to a file in data/runs/models (torch.save)"
     )
     slow: tuple[str, ...] = _faults(
         (),
@@ -167,10 +156,7 @@ class TrainingSpec:
         most=100,
     )
     kill: tuple[str, ...] = _faults(
-        (),
-        "rank 1 is killed after 5 seconds of training",
-        most_values=64,
-        example="1@5s",
+        (), "rank 1 is killed after 5 seconds of training", most_values=64, example="1@5s"
     )
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 from collections.abc import Collection, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,13 +104,17 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
 
 
 def main_namespace() -> dict[str, Any]:
-    """Return the variables of the notebook, or, on a rank, those of its cells."""
-    return vars(sys.modules["__main__"])
+    """Return the variables of the notebook, or, on a rank, those of its cells or of ``load``."""
+    found = _namespace.get()
+    return vars(sys.modules["__main__"]) if found is None else found
+
+
+_namespace: ContextVar[dict[str, Any] | None] = ContextVar("namespace", default=None)
 
 
 def own_class(name: str) -> Any:
     """Return the class of ``__main__`` with a name."""
-    return main_namespace()[name]
+    return vars(sys.modules["__main__"])[name]
 
 
 def reduce_array(array: "np.ndarray[Any, Any]") -> Any:
@@ -223,24 +228,11 @@ def load(parts: Sequence[Any], namespace: dict[str, Any] | None = None) -> Any:
     """Unpickle the parts of a parcel, which what is loaded shares from then on.
 
     Functions of the notebook find their global variables in ``namespace``, and bring those along
-    that they use; by default that is ``main_namespace``.
+    that they use; by default they are those of ``__main__``.
     """
     stream, *buffers = parts
-    return _Loader(io.BytesIO(stream), buffers, namespace).load()
-
-
-class _Loader(pickle.Unpickler):
-    """Unpickles functions into a namespace of one's choice."""
-
-    def __init__(
-        self, file: io.BytesIO, buffers: Sequence[Any], namespace: dict[str, Any] | None
-    ) -> None:
-        super().__init__(file, buffers=buffers)
-        self._namespace = namespace
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """Look a global up, as the base class does."""
-        found = super().find_class(module_name, global_name)
-        if found is main_namespace and self._namespace is not None:
-            return lambda: self._namespace
-        return found
+    token = _namespace.set(namespace)
+    try:
+        return pickle.loads(stream, buffers=buffers)
+    finally:
+        _namespace.reset(token)
