@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -17,6 +17,7 @@ from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings, torch
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, log_tail
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.cluster.wording import remedy
+from ddpnb.compat.probe import missing_features
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
@@ -181,9 +182,8 @@ class Cluster:
     @property
     def missing(self) -> tuple[str, ...]:
         """A sentence for each feature that is off because a library is of another version."""
-        here = self._client.missing if self._client is not None else ()
         there = (each for state in self.states for each in state.missing)
-        return tuple(dict.fromkeys((*here, *there)))
+        return tuple(dict.fromkeys((*missing_features(), *there)))
 
     @property
     def generation(self) -> int:
@@ -204,7 +204,7 @@ class Cluster:
         self.require(ranks)
         sent, self._interrupts = self._interrupts, []
         wait(sent, SIGNAL_SECONDS)  # a late one would end the call that begins now
-        return self.client.submit(request.in_folder(str(self.work_folder)), ranks)
+        return self.client.submit(replace(request, folder=str(self.work_folder)), ranks)
 
     def gather(
         self,

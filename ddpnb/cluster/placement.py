@@ -13,8 +13,6 @@ from ddpnb.protocol.processes import num_cores
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
-METHODS = ("fork", "spawn")
-"""Ways to start ranks."""
 MAX_RANKS = 256
 MAX_DEFAULT_CPU_RANKS = 4
 MAX_RANKS_PER_CORE = 4
@@ -27,39 +25,27 @@ class ClusterSpec:
 
     num_ranks: int | None = option(
         None,
-        "-n",
         "number of ranks; by default one per GPU, or up to 4 on the CPU",
+        flag="-n",
         least=1,
         most=MAX_RANKS,
     )
     devices: str = option(
         "",
-        "--devices",
         "emulate these in all comparisons: a rank for each",
         example="8xV100",
         offers=tuple(f"8x{card}" for card in CARDS),
     )
     as_: str = option(
-        "", "--as", "whose published figures these have", example="MODEL", offers=tuple(MODELS)
+        "", "whose published figures these have", example="MODEL", offers=tuple(MODELS)
     )
-    device: str = option(
-        "auto", "--device", "what the ranks compute on", choices=DEVICES, example="NAME"
-    )
-    backend: str = option(
-        "auto", "--backend", "of torch.distributed", choices=BACKENDS, example="NAME"
-    )
+    device: str = option("auto", "what the ranks compute on", choices=DEVICES, example="NAME")
+    backend: str = option("auto", "of torch.distributed", choices=BACKENDS, example="NAME")
     num_threads: int | None = option(
         None,
-        "--threads",
         "CPU threads of each rank; by default the cores divided by the ranks",
+        flag="--threads",
         least=1,
-    )
-    method: str | None = option(
-        None,
-        "--method",
-        "how ranks start; by default fork on Linux, spawn elsewhere",
-        choices=METHODS,
-        example="NAME",
     )
 
     @property

@@ -28,6 +28,7 @@ from ddpnb.cluster.placement import (
     controller_arguments,
     place_ranks,
 )
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KernelRequest, RankCommand, num_cores
 
 STOP_TIMEOUT_SECONDS = 8.0
@@ -53,7 +54,7 @@ class ForkServer:
         folder: Path,
         controller_arguments: list[str],
         num_threads: int,
-        method: str,
+        has_ranks: bool = True,
         on_exit: OnExit,
         preload: str = "",
     ) -> None:
@@ -63,12 +64,12 @@ class ForkServer:
             folder: the cluster's private run folder; the fork server removes it.
             controller_arguments: ipyparallel's command line for the controller.
             num_threads: OpenMP threads of each rank; torch reads it when it is imported.
-            method: see ``launcher.forkserver.main``.
+            has_ranks: whether it starts ranks; else the controller alone.
             on_exit: called when a process has ended.
             preload: modules that the fork server imports, with those that the user names.
         """
         pipe, theirs = Pipe()
-        words = [str(theirs.fileno()), str(folder), method, *controller_arguments]
+        words = [str(theirs.fileno()), str(folder), "ranks" * has_ranks, *controller_arguments]
         self._on_exit = on_exit
         self._server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.launcher.forkserver", *words],
@@ -197,6 +198,8 @@ class LocalProcesses(Processes):
         Raises:
             UserError: this host cannot run such a cluster.
         """
+        if sys.platform != "linux":
+            raise UserError("Ranks are forked, which is safe on Linux alone: start them there.")
         self._spec = spec
         planned = None if asks_for_gpus(spec) else self._place(num_gpus=0)
         self._planned = planned
@@ -204,7 +207,6 @@ class LocalProcesses(Processes):
             folder=folder,
             controller_arguments=controller_arguments(folder / "profile"),
             num_threads=planned.num_threads if planned else spec.num_threads or num_cores(),
-            method=spec.method or ("fork" if sys.platform == "linux" else "spawn"),
             on_exit=on_exit,
             preload=common_imports(planned),
         )

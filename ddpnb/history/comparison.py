@@ -1,6 +1,7 @@
 """Several runs that belong together, where they were trained, and how to repeat them.  (Kernel.)"""
 
 import contextlib
+import os
 import platform
 import shlex
 from collections import Counter
@@ -15,7 +16,7 @@ from ddpnb.history.tuning import split
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.protocol.options import Option
-from ddpnb.protocol.processes import num_cores, num_hardware_threads
+from ddpnb.protocol.processes import num_cores
 from ddpnb.protocol.training_options import TRAINING_OPTIONS
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
@@ -88,7 +89,7 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
 
 def environment() -> dict[str, str]:
     """Return this machine's properties and the versions of its libraries."""
-    cores, threads = num_cores(), num_hardware_threads()
+    cores, threads = num_cores(), len(os.sched_getaffinity(0))
     return {
         **{library: version(library) for library in LIBRARIES},
         "python": platform.python_version(),

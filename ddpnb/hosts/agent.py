@@ -134,7 +134,7 @@ def main(kernel_fd: str, folder: str, forwarded: str) -> None:
     """Be the agent of the kernel to which the relay's pipe leads."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = forkserver.Forkserver(
-        kernel=Connection(int(kernel_fd)), folder=Path(folder), method="fork", log_bytes=LOG_BYTES
+        kernel=Connection(int(kernel_fd)), folder=Path(folder), log_bytes=LOG_BYTES
     )
     server.folder.mkdir(mode=0o700)
     server.more_ends.append(hold(server.folder / SERVER_LOCK))

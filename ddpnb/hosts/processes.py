@@ -71,7 +71,7 @@ class HostProcesses(Processes):
                 folder=folder,
                 controller_arguments=controller_arguments(folder / "profile", address, ports),
                 num_threads=1,
-                method="none",
+                has_ranks=False,
                 on_exit=on_exit,
             )
         except BaseException:

@@ -16,36 +16,30 @@ class HostsSpec(ClusterSpec):
     """The user's choices, those on other hosts among them."""
 
     hosts: str = option(
-        "", "--hosts", "hosts that ssh reaches, each with its number of ranks", example="a:4,b:4"
+        "", "hosts that ssh reaches, each with its number of ranks", example="a:4,b:4"
     )
     interface: str = option(
         "",
-        "--interface",
         "the network between the hosts; by default the one that ssh came by",
         example="NAME",
     )
     python: str = option(
         "",
-        "--python",
         "the Python on the hosts; by default this one's path if it exists, else python3",
         example="PATH",
     )
     engines: str = option(
         "",
-        "--engines",
         "ipyparallel's launcher that starts the ranks: slurm, mpi, pbs, ...; by default ssh does",
         example="NAME",
         choices=ENGINES,
     )
-    profile: str = option(
-        "", "--profile", "of ipyparallel, with the launcher's settings", example="NAME"
-    )
+    profile: str = option("", "of ipyparallel, with the launcher's settings", example="NAME")
     ranks_per_host: int | None = option(
-        None, "--ranks-per-host", "of -n, with --engines or --profile; by default all on one host"
+        None, "of -n, with --engines or --profile; by default all on one host"
     )
     timeout: float | None = option(
         None,
-        "--timeout",
         "seconds that a job may wait in the queue; by default 600",
         above=0,
         example="SECONDS",
@@ -68,8 +62,6 @@ class HostsSpec(ClusterSpec):
             return
         if self.devices:
             raise UserError("Emulated devices are ranks on the CPU of this host: leave one out.")
-        if self.method == "spawn":
-            raise UserError("On other hosts ranks are forked: leave method out with --hosts.")
         if self.hosts:
             parse_hosts(self.hosts)
             if self.num_ranks is not None or self.ranks_per_host is not None:

@@ -214,9 +214,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="each rank trains alone; weights are averaged every few steps",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Look("#bd1f01", "solid", "v"),
-        options={
-            "every": Option(default=8, about="steps from one average to the next", least=1),
-        },
+        options={"every": Option(default=8, about="steps from one average to the next", least=1)},
     ),
     "diloco": StrategyEntry(
         about="each rank trains alone; every few steps a Nesterov step on the averaged change",
@@ -257,9 +255,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     ),
 }
 """Strategies by name, in the order in which users see them."""
-
-REMOVED: Mapping[str, str] = {"easgd": "local-sgd, which averages weights too"}
-"""Strategies of earlier versions, and what to take in their place."""
 
 TASKS: Mapping[str, Entry] = {
     "digits": Entry(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.notation import check_devices, parse_strategy
+from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.trace import RankSpans
 from ddpnb.protocol.training_options import TrainingSpec
 
@@ -70,10 +70,6 @@ class RunSpec(TrainingSpec):
     """Sentences that stand beside the results."""
     num_points: int = NUM_EVALUATIONS
     """Points of the held-out curve where the user asks for no other number."""
-
-    def __post_init__(self) -> None:
-        TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
-        check_devices(self.strategy, self.devices, self.link)
 
     @property
     def model_file(self) -> Path | None:
@@ -347,15 +343,10 @@ class Script:
     name: str
     """As the user wrote it: a path, or the name of a module."""
     path: str = ""
-    """Absolute; empty for a module."""
+    """Absolute; empty for a module, which is found as ``import`` does."""
     arguments: tuple[str, ...] = ()
     keeps_variables: bool = False
     """Whether its variables are to be those of later cells."""
-
-    @property
-    def is_module(self) -> bool:
-        """Whether it is a module, to be found as ``import`` does."""
-        return not self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
         pending = torch_internals.pending_collective(group.joined_ns)
     on_gpu = None
     if group.backend == "nccl":
-        on_gpu = torch_internals.collective_on_gpu(group.joined_ns, GPU_SECONDS)
+        on_gpu = torch_internals.pending_collective(group.joined_ns, seconds_on_gpu=GPU_SECONDS)
         pending = on_gpu or pending
     call = call or ("all_reduce" if in_shared_sum else pending.name if pending else "")
     users = next(filter(is_users, frames), None)

@@ -153,7 +153,7 @@ def process_of(script: Script, device: torch.device) -> Iterator[None]:
     it as it is.
     """
     main, argv, path, cwd = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
-    folder = cwd if script.is_module else Path(script.path).resolve().parent
+    folder = Path(script.path).resolve().parent if script.path else cwd
     _forget_modules()
     before = set(sys.modules)
     sys.modules["__main__"] = ModuleType("__main__")

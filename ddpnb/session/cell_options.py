@@ -10,26 +10,21 @@ from ddpnb.protocol.options import check_options, option
 class CellOptions:
     """The options of ``%%ddp`` and ``%ddp_run``."""
 
-    ranks: str | None = option(
-        None, "--ranks", "those that run it; by default all", example="0,2-3"
-    )
-    wait: bool = option(True, "--no-wait", "return at once; output follows as it arrives")
-    name: str = option("", "--name", "the run that ddpnb.log in it adds to", example="NAME")
+    ranks: str | None = option(None, "those that run it; by default all", example="0,2-3")
+    wait: bool = option(True, "return at once; output follows as it arrives", flag="--no-wait")
+    name: str = option("", "the run that ddpnb.log in it adds to", example="NAME")
     timeout: float | None = option(
-        None, "--timeout", "interrupt the ranks after this time", above=0, example="SECONDS"
+        None, "interrupt the ranks after this time", above=0, example="SECONDS"
     )
     check: bool = option(
-        False, "--check", "compare the exact shapes of collectives across the ranks too; slow"
+        False, "compare the exact shapes of collectives across the ranks too; slow"
     )
     debug: int | None = option(
         None,
-        "--debug",
         "stop this rank at breakpoint(), with the notebook's prompt",
         example="RANK",
     )
-    trace: bool = option(
-        False, "--trace", "record every collective and message, and draw the time line"
-    )
+    trace: bool = option(False, "record every collective and message, and draw the time line")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -71,7 +71,6 @@ def waits_for(sign: Path) -> str:
 def started(
     num_ranks: int = 2,
     *,
-    method: str | None = None,
     timeouts: Timeouts | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Cluster]:
@@ -79,7 +78,7 @@ def started(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu", method=method))
+        cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu"))
     cluster.timeouts = timeouts or cluster.timeouts
     try:
         yield cluster

@@ -94,12 +94,11 @@ def test_a_timeout_stops_every_rank(cluster: Cluster):
     check_it_goes_on(cluster, [0, 1])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_ranks_are_interrupted_where_the_kernel_was_started_to_ignore_it(method: str):
+def test_ranks_are_interrupted_where_the_kernel_was_started_to_ignore_it():
     """As ``nohup jupyter lab &`` starts it: what it starts inherits that."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with started(1, method=method) as cluster:
+        with started(1) as cluster:
             cell = run(cluster, f"{IMPORTS}{LOOP}", timeout=0.5)
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -54,7 +54,7 @@ def data(split):
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Cluster]:
-    with started(2, method="fork", environment=DYNAMO) as cluster:
+    with started(2, environment=DYNAMO) as cluster:
         yield cluster
 
 

@@ -33,16 +33,16 @@ from tests.cluster.rig import (
 THREADS = max(1, num_cores() // 2)
 
 
-def test_every_rank_reports_where_it_lives(any_cluster: Cluster):
-    states = any_cluster.states
+def test_every_rank_reports_where_it_lives(cluster: Cluster):
+    states = cluster.states
     assert [(s.rank, s.local_rank, s.world_size) for s in states] == [(0, 0, 2), (1, 1, 2)]
     assert [(s.device, s.backend, s.num_threads) for s in states] == [("cpu", "gloo", THREADS)] * 2
-    descendants = {process.pid for process in processes_of(any_cluster)}
+    descendants = {process.pid for process in processes_of(cluster)}
     pids = [state.pid for state in states]
     assert len(set(pids)) == 2
     assert set(pids) <= descendants
-    assert any_cluster.living == any_cluster.ranks == (0, 1)
-    assert any_cluster.lost is None
+    assert cluster.living == cluster.ranks == (0, 1)
+    assert cluster.lost is None
 
 
 def test_a_folder_that_was_removed_is_named(tmp_path, monkeypatch):
@@ -54,23 +54,23 @@ def test_a_folder_that_was_removed_is_named(tmp_path, monkeypatch):
     assert folders() == before
 
 
-def test_a_rank_that_registers_while_the_kernel_connects_is_found(any_cluster: Cluster):
-    client = EngineClient(any_cluster.profile, any_cluster.raise_if_dead)
+def test_a_rank_that_registers_while_the_kernel_connects_is_found(cluster: Cluster):
+    client = EngineClient(cluster.profile, cluster.raise_if_dead)
     client._client._ids.remove(1)  # as if the controller's notice had been lost
-    assert [state.rank for state in client.wait_for(2, any_cluster.raise_if_dead)] == [0, 1]
+    assert [state.rank for state in client.wait_for(2, cluster.raise_if_dead)] == [0, 1]
     client.close((), "")
 
 
-def test_a_call_on_a_rank_without_an_engine_reaches_no_rank(any_cluster: Cluster, monkeypatch):
+def test_a_call_on_a_rank_without_an_engine_reaches_no_rank(cluster: Cluster, monkeypatch):
     sent = []
     monkeypatch.setattr(ipyparallel_internals, "send", lambda *arguments: sent.append(arguments))
     with pytest.raises(UserError, match="%ddp_restart --ranks 7"):
-        any_cluster.client.submit(calls.state(), [0, 7])
+        cluster.client.submit(calls.state(), [0, 7])
     assert not sent
 
 
-def test_the_environment_is_what_torchrun_sets(any_cluster: Cluster):
-    for rank, env in enumerate(pull(any_cluster, "dict(__import__('os').environ)")):
+def test_the_environment_is_what_torchrun_sets(cluster: Cluster):
+    for rank, env in enumerate(pull(cluster, "dict(__import__('os').environ)")):
         assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
         assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
         assert ipaddress.ip_address(env["MASTER_ADDR"]).is_loopback
@@ -78,19 +78,19 @@ def test_the_environment_is_what_torchrun_sets(any_cluster: Cluster):
         assert env["OMP_NUM_THREADS"] == str(THREADS)
 
 
-def test_the_group_is_formed_and_threads_are_set(any_cluster: Cluster):
-    assert not run(any_cluster, ALL_REDUCE).failures
-    assert pull(any_cluster, "total.item()") == [2.0, 2.0]
-    assert pull(any_cluster, "dist.get_rank(), dist.get_world_size()") == [(0, 2), (1, 2)]
-    assert pull(any_cluster, "torch.get_num_threads()") == [THREADS] * 2
-    assert pull(any_cluster, "rank, local_rank, world_size, str(device)") == [
+def test_the_group_is_formed_and_threads_are_set(cluster: Cluster):
+    assert not run(cluster, ALL_REDUCE).failures
+    assert pull(cluster, "total.item()") == [2.0, 2.0]
+    assert pull(cluster, "dist.get_rank(), dist.get_world_size()") == [(0, 2), (1, 2)]
+    assert pull(cluster, "torch.get_num_threads()") == [THREADS] * 2
+    assert pull(cluster, "rank, local_rank, world_size, str(device)") == [
         (0, 0, 2, "cpu"),
         (1, 1, 2, "cpu"),
     ]
 
 
-def test_cells_run_in_the_notebooks_folder_without_arguments(any_cluster: Cluster):
-    found = pull(any_cluster, "(__import__('os').getcwd(), __import__('sys').argv)")
+def test_cells_run_in_the_notebooks_folder_without_arguments(cluster: Cluster):
+    found = pull(cluster, "(__import__('os').getcwd(), __import__('sys').argv)")
     assert found == [(os.getcwd(), [""])] * 2  # as in an interpreter without a script
 
 
@@ -100,47 +100,47 @@ drawn = random.random(), numpy.random.rand(), torch.rand(1).item()
 """
 
 
-def test_every_rank_draws_other_random_numbers(any_cluster: Cluster):
-    assert not run(any_cluster, DRAW).failures
-    numbers = pull(any_cluster, "drawn")
-    any_cluster.bring_back([1])
-    assert not run(any_cluster, DRAW, ranks=[1]).failures
-    numbers += pull(any_cluster, "drawn", ranks=[1])
+def test_every_rank_draws_other_random_numbers(cluster: Cluster):
+    assert not run(cluster, DRAW).failures
+    numbers = pull(cluster, "drawn")
+    cluster.bring_back([1])
+    assert not run(cluster, DRAW, ranks=[1]).failures
+    numbers += pull(cluster, "drawn", ranks=[1])
     assert [len(set(drawn)) for drawn in zip(*numbers, strict=True)] == [3, 3, 3]
 
 
-def test_no_key_stands_in_the_environment_or_command_line_of_a_process(any_cluster: Cluster):
+def test_no_key_stands_in_the_environment_or_command_line_of_a_process(cluster: Cluster):
     secrets = [
         value
-        for path in (any_cluster.profile / "security").glob("*.json")
+        for path in (cluster.profile / "security").glob("*.json")
         for name, value in json.loads(path.read_text()).items()
         if name in ("key", "curve_serverkey") and value
     ]
     assert len(secrets) >= 3  # messages are signed, and CurveZMQ is on, for engines and client
-    seen = json.dumps(pull(any_cluster, "dict(__import__('os').environ)"))
-    for process in processes_of(any_cluster):
+    seen = json.dumps(pull(cluster, "dict(__import__('os').environ)"))
+    for process in processes_of(cluster):
         seen += json.dumps(process.environ()) + json.dumps(process.cmdline())
     assert not [secret for secret in secrets if secret in seen]
     assert "IPP_CONNECTION_INFO" not in seen
 
 
-def test_the_run_folder_is_closed_to_others(any_cluster: Cluster):
-    assert stat.S_IMODE(any_cluster.folder.stat().st_mode) == 0o700
-    keys = list((any_cluster.profile / "security").iterdir())
+def test_the_run_folder_is_closed_to_others(cluster: Cluster):
+    assert stat.S_IMODE(cluster.folder.stat().st_mode) == 0o700
+    keys = list((cluster.profile / "security").iterdir())
     assert keys
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in keys} == {0}
 
 
-def test_nothing_listens_outside_loopback(any_cluster: Cluster):
-    run(any_cluster, ALL_REDUCE)
+def test_nothing_listens_outside_loopback(cluster: Cluster):
+    run(cluster, ALL_REDUCE)
     listening = {
         (process.pid, connection.laddr.ip)
-        for process in processes_of(any_cluster)
+        for process in processes_of(cluster)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
     assert all(ipaddress.ip_address(ip).is_loopback for _, ip in listening), listening
-    ranks = {state.pid for state in any_cluster.states}
+    ranks = {state.pid for state in cluster.states}
     assert {pid for pid, _ in listening} <= ranks  # gloo; ipyparallel's sockets are files
 
 
