@@ -13,8 +13,6 @@ from ddpnb.protocol.processes import num_cores
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
-METHODS = ("fork", "spawn")
-"""Ways to start ranks."""
 MAX_RANKS = 256
 MAX_DEFAULT_CPU_RANKS = 4
 MAX_RANKS_PER_CORE = 4
@@ -54,13 +52,6 @@ class ClusterSpec:
         "CPU threads of each rank; by default the cores divided by the ranks",
         least=1,
     )
-    method: str | None = option(
-        None,
-        "--method",
-        "how ranks start; by default fork on Linux, spawn elsewhere",
-        choices=METHODS,
-        example="NAME",
-    )
 
     @property
     def is_on_cpu(self) -> bool:
@@ -70,20 +61,18 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         check_options(self)
         if self.devices:
-            self._stand_for(num_devices(self.devices))
+            num = num_devices(self.devices)
+            if self.num_ranks not in (None, num):
+                raise UserError(
+                    f"--devices {self.devices} starts {num} ranks: leave -n {self.num_ranks} out."
+                )
+            if self.device == "cuda":
+                raise UserError("Emulated devices are on the CPU of this host: leave one out.")
+            object.__setattr__(self, "num_ranks", num)
         elif self.as_:
             raise UserError(f"--as {self.as_} describes emulated devices: add --devices 8xV100.")
         if self.is_on_cpu and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
-
-    def _stand_for(self, num: int) -> None:
-        if self.num_ranks not in (None, num):
-            raise UserError(
-                f"--devices {self.devices} starts {num} ranks: leave -n {self.num_ranks} out."
-            )
-        if self.device == "cuda":
-            raise UserError("Emulated devices are ranks on the CPU of this host: leave one out.")
-        object.__setattr__(self, "num_ranks", num)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +100,8 @@ class Placement:
     backend: str
     num_threads: int
     hosts: tuple[Host, ...]
-    sizes: tuple[int, ...]
-    """How many ranks each host has: the first ones are the first host's."""
+    host_of: tuple[int, ...]
+    """The number of each rank's host: the first ranks are the first host's."""
     master_port: int
     """Where ranks of several hosts meet, at the first host's address."""
 
@@ -121,22 +110,14 @@ class Placement:
         """How many ranks there are."""
         return len(self.devices)
 
-    def host_of(self, rank: int) -> int:
-        """Return the number of a rank's host."""
-        host = 0
-        while host < len(self.sizes) - 1 and rank >= sum(self.sizes[: host + 1]):
-            host += 1
-        return host
-
-    def ranks_of(self, host: int) -> range:
+    def ranks_of(self, host: int) -> list[int]:
         """Return the ranks of a host."""
-        first = sum(self.sizes[:host])
-        return range(first, first + self.sizes[host])
+        return [rank for rank, each in enumerate(self.host_of) if each == host]
 
     def shares_device(self, rank: int) -> bool:
         """Return whether another rank computes on the same GPU."""
-        device, neighbours = self.devices[rank], self.ranks_of(self.host_of(rank))
-        return device != "cpu" and [self.devices[each] for each in neighbours].count(device) > 1
+        places = [*zip(self.host_of, self.devices, strict=True)]
+        return self.devices[rank] != "cpu" and places.count(places[rank]) > 1
 
 
 def asks_for_gpus(spec: ClusterSpec) -> bool:
@@ -156,21 +137,18 @@ def place_ranks(
         UserError: a host has no such devices.
     """
     without = [host for host in hosts if not host.num_gpus]
-    if spec.device == "cuda" and without:
+    if without and not spec.is_on_cpu and (spec.device == "cuda" or len(without) < len(hosts)):
         raise UserError(f"{_spoken(without[0])} has no GPU: use --device cpu, or leave it out.")
-    if spec.device == "auto" and 0 < len(without) < len(hosts):
-        raise UserError(
-            f"Host {without[0].name} has no GPU and another has: use --device cpu, or leave it out."
-        )
     on_gpus = not without and not spec.is_on_cpu
     fewest = 2 // len(hosts) or 1  # with one rank there is nothing to see
-    sizes, devices, backends = [], [], []
-    for host in hosts:
+    sizes, devices, backends, host_of = [], [], [], list[int]()
+    for number, host in enumerate(hosts):
         num_gpus = host.num_gpus if on_gpus else 0
         default = num_gpus or max(fewest, min(host.num_cores, MAX_DEFAULT_CPU_RANKS))
         size = host.size or (spec.num_ranks if len(hosts) == 1 else None) or default
         backends.append(_choose_backend(spec, host, size, num_gpus))
         sizes.append(size)
+        host_of += [number] * size
         devices += [f"cuda:{n % num_gpus}" if num_gpus else "cpu" for n in range(size)]
     if len(devices) > MAX_RANKS:
         raise UserError(f"--hosts asks for {len(devices)} ranks: at most {MAX_RANKS} are possible.")
@@ -180,7 +158,7 @@ def place_ranks(
         backend="nccl" if set(backends) == {"nccl"} else "gloo",
         num_threads=spec.num_threads or min(shares),
         hosts=tuple(hosts),
-        sizes=tuple(sizes),
+        host_of=tuple(host_of),
         master_port=free_port() if master_port is None else master_port,
     )
 
@@ -197,23 +175,18 @@ def common_imports(placement: Placement | None) -> str:
 
 def _choose_backend(spec: ClusterSpec, host: Host, num_ranks: int, num_gpus: int) -> str:
     """Return NCCL for one rank per GPU, else gloo: NCCL allows no two ranks on one GPU."""
-    if spec.backend == "nccl" and num_gpus == 0:
-        raise UserError(
-            f"NCCL works on GPUs only, and {_spoken(host, 'this machine')} has none: "
-            "use --backend gloo."
-        )
     if spec.backend == "nccl" and num_ranks > num_gpus:
         raise UserError(
-            f"NCCL allows one rank per GPU, and {_spoken(host, 'this machine')} has {num_gpus} for "
-            f"{num_ranks} ranks: start {num_gpus}, or have ranks share a GPU with --backend gloo."
+            f"{_spoken(host)} has {num_gpus} GPUs for {num_ranks} ranks, and NCCL allows one rank "
+            "per GPU: start fewer, or use --backend gloo."
         )
     if spec.backend != "auto":
         return spec.backend
     return "nccl" if num_gpus and num_ranks <= num_gpus else "gloo"
 
 
-def _spoken(host: Host, own: str = "This machine") -> str:
-    return f"Host {host.name}" if host.name else own
+def _spoken(host: Host) -> str:
+    return f"Host {host.name}" if host.name else "This machine"
 
 
 def torchrun_environment(placement: Placement, rank: int) -> dict[str, str]:
@@ -224,7 +197,7 @@ def torchrun_environment(placement: Placement, rank: int) -> dict[str, str]:
     accelerate and transformers train a model of its own in each process that has no GPU.
     """
     size = str(placement.num_ranks)
-    host = placement.host_of(rank)
+    host = placement.host_of[rank]
     neighbours = placement.ranks_of(host)
     interface = placement.hosts[host].interface
     return {
@@ -296,7 +269,7 @@ def rank_settings(
     ``home`` is the folder in which cells start, ``generation`` the number of the process group to
     join; None: join none.
     """
-    own = placement.host_of(rank)
+    own = placement.host_of[rank]
     return {
         "device": placement.devices[rank],
         "shares_device": placement.shares_device(rank),

@@ -36,20 +36,13 @@ class Starter(abc.ABC):
     def wait(self, progress: Callable[[str], None]) -> list[RemoteHost]:
         """Wait until all hosts are there.
 
-        Args:
-            progress: called with a few words on what is waited for.
-
-        Raises:
-            UserError: one sentence on why they do not come.
+        ``progress`` is called with a few words on what is waited for.  A UserError says why they
+        do not come.
         """
 
     @abc.abstractmethod
     def start_again(self, host: RemoteHost) -> None:
-        """Have an agent started again on a host that has lost it.
-
-        Raises:
-            UserError: one sentence on why that cannot be done.
-        """
+        """Have a relay started on a host that has lost it; a UserError says why it cannot be."""
 
     @abc.abstractmethod
     def explain(self, host: RemoteHost) -> str:
