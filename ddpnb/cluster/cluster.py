@@ -15,7 +15,6 @@ from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings, torch
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.cluster.wording import remedy
-from ddpnb.compat import cloudpickle_internals, ipyparallel_internals
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
@@ -35,6 +34,10 @@ CRASH = "Fatal Python error"
 """The first words of a stack that faulthandler writes."""
 BEFORE_CRASH = 3
 """How many lines of a log are shown before these: native code often gives its reason there."""
+
+
+class NoGroupError(UserError):
+    """Ranks cannot form a process group, but can run cells without one."""
 
 
 class Cluster:
@@ -62,8 +65,6 @@ class Cluster:
         """Whether this kernel has ended the cluster."""
         self.supervised: list[Call] = []
         """Calls in progress for which a ``Watch`` waits."""
-        self.without_group = ""
-        """A sentence on why no process group could be formed, if the last attempt had to fail."""
         self.generation = 0
         """How many process groups there were before this one."""
         self._is_aborted = False
@@ -161,8 +162,7 @@ class Cluster:
     @property
     def missing(self) -> tuple[str, ...]:
         """A sentence for each feature that is off because a library is of another version."""
-        libraries = (ipyparallel_internals, cloudpickle_internals)
-        here = (each for library in libraries for each in library.missing_features())
+        here = self._client.missing if self._client is not None else ()
         there = (each for state in self.states for each in state.missing)
         return tuple(dict.fromkeys((*here, *there)))
 
@@ -228,8 +228,7 @@ class Cluster:
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
         """Form a new process group if the old one was aborted, or is of another kind.
 
-        While a rank is dead, or hosts do not reach each other, no group is formed; the ranks go on
-        without one.
+        While a rank is dead, no group is formed; the ranks go on without one.
 
         Args:
             is_checked: whether torch compares the ranks' collectives at each call.
@@ -238,19 +237,18 @@ class Cluster:
             The variables that still refer to the old group, each with its ranks.
 
         Raises:
+            NoGroupError: hosts do not reach each other.
             UserError: a rank runs a cell, or the ranks could have formed one, and did not.
         """
-        self.without_group = ""
         is_fit = not self._is_aborted and self._is_checked == is_checked
         if is_fit or self.living != self.ranks:
             return {}
         self.require_idle(self.ranks)
         if links := self.processes.unreachable():
-            self.without_group = (
+            raise NoGroupError(
                 f"There is no process group, for {links}; the first cell after that is mended "
                 "forms one. Variables are kept."
             )
-            return {}
         self._begin_generation()
         call = self.submit(calls.form_group(self.generation, is_checked), self.ranks)
         try:
@@ -272,13 +270,6 @@ class Cluster:
                 stale.setdefault(each, []).append(rank)
         return stale
 
-    def require_group(self) -> dict[StaleVariable, list[int]]:
-        """Form a group like ``ensure_group``; a UserError says where hosts lack each other."""
-        stale = self.ensure_group()
-        if self.without_group:
-            raise UserError(self.without_group)
-        return stale
-
     def bring_back(self, ranks: Sequence[int]) -> dict[StaleVariable, list[int]]:
         """Start ranks anew in a new process group; the others keep their variables.
 
@@ -292,7 +283,12 @@ class Cluster:
         self.require_idle(set(self.ranks) - set(ranks))
         if links := self.processes.unreachable():
             raise UserError(f"{links[0].upper()}{links[1:]}: no rank was restarted.")
-        self.end_ranks(ranks)
+        self.kill(ranks)
+        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
+        while set(ranks) & set(self.living):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {format_ranks(ranks)} did not end")
+            time.sleep(0.002)
         for rank in ranks:
             self.restart_alone(rank)
         self._note(self.client.wait_for(len(ranks), self.raise_if_dead))
@@ -353,15 +349,6 @@ class Cluster:
             torchrun_environment(self.placement, rank),
             rank_settings(self.placement, rank, home=self.home, generation=generation),
         )
-
-    def end_ranks(self, ranks: Sequence[int]) -> None:
-        """Kill ranks, and wait until they have ended."""
-        self.kill(ranks)
-        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
-        while set(ranks) & set(self.living):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {format_ranks(ranks)} did not end")
-            time.sleep(0.002)
 
     def note_exit(self, exit_: Exit) -> None:
         """Note, from the listening thread, that a process has ended."""

@@ -28,7 +28,7 @@ class Monitor:
         self._answers: dict[int, Future[Any]] = {}
         self._looked_at: float | None = None
         self._waited = 0.0
-        """Seconds since the round began, or since the last one ended."""
+        """Seconds since the round began."""
         self._named: set[int] = set()
         """Ranks that have been said not to answer."""
         self._hangs = HangDetector(
@@ -50,7 +50,7 @@ class Monitor:
         if not self._answers:
             self._begin_round(running)
             return None
-        self._answers, self._waited = {}, 0.0
+        self._answers = {}
         self._named.clear()
         found = [each.result() for each in answers.values() if each.exception() is None]
         statuses = tuple(RankStatus(**each) for each in found)

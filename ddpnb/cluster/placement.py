@@ -9,7 +9,6 @@ from typing import Any
 from ddpnb.protocol.devices import CARDS, MODELS, num_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import check_options, option
-from ddpnb.protocol.processes import num_cores
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
@@ -163,16 +162,6 @@ def place_ranks(
     )
 
 
-def common_imports(placement: Placement | None) -> str:
-    """Return which modules the fork server imports besides torch, with spaces between them.
-
-    The first DDP and the first optimizer import torch's compiler, which takes over a second.  A few
-    ranks do so at the same time; where they far outnumber the cores it is done once for all.
-    """
-    num = placement.devices.count("cpu") if placement else 0
-    return "torch._dynamo" if num >= MAX_RANKS_PER_CORE * num_cores() else ""
-
-
 def _choose_backend(spec: ClusterSpec, host: Host, num_ranks: int, num_gpus: int) -> str:
     """Return NCCL for one rank per GPU, else gloo: NCCL allows no two ranks on one GPU."""
     if spec.backend == "nccl" and num_ranks > num_gpus:
@@ -232,18 +221,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-CONTROLLER = (
-    *(f"--IPController.{use}_transport=ipc" for use in ("client", "monitor")),
-    "--location=127.0.0.1",
-    "--log-level=ERROR",
-    "--IPController.enable_curve=True",
-    "--IPController.use_threads=True",  # two processes in place of nine
-    "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else it keeps every result
-    "--HeartMonitor.period=100",  # ms; ranks are registered on a heartbeat
-    "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: the fork server reports deaths
-)
-
-
 def controller_arguments(profile: Path, address: str = "", ports: Sequence[int] = ()) -> list[str]:
     """Return ipyparallel's command line for the controller.
 
@@ -257,7 +234,15 @@ def controller_arguments(profile: Path, address: str = "", ports: Sequence[int] 
         f"--IPController.engine_ip={address or place}",
         f"--IPController.engine_transport={'tcp' if address else 'ipc'}",
         *([f"--IPController.engine_ports={','.join(map(str, ports))}"] if ports else []),
-        *CONTROLLER,
+        "--IPController.client_transport=ipc",
+        "--IPController.monitor_transport=ipc",
+        "--location=127.0.0.1",
+        "--log-level=ERROR",
+        "--IPController.enable_curve=True",
+        "--IPController.use_threads=True",  # two processes in place of nine
+        "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else it keeps every result
+        "--HeartMonitor.period=100",  # ms; ranks are registered on a heartbeat
+        "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: the fork server reports deaths
     ]
 
 

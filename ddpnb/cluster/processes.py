@@ -20,11 +20,11 @@ from typing import Any
 from ddpnb.cluster.call import START_TIMEOUT_SECONDS
 from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
 from ddpnb.cluster.placement import (
+    MAX_RANKS_PER_CORE,
     ClusterSpec,
     Host,
     Placement,
     asks_for_gpus,
-    common_imports,
     controller_arguments,
     place_ranks,
 )
@@ -41,6 +41,18 @@ OnExit = Callable[[Exit], None]
 """Called, from another thread, when a process has ended without being asked to."""
 
 
+def torch_environment(num_threads: int, preload: str = "") -> dict[str, str]:
+    """Return what torch reads when it is imported, for ranks of so many threads.
+
+    ``preload`` names modules to import too, besides those of the user.
+    """
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
+        "DDPNB_PRELOAD": f"{os.environ.get('DDPNB_PRELOAD', '')} {preload}".strip(),
+    }
+
+
 class ForkServer:
     """The kernel's child on this host, which starts the controller, and ranks if there are any."""
 
@@ -54,23 +66,14 @@ class ForkServer:
         on_exit: OnExit,
         preload: str = "",
     ) -> None:
-        """Start it; see ``launcher.forkserver.main``.
-
-        ``num_threads`` is of each rank: torch reads it when it is imported.  ``preload`` names
-        modules to import, besides those of the user.
-        """
+        """Start it; see ``launcher.forkserver.main`` and ``torch_environment``."""
         pipe, theirs = Pipe()
         words = [str(theirs.fileno()), str(folder), method, *controller_arguments]
         self._on_exit = on_exit
         self._server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.launcher.forkserver", *words],
             pass_fds=[theirs.fileno()],
-            env=os.environ
-            | {
-                "OMP_NUM_THREADS": str(num_threads),
-                "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
-                "DDPNB_PRELOAD": f"{os.environ.get('DDPNB_PRELOAD', '')} {preload}".strip(),
-            },
+            env=os.environ | torch_environment(num_threads, preload),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -175,13 +178,17 @@ class LocalProcesses(Processes):
         self._spec = spec
         planned = None if asks_for_gpus(spec) else self._place(num_gpus=0)
         self._planned = planned
+        # The first DDP and the first optimizer import torch's compiler, for over a second.  A few
+        # ranks do so at the same time; where they far outnumber the cores it is done once for all.
+        num_on_cpu = planned.devices.count("cpu") if planned else 0
+        is_crowded = num_on_cpu >= MAX_RANKS_PER_CORE * num_cores()
         self.server = ForkServer(
             folder=folder,
             controller_arguments=controller_arguments(folder / "profile"),
             num_threads=planned.num_threads if planned else spec.num_threads or num_cores(),
             method=METHOD,
             on_exit=on_exit,
-            preload=common_imports(planned),
+            preload="torch._dynamo" if is_crowded else "",
         )
 
     @property

@@ -18,9 +18,8 @@ from IPython.paths import get_ipython_dir
 from jupyter_client.localinterfaces import public_ips
 
 from ddpnb.hosts.network import free_ports, interfaces
-from ddpnb.hosts.router import Router
+from ddpnb.hosts.router import RemoteHost, Router
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.hosts.starter import RemoteHost, Starter
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import atomic_write
 
@@ -34,7 +33,7 @@ STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
 """Without it, a profile with an error in it is read as an empty one, with local engines."""
 
 
-class LaunchedHosts(Starter):
+class LaunchedHosts:
     """The relays that one launcher has started."""
 
     def __init__(self, spec: HostsSpec, folder: Path) -> None:
@@ -55,6 +54,7 @@ class LaunchedHosts(Starter):
         self._seconds = WAIT_SECONDS if spec.timeout is None else spec.timeout
         self._log = folder / "launcher.log"
         self.address = own_address(spec.interface)
+        """Where engines reach the controller."""
         self.router = Router(f"tcp://{self.address}:{free_ports(self.address, 1)[0]}")
         self._file = Path.home() / f".ddpnb-{secrets.token_hex(8)}.json"
         atomic_write(self._file, json.dumps(self.router.place()).encode(), mode=0o600)

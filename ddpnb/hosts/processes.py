@@ -6,7 +6,6 @@ configuration, or is the kernel's own, is one like any other.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,21 +23,21 @@ from ddpnb.cluster.placement import (
     place_ranks,
 )
 from ddpnb.cluster.processes import (
-    RECORDED_CALLS,
     STOP_TIMEOUT_SECONDS,
     ForkServer,
     LocalProcesses,
     OnExit,
     Processes,
     StartProcesses,
+    torch_environment,
     wait_for_file,
 )
 from ddpnb.hosts.launchers import LaunchedHosts
 from ddpnb.hosts.network import free_ports
-from ddpnb.hosts.reasons import silent, unfit
+from ddpnb.hosts.reasons import check, silent
+from ddpnb.hosts.router import RemoteHost
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.hosts.ssh import SshHosts
-from ddpnb.hosts.starter import RemoteHost, Starter
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KernelRequest, working_folder
@@ -69,7 +68,7 @@ class HostProcesses(Processes):
         self._hosts: list[RemoteHost] = []
         self._is_placed = False
         self._environment: dict[str, str] = {}
-        self._starter: Starter = (LaunchedHosts if spec.is_launched else SshHosts)(spec, folder)
+        self._starter = (LaunchedHosts if spec.is_launched else SshHosts)(spec, folder)
         try:
             address = self._starter.address
             ports = free_ports(address, NUM_SOCKETS) if address else range(1, NUM_SOCKETS + 1)
@@ -102,11 +101,7 @@ class HostProcesses(Processes):
             max(1, host.report["num_cores"] // (host.size or host.report["num_cores"]))
             for host in self._hosts
         ]
-        self._environment = {
-            "OMP_NUM_THREADS": str(self._spec.num_threads or min(shares)),
-            "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
-            "DDPNB_PRELOAD": os.environ.get("DDPNB_PRELOAD", ""),
-        }
+        self._environment = torch_environment(self._spec.num_threads or min(shares))
         self._prepare(self._hosts)
         port = self._hosts[0].report["master_port"]
         self.placement = place_ranks(self._spec, [_described(each) for each in self._hosts], port)
@@ -209,8 +204,7 @@ class HostProcesses(Processes):
             [report] = self._ask([host], KernelRequest.CHECK, **question, port=own_port)
             host.report = report | {"clock": report["clock"] - time.time()}
         for host in hosts:
-            if sentence := unfit(host.name, host.report, self._home, interface):
-                raise UserError(sentence)
+            check(host.name, host.report, self._home, interface)
 
     def _prepare(self, hosts: Sequence[RemoteHost]) -> None:
         """Have agents import torch, and engines find the controller."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpnb.hosts.network import versions
+from ddpnb.protocol.errors import UserError
 
 MAX_CLOCK_SECONDS = 5.0
 """How far a host's clock may be off: times of runs and of checkpoints are compared."""
@@ -45,20 +46,19 @@ def silent(host: str, seconds: float) -> str:
     )
 
 
-def unfit(name: str, report: Mapping[str, Any], home: Path, interface: str) -> str:
-    """Return the sentence on why a host cannot be used; empty if it can."""
+def check(name: str, report: Mapping[str, Any], home: Path, interface: str) -> None:
+    """Raise a UserError if a host cannot be used."""
     for package, here in versions().items():
         there = report["versions"][package] or "none"
         if there != here:
-            return (
+            raise UserError(
                 f"Host {name} has {package} {there}, and this one {here}: install the same "
                 "version, or name another Python with --python."
             )
     if not report["has_home"]:
-        return f"Host {name} has no folder {home}, in which this notebook's cells run: make it."
+        raise UserError(f"Host {name} has no folder {home}, where cells are to run: make it.")
     if abs(off := report["clock"]) > MAX_CLOCK_SECONDS:
-        return f"The clock of host {name} is off by {off:+.0f} s: set it, or run NTP on both."
+        raise UserError(f"The clock of host {name} is off by {off:+.0f} s: run NTP on both.")
     if interface and not report["address"]:
         known = ", ".join(report["interfaces"])
-        return f"Host {name} has no interface {interface} with an IPv4 address; it has: {known}."
-    return ""
+        raise UserError(f"Host {name} has no interface {interface} with IPv4; it has: {known}.")

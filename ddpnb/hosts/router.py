@@ -6,12 +6,14 @@ import secrets
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 import zmq
 
+from ddpnb.cluster.link import ForkServerLink
 from ddpnb.hosts.wire import Word, keep_alive
 from ddpnb.protocol.processes import limit_waits
 
@@ -34,6 +36,22 @@ class Relay:
     """Leads to its agent."""
     end: Connection
     """The router's end of the pipe."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RemoteHost:
+    """One host, as the kernel sees it."""
+
+    name: str
+    """As the user wrote it, or as it calls itself."""
+    size: int | None
+    """How many ranks are to be there; None: as many as fit."""
+    relay: str
+    """The name of its relay in the router."""
+    link: ForkServerLink = field(init=False)
+    """To its agent."""
+    report: dict[str, Any] = field(default_factory=dict)
+    """What it has; ``clock`` is by how many seconds it is ahead."""
 
 
 class Router:

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddpnb.hosts.reasons import explain, silent
-from ddpnb.hosts.router import Router
+from ddpnb.hosts.router import RemoteHost, Router
 from ddpnb.hosts.spec import HostsSpec, parse_hosts
-from ddpnb.hosts.starter import RemoteHost, Starter
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
 
@@ -46,8 +45,11 @@ python={python}
 """Runs in a shell on the host, which removes the sockets that sshd leaves behind."""
 
 
-class SshHosts(Starter):
+class SshHosts:
     """One ssh for each host, which starts the relay there and forwards its sockets."""
+
+    address = ""
+    """Where engines reach the controller: not at an address of this host, but at those sockets."""
 
     def __init__(self, spec: HostsSpec, folder: Path) -> None:
         """Start them; ``wait`` waits for the relays.

@@ -15,7 +15,7 @@ import pytest
 
 from ddpnb.cluster import processes
 from ddpnb.cluster.call import CallEvent, Output, Timeouts
-from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.cluster import Cluster, NoGroupError
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch
 from ddpnb.hosts.processes import start_cluster
@@ -138,7 +138,8 @@ def begin(
     on_event: Callable[[CallEvent], None] = lambda _: None,
 ) -> Ended:
     """Send a cell to ranks; ``finish`` attends to it."""
-    cluster.ensure_group(is_checked=is_checked)
+    with contextlib.suppress(NoGroupError):
+        cluster.ensure_group(is_checked=is_checked)
     printed: dict[int, str] = {}
 
     def handle(event: CallEvent) -> None:

@@ -216,17 +216,13 @@ def test_a_rank_that_leaves_a_call_out_is_named(cluster):
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_the_ranks_are_of_use_after_calls_that_do_not_match_across_hosts(cluster, case):
     run(cluster, "import torch, torch.distributed as dist")
+    if case == "call":  # found before it is made, where asked to
+        ended = run(cluster, DIFFERENT[case], is_checked=True)
+        assert not ended.lost
+        assert any("mismatch between collectives" in f.text for f in ended.failures.values())
     run(cluster, DIFFERENT[case])
     if cluster.dead:  # gloo ends a rank that receives more than it expects
         cluster.bring_back(list(cluster.dead))
-    assert total(cluster) == [4.0] * 4
-
-
-def test_calls_that_do_not_match_are_found_before_they_are_made_where_asked(cluster):
-    run(cluster, "import torch, torch.distributed as dist")
-    ended = run(cluster, DIFFERENT["call"], is_checked=True)
-    assert not ended.lost
-    assert any("mismatch between collectives" in f.text for f in ended.failures.values())
     assert total(cluster) == [4.0] * 4
 
 
@@ -267,7 +263,7 @@ def test_a_host_without_power_is_lost_and_the_others_are_freed(cluster, hosts, t
     """One of the others may wait for the rest of a message, and is killed."""
     cell = reducing(cluster, tmp_path)
     with hosts.unplugged("b"):
-        assert finish(cell).seconds < SECONDS
+        assert finish(cell).seconds < 2 * SECONDS
         freed = sorted(cell.failures)
         assert freed
         assert set(cell.lost) == {0, 1, 2, 3} - set(freed)

@@ -159,14 +159,6 @@ def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(cluster, t
     assert pull(cluster, "total.item()") == [2.0, 2.0]
 
 
-def test_who_dies_as_soon_as_it_trains_comes_back_too(cluster, tmp_path):
-    snapshot = trained(cluster, tmp_path, a_spec("async", tmp_path, num_calls=8, num_epochs=2))
-    assert snapshot.status == "finished"
-    assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
-    lost = snapshot.reports[0].num_lost_samples
-    assert 2000 - 8 * 5 <= snapshot.events["num_samples"].sum() + lost <= 2000
-
-
 @pytest.mark.parametrize("strategy", ["async:bound=1", "hogwild"])
 def test_of_a_rank_killed_on_purpose_every_step_is_there(cluster, tmp_path, strategy):
     spec = a_spec(strategy, tmp_path, num_calls=-1)

@@ -61,27 +61,18 @@ def test_a_call_on_a_rank_without_an_engine_reaches_no_rank(cluster: Cluster, mo
     assert not sent
 
 
-def test_the_environment_is_what_torchrun_sets(any_cluster: Cluster):
+def test_ranks_find_what_torchrun_gives_a_group_and_the_notebooks_folder(any_cluster: Cluster):
     for rank, env in enumerate(pull(any_cluster, "dict(__import__('os').environ)")):
         assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
         assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
         assert ipaddress.ip_address(env["MASTER_ADDR"]).is_loopback
         assert 1024 <= int(env["MASTER_PORT"]) < 65536
         assert env["OMP_NUM_THREADS"] == str(THREADS)
-
-
-def test_the_group_is_formed_and_threads_are_set(any_cluster: Cluster):
     assert not run(any_cluster, ALL_REDUCE).failures
-    assert pull(any_cluster, "total.item()") == [2.0, 2.0]
-    assert pull(any_cluster, "dist.get_rank(), dist.get_world_size()") == [(0, 2), (1, 2)]
-    assert pull(any_cluster, "torch.get_num_threads()") == [THREADS] * 2
-    assert pull(any_cluster, "rank, local_rank, world_size, str(device)") == [
-        (0, 0, 2, "cpu"),
-        (1, 1, 2, "cpu"),
-    ]
-
-
-def test_cells_run_in_the_notebooks_folder_without_arguments(any_cluster: Cluster):
+    names = "total.item(), dist.get_rank(), dist.get_world_size(), torch.get_num_threads()"
+    assert pull(any_cluster, names) == [(2.0, 0, 2, THREADS), (2.0, 1, 2, THREADS)]
+    names = "rank, local_rank, world_size, str(device)"
+    assert pull(any_cluster, names) == [(0, 0, 2, "cpu"), (1, 1, 2, "cpu")]
     found = pull(any_cluster, "(__import__('os').getcwd(), __import__('sys').argv)")
     assert found == [(os.getcwd(), [""])] * 2  # as in an interpreter without a script
 
