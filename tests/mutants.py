@@ -108,8 +108,8 @@ tests/faults/test_diagnosis.py -k sleeps
 
 a receive that nobody sends to is never found
 cluster/hangs.py
-- now.num_collectives and is_idle
-+ now.num_collectives and is_idle and now.peer is None
+- return is_there and
++ return is_there and now.peer is None and
 tests/faults/test_diagnosis.py -k recv
 
 ranks of the second host are counted on from the first

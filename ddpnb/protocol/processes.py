@@ -43,9 +43,7 @@ class KernelRequest(StrEnum):
     PROBE = "probe"
     """Connect to the other hosts."""
     PREPARE = "prepare"
-    """Import torch."""
-    CONNECT = "connect"
-    """Take the engines' connection file."""
+    """Take the engines' connection file, and import torch."""
 
 
 class ForkServerEvent(StrEnum):

@@ -189,11 +189,11 @@ def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> Non
         UserError: there is no such module.
     """
     seed_everything(None)
-    if script.is_module and importlib.util.find_spec(script.name) is None:
+    if not script.path and importlib.util.find_spec(script.name) is None:
         raise UserError(f"There is no module {script.name} to run on this rank.")
     main = sys.modules["__main__"]
     try:
-        if script.is_module:
+        if not script.path:
             vars(main).update(runpy.run_module(script.name, run_name="__main__", alter_sys=True))
         else:
             main.__file__ = script.path

@@ -56,7 +56,7 @@ def _prepared(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live)
         for each in with_models(spec.run_specs(), store)
         if len(cluster.ranks) > 1 or not each.is_ceiling  # a rank alone never communicates
     )
-    warn_stale(cluster.require_group())
+    warn_stale(cluster.ensure_group())
     if spec.functions is not None:
         spec.functions.send(cluster, cluster.ranks)
     printed = PrintedLines()

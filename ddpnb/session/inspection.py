@@ -200,7 +200,7 @@ def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> DdpInspection:
             nothing has been sent then.
         RankError: the user's code failed in a step.
     """
-    warn_stale(cluster.require_group())
+    warn_stale(cluster.ensure_group())
     found = ask(cluster, calls.find_inspected(spec))
     shapes = {rank: [(p.name, p.shape) for p in each.parameters] for rank, each in found.items()}
     if others := sorted(rank for rank, each in shapes.items() if each != shapes[0]):

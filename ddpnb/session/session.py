@@ -16,7 +16,7 @@ from ddpnb.cluster.wording import restart, say
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
-from ddpnb.hosts.start import start_cluster
+from ddpnb.hosts.processes import start_cluster
 from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Failure, Script

@@ -140,7 +140,7 @@ class Training:
         return True
 
     def _train(self, spec: RunSpec) -> None:
-        warn_stale(self.cluster.require_group())
+        warn_stale(self.cluster.ensure_group())
         self.recorder.begin(spec.run_id, spec.strategy, spec)
         recovery = RankRecovery(
             cluster=self.cluster,

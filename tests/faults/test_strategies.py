@@ -64,7 +64,7 @@ SHORT = 2.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with started(2, method="fork", environment=DYNAMO) as cluster:
+    with started(2, environment=DYNAMO) as cluster:
         run(cluster, "kept = [rank]")
         yield cluster
 
