@@ -18,12 +18,11 @@ from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
-from ddpnb.session.cell_options import CellOptions
-from ddpnb.session.cells import RunningCell, cell_in, read_script
+from ddpnb.session.cells import CellOptions, RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
-from ddpnb.session.functions import NotebookFunctions
 from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.session import this_session
+from ddpnb.session.variables import NotebookFunctions
 from ddpnb.twins import twin
 
 

@@ -34,7 +34,7 @@ from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import LIVE, LiveDisplay, LiveFigureAndTable
 from ddpnb.reports.style import PlotOptions
-from ddpnb.session.cell_options import CellOptions
+from ddpnb.session.cells import CellOptions
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.session import this_cell_number, this_session
 

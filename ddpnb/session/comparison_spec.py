@@ -16,7 +16,7 @@ from ddpnb.protocol.notation import check_devices
 from ddpnb.protocol.options import check_options, option, read_options
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec
 from ddpnb.reports.style import EVERYTHING, PlotOptions
-from ddpnb.session.functions import NotebookFunctions
+from ddpnb.session.variables import NotebookFunctions
 
 MAGIC = re.compile(r"([\w\s,]+=\s*)?[%!]")
 """The beginning of a line of IPython: ``%magic``, ``!command``, ``x = !command``."""

@@ -29,8 +29,7 @@ from ddpnb.reports.live import LIVE, Live, LiveFigureAndTable
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
-from ddpnb.session.cell_options import CellOptions
-from ddpnb.session.cells import RunningCell
+from ddpnb.session.cells import CellOptions, RunningCell
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt, warn_stale
@@ -156,7 +155,8 @@ class Session:
         )
         self._traced = cell if options.trace else self._traced
         if not options.wait:
-            return self._jobs.begin_cell(cell)
+            self._jobs.begin_cell(cell)
+            return cell
         cell.run()
         return cell.trace
 
