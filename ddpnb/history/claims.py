@@ -14,7 +14,7 @@ Two accuracies on n held-out samples differ by chance too: see ``accuracies_diff
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean, stdev
 
 from ddpnb.history.model import Status
@@ -41,7 +41,8 @@ class Ratio:
     middle: float = math.nan
     """The geometric mean over the repeats."""
     low: float = math.nan
-    """The ends of the interval; of two repeats, the ratio within each; NaN of one."""
+    """The ends of the interval.  Of two repeats: the ratio within each.  Of one: the slowest tenth
+    of one run over the quickest of the other, and the reverse; NaN if not known."""
     high: float = math.nan
     num_repeats: int = 0
     """Repeats in which both have the number."""
@@ -111,7 +112,8 @@ def ratios_of(summaries: Sequence[StrategySummary]) -> Ratios | None:
     reference = next((s for s in rivals if s.name == BASELINE), rivals[0])
     others = [s for s in rivals if s is not reference]
     others = [s for s in others if s.name != CEILING] or others
-    speed = {s.key: ratio(s.rates, reference.rates, len(others)) for s in others}
+    found = {s.key: ratio(s.rates, reference.rates, len(others)) for s in others}
+    speed = {s.key: _within_runs(found[s.key], s, reference) for s in others}
     return Ratios(reference=reference, speed=speed)
 
 
@@ -142,6 +144,14 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: in
         deviation=deviation,
         num_claims=num_claims,
     )
+
+
+def _within_runs(found: Ratio, ours: StrategySummary, theirs: StrategySummary) -> Ratio:
+    """Return the ratio of two single runs with what their tenths span."""
+    one, other = ours.tenths, theirs.tenths
+    if found.num_repeats != 1 or not one or not other:
+        return found
+    return replace(found, low=min(one) / max(other), high=max(one) / min(other))
 
 
 def _quantile(num_repeats: int, num_claims: int) -> float:

@@ -126,7 +126,13 @@ def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bo
 
 
 def _span(ratio: Ratio) -> str:
-    return "" if math.isnan(ratio.low) else f" ({ratio.low:.2f} to {ratio.high:.2f})"
+    """Return the two ratios of two repeats, or what the tenths of one run span."""
+    if math.isnan(ratio.low):
+        return ""
+    ends = f"{ratio.low:.2f} to {ratio.high:.2f}"
+    if ratio.num_repeats > 1:
+        return f" ({ends})"
+    return f" (its tenths: {ends})" if ratio.excludes_one else f" (its tenths vary more: {ends})"
 
 
 def _reached(done: Sequence[StrategySummary], called: Names, target: Target) -> str:
