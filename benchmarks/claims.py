@@ -81,9 +81,10 @@ def _figures(
     epochs = TRIAL_EPOCHS * seconds / last.seconds
     found = [compared(cluster, store, epochs, slow=slow) for _ in range(num)]
     frames = [each.to_frame().set_index(["strategy", "repeat"]) for each in found]
+    speeds = [frame["samples_per_second"] for frame in frames]
     ratios = [
-        frame.loc[(PAIR[1], repeat), "speed_ratio"]
-        for frame in frames
+        speed[PAIR[1], repeat] / speed[PAIR[0], repeat]
+        for speed in speeds
         for repeat in range(1, NUM_REPEATS + 1)
     ]
     what = {

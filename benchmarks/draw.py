@@ -1,13 +1,11 @@
-"""What does drawing cost the kernel, and does its memory stay flat while runs grow?
+"""What does drawing cost the kernel while runs grow?
 
 Four strategies, 250,000 events each, arrive as fast as they are taken in; the figure is
 redrawn as often as the live display does on idle cores.
 """
 
-import gc
 import os
 import time
-import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,7 +26,7 @@ NUM_REPORTING = {"single": 1, "dp": 1, "ddp": 2, "async": 2}
 NUM_EVENTS = int(os.environ.get("DDPNB_DRAW_EVENTS", "1000000"))
 EVENTS_IN_BATCH = 500
 NUM_SAMPLED = 40
-"""How often memory is read and a redraw timed, in each run."""
+"""How often a redraw is timed, in each run."""
 
 
 def rows(rank: int, first: int, strategy: str, rng: np.random.Generator) -> bytes:
@@ -56,7 +54,6 @@ class Fed:
             self.store, name="bench", task="digits", source="", specs=self.specs
         )
         self.draw_seconds: list[float] = []
-        self.memory: list[float] = []
         self.take_seconds = 0.0
 
     def train(self, spec: RunSpec, rng: np.random.Generator) -> None:
@@ -82,9 +79,6 @@ class Fed:
         began = time.process_time()
         Picture(draw(self.recorder.comparison, is_live=True), "").png()
         self.draw_seconds.append(time.process_time() - began)
-        self.store.flush()  # what waits for the disk is not what a run holds
-        gc.collect()
-        self.memory.append(tracemalloc.get_traced_memory()[0] / 1e6)
 
     def header(self, spec: RunSpec) -> RunHeader:
         return RunHeader(
@@ -101,25 +95,13 @@ class Fed:
         )
 
 
-def run_once(*, traced: bool) -> Fed:
+def measure() -> list[Figure]:
     rng = np.random.default_rng(0)
     with TemporaryDirectory() as folder:
-        fed = Fed(Path(folder))
-        if traced:
-            tracemalloc.start()
-        try:
-            for spec in fed.specs:
-                fed.train(spec, rng)
-        finally:
-            tracemalloc.stop()
-            fed.store.close()
-    return fed
-
-
-def measure() -> list[Figure]:
-    timed = run_once(traced=False)
-    memory = run_once(traced=True).memory
-    grown = memory[-NUM_SAMPLED // 2 :]  # while the last run grows from 125,000 to 250,000 events
+        timed = Fed(Path(folder))
+        for spec in timed.specs:
+            timed.train(spec, rng)
+        timed.store.close()
     late = timed.draw_seconds[len(timed.draw_seconds) // 2 :]
     interval = [min(max(REDRAW_SECONDS, c / MAX_SHARE), MAX_PAUSE_SECONDS) for c in late]
     return [
@@ -146,12 +128,5 @@ def measure() -> list[Figure]:
             unit="us of CPU an event",
             ours=[1e6 * timed.take_seconds / NUM_EVENTS],
             limit="<= 5.0",
-        ),
-        Figure(
-            name="memory held while the last run doubles, against before (tracemalloc)",
-            unit="MB",
-            ours=grown,
-            theirs=grown[:1],
-            limit="<= 1.05",
         ),
     ]

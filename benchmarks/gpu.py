@@ -51,7 +51,7 @@ class Work:
 
 WORKS = (
     Work(task="digits", batch_size=256, epochs=60),
-    Work(task="cifar10", batch_size=256, epochs=10),  # synthetic images where no files are
+    Work(task="synthetic:parameters=11000000,compute=20", batch_size=256, epochs=10),
 )
 
 

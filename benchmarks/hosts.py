@@ -22,8 +22,8 @@ from benchmarks.start import SCRIPT
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.store import Store
 from ddpnb.history.summary import samples_per_second
+from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import check_across_hosts
 from ddpnb.protocol.training_options import TrainingSpec

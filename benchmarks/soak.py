@@ -182,7 +182,8 @@ STATE = """%%local
 import json, ddpnb
 from ddpnb.session.session import this_session
 cluster = this_session()._cluster
-print(json.dumps({"pids": [state.pid for state in cluster.states], "server": cluster.processes.pid,
+print(json.dumps({"pids": [state.pid for state in cluster.states],
+ "server": cluster.processes.server.pid,
  "done": [int(n) for n in ddpnb.pull("num_done.item()").values()],
  "kept": list(ddpnb.pull("kept").values())}))
 """

@@ -38,7 +38,6 @@ CHECK = textwrap.dedent(
             for rank in (0, 1)
         ),
         "arrived": len(events),
-        "lost": run.num_lost_batches,
     }}))
     """
 )

@@ -18,12 +18,11 @@ from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
-from ddpnb.session.cell_options import CellOptions
-from ddpnb.session.cells import RunningCell, cell_in, read_script
+from ddpnb.session.cells import CellOptions, RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
-from ddpnb.session.functions import NotebookFunctions
 from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.session import this_session
+from ddpnb.session.variables import NotebookFunctions
 from ddpnb.twins import twin
 
 
@@ -172,7 +171,7 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 
 @twin(
     options_of(ComparisonSpec),
-    options_of(PlotOptions, "y", "log", "target", "panels"),
+    options_of(PlotOptions, "log", "target", "panels"),
     TRAINING_OPTIONS,
 )
 def compare(
@@ -274,12 +273,6 @@ def runs(text: str = "", *, last: int | None = None) -> Table:
 def details(name: str) -> Details:
     """Return all that is needed to repeat a comparison; the twin of ``%ddp_runs --show``."""
     return Details(this_session().store.load(name))
-
-
-@twin()
-def rename(name: str, new_name: str) -> str:
-    """Rename a stored comparison; return its new name.  The twin of ``%ddp_runs --rename``."""
-    return this_session().store.rename(name, new_name)
 
 
 @twin()

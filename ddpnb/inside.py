@@ -13,7 +13,7 @@ from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
-from ddpnb.reports.inside.samples import Handout, handout_of_run
+from ddpnb.reports.inside.samples import Handout
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.inside.versions import AsyncInspection, async_inspection
 from ddpnb.scaling.predict import Question
@@ -54,18 +54,15 @@ def samples(name: str = "", **choices: Any) -> Handout:
     """Show which rank gets which samples; the twin of ``%ddp_samples``.
 
     Args:
-        name: a sampler or a ``DataLoader`` on the ranks, which is read and not consumed; or a
-            stored asynchronous run.  By default torch's ``DistributedSampler`` is made there.
+        name: a sampler or a ``DataLoader`` on the ranks, which is read and not consumed.  By
+            default torch's ``DistributedSampler`` is made there.
         **choices: as listed.
 
     Returns:
         The result: ``.plot()``, ``.table()``, ``.text()``, and ``.rows``, an epoch each.
     """
     spec = SamplerSpec(expression=name, **read_options(SamplerSpec, choices))
-    session = this_session()
-    if name and name in session.names():
-        return handout_of_run(name, session.store.load(name))
-    return samples_of_sampler(session.idle_cluster(), spec)
+    return samples_of_sampler(this_session().idle_cluster(), spec)
 
 
 @twin(options_of(CollectiveSpec))

@@ -52,11 +52,11 @@ rank/servers/queue.py
 + self.lost_shards.extend(worker.shards * 2)
 tests/unit/rank/test_servers.py -k lost_once
 
-an aborted group leaves a rank waiting in shared memory
-rank/servers/shared_sum.py
-- cancellation.held(self._shut_down)
-+ cancellation.held(lambda: None)
-tests/faults/test_strategies.py -k 'frees_whoever_waits and ddp-shm'
+a sum in shared memory leaves out one of four ranks
+rank/collectives/sums.py
+- for rank in around[1:]:
++ for rank in around[1:3]:
+tests/rank/test_shared_sum.py
 
 calls with tensors of other types count as the same
 rank/collectives/mismatch.py
@@ -90,8 +90,8 @@ tests/unit/rank/test_validation.py -k users_variables
 
 a loss that is a sum over the samples is let through
 rank/training/model_checks.py
-- loss_of(torch.cat([indices, indices]), seed)
-+ loss_of(indices, seed)
+- loss_of(torch.cat([indices, indices]))
++ loss_of(indices)
 tests/unit/rank/test_validation.py -k 'each_mistake and sum'
 
 a last batch that is smaller weighs as much in a score
@@ -108,8 +108,8 @@ tests/faults/test_diagnosis.py -k sleeps
 
 a receive that nobody sends to is never found
 cluster/hangs.py
-- now.num_collectives and is_idle
-+ now.num_collectives and is_idle and now.peer is None
+- return is_there and
++ return is_there and now.peer is None and
 tests/faults/test_diagnosis.py -k recv
 
 ranks of the second host are counted on from the first
@@ -138,8 +138,8 @@ tests/unit/session/test_comparison_spec.py -k wrong_line
 
 an update's loss is the mean over ranks, not samples
 history/curve.py
-- np.bincount(step, weighted, num_steps) / samples
-+ np.bincount(step, rows["loss"], num_steps) / np.bincount(step)
+- np.bincount(step, weighted, num_steps)[made] / samples
++ np.bincount(step, rows["loss"], num_steps)[made] / np.bincount(step)[made]
 tests/unit/history/test_curves.py
 
 an interval is not widened for the other claims of its sentence

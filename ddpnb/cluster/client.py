@@ -25,7 +25,7 @@ from ddpnb.cluster.call import (
     Returned,
 )
 from ddpnb.cluster.processes import wait_for_file
-from ddpnb.compat import cloudpickle_internals, ipyparallel_internals
+from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request
 from ddpnb.protocol.errors import UserError
@@ -61,12 +61,6 @@ class EngineClient:
         """The engines with a known rank."""
         self._calls: list[Call] = []
         self._lock = threading.Lock()
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Features that are off in the kernel because a library is of another version."""
-        libraries = (ipyparallel_internals, cloudpickle_internals)
-        return tuple(feature for library in libraries for feature in library.missing_features())
 
     def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.

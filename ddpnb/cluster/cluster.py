@@ -3,20 +3,20 @@
 import contextlib
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Call, Timeouts
-from ddpnb.cluster.link import Exit, Member, Service, spoken
+from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings, torchrun_environment
-from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, log_tail
+from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.cluster.wording import remedy
+from ddpnb.compat.probe import missing_features
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
@@ -32,33 +32,14 @@ SIGNAL_SECONDS = 1.0
 FREE_SECONDS = 10.0
 """How long ranks may take to give up forming a group without one that has died."""
 FREE_AGAIN_SECONDS = 0.5
+CRASH = "Fatal Python error"
+"""The first words of a stack that faulthandler writes."""
+BEFORE_CRASH = 3
+"""How many lines of a log are shown before these: native code often gives its reason there."""
 
 
-@dataclass(kw_only=True, slots=True)
-class GroupState:
-    """The ranks' process group, as the kernel knows it."""
-
-    generation: int = 0
-    """How many groups there were before."""
-    is_aborted: bool = False
-    """Whether no collective can be called in it any more."""
-    is_checked: bool = False
-    """Whether torch compares the ranks' collectives at each call."""
-    aborts: "dict[int, Future[Any]]" = field(default_factory=dict)
-    """The last abort that each rank was sent; done when the rank has carried it out."""
-
-    def wait_for_aborts(self, living: Callable[[], Collection[int]]) -> None:
-        """Wait until every abort is done: a late one would end the next group's connections.
-
-        Only ``living`` ranks are waited for.  Raises TimeoutError if an abort takes too long.
-        """
-        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
-        aborts = dict(self.aborts)
-        while pending := {rank for rank in living() if rank in aborts and not aborts[rank].done()}:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {format_ranks(pending)} does not leave its group")
-            time.sleep(0.002)
-        self.aborts.clear()
+class NoGroupError(UserError):
+    """Ranks cannot form a process group, but can run cells without one."""
 
 
 class Cluster:
@@ -86,13 +67,17 @@ class Cluster:
         """Whether this kernel has ended the cluster."""
         self.supervised: list[Call] = []
         """Calls in progress for which a ``Watch`` waits."""
-        self.without_group = ""
-        """A sentence on why no process group could be formed, if the last attempt had to fail."""
-        self._group = GroupState()
+        self.generation = 0
+        """How many process groups there were before this one."""
+        self._is_aborted = False
+        """Whether no collective can be called in the process group any more."""
+        self._is_checked = False
+        """Whether torch compares the ranks' collectives at each call."""
+        self._aborts: dict[int, Future[Any]] = {}
+        """The last abort that each rank was sent; done when the rank has carried it out."""
         self._client: EngineClient | None = None
         self._lock: TextIO = hold(folder / KERNEL_LOCK)
         """Held for as long as this kernel needs the folder."""
-        self._exit_lock = threading.Lock()
         self._interrupts: list[Future[Any]] = []
         """Interrupts that may be on their way to the ranks."""
 
@@ -105,10 +90,8 @@ class Cluster:
     ) -> "Cluster":
         """Start the processes and return once every rank has finished an all-reduce.
 
-        Args:
-            spec: the user's choices.
-            progress: called with a few words on each phase of the start.
-            start_processes: starts them on the hosts that the spec names.
+        ``progress`` is called with a few words on each phase; ``start_processes`` starts them on
+        the hosts that the spec names.
 
         Raises:
             UserError: the hosts cannot run such a cluster.
@@ -181,18 +164,19 @@ class Cluster:
     @property
     def missing(self) -> tuple[str, ...]:
         """A sentence for each feature that is off because a library is of another version."""
-        here = self._client.missing if self._client is not None else ()
         there = (each for state in self.states for each in state.missing)
-        return tuple(dict.fromkeys((*here, *there)))
-
-    @property
-    def generation(self) -> int:
-        """The process group's number."""
-        return self._group.generation
+        return tuple(dict.fromkeys((*missing_features(), *there)))
 
     def log_tail(self, member: Member, num_lines: int = 15) -> str:
         """Return the last lines of a process's log, or a crash from its first line."""
-        return log_tail(self.folder, member, num_lines)
+        name = f"rank-{member}" if isinstance(member, int) else member.replace(" ", "")
+        try:
+            lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), None)
+        first = -num_lines if crash is None else max(0, crash - BEFORE_CRASH)
+        return "\n".join(lines[first:][:num_lines])
 
     # -- calls -----------------------------------------------------------------------
 
@@ -204,7 +188,7 @@ class Cluster:
         self.require(ranks)
         sent, self._interrupts = self._interrupts, []
         wait(sent, SIGNAL_SECONDS)  # a late one would end the call that begins now
-        return self.client.submit(request.in_folder(str(self.work_folder)), ranks)
+        return self.client.submit(replace(request, folder=str(self.work_folder)), ranks)
 
     def gather(
         self,
@@ -237,16 +221,15 @@ class Cluster:
 
     def abort(self, ranks: Sequence[int]) -> None:
         """Free ranks from the collectives they wait in, which ends the process group."""
-        self._group.is_aborted = True
+        self._is_aborted = True
         self.processes.list_connections()
         for rank in set(ranks) & set(self.living):
-            self._group.aborts[rank] = self.processes.command(rank, RankCommand.ABORT)
+            self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
         """Form a new process group if the old one was aborted, or is of another kind.
 
-        While a rank is dead, or hosts do not reach each other, no group is formed; the ranks go on
-        without one.
+        While a rank is dead, no group is formed; the ranks go on without one.
 
         Args:
             is_checked: whether torch compares the ranks' collectives at each call.
@@ -255,39 +238,37 @@ class Cluster:
             The variables that still refer to the old group, each with its ranks.
 
         Raises:
+            NoGroupError: hosts do not reach each other.
             UserError: a rank runs a cell, or the ranks could have formed one, and did not.
         """
-        self.without_group = ""
-        is_fit = not self._group.is_aborted and self._group.is_checked == is_checked
+        is_fit = not self._is_aborted and self._is_checked == is_checked
         if is_fit or self.living != self.ranks:
             return {}
         self.require_idle(self.ranks)
         if links := self.processes.unreachable():
-            self.without_group = (
+            raise NoGroupError(
                 f"There is no process group, for {links}; the first cell after that is mended "
                 "forms one. Variables are kept."
             )
-            return {}
         self._begin_generation()
         call = self.submit(calls.form_group(self.generation, is_checked), self.ranks)
         try:
-            with self._freeing(call):
-                stale = call.results()
-        except (RuntimeError, TimeoutError) as error:
+            found = call.results()
+        except BaseException as error:
+            self._free(call)
+            if not isinstance(error, RuntimeError | TimeoutError):
+                raise
             if self.living != self.ranks:  # as if one had been dead before
                 return {}
             raise UserError(
                 f"The ranks formed no process group: {error}. The next cell tries again; "
                 "%ddp_restart begins anew."
             ) from error
-        self._note_formed(is_checked=is_checked)
-        return _ranks_of(dict(zip(self.ranks, stale, strict=True)))
-
-    def require_group(self) -> dict[StaleVariable, list[int]]:
-        """Form a group like ``ensure_group``; a UserError says where hosts lack each other."""
-        stale = self.ensure_group()
-        if self.without_group:
-            raise UserError(self.without_group)
+        self._is_aborted, self._is_checked = False, is_checked
+        stale: dict[StaleVariable, list[int]] = {}
+        for rank, variables in zip(self.ranks, found, strict=True):
+            for each in variables:
+                stale.setdefault(each, []).append(rank)
         return stale
 
     def bring_back(self, ranks: Sequence[int]) -> dict[StaleVariable, list[int]]:
@@ -300,29 +281,27 @@ class Cluster:
             UserError: hosts do not reach each other, or another rank runs a cell; then no rank is
                 ended.
         """
-        others = [rank for rank in self.ranks if rank not in ranks]
-        self.require_idle(others)
+        self.require_idle(set(self.ranks) - set(ranks))
         if links := self.processes.unreachable():
             raise UserError(f"{links[0].upper()}{links[1:]}: no rank was restarted.")
-        self.end_ranks(ranks)
-        self._begin_generation()
+        self.kill(ranks)
+        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
+        while set(ranks) & set(self.living):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {format_ranks(ranks)} did not end")
+            time.sleep(0.002)
         for rank in ranks:
-            self.start_rank(rank, generation=self.generation)
-        call = self.submit(calls.form_group(self.generation, False), others)
-        with self._freeing(call):
-            self.client.wait_for(len(ranks), self.raise_if_dead)
-            stale = call.results()
-        self.states = tuple(self.gather(calls.state()))
-        self._note_formed(is_checked=False)
-        return _ranks_of(dict(zip(others, stale, strict=True)))
+            self.restart_alone(rank)
+        self._note(self.client.wait_for(len(ranks), self.raise_if_dead))
+        return self.ensure_group()
 
     def restart_alone(self, rank: int) -> None:
         """Start a dead rank anew, in no group, and return at once; see ``has_restarted``.
 
         The next ``ensure_group`` forms a group of all ranks.
         """
-        self._group.is_aborted = True
-        self._group.aborts.pop(rank, None)
+        self._is_aborted = True
+        self._aborts.pop(rank, None)
         self.start_rank(rank, generation=None)
 
     def has_restarted(self, rank: int) -> bool:
@@ -330,12 +309,14 @@ class Cluster:
         if not (new := self.client.new_engines):
             return False
         try:
-            answers = self.client.identify(new, lambda: self.require([rank]))
+            self._note(self.client.identify(new, lambda: self.require([rank])))
         except (RuntimeError, UserError):  # it has died again, which is in ``exits``
             return False
-        states = {state.rank: state for state in answers}
-        self.states = tuple(states.get(state.rank, state) for state in self.states)
         return True
+
+    def _note(self, new: Sequence[RankState]) -> None:
+        states = {state.rank: state for state in new}
+        self.states = tuple(states.get(state.rank, state) for state in self.states)
 
     # -- starting and ending ---------------------------------------------------------
 
@@ -370,19 +351,9 @@ class Cluster:
             rank_settings(self.placement, rank, home=self.home, generation=generation),
         )
 
-    def end_ranks(self, ranks: Sequence[int]) -> None:
-        """Kill ranks, and wait until they have ended."""
-        self.kill(ranks)
-        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
-        while set(ranks) & set(self.living):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {format_ranks(ranks)} did not end")
-            time.sleep(0.002)
-
     def note_exit(self, exit_: Exit) -> None:
         """Note, from the listening thread, that a process has ended."""
-        with self._exit_lock:
-            self.exits[exit_.member] = exit_
+        self.exits[exit_.member] = exit_
         if (client := self._client) is None:
             return
         lost = [exit_.member] if isinstance(exit_.member, int) else list(self.ranks)
@@ -391,14 +362,13 @@ class Cluster:
 
     def raise_if_dead(self) -> None:
         """Raise a RuntimeError, with the end of the log, if a process ended while starting."""
-        with self._exit_lock:
-            exits = list(self.exits.values())
-        if self.processes.ready.done() and (cause := self.processes.ready.exception()):
+        ready = self.processes.server.link.ready
+        if ready.done() and (cause := ready.exception()):
             raise RuntimeError(f"The ranks could not be prepared: {cause}")
-        for exit_ in exits:
-            raise RuntimeError(
-                f"{spoken(exit_.member)} {exit_} while starting.\n{self.log_tail(exit_.member)}"
-            )
+        if exits := list(self.exits.values()):
+            member = exits[0].member
+            name = f"Rank {member}" if isinstance(member, int) else f"The {member}"
+            raise RuntimeError(f"{name} {exits[0]} while starting.\n{self.log_tail(member)}")
 
     def _start_ranks(self, progress: Callable[[str], None]) -> None:
         from ddpnb.cluster.client import EngineClient  # noqa: PLC0415  takes 0.3 s: see there
@@ -408,7 +378,7 @@ class Cluster:
         for rank in range(num_ranks):
             self.start_rank(rank, generation=self.generation)
         self._client = client = EngineClient(self.profile, self.raise_if_dead)
-        self.processes.ready.result(START_TIMEOUT_SECONDS)
+        self.processes.server.link.ready.result(START_TIMEOUT_SECONDS)
         progress(f"{num_ranks} ranks form a process group")
         self.states = tuple(client.wait_for(num_ranks, self.raise_if_dead))
 
@@ -417,34 +387,24 @@ class Cluster:
         self._lock.close()
 
     def _begin_generation(self) -> None:
-        """Number a new process group, unusable until all ranks have joined it."""
-        self._group.wait_for_aborts(lambda: self.living)
-        self._group.generation += 1
-        self._group.is_aborted = True
+        """Number a new process group, unusable until all ranks have joined it.
 
-    @contextlib.contextmanager
-    def _freeing(self, call: Call) -> Iterator[None]:
+        Every abort must be done: a late one would end the next group's connections.
+        """
+        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
+        aborts = self._aborts
+        while pending := {r for r in self.living if r in aborts and not aborts[r].done()}:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {format_ranks(pending)} does not leave its group")
+            time.sleep(0.002)
+        aborts.clear()
+        self.generation += 1
+        self._is_aborted = True
+
+    def _free(self, call: Call) -> None:
         """Free the ranks that form a group, and wait for them, where another cannot."""
-        try:
-            yield
-        except BaseException:
-            deadline = time.monotonic() + FREE_SECONDS
-            while call.running and time.monotonic() < deadline:
-                self.abort(self.living)  # again: it may have come before the call itself
-                wait_until = time.monotonic() + FREE_AGAIN_SECONDS
-                while call.running and time.monotonic() < wait_until:
-                    for _ in call.events(FREE_AGAIN_SECONDS):
-                        pass
-            raise
-
-    def _note_formed(self, *, is_checked: bool) -> None:
-        self._group.is_aborted, self._group.is_checked = False, is_checked
-
-
-def _ranks_of(stale: Mapping[int, Sequence[StaleVariable]]) -> dict[StaleVariable, list[int]]:
-    """Turn the stale variables of each rank into the ranks of each stale variable."""
-    ranks: dict[StaleVariable, list[int]] = {}
-    for rank, found in stale.items():
-        for each in found:
-            ranks.setdefault(each, []).append(rank)
-    return ranks
+        deadline = time.monotonic() + FREE_SECONDS
+        while call.running and time.monotonic() < deadline:
+            self.abort(self.living)  # again: it may have come before the call itself
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                call.results(FREE_AGAIN_SECONDS)

@@ -15,19 +15,15 @@ IDLE_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Ranks that wait for each other without end; its ``str`` says where, and for whom.
-
-    Args:
-        waiting: where each of them is.
-        finished: ranks that have finished the cell, each with its number of collectives.
-        idle: ranks that do not run it at all.
-        links: which hosts do not reach each other; empty: all do.
-    """
+    """Ranks that wait for each other without end; its ``str`` says where, and for whom."""
 
     waiting: tuple[RankStatus, ...]
     finished: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that have finished the cell, each with its number of collectives."""
     idle: tuple[int, ...] = ()
+    """Ranks that do not run it at all."""
     links: str = ""
+    """Which hosts do not reach each other; empty: all do."""
 
     def __str__(self) -> str:
         """Say where the ranks wait, and what the others do in place of meeting them."""
@@ -71,16 +67,13 @@ class Hang:
 
 @dataclass(kw_only=True, slots=True)
 class HangDetector:
-    """Finds out from rounds of reports whether the ranks of a call wait without end.
-
-    Args:
-        after_seconds: how long all of them must have waited, each at one place.
-        longest_gap: the most that the time between two rounds counts: a laptop may have
-            slept, and on a busy machine one report is soon made and late to come.
-    """
+    """Finds out from rounds of reports whether the ranks of a call wait without end."""
 
     after_seconds: float
+    """How long all of them must have waited, each at one place."""
     longest_gap: float
+    """The most that the time between two rounds counts: a laptop may have slept, and on a busy
+    machine one report is soon made and late to come."""
     _first: tuple[RankStatus, ...] = ()
     """The reports of the round in which all had begun to wait."""
     _waited: float = 0.0
@@ -107,48 +100,18 @@ def still_wait(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds:
 
     Each of them is in the same collective as ``seconds`` before, whatever the others are in, and
     has used hardly any processor time since.  A rank that computes, loads data or sleeps is in no
-    collective: the ranks that wait for it do not hang.
+    collective: the ranks that wait for it do not hang.  Nor do those that a slow network serves.
     """
+    fields = ("call", "file", "line", "num_collectives", "num_bytes_between_hosts")
     earlier = {status.rank: status for status in before}
-    return bool(now) and all(
-        status.call and is_same_wait(earlier.get(status.rank), status, seconds) for status in now
-    )
 
+    def waits(now: RankStatus) -> bool:
+        if (first := earlier.get(now.rank)) is None:
+            return False
+        is_there = all(getattr(first, name) == getattr(now, name) for name in fields)
+        return is_there and now.cpu_seconds - first.cpu_seconds < IDLE_SHARE * seconds
 
-def is_same_wait(before: RankStatus | None, now: RankStatus, seconds: float) -> bool:
-    """Return whether a rank is at the same place as before, and was idle in between."""
-    if before is None or (before.call, before.file, before.line) != (now.call, now.file, now.line):
-        return False
-    if before.num_bytes_between_hosts != now.num_bytes_between_hosts:  # a slow network is no hang
-        return False
-    is_idle = now.cpu_seconds - before.cpu_seconds < IDLE_SHARE * seconds
-    return before.num_collectives == now.num_collectives and is_idle
-
-
-@dataclass(kw_only=True, slots=True)
-class Lasting:
-    """Finds the ranks of which something has held for a while, each once.
-
-    Args:
-        seconds: the while.
-        longest_gap: the most that the time between two looks counts.
-    """
-
-    seconds: float
-    longest_gap: float
-    _held: dict[int, float] = field(default_factory=dict)
-    """Since when it holds of a rank: seconds that count."""
-    _looked_at: float | None = None
-
-    def new(self, ranks: Sequence[int], now: float) -> list[int]:
-        """Take the ranks of which it holds now; return those of which it has just held so long."""
-        passed = 0.0 if self._looked_at is None else now - self._looked_at
-        passed, self._looked_at = min(passed, self.longest_gap), now
-        before, self._held = self._held, {}
-        for rank in ranks:
-            self._held[rank] = before[rank] + passed if rank in before else 0.0
-        held = self._held.items()
-        return [rank for rank, so_long in held if before.get(rank, 0.0) < self.seconds <= so_long]
+    return bool(now) and all(status.call and waits(status) for status in now)
 
 
 def describe(status: RankStatus) -> str:

@@ -14,11 +14,7 @@ from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ddpnb.protocol.processes import (
-    ForkServerEvent,
-    KernelRequest,
-    limit_waits,
-)
+from ddpnb.protocol.processes import ForkServerEvent, KernelRequest, limit_waits
 
 WRITE_SECONDS = 10.0
 """How long a fork server may take to read; one that does not is given up."""
@@ -69,10 +65,8 @@ class ForkServerLink:
     ) -> None:
         """Begin to read.
 
-        Args:
-            pipe: leads to the fork server.
-            on_exit: called from the reading thread when a process has ended.
-            on_end: called from it when the fork server has ended without being asked to.
+        Its thread calls ``on_exit`` when a process has ended, and ``on_end`` when the fork server
+        has, without being asked to.
         """
         self.ready: Future[list[str]] = Future()
         """Resolves to the names of the GPUs once ranks can be started."""
@@ -181,8 +175,3 @@ class ForkServerLink:
 def member_of(name: str) -> Member:
     """Return the process that the fork server reports under ``name``."""
     return int(name) if name.isdigit() else Service(name)
-
-
-def spoken(member: Member) -> str:
-    """Return a process as the subject of a sentence: ``"Rank 1"``, ``"The controller"``."""
-    return f"Rank {member}" if isinstance(member, int) else f"The {member}"

@@ -1,13 +1,12 @@
 """Looks at the ranks while a call runs: where they are, who is stopped, who is silent (kernel)."""
 
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, final
 
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.hangs import Hang, HangDetector, Lasting
+from ddpnb.cluster.hangs import Hang, HangDetector
 from ddpnb.cluster.wording import restart, say, sentence, them
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.processes import RankCommand
@@ -24,27 +23,35 @@ class Monitor:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        timeouts, gap = cluster.timeouts, cluster.timeouts.longest_gap_seconds
+        timeouts = cluster.timeouts
         self._cluster = cluster
         self._answers: dict[int, Future[Any]] = {}
-        self._asked_at = time.monotonic()
-        self._hangs = HangDetector(after_seconds=timeouts.hang_after_seconds, longest_gap=gap)
-        self._silent = Lasting(seconds=timeouts.silent_after_seconds, longest_gap=gap)
-        self._stopped = Lasting(seconds=timeouts.stopped_after_seconds, longest_gap=gap)
+        self._looked_at: float | None = None
+        self._waited = 0.0
+        """Seconds since the round began."""
+        self._named: set[int] = set()
+        """Ranks that have been said not to answer."""
+        self._hangs = HangDetector(
+            after_seconds=timeouts.hang_after_seconds, longest_gap=timeouts.longest_gap_seconds
+        )
 
     def hang(self, call: Call, finished: Mapping[int, int], now: float) -> Hang | None:
         """Return why a call hangs; None as long as it is not known to.
 
         ``finished``: ranks that have finished it, each with its number of collectives.
         """
+        passed = 0.0 if self._looked_at is None else now - self._looked_at
+        self._looked_at = now
+        self._waited += min(passed, self._cluster.timeouts.longest_gap_seconds)
         running = call.running
         answers = {rank: self._answers[rank] for rank in running if rank in self._answers}
         if not all(answer.done() for answer in answers.values()):
             return None
         if not self._answers:
-            self._begin_round(running, now)
+            self._begin_round(running)
             return None
         self._answers = {}
+        self._named.clear()
         found = [each.result() for each in answers.values() if each.exception() is None]
         statuses = tuple(RankStatus(**each) for each in found)
         if not self._hangs.check(statuses, len(running), now):
@@ -52,16 +59,19 @@ class Monitor:
         idle = tuple(rank for rank in self._cluster.ranks if rank not in call.ranks)
         return Hang(waiting=statuses, finished=finished, idle=idle)
 
-    def notices(self, running: Collection[int], now: float) -> Iterator[str]:
-        """Say, once, which ranks are stopped, and which have not answered for long."""
-        stopped = stopped_ranks(self._cluster, running)
-        if new := self._stopped.new(stopped, now):
-            yield f"{describe_stopped(self._cluster, new)} An interrupt ends the cell."
-        asked = [rank for rank, answer in self._answers.items() if not answer.done()]
-        silent = sorted(set(asked) & set(running) - set(stopped))
-        if new := self._silent.new(silent, now):
+    def notices(self, running: Collection[int]) -> Iterator[str]:
+        """Say, once, which ranks have not answered for long, and whether they are stopped."""
+        timeouts = self._cluster.timeouts
+        asked = {rank for rank, answer in self._answers.items() if not answer.done()}
+        silent = asked & set(running) - self._named
+        stopped = stopped_ranks(self._cluster, silent)
+        if stopped and self._waited > timeouts.stopped_after_seconds:
+            self._named.update(stopped)
+            yield f"{describe_stopped(self._cluster, stopped)} An interrupt ends the cell."
+        if (silent := silent - set(stopped)) and self._waited > timeouts.silent_after_seconds:
+            self._named.update(silent)
             yield (
-                f"{sentence(describe_silent(new))} Until then no hang is noticed. "
+                f"{sentence(describe_silent(sorted(silent)))} Until then no hang is noticed. "
                 "An interrupt ends the cell."
             )
 
@@ -70,10 +80,10 @@ class Monitor:
         self._answers = {}
         self._hangs.reset()
 
-    def _begin_round(self, running: Collection[int], now: float) -> None:
-        seconds = self._cluster.timeouts.poll_seconds * max(1, len(running) / NUM_AT_FULL_RATE)
-        if now - self._asked_at > seconds:
-            self._asked_at = now
+    def _begin_round(self, running: Collection[int]) -> None:
+        share = max(1, len(running) / NUM_AT_FULL_RATE)
+        if self._waited > self._cluster.timeouts.poll_seconds * share:
+            self._waited = 0.0
             alive = set(running) & set(self._cluster.living)
             command = self._cluster.processes.command
             self._answers = {rank: command(rank, RankCommand.STATUS) for rank in alive}
@@ -87,13 +97,13 @@ def stopped_ranks(cluster: Cluster, ranks: Iterable[int]) -> list[int]:
 
 def describe_stopped(cluster: Cluster, ranks: Collection[int]) -> str:
     """Say that ranks are stopped, and what can be done."""
-    pids: dict[str, list[str]] = {}
-    for rank in ranks:
-        host = "" if cluster.is_local else f" on host {cluster.states[rank].host}"
-        pids.setdefault(host, []).append(str(cluster.states[rank].pid))
-    kills = " and ".join(f"`kill -CONT {' '.join(each)}`{host}" for host, each in pids.items())
+    states = [cluster.states[rank] for rank in ranks]
+    pids = ", ".join(
+        f"`kill -CONT {state.pid}`" + ("" if cluster.is_local else f" on host {state.host}")
+        for state in states
+    )
     return sentence(
-        f"{say(ranks, 'is stopped')} (SIGSTOP). To let {them(ranks)} go on: {kills}; to start "
+        f"{say(ranks, 'is stopped')} (SIGSTOP). To let {them(ranks)} go on: {pids}; to start "
         f"{them(ranks)} anew: {restart(ranks)}"
     )
 

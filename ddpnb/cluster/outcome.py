@@ -11,13 +11,10 @@ from ddpnb.protocol.messages import CellReport, Failure
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What the ranks of one call have returned, and how it ends.
-
-    Args:
-        survives: returns whether the other ranks can go on without one that has died.
-    """
+    """What the ranks of one call have returned, and how it ends."""
 
     survives: Callable[[int], bool] = lambda _: False
+    """Returns whether the other ranks can go on without one that has died."""
     returned: dict[int, Any] = field(default_factory=dict)
     """What each rank returned."""
     lost: dict[int, str] = field(default_factory=dict)

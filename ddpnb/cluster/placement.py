@@ -9,12 +9,9 @@ from typing import Any
 from ddpnb.protocol.devices import CARDS, MODELS, num_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import check_options, option
-from ddpnb.protocol.processes import num_cores
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
-METHODS = ("fork", "spawn")
-"""Ways to start ranks."""
 MAX_RANKS = 256
 MAX_DEFAULT_CPU_RANKS = 4
 MAX_RANKS_PER_CORE = 4
@@ -27,39 +24,27 @@ class ClusterSpec:
 
     num_ranks: int | None = option(
         None,
-        "-n",
         "number of ranks; by default one per GPU, or up to 4 on the CPU",
+        flag="-n",
         least=1,
         most=MAX_RANKS,
     )
     devices: str = option(
         "",
-        "--devices",
         "emulate these in all comparisons: a rank for each",
         example="8xV100",
         offers=tuple(f"8x{card}" for card in CARDS),
     )
     as_: str = option(
-        "", "--as", "whose published figures these have", example="MODEL", offers=tuple(MODELS)
+        "", "whose published figures these have", example="MODEL", offers=tuple(MODELS)
     )
-    device: str = option(
-        "auto", "--device", "what the ranks compute on", choices=DEVICES, example="NAME"
-    )
-    backend: str = option(
-        "auto", "--backend", "of torch.distributed", choices=BACKENDS, example="NAME"
-    )
+    device: str = option("auto", "what the ranks compute on", choices=DEVICES, example="NAME")
+    backend: str = option("auto", "of torch.distributed", choices=BACKENDS, example="NAME")
     num_threads: int | None = option(
         None,
-        "--threads",
         "CPU threads of each rank; by default the cores divided by the ranks",
+        flag="--threads",
         least=1,
-    )
-    method: str | None = option(
-        None,
-        "--method",
-        "how ranks start; by default fork on Linux, spawn elsewhere",
-        choices=METHODS,
-        example="NAME",
     )
 
     @property
@@ -70,20 +55,18 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         check_options(self)
         if self.devices:
-            self._stand_for(num_devices(self.devices))
+            num = num_devices(self.devices)
+            if self.num_ranks not in (None, num):
+                raise UserError(
+                    f"--devices {self.devices} starts {num} ranks: leave -n {self.num_ranks} out."
+                )
+            if self.device == "cuda":
+                raise UserError("Emulated devices are on the CPU of this host: leave one out.")
+            object.__setattr__(self, "num_ranks", num)
         elif self.as_:
             raise UserError(f"--as {self.as_} describes emulated devices: add --devices 8xV100.")
         if self.is_on_cpu and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
-
-    def _stand_for(self, num: int) -> None:
-        if self.num_ranks not in (None, num):
-            raise UserError(
-                f"--devices {self.devices} starts {num} ranks: leave -n {self.num_ranks} out."
-            )
-        if self.device == "cuda":
-            raise UserError("Emulated devices are ranks on the CPU of this host: leave one out.")
-        object.__setattr__(self, "num_ranks", num)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +94,8 @@ class Placement:
     backend: str
     num_threads: int
     hosts: tuple[Host, ...]
-    sizes: tuple[int, ...]
-    """How many ranks each host has: the first ones are the first host's."""
+    host_of: tuple[int, ...]
+    """The number of each rank's host: the first ranks are the first host's."""
     master_port: int
     """Where ranks of several hosts meet, at the first host's address."""
 
@@ -121,22 +104,14 @@ class Placement:
         """How many ranks there are."""
         return len(self.devices)
 
-    def host_of(self, rank: int) -> int:
-        """Return the number of a rank's host."""
-        host = 0
-        while host < len(self.sizes) - 1 and rank >= sum(self.sizes[: host + 1]):
-            host += 1
-        return host
-
-    def ranks_of(self, host: int) -> range:
+    def ranks_of(self, host: int) -> list[int]:
         """Return the ranks of a host."""
-        first = sum(self.sizes[:host])
-        return range(first, first + self.sizes[host])
+        return [rank for rank, each in enumerate(self.host_of) if each == host]
 
     def shares_device(self, rank: int) -> bool:
         """Return whether another rank computes on the same GPU."""
-        device, neighbours = self.devices[rank], self.ranks_of(self.host_of(rank))
-        return device != "cpu" and [self.devices[each] for each in neighbours].count(device) > 1
+        places = [*zip(self.host_of, self.devices, strict=True)]
+        return self.devices[rank] != "cpu" and places.count(places[rank]) > 1
 
 
 def asks_for_gpus(spec: ClusterSpec) -> bool:
@@ -156,21 +131,18 @@ def place_ranks(
         UserError: a host has no such devices.
     """
     without = [host for host in hosts if not host.num_gpus]
-    if spec.device == "cuda" and without:
+    if without and not spec.is_on_cpu and (spec.device == "cuda" or len(without) < len(hosts)):
         raise UserError(f"{_spoken(without[0])} has no GPU: use --device cpu, or leave it out.")
-    if spec.device == "auto" and 0 < len(without) < len(hosts):
-        raise UserError(
-            f"Host {without[0].name} has no GPU and another has: use --device cpu, or leave it out."
-        )
     on_gpus = not without and not spec.is_on_cpu
     fewest = 2 // len(hosts) or 1  # with one rank there is nothing to see
-    sizes, devices, backends = [], [], []
-    for host in hosts:
+    sizes, devices, backends, host_of = [], [], [], list[int]()
+    for number, host in enumerate(hosts):
         num_gpus = host.num_gpus if on_gpus else 0
         default = num_gpus or max(fewest, min(host.num_cores, MAX_DEFAULT_CPU_RANKS))
         size = host.size or (spec.num_ranks if len(hosts) == 1 else None) or default
         backends.append(_choose_backend(spec, host, size, num_gpus))
         sizes.append(size)
+        host_of += [number] * size
         devices += [f"cuda:{n % num_gpus}" if num_gpus else "cpu" for n in range(size)]
     if len(devices) > MAX_RANKS:
         raise UserError(f"--hosts asks for {len(devices)} ranks: at most {MAX_RANKS} are possible.")
@@ -180,40 +152,25 @@ def place_ranks(
         backend="nccl" if set(backends) == {"nccl"} else "gloo",
         num_threads=spec.num_threads or min(shares),
         hosts=tuple(hosts),
-        sizes=tuple(sizes),
+        host_of=tuple(host_of),
         master_port=free_port() if master_port is None else master_port,
     )
 
 
-def common_imports(placement: Placement | None) -> str:
-    """Return which modules the fork server imports besides torch, with spaces between them.
-
-    The first DDP and the first optimizer import torch's compiler, which takes over a second.  A few
-    ranks do so at the same time; where they far outnumber the cores it is done once for all.
-    """
-    num = placement.devices.count("cpu") if placement else 0
-    return "torch._dynamo" if num >= MAX_RANKS_PER_CORE * num_cores() else ""
-
-
 def _choose_backend(spec: ClusterSpec, host: Host, num_ranks: int, num_gpus: int) -> str:
     """Return NCCL for one rank per GPU, else gloo: NCCL allows no two ranks on one GPU."""
-    if spec.backend == "nccl" and num_gpus == 0:
-        raise UserError(
-            f"NCCL works on GPUs only, and {_spoken(host, 'this machine')} has none: "
-            "use --backend gloo."
-        )
     if spec.backend == "nccl" and num_ranks > num_gpus:
         raise UserError(
-            f"NCCL allows one rank per GPU, and {_spoken(host, 'this machine')} has {num_gpus} for "
-            f"{num_ranks} ranks: start {num_gpus}, or have ranks share a GPU with --backend gloo."
+            f"{_spoken(host)} has {num_gpus} GPUs for {num_ranks} ranks, and NCCL allows one rank "
+            "per GPU: start fewer, or use --backend gloo."
         )
     if spec.backend != "auto":
         return spec.backend
     return "nccl" if num_gpus and num_ranks <= num_gpus else "gloo"
 
 
-def _spoken(host: Host, own: str = "This machine") -> str:
-    return f"Host {host.name}" if host.name else own
+def _spoken(host: Host) -> str:
+    return f"Host {host.name}" if host.name else "This machine"
 
 
 def torchrun_environment(placement: Placement, rank: int) -> dict[str, str]:
@@ -224,7 +181,7 @@ def torchrun_environment(placement: Placement, rank: int) -> dict[str, str]:
     accelerate and transformers train a model of its own in each process that has no GPU.
     """
     size = str(placement.num_ranks)
-    host = placement.host_of(rank)
+    host = placement.host_of[rank]
     neighbours = placement.ranks_of(host)
     interface = placement.hosts[host].interface
     return {
@@ -259,18 +216,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-CONTROLLER = (
-    *(f"--IPController.{use}_transport=ipc" for use in ("client", "monitor")),
-    "--location=127.0.0.1",
-    "--log-level=ERROR",
-    "--IPController.enable_curve=True",
-    "--IPController.use_threads=True",  # two processes in place of nine
-    "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else it keeps every result
-    "--HeartMonitor.period=100",  # ms; ranks are registered on a heartbeat
-    "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: the fork server reports deaths
-)
-
-
 def controller_arguments(profile: Path, address: str = "", ports: Sequence[int] = ()) -> list[str]:
     """Return ipyparallel's command line for the controller.
 
@@ -284,7 +229,15 @@ def controller_arguments(profile: Path, address: str = "", ports: Sequence[int] 
         f"--IPController.engine_ip={address or place}",
         f"--IPController.engine_transport={'tcp' if address else 'ipc'}",
         *([f"--IPController.engine_ports={','.join(map(str, ports))}"] if ports else []),
-        *CONTROLLER,
+        "--IPController.client_transport=ipc",
+        "--IPController.monitor_transport=ipc",
+        "--location=127.0.0.1",
+        "--log-level=ERROR",
+        "--IPController.enable_curve=True",
+        "--IPController.use_threads=True",  # two processes in place of nine
+        "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else it keeps every result
+        "--HeartMonitor.period=100",  # ms; ranks are registered on a heartbeat
+        "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: the fork server reports deaths
     ]
 
 
@@ -296,7 +249,7 @@ def rank_settings(
     ``home`` is the folder in which cells start, ``generation`` the number of the process group to
     join; None: join none.
     """
-    own = placement.host_of(rank)
+    own = placement.host_of[rank]
     return {
         "device": placement.devices[rank],
         "shares_device": placement.shares_device(rank),

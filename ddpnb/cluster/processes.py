@@ -20,28 +20,35 @@ from typing import Any
 from ddpnb.cluster.call import START_TIMEOUT_SECONDS
 from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
 from ddpnb.cluster.placement import (
+    MAX_RANKS_PER_CORE,
     ClusterSpec,
     Host,
     Placement,
     asks_for_gpus,
-    common_imports,
     controller_arguments,
     place_ranks,
 )
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KernelRequest, RankCommand, num_cores
 
 STOP_TIMEOUT_SECONDS = 8.0
-
 RECORDED_CALLS = 64
 """How many collectives torch's flight recorder keeps on each rank, to show where it waits."""
 
-CRASH = "Fatal Python error"
-"""The first words of a stack that faulthandler writes."""
-BEFORE_CRASH = 3
-"""How many lines of a log are shown before these."""
-
 OnExit = Callable[[Exit], None]
 """Called, from another thread, when a process has ended without being asked to."""
+
+
+def torch_environment(num_threads: int, preload: str = "") -> dict[str, str]:
+    """Return what torch reads when it is imported, for ranks of so many threads.
+
+    ``preload`` names modules to import too, besides those of the user.
+    """
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
+        "DDPNB_PRELOAD": f"{os.environ.get('DDPNB_PRELOAD', '')} {preload}".strip(),
+    }
 
 
 class ForkServer:
@@ -53,7 +60,7 @@ class ForkServer:
         folder: Path,
         controller_arguments: list[str],
         num_threads: int,
-        method: str,
+        has_ranks: bool = True,
         on_exit: OnExit,
         preload: str = "",
     ) -> None:
@@ -63,22 +70,17 @@ class ForkServer:
             folder: the cluster's private run folder; the fork server removes it.
             controller_arguments: ipyparallel's command line for the controller.
             num_threads: OpenMP threads of each rank; torch reads it when it is imported.
-            method: see ``launcher.forkserver.main``.
+            has_ranks: whether it starts ranks; else the controller alone.
             on_exit: called when a process has ended.
             preload: modules that the fork server imports, with those that the user names.
         """
         pipe, theirs = Pipe()
-        words = [str(theirs.fileno()), str(folder), method, *controller_arguments]
+        words = [str(theirs.fileno()), str(folder), "ranks" * has_ranks, *controller_arguments]
         self._on_exit = on_exit
         self._server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.launcher.forkserver", *words],
             pass_fds=[theirs.fileno()],
-            env=os.environ
-            | {
-                "OMP_NUM_THREADS": str(num_threads),
-                "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
-                "DDPNB_PRELOAD": f"{os.environ.get('DDPNB_PRELOAD', '')} {preload}".strip(),
-            },
+            env=os.environ | torch_environment(num_threads, preload),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -122,11 +124,8 @@ class Processes(abc.ABC):
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Wait until it is known what the hosts have, and place the ranks.
 
-        Args:
-            progress: called with a few words on each phase.
-
-        Raises:
-            UserError: one sentence on why they cannot be used so.
+        ``progress`` is called with a few words on each phase.  A UserError says why the hosts
+        cannot be used so.
         """
 
     def prepare(self, rank: int) -> None:  # noqa: B027  not abstract: there may be nothing to do
@@ -139,16 +138,6 @@ class Processes(abc.ABC):
     def stop(self) -> None:
         """End every process of the cluster and wait for it; may be called twice."""
         self.server.stop()
-
-    @property
-    def pid(self) -> int:
-        """The process id of the kernel's child."""
-        return self.server.pid
-
-    @property
-    def ready(self) -> "Future[list[str]]":
-        """Done once ranks can be started; its exception says why they cannot."""
-        return self.server.link.ready
 
     @property
     def stopped_members(self) -> frozenset[Member]:
@@ -181,7 +170,7 @@ class Processes(abc.ABC):
         return [link.request(KernelRequest.SIGNAL, **fields) for link in self.links]
 
     def _link_of(self, rank: int) -> ForkServerLink:
-        return self.links[self.placement.host_of(rank)]
+        return self.links[self.placement.host_of[rank]]
 
 
 StartProcesses = Callable[[ClusterSpec, Path, OnExit], Processes]
@@ -192,21 +181,26 @@ class LocalProcesses(Processes):
     """The fork server of this host and its children."""
 
     def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
-        """Start what the ranks of this host need.
+        """Start the fork server.
 
         Raises:
             UserError: this host cannot run such a cluster.
         """
+        if sys.platform != "linux":
+            raise UserError("Ranks are forked, which is safe on Linux alone: start them there.")
         self._spec = spec
         planned = None if asks_for_gpus(spec) else self._place(num_gpus=0)
         self._planned = planned
+        # The first DDP and the first optimizer import torch's compiler, for over a second.  A few
+        # ranks do so at the same time; where they far outnumber the cores it is done once for all.
+        num_on_cpu = planned.devices.count("cpu") if planned else 0
+        is_crowded = num_on_cpu >= MAX_RANKS_PER_CORE * num_cores()
         self.server = ForkServer(
             folder=folder,
             controller_arguments=controller_arguments(folder / "profile"),
             num_threads=planned.num_threads if planned else spec.num_threads or num_cores(),
-            method=spec.method or ("fork" if sys.platform == "linux" else "spawn"),
             on_exit=on_exit,
-            preload=common_imports(planned),
+            preload="torch._dynamo" if is_crowded else "",
         )
 
     @property
@@ -217,7 +211,7 @@ class LocalProcesses(Processes):
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Place the ranks, once the GPUs are known if they may be used."""
         progress("importing torch")
-        gpus = [] if self._planned else self.ready.result(START_TIMEOUT_SECONDS)
+        gpus = [] if self._planned else self.server.link.ready.result(START_TIMEOUT_SECONDS)
         self.placement = self._planned or self._place(len(gpus))
         return self.placement
 
@@ -238,18 +232,3 @@ def wait_for_file(path: Path, timeout: float, while_waiting: Callable[[], None])
         while_waiting()
         time.sleep(0.005)
     raise TimeoutError(f"{path} did not appear within {timeout:.0f} s")
-
-
-def log_tail(folder: Path, member: Member, num_lines: int) -> str:
-    """Return the last lines of a process's log, or a crash from its first line.
-
-    A few lines before a crash are included: native code often gives its reason there.
-    """
-    name = f"rank-{member}" if isinstance(member, int) else member.replace(" ", "")
-    try:
-        lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), -num_lines)
-    crash = max(0, crash - BEFORE_CRASH) if crash >= 0 else crash
-    return "\n".join(lines[crash:][:num_lines])

@@ -25,12 +25,6 @@ def private_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=RUN_FOLDER, dir=parent_folder()))
 
 
-def is_needed(folder: Path) -> bool:
-    """Return whether a process holds the folder, or has yet to lock it."""
-    locks = [path for name in (KERNEL_LOCK, SERVER_LOCK) if (path := folder / name).exists()]
-    return not locks or any(holder_of(path) is not None for path in locks)
-
-
 def own_folders() -> list[Path]:
     """Return this user's run folders."""
     found = []
@@ -46,7 +40,9 @@ def remove_leftovers() -> list[Path]:
     removed = []
     for folder in own_folders():
         with contextlib.suppress(OSError, ValueError):
-            if not is_needed(folder):
+            locks = [folder / name for name in (KERNEL_LOCK, SERVER_LOCK)]
+            found = [path for path in locks if path.exists()]  # none: they have yet to be locked
+            if found and all(holder_of(path) is None for path in found):
                 shutil.rmtree(folder)
                 removed.append(folder)
     return removed

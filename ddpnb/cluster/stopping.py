@@ -20,11 +20,7 @@ def stop(
 ) -> None:
     """Interrupt and free the ranks of a call until they stop; kill those that do not.
 
-    Args:
-        cluster: where the call runs.
-        call: the call.
-        attend: takes the call's events until it has ended, for so many seconds at most.
-        notify: shows the user a sentence.
+    ``attend`` takes the call's events until it has ended, for so many seconds at most.
     """
     timeouts = cluster.timeouts
     kill_at = time.monotonic() + timeouts.kill_after_seconds

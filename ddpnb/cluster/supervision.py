@@ -28,27 +28,20 @@ def _nothing(*_: object) -> None: ...
 
 @dataclass(kw_only=True, slots=True)
 class Watch:
-    """Supervises one call until it is done.
-
-    Args:
-        cluster: where the call runs.
-        call: the call.
-        handle: takes each event, in order.
-        tick: called at least every ``tick_seconds``, to draw.
-        timeout: seconds after which the ranks are interrupted.
-        abort_after_failure_seconds: how long ranks may still run, once one has failed, after the
-            last one ended; by default as the cluster's timeouts say.
-        notify: shows the user a sentence before the call ends.
-        outcome: what becomes of the call.
-    """
+    """Supervises one call until it is done."""
 
     cluster: Cluster
     call: Call
     handle: Callable[[CallEvent], None]
+    """Takes each event, in order."""
     tick: Callable[[], None] = _nothing
+    """Called at least every ``tick_seconds``, to draw."""
     timeout: float | None = None
+    """Seconds after which the ranks are interrupted."""
     abort_after_failure_seconds: float | None = None
+    """In place of that of the cluster's timeouts."""
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+    """Shows the user a sentence before the call ends."""
     outcome: Outcome = field(default_factory=Outcome)
     stop_requested: bool = False
     is_stopping: bool = False
@@ -95,7 +88,7 @@ class Watch:
             if self.call.running:
                 self._attend_to_failure(now)
                 self._attend_to_hang(now)
-                for notice in self._monitor.notices(self.call.running, now):
+                for notice in self._monitor.notices(self.call.running):
                     self.notify(notice)
         if late := self.call.speaking:
             self.notify(

@@ -3,11 +3,10 @@
 import pickle
 from io import BytesIO
 from typing import Any
-from weakref import WeakSet
 
 import cloudpickle
 
-from ddpnb.compat.probe import missing, probe
+from ddpnb.compat.probe import Probe
 
 
 class Namespace:
@@ -33,7 +32,7 @@ def use_namespace(
         pickler.globals_ref[id(variables)] = namespace
 
 
-@probe("cloudpickle", "a function that was pushed does not see the variables of the ranks")
+@Probe("cloudpickle", "a function that was pushed does not see the variables of the ranks")
 def shares_globals() -> bool:
     """Whether functions can be given other globals when they are unpickled."""
     file, variables = BytesIO(), {"__name__": "__main__"}
@@ -48,48 +47,3 @@ TRIED: dict[str, Any] = {}
 
 def _tried() -> dict[str, Any]:
     return TRIED
-
-
-OWN: WeakSet[type] = WeakSet()
-"""Classes that this process has defined and sent."""
-RECEIVED: WeakSet[type] = WeakSet()
-"""Classes that another process has defined."""
-
-
-def note_sent(kind: type) -> None:
-    """Note that a class is pickled with its code: should it come back, it stays as it is."""
-    if kind not in RECEIVED:
-        OWN.add(kind)
-
-
-class Unpickler(pickle.Unpickler):
-    """Unpickles what cloudpickle has pickled, and leaves classes alone that are this process's own.
-
-    Cloudpickle recognizes a class that comes back to where it was defined, but would replace all
-    its attributes by copies, which no longer see the variables there.
-    """
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """Look a global up, as the base class does."""
-        found = super().find_class(module_name, global_name)
-        if knows_classes.works and found is cloudpickle.cloudpickle._class_setstate:
-            return _fill
-        return found
-
-
-def _fill(kind: type, state: Any) -> type:
-    if kind not in OWN:
-        RECEIVED.add(kind)
-        cloudpickle.cloudpickle._class_setstate(kind, state)
-    return kind
-
-
-@probe("cloudpickle", "pulling an object of a notebook's class may change the class")
-def knows_classes() -> bool:
-    """Whether it can be seen when a class gets its attributes."""
-    return callable(cloudpickle.cloudpickle._class_setstate)
-
-
-def missing_features() -> tuple[str, ...]:
-    """Return a sentence for each feature that is off with this version of cloudpickle."""
-    return missing((shares_globals, knows_classes))

@@ -16,12 +16,12 @@ from typing import Any
 
 from ipykernel.iostream import PIPE_BUFFER_SIZE, OutStream
 
-from ddpnb.compat.probe import missing, probe
+from ddpnb.compat.probe import Probe
 
 POLL_SECONDS = 0.003
 
 
-@probe("ipykernel", "what C code or a child process prints last in a cell may be lost")
+@Probe("ipykernel", "what C code or a child process prints last in a cell may be lost")
 def reads_descriptors() -> bool:
     """Whether the thread that reads a stream's descriptor is as expected."""
     names = {*OutStream._watch_pipe_fd.__code__.co_names}
@@ -63,7 +63,9 @@ class DescriptorStream(OutStream):
         if not reads_descriptors.works or not self._should_watch:
             return
         deadline = time.monotonic() + seconds
-        while num_unread(self._fid) and time.monotonic() < deadline:
+        while any(fcntl.ioctl(self._fid, termios.FIONREAD, bytes(4))):  # it holds text
+            if time.monotonic() > deadline:
+                return
             time.sleep(POLL_SECONDS)
         if self._passing_on.acquire(timeout=max(0.0, deadline - time.monotonic())):
             self._passing_on.release()
@@ -84,14 +86,3 @@ class DescriptorStream(OutStream):
                     os.write(self._original_stdstream_copy, data)
         except Exception:  # noqa: BLE001  as ipykernel, which shows it when the stream is closed
             self._exc = sys.exc_info()
-
-
-def num_unread(descriptor: int) -> int:
-    """Return how many bytes a pipe holds."""
-    answer = fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4)
-    return int.from_bytes(answer, sys.byteorder)
-
-
-def missing_features() -> tuple[str, ...]:
-    """Return a sentence for each feature that is off with this version of ipykernel."""
-    return missing((reads_descriptors,))

@@ -9,7 +9,7 @@ import ipyparallel as ipp
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.controller import heartmonitor
 
-from ddpnb.compat.probe import missing, probe
+from ddpnb.compat.probe import Probe
 
 Receive = Callable[[str, Any], None]
 """Called in another thread with each message of a call: its kind and its content.
@@ -22,7 +22,7 @@ engine's output channel.
 # -- calls ---------------------------------------------------------------------------------
 
 
-@probe("ipyparallel", "output and curves appear only when a cell or a training ends")
+@Probe("ipyparallel", "output and curves appear only when a cell or a training ends")
 def follows_calls() -> bool:
     """Whether an engine's messages can be received during a call."""
     return (
@@ -111,7 +111,7 @@ def _outcome(future: Any) -> Any:
 # -- heartbeats ----------------------------------------------------------------------------
 
 
-@probe("ipyparallel", "the ranks take a few seconds longer to start")
+@Probe("ipyparallel", "the ranks take a few seconds longer to start")
 def replaces_heartbeats() -> bool:
     """Whether the rate of the controller's heartbeats can be changed."""
     return (
@@ -137,11 +137,3 @@ def beat_quickly_at_first(milliseconds: int, seconds: float) -> None:
             self.loop.call_later(seconds, setattr, self.caller, "callback_time", usual)
 
     heartmonitor.HeartMonitor = QuickHeartMonitor
-
-
-# ------------------------------------------------------------------------------------------
-
-
-def missing_features() -> tuple[str, ...]:
-    """Return a sentence for each feature that is off with this version of ipyparallel."""
-    return missing((follows_calls, replaces_heartbeats))

@@ -4,26 +4,33 @@ Private parts change without notice.  Each one in use has a probe, which runs wh
 kernel's side of a cluster starts.  If it fails, one feature is off, and a sentence says so.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from typing import final
+from typing import Self, final
+
+PROBES: list["Probe"] = []
+"""Those of all modules of ``compat`` that this process has imported."""
 
 
 @final
 class Probe:
-    """Checks once whether a private part is as expected.
+    """Decorates a check of whether a private part is as expected.
 
     Args:
         library: its name in the package index.
         without: the consequence of a failure, as a clause without a full stop.
-        check: returns False, or raises, if the part is not as expected.
     """
 
-    def __init__(self, library: str, without: str, check: Callable[[], bool]) -> None:
+    def __init__(self, library: str, without: str) -> None:
         self._library = library
         self._without = without
+        PROBES.append(self)
+
+    def __call__(self, check: Callable[[], bool]) -> Self:
+        """Take the check, which returns False, or raises, if the part is not as expected."""
         self._check = check
+        return self
 
     @cached_property
     def works(self) -> bool:
@@ -39,23 +46,14 @@ class Probe:
         return sentence(self._library, self._without)
 
 
-def probe(library: str, without: str) -> Callable[[Callable[[], bool]], Probe]:
-    """Return a decorator that makes a ``Probe`` of its ``check``."""
-    return lambda check: Probe(library, without, check)
-
-
-def missing(probes: Iterable[Probe]) -> tuple[str, ...]:
-    """Return the sentences of the probes that fail."""
-    return tuple(each.sentence for each in probes if not each.works)
+def missing_features() -> tuple[str, ...]:
+    """Return a sentence for each feature that is off in this process."""
+    return tuple(each.sentence for each in PROBES if not each.works)
 
 
 def sentence(library: str, without: str) -> str:
     """Return ``"torch 2.15.0: ..."``, what is missing with this version of a library."""
-    return f"{library} {_version(library)}: {without}"
-
-
-def _version(library: str) -> str:
     try:
-        return version(library).partition("+")[0]
+        return f"{library} {version(library).partition('+')[0]}: {without}"
     except PackageNotFoundError:  # built from source, on a path of its own
-        return "of unknown version"
+        return f"{library} of unknown version: {without}"

@@ -23,14 +23,14 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.data import dataloader
 
-from ddpnb.compat.probe import Probe, missing, probe
+from ddpnb.compat.probe import Probe
 
 ProcessGroup: Any = dist.ProcessGroup
 
 # -- collectives before they reach the backend ----------------------------------------------
 
 
-@probe("torch", "calls are not compared before gloo; `--check` still does it")
+@Probe("torch", "calls are not compared before gloo; `--check` still does it")
 def intercepts_collectives() -> bool:
     """Whether methods of ``ProcessGroup`` and kernels of its operations can be replaced."""
     if not hasattr(torch.library.Library, "impl") or not hasattr(ProcessGroup, "unbox"):
@@ -99,7 +99,7 @@ def add_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
     _libraries.append(library)  # which removes them where nobody holds it
 
 
-@probe("torch", "torch.compile traces into the comparison of collectives, and warns")
+@Probe("torch", "torch.compile traces into the comparison of collectives, and warns")
 def skips_frames() -> bool:
     """Whether torch.compile can be kept from a function, without importing its half of torch."""
     _skip_frames((lambda: None).__code__)
@@ -202,7 +202,7 @@ class PendingCollective(NamedTuple):
     """What it sends: ``"Float [3, 4]"``."""
 
 
-@probe(
+@Probe(
     "torch",
     "a rank that waits inside DDP's backward pass is not detected; "
     "interrupt and --timeout still end its wait",
@@ -215,32 +215,24 @@ def records_collectives() -> bool:
     return True
 
 
-def pending_collective(since_ns: int) -> PendingCollective | None:
-    """Return the oldest collective that has begun on this rank since a time and not ended."""
-    if not dist.is_initialized() or not records_collectives.works:
-        return None
-    pending = (_described(entry) for entry in _recorded() if _is_pending(entry, since_ns))
-    return next(pending, None)
+def pending_collective(
+    since_ns: int, *, seconds_on_gpu: float | None = None
+) -> PendingCollective | None:
+    """Return the oldest collective that has begun on this rank since a time and not ended.
 
-
-def collective_on_gpu(since_ns: int, seconds: float) -> PendingCollective | None:
-    """Return the collective that a GPU is in, and that was begun some seconds ago.
-
-    With ``TORCH_NCCL_ENABLE_TIMING`` NCCL's entries have the state "started" once the GPU has
-    come to them (docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html): what a GPU
-    still computes before keeps an entry "scheduled".
+    With ``seconds_on_gpu``, it was begun that long ago, and a GPU is in it.  With
+    ``TORCH_NCCL_ENABLE_TIMING`` NCCL's entries have the state "started" once the GPU has come to
+    them (docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html): what a GPU still
+    computes before keeps an entry "scheduled".
     """
     if not dist.is_initialized() or not records_collectives.works:
         return None
-    created_before = time.time_ns() - seconds * 1e9
-    started = (
-        _described(entry)
-        for entry in _recorded()
-        if _is_pending(entry, since_ns)
-        and entry["state"] == "started"
-        and entry["time_created_ns"] < created_before
-    )
-    return next(started, None)
+    pending = (entry for entry in _recorded() if _is_pending(entry, since_ns))
+    if seconds_on_gpu is not None:
+        before = time.time_ns() - seconds_on_gpu * 1e9
+        started = (entry for entry in pending if entry["state"] == "started")
+        pending = (entry for entry in started if entry["time_created_ns"] < before)
+    return next(map(_described, pending), None)
 
 
 def _recorded() -> Iterable[dict[str, Any]]:
@@ -262,7 +254,7 @@ def _described(entry: dict[str, Any]) -> PendingCollective:
     return PendingCollective(entry["profiling_name"].partition(":")[2], tensor)
 
 
-@probe("torch", "the number of calls that a rank has left out is not shown")
+@Probe("torch", "the number of calls that a rank has left out is not shown")
 def counts_collectives() -> bool:
     """Whether a process group counts its collectives."""
     return callable(ProcessGroup._get_sequence_number_for_group)
@@ -278,7 +270,7 @@ def num_collectives() -> int:
     return 0
 
 
-@probe("torch", "on GPUs, waits in sub-groups cannot be ended, only those in the default group")
+@Probe("torch", "on GPUs, waits in sub-groups cannot be ended, only those in the default group")
 def lists_groups() -> bool:
     """Whether all process groups of this rank are known."""
     return isinstance(dist.distributed_c10d._world.pg_names, dict)
@@ -291,7 +283,7 @@ def process_groups() -> list[Any]:
     return [dist.group.WORLD]
 
 
-@probe(
+@Probe(
     "torch",
     "after dist.destroy_process_group() in a cell, dist.is_initialized() is still True there",
 )
@@ -322,7 +314,7 @@ def group_store() -> Any:
 # -- training ------------------------------------------------------------------------------
 
 
-@probe("torch", "processes of --data-workers may outlive a failed training for a while")
+@Probe("torch", "processes of --data-workers may outlive a failed training for a while")
 def ends_data_workers() -> bool:
     """Whether the processes of a ``DataLoader`` can be ended at once."""
     return callable(dataloader._MultiProcessingDataLoaderIter._shutdown_workers)
@@ -334,7 +326,7 @@ def end_data_workers(batches: Iterator[Any]) -> None:
         batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
-@probe("torch", "zero cannot be trained: an optimizer's hooks cannot be read")
+@Probe("torch", "zero cannot be trained: an optimizer's hooks cannot be read")
 def lists_step_hooks() -> bool:
     """Whether an optimizer's hooks can be read."""
     # Looked up in the code: making an optimizer imports 800 modules, which takes a second.
@@ -349,23 +341,3 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
     """Return an optimizer's hooks before a step, and those after it."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return list(before.values()), list(after.values())
-
-
-# ------------------------------------------------------------------------------------------
-
-PROBES = (
-    intercepts_collectives,
-    skips_frames,
-    records_collectives,
-    counts_collectives,
-    hides_group,
-    ends_data_workers,
-    lists_step_hooks,
-)
-GPU_PROBES: tuple[Probe, ...] = (lists_groups,)
-"""For backends that can abort a wait."""
-
-
-def missing_features(*, can_abort: bool) -> tuple[str, ...]:
-    """Return a sentence for each feature that is off; a GPU's backend ``can_abort`` a wait."""
-    return missing((*PROBES, *GPU_PROBES) if can_abort else PROBES)

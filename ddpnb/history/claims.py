@@ -41,8 +41,8 @@ class Ratio:
     middle: float = math.nan
     """The geometric mean over the repeats."""
     low: float = math.nan
-    """The ends of the interval.  Below ``FEWEST_REPEATS`` it is none, but what the runs themselves
-    span: the ratio within each of two repeats, or those of one run's tenths; NaN if not known."""
+    """The ends of the interval.  Of two repeats: the ratio within each.  Of one: the slowest tenth
+    of one run over the quickest of the other, and the reverse; NaN if not known."""
     high: float = math.nan
     num_repeats: int = 0
     """Repeats in which both have the number."""
@@ -95,38 +95,26 @@ class Ratios:
     """The strategy that all others are compared with."""
     speed: Mapping[StrategyKey, Ratio] = field(default_factory=dict)
     """Samples/s over those of the reference."""
-    samples: Mapping[StrategyKey, Ratio] = field(default_factory=dict)
-    """Samples to the target over those that the reference needs."""
 
 
 def ratios_of(summaries: Sequence[StrategySummary]) -> Ratios | None:
     """Return each strategy's ratios to ``single``, or else to the first one; None without two.
 
-    The ceiling is no rival where there are others.  Emulated strategies are compared by samples
-    alone, as their speeds say nothing.  Runs of several comparisons may have trained different
-    models.
+    The ceiling is no rival where there are others, and emulated strategies are none, as their
+    speeds say nothing.  Runs of several comparisons may have trained different models.
     """
     done = [s for s in summaries if s.status is Status.FINISHED and s.rates]
     if len(done) < 2 or len({s.comparison for s in done}) > 1:
         return None
-    by_name = {s.name: s for s in reversed(done) if not s.is_emulated}
-    reference = by_name.get(BASELINE) or next((s for s in done if not s.is_emulated), None)
-    if reference is None:
+    rivals = [s for s in done if not s.is_emulated]
+    if not rivals:
         return None
-    others = [s for s in done if s is not reference]
+    reference = next((s for s in rivals if s.name == BASELINE), rivals[0])
+    others = [s for s in rivals if s is not reference]
     others = [s for s in others if s.name != CEILING] or others
-    rivals = [s for s in others if not s.is_emulated]
-    heading = [s for s in others if s.samples_by_repeat] if reference.samples_by_repeat else []
-    num = max(len(rivals) + len(heading), 1)
-    return Ratios(
-        reference=reference,
-        speed={
-            s.key: _within_runs(ratio(s.rates, reference.rates, num), s, reference) for s in rivals
-        },
-        samples={
-            s.key: ratio(s.samples_by_repeat, reference.samples_by_repeat, num) for s in heading
-        },
-    )
+    found = {s.key: ratio(s.rates, reference.rates, len(others)) for s in others}
+    speed = {s.key: _within_runs(found[s.key], s, reference) for s in others}
+    return Ratios(reference=reference, speed=speed)
 
 
 def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: int = 1) -> Ratio:
@@ -159,11 +147,11 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: in
 
 
 def _within_runs(found: Ratio, ours: StrategySummary, theirs: StrategySummary) -> Ratio:
-    """Return the ratio of two runs with what their tenths span, where there are no more."""
-    one, other = ours.samples_per_second, theirs.samples_per_second
-    if found.num_repeats != 1 or {one.over, other.over} != {"tenths"}:
+    """Return the ratio of two single runs with what their tenths span."""
+    one, other = ours.tenths, theirs.tenths
+    if found.num_repeats != 1 or not one or not other:
         return found
-    return replace(found, low=one.low / other.high, high=one.high / other.low)
+    return replace(found, low=min(one) / max(other), high=max(one) / min(other))
 
 
 def _quantile(num_repeats: int, num_claims: int) -> float:
@@ -181,22 +169,13 @@ def standard_error(share: float, num_samples: int) -> float:
 def accuracies_differ(shares: Sequence[float], num_samples: int) -> bool:
     """Return whether the highest and the lowest accuracy differ by more than the samples' chance.
 
-    By Newcombe's interval of a difference, made of Wilson's intervals of both ("Interval estimation
-    for the difference between independent proportions", Statistics in Medicine, 1998, method 10);
-    at 95 %, widened by Bonferroni for all pairs.  Models that are measured on the same samples err
-    on many of the same ones, and their true error is smaller: this claims too little, not too much.
+    By the test of two proportions with a common standard error; at 95 %, widened by Bonferroni for
+    all pairs.  Models that are measured on the same samples err on many of the same ones, and their
+    true error is smaller: this claims too little, not too much.
     """
     num_pairs = math.comb(len(shares), 2)
     if num_pairs == 0 or num_samples == 0:
         return False
     z = NormalDist().inv_cdf(1 - (1 - LEVEL) / 2 / num_pairs)
     low, high = min(shares), max(shares)
-    below, above = high - _wilson(high, num_samples, -z), _wilson(low, num_samples, z) - low
-    return high - low > math.hypot(below, above)
-
-
-def _wilson(share: float, num: int, z: float) -> float:
-    """Return the upper end of Wilson's interval of a share; the lower one for a negative z."""
-    middle = share + z * z / (2 * num)
-    half = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
-    return (middle + half) / (1 + z * z / num)
+    return high - low > z * math.sqrt(2) * standard_error((low + high) / 2, num_samples)

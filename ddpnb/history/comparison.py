@@ -1,6 +1,7 @@
 """Several runs that belong together, where they were trained, and how to repeat them.  (Kernel.)"""
 
 import contextlib
+import os
 import platform
 import shlex
 from collections import Counter
@@ -15,7 +16,7 @@ from ddpnb.history.tuning import split
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.protocol.options import Option
-from ddpnb.protocol.processes import num_cores, num_hardware_threads
+from ddpnb.protocol.processes import num_cores
 from ddpnb.protocol.training_options import TRAINING_OPTIONS
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
@@ -59,11 +60,6 @@ class Comparison:
             return self.runs
         return tuple(sorted((*self.runs, *self.other_rates), key=lambda run: run.created))
 
-    @property
-    def measured(self) -> tuple[str, ...]:
-        """The names of the further numbers that steps of these runs reported beside the loss."""
-        return tuple(dict.fromkeys(name for run in self.runs for name in run.metric_curves))
-
     def with_runs(self, runs: Sequence[RunSnapshot]) -> "Comparison":
         """Return this comparison with other runs, or the same runs at another moment."""
         compared, other_rates = split(runs)
@@ -86,8 +82,6 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
         comparison_id="+".join(comparison.comparison_id for comparison in comparisons),
         name=", ".join(dict.fromkeys(comparison.name for comparison in comparisons)),
         created=max(comparison.created for comparison in comparisons),
-        task=_common([comparison.task for comparison in comparisons]),
-        source=_common([comparison.source for comparison in comparisons]),
         environment={k: v for k, v in environments[0].items() if k not in differing},
         differing=differing,
     ).with_runs(list(runs.values()))
@@ -95,7 +89,7 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
 
 def environment() -> dict[str, str]:
     """Return this machine's properties and the versions of its libraries."""
-    cores, threads = num_cores(), num_hardware_threads()
+    cores, threads = num_cores(), len(os.sched_getaffinity(0))
     return {
         **{library: version(library) for library in LIBRARIES},
         "python": platform.python_version(),
@@ -184,11 +178,6 @@ def _cpu_model() -> str:
 
 def _distinct(values: Iterable[str]) -> str:
     return " and ".join(dict.fromkeys(values))
-
-
-def _common(values: Sequence[str]) -> str:
-    """Return the value that all have; empty if they differ."""
-    return values[0] if len(set(values)) == 1 else ""
 
 
 def _words(spec: RunSpec) -> list[str]:

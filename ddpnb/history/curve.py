@@ -1,4 +1,4 @@
-"""The curve of a run, made of one row per step; bounded however long it trains.  (Kernel.)
+"""The curve of a run, made of one row per step; of at most ``MAX_POINTS``.  (Kernel.)
 
 Synchronous workers make step k together: one update.  Each step of an asynchronous worker, and
 each call of ``ddpnb.log``, is an update of its own; these are ordered by time.  Neighbouring
@@ -6,18 +6,15 @@ updates are merged, always a power of two of them, so that a point stays where i
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddpnb.history.rows import Floats, Records
 from ddpnb.protocol.messages import RunHeader
 
 MAX_POINTS = 360
 """The most points of a curve: at least one for every other pixel of its panel."""
-
-THROUGHPUT_POINTS = 160
 
 SMOOTHED_SHARE = 0.05
 """At each point the moving average spans one update and this share of the samples so far."""
@@ -40,8 +37,6 @@ class Curve:
     """Training seconds at the end of the updates; never falls."""
     mean: Floats = field(default_factory=_nothing)
     """Mean over the updates that are finite, weighted by samples; NaN if none is."""
-    weight: Floats = field(default_factory=_nothing)
-    """What the mean of each point weighs."""
     lowest: Floats = field(default_factory=_nothing)
     highest: Floats = field(default_factory=_nothing)
     num_bad: Floats = field(default_factory=_nothing)
@@ -60,102 +55,66 @@ class Curve:
         )
         return made
 
-    def extended(self, values: Floats, samples: Floats, seconds: Floats) -> "Curve":
-        """Return this curve with more updates at its end; if there are too many, two become one.
 
-        Args:
-            values: of each update; NaN or infinite ones count as bad.
-            samples: of each update alone.
-            seconds: the training time at its end.
-        """
-        if len(values) == 0:
-            return self
-        seen, passed = (self.samples[-1], self.seconds[-1]) if len(self) else (0.0, 0.0)
-        is_finite = np.isfinite(values)
-        known = np.where(is_finite, values, np.nan)
-        weight = np.where(is_finite, np.where(samples > 0, samples, 1.0), 0.0)
-        num_updates = self.num_updates + len(values)
-        grown = Curve(
-            samples=np.append(self.samples, seen + np.cumsum(samples)),
-            seconds=np.append(self.seconds, np.maximum.accumulate(np.maximum(seconds, passed))),
-            mean=np.append(self.mean, known),
-            weight=np.append(self.weight, weight),
-            lowest=np.append(self.lowest, known),
-            highest=np.append(self.highest, known),
-            num_bad=np.append(self.num_bad, ~is_finite),
-            num_merged=self.num_merged,
-            num_updates=num_updates,
-        )
-        bins = np.arange(self.num_updates, num_updates) // self.num_merged
-        bins = np.append(np.arange(len(self)), bins)
-        grown = _merged(grown, np.flatnonzero(np.diff(bins, prepend=-1)))
-        while len(grown) > MAX_POINTS:
-            grown = _merged(grown, np.arange(0, len(grown), 2))
-            grown = replace(grown, num_merged=2 * grown.num_merged)
-        return grown
-
-
-def _merged(curve: Curve, starts: NDArray[np.intp]) -> Curve:
-    """Return a curve with one point for those from each start to the next."""
-    if len(starts) == len(curve):
-        return curve
-    weight = np.add.reduceat(curve.weight, starts)
-    weighted = np.where(curve.weight > 0, curve.mean, 0.0) * curve.weight
-    with np.errstate(invalid="ignore"):
-        mean = np.add.reduceat(weighted, starts) / weight
-    return replace(
-        curve,
-        samples=np.maximum.reduceat(curve.samples, starts),
-        seconds=np.maximum.reduceat(curve.seconds, starts),
-        mean=mean,
-        weight=weight,
-        lowest=np.fmin.reduceat(curve.lowest, starts),
-        highest=np.fmax.reduceat(curve.highest, starts),
-        num_bad=np.add.reduceat(curve.num_bad, starts),
-    )
-
-
-def curve_of(
-    rows: Records,
-    header: RunHeader | None,
-    name: str = "loss",
-    *,
-    after: Curve | None = None,
-) -> Curve:
+def curve_of(rows: Records, header: RunHeader | None, name: str = "loss") -> Curve:
     """Return the curve of a run's steps.
 
     Args:
         rows: one for each step of each worker, in any order.
         header: of the run; None for a hand-written loop.
         name: the field of the rows that is drawn.
-        after: the curve of the steps before these; None: there are none.
     """
     values, samples = rows[name].astype(np.float64), rows["num_samples"].astype(np.float64)
     seconds = rows["seconds"]
     if header is not None and header.synchronous:
-        _, step = np.unique(rows["step"], return_inverse=True)
+        step = rows["step"]
         num_steps = int(step.max(initial=-1)) + 1
+        made = np.bincount(step, minlength=num_steps) > 0
         weighted = np.where(samples > 0, values, 0.0) * samples
-        samples = np.bincount(step, samples, num_steps).astype(np.float64)
+        samples = np.bincount(step, samples, num_steps).astype(np.float64)[made]
         with np.errstate(invalid="ignore", divide="ignore"):
-            values = np.bincount(step, weighted, num_steps) / samples
+            values = np.bincount(step, weighted, num_steps)[made] / samples
         ends = np.full(num_steps, -np.inf)
         np.maximum.at(ends, step, seconds)
-        seconds = ends
+        seconds = ends[made]
     else:
         order = np.argsort(seconds, kind="stable")
         values, samples, seconds = values[order], samples[order], seconds[order]
-    return (after or Curve()).extended(values, samples, seconds)
+    return _merged(values, samples, seconds)
 
 
-def complete_steps(rows: Records, num_ranks: int) -> NDArray[np.bool_]:
-    """Return which rows are of the steps before the first that not every rank has reported."""
-    if len(rows) == 0:
-        return np.zeros(0, dtype=bool)
-    _, step, counts = np.unique(rows["step"], return_inverse=True, return_counts=True)
-    missing = np.flatnonzero(counts < num_ranks)
-    complete: NDArray[np.bool_] = step < (missing[0] if len(missing) else len(counts))
-    return complete
+def _merged(values: Floats, samples: Floats, seconds: Floats) -> Curve:
+    """Return the curve of updates in their order; a NaN or infinite value counts as bad."""
+    if len(values) == 0:
+        return Curve()
+    num_merged = 1
+    while len(values) > MAX_POINTS * num_merged:
+        num_merged *= 2
+    starts = np.arange(0, len(values), num_merged)
+    ends = np.append(starts[1:], len(values)) - 1
+    is_finite = np.isfinite(values)
+    known = np.where(is_finite, values, np.nan)
+    weight = np.where(is_finite, np.where(samples > 0, samples, 1.0), 0.0)
+    weighted = np.where(is_finite, values, 0.0) * weight
+    with np.errstate(invalid="ignore"):
+        mean = np.add.reduceat(weighted, starts) / np.add.reduceat(weight, starts)
+    return Curve(
+        samples=np.cumsum(samples)[ends],
+        seconds=np.maximum.accumulate(np.maximum(seconds, 0.0))[ends],
+        mean=mean,
+        lowest=np.fmin.reduceat(known, starts),
+        highest=np.fmax.reduceat(known, starts),
+        num_bad=np.add.reduceat((~is_finite).astype(np.float64), starts),
+        num_merged=num_merged,
+        num_updates=len(values),
+    )
+
+
+def complete_steps(rows: Records, num_ranks: int) -> Records:
+    """Return the rows of the steps before the first that not every rank has reported."""
+    counts = np.bincount(rows["step"])
+    missing = np.flatnonzero((counts > 0) & (counts < num_ranks))
+    return rows[rows["step"] < missing[0]] if len(missing) else rows
 
 
 def with_waiting(rows: Records) -> Records:
@@ -169,7 +128,7 @@ def with_waiting(rows: Records) -> Records:
     """
     if len(rows) == 0 or rows["waiting"].any() or not rows["communication"].any():
         return rows
-    _, step = np.unique(rows["step"], return_inverse=True)
+    step = rows["step"]
     least = np.full(int(step.max()) + 1, np.inf)
     np.minimum.at(least, step, rows["communication"])
     changed = rows.copy()
@@ -211,6 +170,17 @@ def end_of(curve: Curve) -> float:
     return known[-1] if known else math.nan
 
 
+def tenths(curve: Curve) -> Floats:
+    """Return samples/s in each tenth of a run's samples; empty below ten updates."""
+    if curve.num_updates < 10 or curve.samples[-1] <= 0:
+        return np.empty(0)
+    bounds = np.linspace(0.0, curve.samples[-1], 11)
+    at = np.interp(bounds, np.append(0.0, curve.samples), np.append(0.0, curve.seconds))
+    seconds = np.diff(at)
+    rates: Floats = (curve.samples[-1] / 10) / seconds[seconds > 0]
+    return rates
+
+
 def first_reached(y: Floats, x: Floats, target: float) -> float:
     """Return the ``x`` at which ``y`` first is as low as ``target``; NaN if it never is.
 
@@ -226,43 +196,3 @@ def first_reached(y: Floats, x: Floats, target: float) -> float:
         return float(x[0])
     share = (y[at - 1] - target) / (y[at - 1] - y[at])
     return float(x[at - 1] + share * (x[at] - x[at - 1]))
-
-
-def throughput(curve: Curve, window: float) -> tuple[Floats, Floats]:
-    """Return seconds, and samples/s over the ``window`` seconds before each.
-
-    Between updates, samples are interpolated linearly.  A run shorter than one window gives
-    one point: its mean.
-    """
-    if len(curve) == 0 or curve.seconds[-1] <= 0:
-        return np.empty(0), np.empty(0)
-    end = float(curve.seconds[-1])
-    window = min(window, end)
-    at = np.linspace(window, end, THROUGHPUT_POINTS) if end > window else np.array([end])
-    return at, (samples_at(curve, at) - samples_at(curve, at - window)) / window
-
-
-def window_for(seconds: float) -> float:
-    """Return a round window, about a twelfth of ``seconds``, that seldom changes."""
-    target = max(seconds, 1e-3) / 12
-    unit = 10.0 ** math.floor(math.log10(target))
-    return unit * max(step for step in (1.0, 2.0, 5.0) if step * unit <= target * (1 + 1e-9))
-
-
-def tenths(curve: Curve) -> Floats:
-    """Return samples/s in each tenth of the run's samples; empty below ten updates."""
-    if curve.num_updates < 10 or curve.samples[-1] <= 0 or curve.seconds[-1] <= 0:
-        return np.empty(0)
-    bounds = np.linspace(0.0, curve.samples[-1], 11)
-    at = np.interp(bounds, np.append(0.0, curve.samples), np.append(0.0, curve.seconds))
-    seconds = np.diff(at)
-    rates: Floats = (curve.samples[-1] / 10) / seconds[seconds > 0]
-    return rates
-
-
-def samples_at(curve: Curve, seconds: Floats) -> Floats:
-    """Return how many samples had been seen at each moment."""
-    samples: Floats = np.interp(
-        seconds, np.append(0.0, curve.seconds), np.append(0.0, curve.samples)
-    )
-    return samples

@@ -1,10 +1,9 @@
 """One run: the steps that have arrived, and a snapshot to draw.  (Kernel.)"""
 
-import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, final
@@ -13,30 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.curve import Curve, complete_steps, curve_of, with_waiting
-from ddpnb.history.rows import Floats, Records, metrics_of, rows_of, stacked, with_metrics
-from ddpnb.protocol.errors import UserError
+from ddpnb.history.rows import Records, rows_of, stacked
 from ddpnb.protocol.messages import (
     NO_PARTS,
     NO_STALENESS,
     Evaluating,
     EventBatch,
     Mark,
-    MarkKind,
     Parts,
     RunHeader,
     RunReport,
     RunSpec,
 )
 
-MAX_ROWS_IN_MEMORY = 20_000
-"""The steps of a longer run are in the store alone."""
+GROWTH = 1 / 200
+"""While it trains, a run is measured anew once it has this share of further steps."""
 
 COMPUTED = ("data", "forward", "backward", "optimizer")
 """The parts of a step that do not depend on other ranks."""
-
-
-Absences = Mapping[int, Sequence[tuple[float, float]]]
-"""Periods, in training seconds, without each rank; a rank that was never absent is left out."""
 
 
 class Status(StrEnum):
@@ -66,8 +59,12 @@ class RankTotals:
     """Training time at the end of its last step."""
     parts: Parts = field(default_factory=Parts)
     num_bytes_sent: int = 0
-    track: Curve = field(default_factory=Curve)
-    """The time of a step's ``COMPUTED`` parts; without parts, of the whole step."""
+
+    @property
+    def own_seconds(self) -> float:
+        """The mean of a step's ``COMPUTED`` parts; without parts, of the whole step."""
+        own = sum(getattr(self.parts, name) for name in COMPUTED) or self.seconds
+        return own / max(self.num_steps, 1)
 
 
 def _no_counts() -> NDArray[np.int64]:
@@ -101,17 +98,17 @@ class RunSnapshot:
     """How many updates had staleness 0, 1, 2 ..."""
     curve: Curve = field(default_factory=Curve)
     """The loss."""
-    metric_curves: Mapping[str, Curve] = field(default_factory=dict)
-    """The further numbers that the user logged."""
     ranks: tuple[RankTotals, ...] = ()
-    load: Callable[[], Records] = lambda: stacked(())
-    """Returns its steps as they arrived: from memory, or from the store if they are many."""
+    events: Records = field(default_factory=lambda: stacked(()))
+    """One row per step, read-only, in order of arrival.
+
+    Of a run that is over, the last step of each rank ends with what followed it.
+    """
     reports: tuple[RunReport, ...] = ()
     marks: tuple[Mark, ...] = ()
     """In order of arrival."""
     evaluating: Evaluating | None = None
     """How far its models have been judged; None: not begun, or not known."""
-    num_lost_batches: int = 0
 
     @property
     def num_events(self) -> int:
@@ -154,41 +151,24 @@ class RunSnapshot:
         """Whether its ranks stop after the same time, and not after the same step."""
         return self.spec is not None and self.spec.is_ceiling
 
-    @property
-    def events(self) -> Records:
-        """One row per step, read-only, in order of arrival; a long run is read again each time.
-
-        Of a run that is over, the last step of each rank ends with what followed it.
-        """
-        rows = self.load()
-        rows = rows if self.is_running else _with_ends(rows, self.reports)
-        rows.flags.writeable = False
-        return rows
-
 
 @final
 class Run:
-    """Assembles the steps of one run; a snapshot is cheap and never changes.
+    """Gathers the steps of one run; a snapshot is measured from all of them, and never changes.
 
-    While it trains, asynchronous steps are taken as they arrive, and synchronous ones once every
-    rank has reported them.  When it has ended, all is computed from all of its steps.
+    While it trains, synchronous steps count once every rank has reported them.
 
     Args:
-        stored: reads the steps from the store; None: all stay in memory.
         known: the fields of ``RunSnapshot`` that are known before the first step.
     """
 
-    def __init__(self, *, stored: Callable[[], Records] | None = None, **known: Any) -> None:
+    def __init__(self, **known: Any) -> None:
         self._now = RunSnapshot(**known)
-        self._stored = stored
+        self._rows: list[Records] = []
+        self._num_rows = 0
+        self._num_measured = 0
         self._is_settled = False
-        self._rows: list[Records] | None = []
-        """All steps, until there are too many."""
-        self._new: list[Records] = []
-        """Those that are not in the snapshot."""
-        self._num_batches = 0
-        self._num_sent: dict[int, int] = {}
-        """Batches of each rank, as far as they are numbered or reported."""
+        """Whether the run is over, and measured since."""
         self._lock = threading.Lock()  # one thread adds, others take snapshots
 
     @property
@@ -200,12 +180,8 @@ class Run:
         """Add a batch."""
         assert batch.run_id == self.run_id, (batch.run_id, self.run_id)
         with self._lock:
-            self._num_batches += 1
-            self._expect(batch.rank, batch.sequence + 1)
-            rows = rows_of(batch)
-            self._new.append(rows)
-            if self._rows is not None:
-                self._rows.append(rows)
+            self._rows.append(rows_of(batch))
+            self._num_rows += batch.num_steps
             self._set(
                 header=batch.header or self._now.header,
                 marks=self._now.marks + batch.marks,
@@ -213,10 +189,9 @@ class Run:
             )
 
     def add_report(self, report: RunReport) -> None:
-        """Add the report of a rank; batches that it sent and that have not come count as lost."""
+        """Add the report of a rank."""
         assert report.run_id == self.run_id, (report.run_id, self.run_id)
         with self._lock:
-            self._expect(report.rank, report.num_batches_sent)
             reports = [each for each in self._now.reports if each.rank != report.rank]
             self._set(reports=tuple(sorted([*reports, report], key=lambda each: each.rank)))
 
@@ -226,61 +201,47 @@ class Run:
             self._set(status=Status(status), detail=detail)
 
     def snapshot(self) -> RunSnapshot:
-        """Return the run as it is now; costs the same however long it trains."""
+        """Return the run as it is now; an old snapshot, where there is little more."""
         with self._lock:
-            if not self._is_settled:
-                lost = sum(self._num_sent.values()) - self._num_batches
-                now = replace(self._now, num_lost_batches=lost)
-                self._is_settled = not now.is_running
-                now = self._with_new(now) if now.is_running else self._settled(now)
-                self._now = replace(now, load=self._steps())
+            has_grown = self._num_rows * (1 - GROWTH) > self._num_measured
+            if has_grown or not (self._now.is_running or self._is_settled):
+                self._rows = [stacked(self._rows)]
+                self._num_measured = self._num_rows
+                self._is_settled = not self._now.is_running
+                self._now = _measured(self._now, self._rows[0])
             return self._now
 
-    def _steps(self) -> Callable[[], Records]:
-        """Return what returns all steps; many of them leave memory."""
-        if self._rows is not None:
-            rows = stacked(self._rows)
-            self._rows = [rows]
-            if self._stored is None or len(rows) <= MAX_ROWS_IN_MEMORY:
-                return lambda: rows
-            self._rows = None
-        assert self._stored is not None
-        return self._stored
-
-    def _with_new(self, now: RunSnapshot) -> RunSnapshot:
-        """Return the run with the steps that have come: of synchronous ones those complete."""
-        header, rows = now.header, stacked(self._new)
-        if len(rows) == 0 or (header is None and now.spec is not None and now.is_running):
-            return now
-        is_due = np.ones(len(rows), dtype=bool)
-        if header is not None and header.synchronous and now.is_running:
-            is_due = complete_steps(rows, header.num_ranks or header.num_workers)
-        self._new = [rows[~is_due]]
-        return _measured(now, rows[is_due])
-
-    def _settled(self, now: RunSnapshot) -> RunSnapshot:
-        """Return the run measured anew by all of its steps, if they can be read."""
-        rows = stacked(())
-        with contextlib.suppress(UserError):
-            rows = replace(now, load=self._steps()).events
-        if len(rows) < now.num_events + sum(map(len, self._new)):
-            return self._with_new(now)
-        self._new = []
-        now = replace(now, num_bad=0, ranks=(), staleness=_no_counts())
-        now = _measured(replace(now, curve=Curve(), metric_curves={}), rows)
-        if now.is_ceiling:  # steps that only the faster ranks made are none
-            complete = rows[complete_steps(rows, len(now.ranks))]
-            now = replace(now, curve=curve_of(complete, now.header))
-        return now
-
     def _set(self, **changes: Any) -> None:
-        """Change the run; the next snapshot is measured anew."""
         self._now = replace(self._now, **changes)
         self._is_settled = False
 
-    def _expect(self, rank: int, num_batches: int) -> None:
-        """Note that a rank has sent so many batches at least."""
-        self._num_sent[rank] = max(self._num_sent.get(rank, 0), num_batches)
+
+def _measured(run: RunSnapshot, rows: Records) -> RunSnapshot:
+    """Return a run with the curves, the counts and the totals of its ranks that its rows give."""
+    header = run.header
+    if not run.is_running:
+        rows = _with_ends(rows, run.reports)
+    rows.flags.writeable = False
+    run = replace(run, events=rows)
+    if run.is_running and header is None and run.spec is not None:
+        return run  # whether it is synchronous is not known yet
+    is_synchronous = header is not None and header.synchronous
+    if header is not None and is_synchronous and run.is_running:
+        rows = complete_steps(rows, header.num_ranks or header.num_workers)
+    drawn = complete_steps(rows, len(np.unique(rows["rank"]))) if run.is_ceiling else rows
+    is_bad = ~np.isfinite(rows["loss"])
+    if run.spec is not None:  # a worker whose share of a step is empty has no loss
+        is_bad &= rows["num_samples"] > 0
+    timed = with_waiting(rows) if is_synchronous else rows
+    return replace(
+        run,
+        num_bad=int(np.count_nonzero(is_bad)),
+        staleness=np.bincount(rows["staleness"][rows["staleness"] != NO_STALENESS]),
+        curve=curve_of(drawn, header),
+        ranks=tuple(
+            _totals(rank, timed[timed["rank"] == rank]) for rank in np.unique(rows["rank"]).tolist()
+        ),
+    )
 
 
 def _with_ends(rows: Records, reports: tuple[RunReport, ...]) -> Records:
@@ -293,61 +254,15 @@ def _with_ends(rows: Records, reports: tuple[RunReport, ...]) -> Records:
     return rows
 
 
-def _measured(run: RunSnapshot, rows: Records) -> RunSnapshot:
-    """Return a run with more steps in its curves, its counts and the totals of its ranks."""
-    if len(rows) == 0:
-        return run
-    is_bad = ~np.isfinite(rows["loss"])
-    if run.spec is not None:  # a worker whose share of a step is empty has no loss
-        is_bad &= rows["num_samples"] > 0
-    known = rows["staleness"][rows["staleness"] != NO_STALENESS]
-    counts = np.bincount(known, minlength=len(run.staleness))
-    counts[: len(run.staleness)] += run.staleness
-    rows = with_metrics(rows, dict.fromkeys([*run.metric_curves, *metrics_of(rows)]))
-    curves = {
-        name: curve_of(rows, run.header, field, after=run.metric_curves.get(name, _unlogged(run)))
-        for name, field in metrics_of(rows).items()
-    }
-    timed = with_waiting(rows) if run.header is not None and run.header.synchronous else rows
-    ranks = {rank.rank: rank for rank in run.ranks}
-    for rank in np.unique(rows["rank"]).tolist():
-        before = ranks.get(rank, RankTotals(rank=rank))
-        ranks[rank] = _with_steps(before, timed[timed["rank"] == rank])
-    return replace(
-        run,
-        num_bad=run.num_bad + int(np.count_nonzero(is_bad)),
-        staleness=counts,
-        curve=curve_of(rows, run.header, after=run.curve),
-        metric_curves=curves,
-        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
-    )
-
-
-def _unlogged(run: RunSnapshot) -> Curve:
-    """Return the curve so far of a number that has not been logged yet."""
-    unknown = np.full(len(run.curve), np.nan)
-    return replace(
-        run.curve, mean=unknown, lowest=unknown, highest=unknown, weight=np.zeros(len(unknown))
-    )
-
-
-def _with_steps(before: RankTotals, rows: Records) -> RankTotals:
-    """Return the totals of a rank with more of its steps."""
-    rows = rows[np.argsort(rows["seconds"], kind="stable")]
-    parts = {name: rows[name].astype(np.float64) for name in Parts._fields}
-    own = np.sum([parts[name] for name in COMPUTED], axis=0)
-    if not any(part.any() for part in parts.values()):
-        own = np.diff(rows["seconds"], prepend=before.seconds)
+def _totals(rank: int, rows: Records) -> RankTotals:
+    """Return the totals of a rank from its steps."""
     return RankTotals(
-        rank=before.rank,
-        num_steps=before.num_steps + len(rows),
-        num_samples=before.num_samples + int(rows["num_samples"].sum()),
-        seconds=max(before.seconds, float(rows["seconds"][-1])),
-        parts=Parts(
-            *(old + float(new.sum()) for old, new in zip(before.parts, parts.values(), strict=True))
-        ),
-        num_bytes_sent=before.num_bytes_sent + int(rows["num_bytes_sent"].sum()),
-        track=before.track.extended(own, np.ones(len(own)), rows["seconds"]),
+        rank=rank,
+        num_steps=len(rows),
+        num_samples=int(rows["num_samples"].sum()),
+        seconds=float(rows["seconds"].max()),
+        parts=Parts(*(float(rows[name].sum(dtype=np.float64)) for name in Parts._fields)),
+        num_bytes_sent=int(rows["num_bytes_sent"].sum()),
     )
 
 
@@ -392,29 +307,5 @@ def step_split(runs: Sequence[RunSnapshot]) -> StepSplit:
 
 def slowness(ranks: Sequence[RankTotals]) -> dict[int, float]:
     """Return each rank's own time of a step over that of the fastest rank."""
-    means = {rank.rank: float(np.nanmedian(rank.track.mean)) for rank in ranks if len(rank.track)}
-    fastest = min(means.values(), default=0.0)
-    return {rank: mean / fastest for rank, mean in means.items()} if fastest > 0 else {}
-
-
-def absences(run: RunSnapshot) -> Absences:
-    """Return when ranks that died were absent; one that is still absent is so to infinity."""
-    periods: dict[int, list[tuple[float, float]]] = {}
-    steps = {rank.rank: rank.track.seconds for rank in run.ranks}
-    for mark in sorted(run.marks, key=lambda mark: mark.seconds):
-        own = periods.get(mark.rank, [])
-        is_absent = bool(own) and math.isinf(own[-1][1])
-        if mark.kind in (MarkKind.KILLED, MarkKind.DIED) and not is_absent:
-            before = [at for at in steps.get(mark.rank, ()) if at <= mark.seconds]
-            periods[mark.rank] = [*own, (max(before, default=0.0), math.inf)]
-        elif mark.kind is MarkKind.CAME_BACK and is_absent:
-            own[-1] = _longest_pause(steps.get(mark.rank, np.empty(0)), own[-1][0], mark.seconds)
-    return periods
-
-
-def _longest_pause(at_seconds: Floats, begin: float, end: float) -> tuple[float, float]:
-    """Return the longest time between two steps of a rank, as marks may come a little late."""
-    within = at_seconds[(begin < at_seconds) & (at_seconds < end)]
-    at = np.concatenate([[begin], within, [end]])
-    longest = int(np.argmax(np.diff(at)))
-    return float(at[longest]), float(at[longest + 1])
+    fastest = min((rank.own_seconds for rank in ranks), default=0.0)
+    return {rank.rank: rank.own_seconds / fastest for rank in ranks} if fastest > 0 else {}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ddpnb.history.model import RunSnapshot, Status, ending
 from ddpnb.history.stability import stability_note
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Mark, MarkKind
-from ddpnb.protocol.notation import parse_kill, parse_strategy
+from ddpnb.protocol.messages import Mark
+from ddpnb.protocol.notation import parse_strategy
 
 
 def notes_of(
@@ -26,14 +26,9 @@ def notes_of(
         if run.status in (Status.FAILED, Status.STOPPED) or run.detail:
             notes.append(ending(run.status, run.detail))
     diverged = sum(run.num_diverged for run in runs)
-    lost = sum(run.num_lost_batches for run in runs)
     notes += [_described(mark, run) for run in runs for mark in run.marks if mark.seconds > 0]
-    notes += [note for run in runs for note in _faults_too_late(run)]
     if diverged:
         notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")
-    if lost:
-        batches = f"{lost} batch{'es' if lost > 1 else ''} of events never arrived"
-        notes.append(f"{batches}: its samples/s are of the steps that did")
     return (*dict.fromkeys(notes), *_on_momentum(counted, staleness))
 
 
@@ -44,20 +39,6 @@ def _described(mark: Mark, run: RunSnapshot) -> str:
     if mark.kind.is_death and not any(kill.startswith(f"{mark.rank}@") for kill in on_purpose):
         return f"{text}; its steps of the last half second before may be missing"
     return text
-
-
-def _faults_too_late(run: RunSnapshot) -> list[str]:
-    """Return a note for each rank that was to be killed after the training had ended."""
-    if run.status is not Status.FINISHED or run.spec is None or run.header is None:
-        return []
-    killed = {mark.rank for mark in run.marks if mark.kind is MarkKind.KILLED}
-    with contextlib.suppress(UserError):  # a stored fault may be one that is refused by now
-        return [
-            f"rank {kill.rank} was not killed: it began no step after {kill.seconds:g} s"
-            for kill in map(parse_kill, run.spec.kill)
-            if kill.rank < run.header.num_workers and kill.rank not in killed
-        ]
-    return []
 
 
 def _on_momentum(runs: Sequence[RunSnapshot], staleness: float) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import final
 
 from ddpnb.history.comparison import Comparison, describe_ranks, environment
@@ -64,7 +63,6 @@ class Recorder:
             name=name,
             comparison=self._comparison.name,
             spec=spec,
-            stored=partial(self._store.steps, run_id),
         )
         self._write(self._store.begin_run, self._comparison.comparison_id, run.snapshot())
 

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -21,7 +20,6 @@ from ddpnb.history import query
 from ddpnb.history.comparison import Comparison, overlay
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.query import StoredRun
-from ddpnb.history.rows import Records, rows_of, stacked
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Mark, MarkKind, RunHeader, RunReport, RunSpec
 from ddpnb.protocol.processes import is_alive, process_id, working_folder
@@ -204,20 +202,6 @@ class Store:
                 parts.append(_comparison(row).with_runs([self._read_run(run) for run in own]))
         return overlay(parts)
 
-    def steps(self, run_id: str) -> Records:
-        """Return one row for each step of a run, in order of arrival."""
-        self.flush()
-        return stacked([rows_of(_batch(run_id, row)) for row in self._read(BATCHES, run_id)])
-
-    def rename(self, name: str, new_name: str) -> str:
-        """Rename the comparison of the runs that ``name`` names; return the new name."""
-        found = query.resolve(name, self.list())[-1]
-        with self._write() as connection:
-            free = query.free_name(new_name, new_name, _names(connection) - {found.comparison})
-            row = (free, found.comparison_id)
-            connection.execute("UPDATE comparisons SET name = ? WHERE id = ?", row)
-        return free
-
     def delete(self, address: str) -> tuple[str, ...]:
         """Delete the runs that ``address`` names, and their weights; return their addresses.
 
@@ -292,14 +276,13 @@ class Store:
             raise StoreError(f"The runs in {self._path} cannot be {verb}: {error}.") from error
 
     def _read_run(self, stored: StoredRun) -> RunSnapshot:
-        """Return a run; the steps of a long one are read again when they are needed."""
+        """Return a run with its steps."""
         run = Run(
             run_id=stored.run_id,
             name=stored.name,
             comparison=stored.comparison,
             spec=stored.spec,
             created=stored.created,
-            stored=partial(self.steps, stored.run_id),
         )
         for row in self._read(BATCHES, stored.run_id):
             run.add(_batch(stored.run_id, row, stored.header))

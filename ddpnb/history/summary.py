@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.curve import end_of, first_reached, smoothed, tenths
+from ddpnb.history.curve import curve_of, end_of, first_reached, smoothed, tenths
 from ddpnb.history.model import RunSnapshot, Status, StepSplit, step_split
 from ddpnb.history.notes import notes_of
+from ddpnb.history.rows import metrics_of
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluation
@@ -38,11 +39,10 @@ class Spread:
     """A number and its range."""
 
     middle: float = math.nan
-    """Median over repeats, of samples/s the geometric mean; of one repeat, that of the run."""
+    """Median over repeats, of samples/s the geometric mean."""
     low: float = math.nan
+    """The range over repeats; NaN of one alone."""
     high: float = math.nan
-    over: str = ""
-    """``"repeats"``, ``"tenths"`` of the only run, or ``""`` if there is no range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,8 @@ class StrategySummary:
     samples_per_second: Spread
     rates: Mapping[int, float]
     """Samples/s by repeat, where it is known."""
+    tenths: tuple[float, ...]
+    """Samples/s in each tenth of the only run; empty of several repeats."""
     ideal: float
     """Samples/s of as many devices, each as fast as ``single``."""
     ceiling: float
@@ -93,9 +95,6 @@ class StrategySummary:
     """Until the target was reached, by the smoothed training loss or on held-out samples; infinite
     where a repeat never reached it."""
     samples_to_target: Spread
-    samples_by_repeat: Mapping[int, float]
-    """The same by repeat; empty where one missed it, and where the target is an accuracy, which is
-    known at a few moments alone."""
     num_missed_target: int
     """Repeats that never reached it."""
     num_diverged: int
@@ -220,10 +219,7 @@ def spread(values: Sequence[float]) -> Spread:
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return Spread()
-    middle = float(np.median(known))
-    if len(known) == 1:
-        return Spread(middle=middle)
-    return Spread(middle=middle, low=min(known), high=max(known), over="repeats")
+    return _over_repeats(float(np.median(known)), known)
 
 
 def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
@@ -275,17 +271,18 @@ def _summary(
     counted = _counted(runs)
     stale = staleness_counts(counted)
     median = float(np.median(np.repeat(np.arange(len(stale)), stale))) if stale.any() else math.nan
-    reached = {} if target is None else _reached(counted, target)
-    num_missed = sum(math.isinf(seconds) for seconds, _ in reached.values())
-    is_compared = target is not None and not target.is_accuracy and num_missed == 0
-    samples = by_repeat(counted, lambda run: reached[run.run_id][1]) if is_compared else {}
+    reached = [] if target is None else _reached(counted, target)
     single, ceiling = (settled.get((comparison, each), math.nan) for each in (BASELINE, CEILING))
     devices = max(map(num_devices, counted), default=0)
     ideal = devices * single if devices else math.nan
     reports = [report for run in counted for report in run.reports]
     num_steps = sum(report.num_steps for report in reports)
     received = sum(report.num_bytes_received for report in reports)
-    ends = [{name: end_of(c) for name, c in run.metric_curves.items()} for run in counted]
+    ends = [
+        {name: end_of(curve_of(run.events, run.header, field)) for name, field in metrics.items()}
+        for run in counted
+        for metrics in [metrics_of(run.events)]
+    ]
     headers = [run.header for run in counted if run.header is not None]
     is_computed = any(run.spec is not None and run.spec.is_emulated for run in counted)
     return StrategySummary(
@@ -294,8 +291,9 @@ def _summary(
         num_runs=len(counted),
         num_workers=max(map(_num_workers, counted), default=0),
         status=counted[-1].status,
-        samples_per_second=_speed(counted, rates, level),
+        samples_per_second=_over_repeats(level, list(rates.values())),
         rates=rates,
+        tenths=tuple(tenths(counted[0].curve)) if len(counted) == 1 else (),
         ideal=ideal,
         ceiling=ceiling,
         speed_up=level / single,
@@ -314,10 +312,9 @@ def _summary(
         staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
         num_lost_samples=max((report.num_lost_samples for report in reports), default=0),
         memory=max((r.memory for r in reports), key=lambda m: m.total, default=Memory()),
-        seconds_to_target=spread([seconds for seconds, _ in reached.values()]),
-        samples_to_target=spread([samples for _, samples in reached.values()]),
-        samples_by_repeat=samples,
-        num_missed_target=num_missed,
+        seconds_to_target=spread([seconds for seconds, _ in reached]),
+        samples_to_target=spread([samples for _, samples in reached]),
+        num_missed_target=sum(math.isinf(seconds) for seconds, _ in reached),
         num_diverged=sum(run.num_diverged for run in runs),
         sees_exposed=all(header.sees_exposed for header in headers),
         uses_cores=any(header.device == "cpu" for header in headers) and not is_computed,
@@ -334,25 +331,22 @@ def _summary(
     )
 
 
-def _reached(runs: Sequence[RunSnapshot], target: Target) -> dict[str, tuple[float, float]]:
+def _reached(runs: Sequence[RunSnapshot], target: Target) -> list[tuple[float, float]]:
     """Return when each run reached the target; infinity where one that finished never did."""
-    found = {}
+    found = []
     for run in runs:
         if evaluations(run) or not target.is_accuracy:
             never = math.inf if run.status is Status.FINISHED else math.nan
             seconds, samples = time_to_target(run, target)
-            found[run.run_id] = (never, never) if math.isnan(seconds) else (seconds, samples)
+            found.append((never, never) if math.isnan(seconds) else (seconds, samples))
     return found
 
 
-def _speed(runs: Sequence[RunSnapshot], rates: Mapping[int, float], level: float) -> Spread:
-    """Return samples/s with the range over repeats, or over the tenths of the only run."""
-    over, parts = "repeats", list(rates.values())
-    if len(runs) == 1:
-        over, parts = "tenths", tenths(runs[0].curve).tolist()
-    if len(parts) < 2 or math.isnan(level):
-        return Spread(middle=level)
-    return Spread(middle=level, low=min(parts), high=max(parts), over=over)
+def _over_repeats(middle: float, values: Sequence[float]) -> Spread:
+    """Return a number with the range of what it is the middle of, if that is several."""
+    if len(values) < 2 or math.isnan(middle):
+        return Spread(middle=middle)
+    return Spread(middle=middle, low=min(values), high=max(values))
 
 
 def _spreads(found: Sequence[Mapping[str, float]]) -> Mapping[str, Spread]:

@@ -6,10 +6,8 @@ it ends all its ranks, like any fork server.
 """
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import selectors
 import signal
 import socket
@@ -28,6 +26,7 @@ from ddpnb.hosts.network import (
     probe,
     reserve_port,
     route_to,
+    versions,
 )
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.launcher import forkserver
@@ -49,8 +48,8 @@ class Agent:
     """What an agent does that a fork server on the kernel's own host need not."""
 
     server: forkserver.Forkserver
-    forwarded: str
-    """Where ssh has forwarded the controller's sockets to, less their numbers; empty: nowhere."""
+    sockets: str
+    """Where ssh has forwarded the controller's to, less their numbers; empty: nowhere."""
     listener: socket.socket | None = None
     """Where other hosts probe whether they reach this one."""
     master: socket.socket | None = None
@@ -61,12 +60,9 @@ class Agent:
     ) -> dict[str, Any]:
         """Describe this host, and let the other hosts probe it.
 
-        Args:
-            home: the folder in which cells start.
-            interface: the network between the hosts; empty: that by which ssh came here, or, on
-                the kernel's own host, that which leads to the others.
-            others: addresses of the hosts.
-            port: the one to keep for rank 0; 0: any, None: rank 0 is elsewhere.
+        Without an ``interface`` the network between the hosts is that by which ssh came here, or,
+        on the kernel's own host, that which leads to ``others``.  ``port`` is kept for rank 0; 0
+        stands for any, None for none: rank 0 is elsewhere.
         """
         known = interfaces()
         address = next(iter(known.get(interface, [])), "") if interface else address_of_ssh()
@@ -80,10 +76,7 @@ class Agent:
             self.server.more_ends += filter(None, (self.listener, self.master))
             self.server.selector.register(self.listener, selectors.EVENT_READ, refuse)
         return {
-            "host": socket.gethostname(),
-            "python": platform.python_version(),
-            "torch": version_of("torch"),
-            "ddpnb": version_of("ddpnb"),
+            "versions": versions(),
             "has_home": os.path.isdir(home),
             "num_cores": num_cores(),
             "clock": time.time(),
@@ -94,34 +87,26 @@ class Agent:
             "master_port": self.master.getsockname()[1] if self.master else 0,
         }
 
-    def prepare(self, *, environment: dict[str, str]) -> None:
-        """Import torch, which finds this environment."""
-        os.environ.update(environment)
+    def prepare(self, *, environment: dict[str, str], connection: dict[str, Any]) -> None:
+        """Write the engines' connection file; import torch, which finds this environment.
+
+        Forwarded sockets get the names that the file gives them.
+        """
         try:
+            profile = self.server.folder / "profile"
+            (profile / "security").mkdir(parents=True)
+            if self.sockets:
+                connection["interface"] = f"ipc://{profile / 'socket'}"
+                for n in range(1, NUM_SOCKETS + 1):
+                    (profile / f"socket:{n}").symlink_to(f"{self.sockets}.{n}")
+            path = profile / "security/ipcontroller-engine.json"
+            atomic_write(path, json.dumps(connection).encode(), mode=0o600)
+            os.environ.update(environment)
             forkserver.preload()
-        except Exception:  # noqa: BLE001  of the user's modules: the kernel shows the cause
+        except Exception:  # noqa: BLE001  of a module of the user's, say: the kernel shows it
             cause = traceback.format_exc()
             return self.server.report(event=ForkServerEvent.FAILED, cause=cause)
         self.server.report(event=ForkServerEvent.READY, gpus=forkserver.describe_gpus())
-
-    def connect(self, *, connection: dict[str, Any]) -> None:
-        """Write the engines' connection file, and name the forwarded sockets as it does."""
-        profile = self.server.folder / "profile"
-        (profile / "security").mkdir(parents=True, exist_ok=True)
-        if self.forwarded:
-            connection["interface"] = f"ipc://{profile / 'socket'}"
-            for n in range(1, NUM_SOCKETS + 1):
-                (profile / f"socket:{n}").symlink_to(f"{self.forwarded}.{n}")
-        path = profile / "security/ipcontroller-engine.json"
-        atomic_write(path, json.dumps(connection).encode(), mode=0o600)
-
-
-def version_of(package: str) -> str:
-    """Return a package's version without importing it; empty if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def refuse(listener: socket.socket) -> None:
@@ -130,20 +115,19 @@ def refuse(listener: socket.socket) -> None:
         listener.accept()[0].close()
 
 
-def main(kernel_fd: str, folder: str, forwarded: str) -> None:
+def main(kernel_fd: str, folder: str, sockets: str) -> None:
     """Be the agent of the kernel to which the relay's pipe leads."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = forkserver.Forkserver(
-        kernel=Connection(int(kernel_fd)), folder=Path(folder), method="fork", log_bytes=LOG_BYTES
+        kernel=Connection(int(kernel_fd)), folder=Path(folder), log_bytes=LOG_BYTES
     )
     server.folder.mkdir(mode=0o700)
     server.more_ends.append(hold(server.folder / SERVER_LOCK))
-    agent = Agent(server=server, forwarded=forwarded)
+    agent = Agent(server=server, sockets=sockets)
     server.handlers |= {
         KernelRequest.CHECK: agent.check,
         KernelRequest.PROBE: lambda others: probe(others),
         KernelRequest.PREPARE: agent.prepare,
-        KernelRequest.CONNECT: agent.connect,
     }
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:

@@ -32,30 +32,21 @@ MPI = ["--map-by", "ppr:1:node", "--bind-to", "none"]
 
 
 async def main(
-    *,
-    profile: str,
-    engines: str,
-    num: int,
-    num_ranks: int,
-    hosts: str,
-    folder: str,
-    words: list[str],
+    *, profile: str, engines: str, num: int, num_ranks: int, folder: str, words: list[str]
 ) -> None:
-    """Start the relays and wait for the kernel.
+    """Start the relays on ``num`` hosts and wait for the kernel.
 
-    Args:
-        profile: of ipyparallel; empty: the default one.
-        engines: the launcher's name; empty: that which the profile names.
-        num: how many hosts there are to be.
-        num_ranks: how many ranks each is to have.
-        hosts: their names, for MPI.
-        folder: where the launcher writes its batch script.
-        words: the relay's command line; the last one is the file with keys.
+    ``num_ranks`` are to be on each.  The launcher writes its batch script into ``folder``.
+    ``words`` are the relay's command line; the last one is the file with keys.
     """
     file = Path(words[-1])
     try:
         launcher = make_launcher(profile, engines, folder, words)
-        adapt(launcher, num_ranks, hosts)
+        # One program on each host, unless the profile says how.
+        if isinstance(launcher, launchers.SlurmEngineSetLauncher):
+            launcher.default_template = SLURM.format(num_ranks=num_ranks)
+        elif isinstance(launcher, launchers.MPIEngineSetLauncher):
+            launcher.mpi_args = launcher.mpi_args or MPI
         await result_of(launcher.start(num))
         kernel = asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
         ended = asyncio.ensure_future(end_of(launcher))
@@ -101,14 +92,6 @@ def make_launcher(profile: str, engines: str, folder: str, words: list[str]) -> 
         engine_cmd=words,
         engine_args=[],
     )
-
-
-def adapt(launcher: Any, num_ranks: int, hosts: str) -> None:
-    """Have a launcher start one program on each host, unless its profile says how."""
-    if isinstance(launcher, launchers.SlurmEngineSetLauncher):
-        launcher.default_template = SLURM.format(num_ranks=num_ranks)
-    elif isinstance(launcher, launchers.MPIEngineSetLauncher):
-        launcher.mpi_args = (launcher.mpi_args or MPI) + (["--host", hosts] if hosts else [])
 
 
 async def result_of(answer: Any) -> None:

@@ -5,25 +5,21 @@ ends what it started when this process is gone.  What the relays need to come he
 the user's home, which the hosts share.
 """
 
-import itertools
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from IPython.paths import get_ipython_dir
 from jupyter_client.localinterfaces import public_ips
 
-from ddpnb.hosts.network import free_ports, interfaces, route_to
-from ddpnb.hosts.reasons import explain
-from ddpnb.hosts.router import Router
-from ddpnb.hosts.spec import HostsSpec, parse_hosts
-from ddpnb.hosts.starter import RemoteHost, Starter
+from ddpnb.hosts.network import free_ports, interfaces
+from ddpnb.hosts.router import RemoteHost, Router
+from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import atomic_write
 
@@ -37,7 +33,7 @@ STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
 """Without it, a profile with an error in it is read as an empty one, with local engines."""
 
 
-class LaunchedHosts(Starter):
+class LaunchedHosts:
     """The relays that one launcher has started."""
 
     def __init__(self, spec: HostsSpec, folder: Path) -> None:
@@ -51,25 +47,24 @@ class LaunchedHosts(Starter):
                 f"There is no profile {spec.profile} of ipyparallel, but {', '.join(profiles())}: "
                 f"`ipython profile create --parallel --profile={spec.profile}` makes one."
             )
+        assert spec.num_ranks is not None
         self._what = f"profile {spec.profile}" if spec.profile else f"--engines {spec.engines}"
-        self._named = parse_hosts(spec.hosts) if spec.hosts else {}
-        self._size = spec.ranks_per_host or spec.num_ranks or 1
-        self._num = len(self._named) or (spec.num_ranks or 1) // self._size
+        self._size = spec.ranks_per_host or spec.num_ranks
+        self._num = spec.num_ranks // self._size
         self._seconds = WAIT_SECONDS if spec.timeout is None else spec.timeout
         self._log = folder / "launcher.log"
-        self.address = own_address(spec.interface, list(self._named))
+        self.address = own_address(spec.interface)
+        """Where engines reach the controller."""
         self.router = Router(f"tcp://{self.address}:{free_ports(self.address, 1)[0]}")
         self._file = Path.home() / f".ddpnb-{secrets.token_hex(8)}.json"
         atomic_write(self._file, json.dumps(self.router.place()).encode(), mode=0o600)
-        program = [spec.python or sys.executable, "-m", "ddpnb.hosts.relay", str(self._file)]
         order = {
             "profile": spec.profile,
             "engines": spec.engines,
             "num": self._num,
             "num_ranks": self._size,
-            "hosts": ",".join(self._named),
             "folder": str(folder),
-            "words": program,
+            "words": [spec.python or sys.executable, "-m", "ddpnb.hosts.relay", str(self._file)],
         }
         with self._log.open("wb") as errors:
             self._holder = subprocess.Popen(
@@ -82,11 +77,11 @@ class LaunchedHosts(Starter):
             )
 
     def wait(self, progress: Callable[[str], None]) -> list[RemoteHost]:
-        """Wait until all hosts are there."""
+        """Wait until all hosts are there; return them in the order of their names."""
         deadline, next_report = time.monotonic() + self._seconds, 0.0
-        seen: set[str] = set()
-        while len(seen) < self._num:
-            here = f"{len(seen)} of {self._num}"
+        relays: set[str] = set()
+        while len(relays) < self._num:
+            here = f"{len(relays)} of {self._num}"
             if time.monotonic() > deadline:
                 raise UserError(
                     f"{here} hosts of {self._what} have come within {self._seconds:g} s: give them "
@@ -98,27 +93,22 @@ class LaunchedHosts(Starter):
                 progress(f"waiting for the hosts of {self._what}: {here}")
                 next_report = time.monotonic() + min(REPORT_SECONDS, self._seconds / 4)
             time.sleep(POLL_SECONDS)
-            relays = set(self.router.relays)
-            if seen - relays:
-                raise UserError(f"A host of {self._what} was lost again: see what ended it there.")
-            seen = relays
+            if lost := relays - (relays := set(self.router.relays)):
+                raise UserError(f"{len(lost)} hosts of {self._what} were lost again.")
         self._file.unlink(missing_ok=True)
-        return self._in_order()
+        found = sorted((relay.host, name) for name, relay in self.router.relays.items())
+        return [RemoteHost(name=host, size=self._size, relay=name) for host, name in found]
 
     def start_again(self, host: RemoteHost) -> None:
-        """Start an agent by the host's relay, if that is there."""
-        if host.relay not in self.router.relays:
-            raise UserError(
-                f"Host {host.name} is lost with what {self._what} has started there: start anew "
-                "with %ddp_restart."
-            )
-        self.router.start_agent(host.relay)
-        self.router.wait_for(host.relay, host.name)
+        """Refuse: a launcher starts all of its hosts or none."""
+        raise UserError(
+            f"Host {host.name} is lost with what {self._what} has started there: start anew with "
+            "%ddp_restart."
+        )
 
     def explain(self, host: RemoteHost) -> str:
         """Return the sentence on why a host's agent has ended before it was of use."""
-        relay = self.router.relays.get(host.relay)
-        return explain(host.name, relay.last_words if relay else "its connection was lost")
+        return f"Host {host.name} of {self._what} was lost: its connection or its agent has ended."
 
     def stop(self) -> None:
         """Have the launcher end what it started."""
@@ -135,69 +125,21 @@ class LaunchedHosts(Starter):
     def _explain_end(self, here: str) -> str:
         """Return the sentence on why the launcher has ended, from what it has written."""
         text = self._log.read_text(errors="replace")
-        if "as the root user" in text or "run as root" in text:
-            return (
-                "Open MPI does not run as root: use another user, or set OMPI_ALLOW_RUN_AS_ROOT=1 "
-                "and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 before the notebook starts."
-            )
-        lines = [line.strip() for line in text.splitlines() if not line.startswith("srun: error")]
-        last = next((line for line in reversed(lines) if line), "it wrote nothing")
-        end = last.removesuffix(".")
+        lines = [line.strip(" -.") for line in text.splitlines() if "srun: error" not in line]
+        end = next(filter(None, reversed(lines)), "it wrote nothing")
         return f"The launcher of {self._what} has ended, with {here} hosts there: {end}."
 
-    def _in_order(self) -> list[RemoteHost]:
-        """Return the hosts in the order that the user gave, or else by their names."""
-        relays = sorted(self.router.relays.items(), key=lambda item: item[1].host)
-        if not self._named:
-            names = distinct([relay.host for _, relay in relays])
-            return [
-                RemoteHost(name=name, size=self._size, relay=key)
-                for name, (key, _) in zip(names, relays, strict=True)
-            ]
-        found = []
-        for name, size in self._named.items():
-            place = socket.gethostbyname(name)
-            each = next((r for r in relays if name == r[1].host or place in r[1].addresses), None)
-            if each is None:
-                raise UserError(f"Host {name} has not come by {self._what}, but another: name it.")
-            relays.remove(each)
-            found.append(RemoteHost(name=name, size=size, relay=each[0]))
-        return found
 
-
-def own_address(interface: str, hosts: Sequence[str]) -> str:
-    """Return this host's address on the way to the hosts, or that of an interface.
-
-    Raises:
-        UserError: there is no such interface or way.
-    """
-    if interface:
-        if found := interfaces().get(interface, []):
-            return found[0]
-        raise UserError(
-            f"This host has no interface {interface} with an IPv4 address; --interface names one "
-            "that this host and all others have."
-        )
-    addresses = []
-    for host in hosts:
-        try:
-            addresses.append(route_to(socket.gethostbyname(host)))
-        except OSError as error:
-            raise UserError(
-                f"Host {host} has no address that is known here ({error}): give its address in "
-                "place of a name of ~/.ssh/config, or add it to /etc/hosts."
-            ) from error
-    addresses += [*public_ips()[:1], "127.0.0.1"] if not hosts else []
-    return next((each for each in addresses if not each.startswith("127.")), addresses[0])
-
-
-def distinct(names: Sequence[str]) -> list[str]:
-    """Return names that differ, where the launcher has used a host twice: ``["n", "n-2"]``."""
-    found: list[str] = []
-    for name in names:
-        candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        found.append(next(each for each in candidates if each not in found))
-    return found
+def own_address(interface: str) -> str:
+    """Return this host's address for the others, or that of an interface, which a user names."""
+    if not interface:
+        return next(iter(public_ips()), "127.0.0.1")
+    if found := interfaces().get(interface, []):
+        return found[0]
+    raise UserError(
+        f"This host has no interface {interface} with an IPv4 address; --interface names one that "
+        "this host and all others have."
+    )
 
 
 def profiles() -> list[str]:

@@ -1,20 +1,33 @@
-"""Addresses and ports of this host, and whether it reaches others (kernel, agents)."""
+"""Addresses, ports and software of this host; whether it reaches others (kernel, agents)."""
 
 import contextlib
 import errno
+import importlib.metadata
 import ipaddress
 import os
+import platform
 import random
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 PROBE_SECONDS = 3.0
 """How long a connection to another host may take."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that all hosts share, without importing anything; empty: none is here."""
+    found = {"Python": platform.python_version().rpartition(".")[0]}
+    for package in ("ddpnb", "torch"):
+        try:
+            found[package] = importlib.metadata.version(package).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = ""
+    return found
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -82,12 +95,12 @@ def free_ports(address: str, num: int) -> list[int]:
     raise OSError(f"there are no {num} free ports at {address}")
 
 
-def probe(others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+def probe(others: Sequence[tuple[str, int]]) -> list[str]:
     """Connect to all addresses at once; return the error of each, empty where it worked."""
-    found = dict.fromkeys(others, f"no answer within {PROBE_SECONDS:g} s")
+    found = [f"no answer within {PROBE_SECONDS:g} s"] * len(others)
     deadline = time.monotonic() + PROBE_SECONDS
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        for name, (address, port) in others.items():
+        for number, (address, port) in enumerate(others):
             connection = stack.enter_context(socket.socket())
             connection.setblocking(False)
             try:
@@ -95,9 +108,9 @@ def probe(others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
             except OSError as error:
                 code = error.errno or 0
             if code in (0, errno.EINPROGRESS):
-                selector.register(connection, selectors.EVENT_WRITE, name)
+                selector.register(connection, selectors.EVENT_WRITE, number)
             else:
-                found[name] = os.strerror(code)
+                found[number] = os.strerror(code)
         while selector.get_map() and (seconds := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(seconds):
                 assert isinstance(key.fileobj, socket.socket)

@@ -6,7 +6,6 @@ configuration, or is the kernel's own, is one like any other.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpnb.cluster.call import START_TIMEOUT_SECONDS
+from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.link import Exit, ForkServerLink
 from ddpnb.cluster.placement import (
     ClusterSpec,
@@ -23,19 +23,21 @@ from ddpnb.cluster.placement import (
     place_ranks,
 )
 from ddpnb.cluster.processes import (
-    RECORDED_CALLS,
     STOP_TIMEOUT_SECONDS,
     ForkServer,
+    LocalProcesses,
     OnExit,
     Processes,
+    StartProcesses,
+    torch_environment,
     wait_for_file,
 )
 from ddpnb.hosts.launchers import LaunchedHosts
 from ddpnb.hosts.network import free_ports
-from ddpnb.hosts.reasons import silent, unfit
+from ddpnb.hosts.reasons import check, silent
+from ddpnb.hosts.router import RemoteHost
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.hosts.ssh import SshHosts
-from ddpnb.hosts.starter import RemoteHost, Starter
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KernelRequest, working_folder
@@ -46,15 +48,18 @@ PREPARE_SECONDS = 120.0
 """How long a host may take to import torch."""
 
 
+def start_cluster(spec: ClusterSpec, progress: Callable[[str], None] = lambda _: None) -> Cluster:
+    """Start ranks on this host, or on those that the spec names; see ``Cluster.start``."""
+    is_remote = isinstance(spec, HostsSpec) and spec.is_remote
+    start_processes: StartProcesses = HostProcesses if is_remote else LocalProcesses
+    return Cluster.start(spec, progress, start_processes)
+
+
 class HostProcesses(Processes):
     """A fork server with the controller on this host, and the agents of the others."""
 
     def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
-        """Start the controller, and have relays started.
-
-        Raises:
-            UserError: the hosts cannot be had.
-        """
+        """Start the controller, and have relays started; a UserError says why they cannot be."""
         assert isinstance(spec, HostsSpec)
         self._spec = spec
         self._folder = folder
@@ -63,7 +68,7 @@ class HostProcesses(Processes):
         self._hosts: list[RemoteHost] = []
         self._is_placed = False
         self._environment: dict[str, str] = {}
-        self._starter: Starter = (LaunchedHosts if spec.is_launched else SshHosts)(spec, folder)
+        self._starter = (LaunchedHosts if spec.is_launched else SshHosts)(spec, folder)
         try:
             address = self._starter.address
             ports = free_ports(address, NUM_SOCKETS) if address else range(1, NUM_SOCKETS + 1)
@@ -71,7 +76,7 @@ class HostProcesses(Processes):
                 folder=folder,
                 controller_arguments=controller_arguments(folder / "profile", address, ports),
                 num_threads=1,
-                method="none",
+                has_ranks=False,
                 on_exit=on_exit,
             )
         except BaseException:
@@ -96,16 +101,11 @@ class HostProcesses(Processes):
             max(1, host.report["num_cores"] // (host.size or host.report["num_cores"]))
             for host in self._hosts
         ]
-        self._environment = {
-            "OMP_NUM_THREADS": str(self._spec.num_threads or min(shares)),
-            "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
-            "DDPNB_PRELOAD": os.environ.get("DDPNB_PRELOAD", ""),
-        }
-        self._import_torch(self._hosts)
+        self._environment = torch_environment(self._spec.num_threads or min(shares))
+        self._prepare(self._hosts)
         port = self._hosts[0].report["master_port"]
         self.placement = place_ranks(self._spec, [_described(each) for each in self._hosts], port)
         self._is_placed = True
-        self._connect_engines(self._hosts)
         return self.placement
 
     @property
@@ -115,15 +115,14 @@ class HostProcesses(Processes):
 
     def prepare(self, rank: int) -> None:
         """Have a rank's host ready to start it: with an agent anew, if its own has ended."""
-        host = self._hosts[self.placement.host_of(rank)]
+        host = self._hosts[self.placement.host_of[rank]]
         if not host.link.is_over.is_set():
             return
         self._starter.start_again(host)
         self._connect(host)
         try:
             self._check([host])
-            self._import_torch([host])
-            self._connect_engines([host])
+            self._prepare([host])
         except BaseException:
             host.link.close()
             raise
@@ -179,10 +178,8 @@ class HostProcesses(Processes):
     ) -> list[Any]:
         """Have agents carry out a request, all at once; return the answer of each."""
         asked = [host.link.request(operation, **fields) for host in hosts]
-        return [
-            self._result(host, answer, ANSWER_SECONDS)
-            for host, answer in zip(hosts, asked, strict=True)
-        ]
+        pairs = zip(hosts, asked, strict=True)
+        return [self._result(host, answer, ANSWER_SECONDS) for host, answer in pairs]
 
     def _result(self, host: RemoteHost, answer: "Future[Any]", seconds: float) -> Any:
         """Wait for an answer; a UserError says why there is none."""
@@ -207,12 +204,15 @@ class HostProcesses(Processes):
             [report] = self._ask([host], KernelRequest.CHECK, **question, port=own_port)
             host.report = report | {"clock": report["clock"] - time.time()}
         for host in hosts:
-            if sentence := unfit(host.name, host.report, self._home, interface):
-                raise UserError(sentence)
+            check(host.name, host.report, self._home, interface)
 
-    def _import_torch(self, hosts: Sequence[RemoteHost]) -> None:
+    def _prepare(self, hosts: Sequence[RemoteHost]) -> None:
+        """Have agents import torch, and engines find the controller."""
+        path = self._folder / "profile/security/ipcontroller-engine.json"
+        wait_for_file(path, START_TIMEOUT_SECONDS, self._require_controller)
+        fields = {"environment": self._environment, "connection": json.loads(path.read_text())}
         for host in hosts:
-            host.link.request(KernelRequest.PREPARE, environment=self._environment)
+            host.link.request(KernelRequest.PREPARE, **fields)
         for host in hosts:
             self._result(host, host.link.ready, PREPARE_SECONDS)
 
@@ -220,21 +220,14 @@ class HostProcesses(Processes):
         self, hosts: Sequence[RemoteHost]
     ) -> list[tuple[RemoteHost, RemoteHost, str]]:
         """Return each pair of hosts of which the first does not reach the second, and the error."""
-        where = {host.name: (host.report["address"], host.report["port"]) for host in hosts}
+        where = [(host.report["address"], host.report["port"]) for host in hosts]
         errors = self._ask(hosts, KernelRequest.PROBE, others=where)
         return [
-            (one, other, found[other.name])
+            (one, other, error)
             for one, found in zip(hosts, errors, strict=True)
-            for other in hosts
-            if found[other.name]
+            for other, error in zip(hosts, found, strict=True)
+            if error
         ]
-
-    def _connect_engines(self, hosts: Sequence[RemoteHost]) -> None:
-        """Have engines find the controller."""
-        path = self._folder / "profile/security/ipcontroller-engine.json"
-        wait_for_file(path, START_TIMEOUT_SECONDS, self._require_controller)
-        connection = json.loads(path.read_text())
-        self._ask(hosts, KernelRequest.CONNECT, connection=connection)
 
     def _require_controller(self) -> None:
         if self.server.link.is_over.is_set():
@@ -243,11 +236,6 @@ class HostProcesses(Processes):
 
 def _described(host: RemoteHost) -> Host:
     """Return what the placement of ranks needs to know."""
-    return Host(
-        name=host.name,
-        address=host.report["address"],
-        interface=host.report["interface"],
-        num_cores=host.report["num_cores"],
-        num_gpus=len(host.link.ready.result()),
-        size=host.size,
-    )
+    known = {name: host.report[name] for name in ("address", "interface", "num_cores")}
+    num_gpus = len(host.link.ready.result())
+    return Host(name=host.name, num_gpus=num_gpus, size=host.size, **known)

@@ -16,36 +16,30 @@ class HostsSpec(ClusterSpec):
     """The user's choices, those on other hosts among them."""
 
     hosts: str = option(
-        "", "--hosts", "hosts that ssh reaches, each with its number of ranks", example="a:4,b:4"
+        "", "hosts that ssh reaches, each with its number of ranks", example="a:4,b:4"
     )
     interface: str = option(
         "",
-        "--interface",
         "the network between the hosts; by default the one that ssh came by",
         example="NAME",
     )
     python: str = option(
         "",
-        "--python",
         "the Python on the hosts; by default this one's path if it exists, else python3",
         example="PATH",
     )
     engines: str = option(
         "",
-        "--engines",
         "ipyparallel's launcher that starts the ranks: slurm, mpi, pbs, ...; by default ssh does",
         example="NAME",
         choices=ENGINES,
     )
-    profile: str = option(
-        "", "--profile", "of ipyparallel, with the launcher's settings", example="NAME"
-    )
+    profile: str = option("", "of ipyparallel, with the launcher's settings", example="NAME")
     ranks_per_host: int | None = option(
-        None, "--ranks-per-host", "of -n, with --engines or --profile; by default all on one host"
+        None, "of -n, with --engines or --profile; by default all on one host", least=1
     )
     timeout: float | None = option(
         None,
-        "--timeout",
         "seconds that a job may wait in the queue; by default 600",
         above=0,
         example="SECONDS",
@@ -63,43 +57,26 @@ class HostsSpec(ClusterSpec):
 
     def __post_init__(self) -> None:
         ClusterSpec.__post_init__(self)
-        if not self.is_remote:
-            self._refuse("is for ranks on other hosts: name them with --hosts.", self._remote_only)
-            return
-        if self.devices:
-            raise UserError("Emulated devices are ranks on the CPU of this host: leave one out.")
-        if self.method == "spawn":
-            raise UserError("On other hosts ranks are forked: leave method out with --hosts.")
+        if self.devices and self.is_remote:
+            raise UserError("Emulated devices are on the CPU of this host: leave one out.")
+        if not self.is_launched and (self.ranks_per_host or self.timeout):
+            raise UserError(
+                "--ranks-per-host and --timeout are for --engines and --profile: add one of them."
+            )
+        if not self.is_remote and (self.interface or self.python):
+            raise UserError("--interface and --python are for other hosts: name them with --hosts.")
         if self.hosts:
             parse_hosts(self.hosts)
-            if self.num_ranks is not None or self.ranks_per_host is not None:
+            if self.is_launched or self.num_ranks is not None:
                 raise UserError(
-                    "--hosts says how many ranks each host has (a:4,b:4): leave out -n and "
-                    "--ranks-per-host."
+                    "--hosts says how many ranks ssh starts on each host (a:4,b:4): leave out -n, "
+                    "--engines and --profile."
                 )
-        if self.is_launched:
-            self._check_launched()
-        else:
-            self._refuse("is for --engines and --profile: add one of them.", ("timeout",))
-
-    @property
-    def _remote_only(self) -> tuple[str, ...]:
-        return ("interface", "python", "ranks_per_host", "timeout")
-
-    def _refuse(self, sentence: str, names: tuple[str, ...]) -> None:
-        """Raise a UserError if one of these options is given."""
-        for name in names:
-            if getattr(self, name):
-                raise UserError(f"--{name.replace('_', '-')} {sentence}")
-
-    def _check_launched(self) -> None:
-        if self.hosts and self.engines != "mpi":
-            raise UserError("The launcher chooses the hosts: leave out --hosts, or use MPI or ssh.")
-        if not self.hosts and self.num_ranks is None:
-            raise UserError("--engines and --profile need -n, the number of ranks to start.")
-        size = self.ranks_per_host
-        if size is not None and (size < 1 or (self.num_ranks or 0) % size):
-            raise UserError(f"-n {self.num_ranks} is no multiple of --ranks-per-host {size}.")
+        elif self.is_launched:
+            if self.num_ranks is None:
+                raise UserError("--engines and --profile need -n, the number of ranks to start.")
+            if self.num_ranks % (size := self.ranks_per_host or self.num_ranks):
+                raise UserError(f"-n {self.num_ranks} is no multiple of --ranks-per-host {size}.")
 
 
 _HOST = re.compile(r"([A-Za-z0-9_][\w.@-]*)(?::(\d+))?")
@@ -114,12 +91,11 @@ def parse_hosts(text: str) -> dict[str, int | None]:
     found: dict[str, int | None] = {}
     for part in text.replace(" ", "").split(","):
         match = _HOST.fullmatch(part)
-        if match is None or not 1 <= int(match[2] or 1) <= MAX_RANKS:
+        if match is None or match[1] in found or not 1 <= int(match[2] or 1) <= MAX_RANKS:
             raise UserError(
-                "Write --hosts as a:4,b:4 without quotes and spaces, names that ssh knows and a "
-                f"number of ranks (1 to {MAX_RANKS}), not {part!r}; a port goes into ~/.ssh/config."
+                "Write --hosts as a:4,b:4 without quotes and spaces, names that ssh knows, each "
+                f"once, and a number of ranks (1 to {MAX_RANKS}), not {part!r}; a port goes into "
+                "~/.ssh/config."
             )
-        if match[1] in found:
-            raise UserError(f"--hosts names {match[1]} twice: add its ranks up.")
         found[match[1]] = int(match[2]) if match[2] else None
     return found

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpnb.hosts.reasons import CONNECT_SECONDS, explain
-from ddpnb.hosts.router import Router
+from ddpnb.hosts.reasons import explain, silent
+from ddpnb.hosts.router import RemoteHost, Router
 from ddpnb.hosts.spec import HostsSpec, parse_hosts
-from ddpnb.hosts.starter import RemoteHost, Starter
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
 
+COME_SECONDS = 30.0
+"""How long a host may take to start its relay and agent."""
 END_SECONDS = 5.0
 """How long ssh may take to end once its relay is asked to."""
 SSH = (
@@ -27,7 +28,7 @@ SSH = (
     "-x",
     *("-o", "BatchMode=yes"),  # no question that nobody would answer
     *("-o", "StrictHostKeyChecking=yes"),
-    *("-o", f"ConnectTimeout={CONNECT_SECONDS}"),
+    *("-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=5"),  # a host without power is noticed after 15 to 20 s
     *("-o", "ServerAliveCountMax=3"),
     *("-o", "ControlPath=none"),  # a shared connection would keep the forwarded sockets
@@ -39,14 +40,16 @@ trap 'rm -f {forwarded}.*' EXIT
 trap '' HUP
 python={python}
 [ -n "$python" ] || {{ python={same}; [ -x "$python" ] || python=python3; }}
-command -v "$python" >/dev/null || exit 127
 "$python" -m ddpnb.hosts.relay
 """
 """Runs in a shell on the host, which removes the sockets that sshd leaves behind."""
 
 
-class SshHosts(Starter):
+class SshHosts:
     """One ssh for each host, which starts the relay there and forwards its sockets."""
+
+    address = ""
+    """Where engines reach the controller: not at an address of this host, but at those sockets."""
 
     def __init__(self, spec: HostsSpec, folder: Path) -> None:
         """Start them; ``wait`` waits for the relays.
@@ -78,20 +81,17 @@ class SshHosts(Starter):
         return self._hosts
 
     def start_again(self, host: RemoteHost) -> None:
-        """Start an agent by the host's relay, or by a new connection if that is lost."""
-        if host.relay in self.router.relays:
-            self.router.start_agent(host.relay)
-        else:
-            self._ssh[host.name].kill()
-            self._ssh[host.name].wait()
-            host.relay = self._start(host.name)
+        """Start a relay by a new connection."""
+        self._ssh[host.name].kill()
+        self._ssh[host.name].wait()
+        host.relay = self._start(host.name)
         self._wait_for(host)
 
     def explain(self, host: RemoteHost) -> str:
         """Return the sentence on why a host's agent has ended before it was of use."""
-        relay = self.router.relays.get(host.relay)
-        text = self._log(host.name).read_text(errors="replace")
-        return explain(host.name, text + (relay.last_words if relay else ""), self._code(host.name))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._ssh[host.name].wait(1.0)  # it ends soon after its relay, and has written all then
+        return explain(host.name, self._log(host.name).read_text(errors="replace"))
 
     def stop(self) -> None:
         """Disconnect from the relays, with which each ssh ends."""
@@ -123,24 +123,20 @@ class SshHosts(Starter):
                 start_new_session=True,  # interrupts are for the kernel
             )
         self._ssh[name] = ssh
-        place = self.router.place(name=relay, endpoint=f"ipc://{there}.relay", forwarded=there)
+        place = self.router.place(name=relay, endpoint=f"ipc://{there}.relay", sockets=there)
         assert ssh.stdin is not None
         with contextlib.suppress(OSError), ssh.stdin:  # it has ended, as waiting for it says
             ssh.stdin.write(json.dumps(place).encode() + b"\n")
         return relay
 
     def _wait_for(self, host: RemoteHost) -> None:
-        def look() -> None:
+        deadline = time.monotonic() + COME_SECONDS
+        while host.relay not in self.router.relays:
             if self._ssh[host.name].poll() is not None:
                 raise UserError(self.explain(host))
-
-        self.router.wait_for(host.relay, host.name, look)
-
-    def _code(self, name: str) -> int | None:
-        """Return the exit code of a host's ssh, which ends soon after its relay."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._ssh[name].wait(1.0)
-        return None
+            if time.monotonic() > deadline:
+                raise UserError(silent(host.name, COME_SECONDS))
+            time.sleep(0.005)
 
     def _log(self, name: str) -> Path:
         return self._folder / f"host-{name}.log"

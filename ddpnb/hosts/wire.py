@@ -16,19 +16,13 @@ class Word(bytes, Enum):
     """The first part of a message; the second is its content."""
 
     HELLO = b"hello"
-    """Relay: an agent has been started; a JSON object says where, and has the token."""
-    WELCOME = b"welcome"
-    """Kernel: the token is right."""
+    """Relay: its agent has been started; a JSON object says where, and has the token."""
     FRAME = b"frame"
     """Both: a frame of the agent's pipe."""
-    CLOSE = b"close"
-    """Kernel: close the agent's pipe."""
-    ENDED = b"ended"
-    """Relay: the agent has ended and nothing of it is left; the last lines that it wrote."""
-    START = b"start"
-    """Kernel: start an agent again."""
+    END = b"end"
+    """Kernel: close the agent's pipe.  Relay: the agent has ended and nothing of it is left."""
     PROBE = b"probe"
-    """Kernel: nothing; it cannot be sent to a relay that is lost."""
+    """Kernel: the relay is known; this cannot be sent to one that is lost."""
 
 
 def keep_alive(end: "zmq.Socket[bytes]") -> None:

@@ -1,9 +1,7 @@
-"""A rank as a child of the fork server, from fork or spawn to exit (ranks)."""
+"""A rank as a child of the fork server, from fork to exit (ranks)."""
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -65,36 +63,6 @@ def run_rank(
         *ENGINE,
     ]
     engine.run(settings | {"engine_arguments": arguments}, pipe=pipe, folder=folder)
-
-
-def spawn_rank(
-    rank: int, environment: dict[str, str], settings: Frame, pipe: Connection, folder: Path
-) -> int:
-    """Start a rank in a fresh interpreter, where forking is not safe; return its pid."""
-    description = json.dumps(
-        {
-            "rank": rank,
-            "environment": environment,
-            "settings": settings,
-            "folder": str(folder),
-            "pipe": pipe.fileno(),
-        }
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ddpnb.launcher.forkserver", "--rank", description],
-        pass_fds=[pipe.fileno()],
-        env=os.environ | environment,
-    )
-    process.returncode = 0  # on_sigchld reaps it: keeps Popen from warning or waiting
-    return process.pid
-
-
-def run_spawned_rank(description: str) -> NoReturn:
-    """Be the process that ``spawn_rank`` started."""
-    request = json.loads(description)
-    pipe = Connection(request.pop("pipe"))
-    folder = Path(request.pop("folder"))
-    run_child(lambda: run_rank(**request, pipe=pipe, folder=folder))
 
 
 def redirect_output(path: Path) -> None:

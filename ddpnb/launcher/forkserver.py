@@ -39,8 +39,6 @@ from ddpnb.launcher.child import (  # noqa: E402
     Frame,
     run_child,
     run_rank,
-    run_spawned_rank,
-    spawn_rank,
 )
 from ddpnb.protocol.connections import Ends, ends_of  # noqa: E402
 from ddpnb.protocol.processes import (  # noqa: E402
@@ -75,7 +73,6 @@ class Forkserver:
 
     kernel: Connection
     folder: Path
-    method: str
     log_bytes: int = 0
     """How much of a rank's log is sent with its end: to a kernel that cannot read it."""
     children: dict[int, Child] = field(default_factory=dict)
@@ -126,7 +123,7 @@ class Forkserver:
         self.report(event=ForkServerEvent.ANSWER, id=request_id, **answer)
 
     def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
-        """Fork or spawn a rank.  Raises OSError where the system is out of processes or memory."""
+        """Fork a rank.  Raises OSError where the system is out of processes or memory."""
         ours, theirs = Pipe()
         limit_waits(ours, write_seconds=WRITE_SECONDS, read_seconds=READ_SECONDS).close()
 
@@ -134,10 +131,7 @@ class Forkserver:
             ours.close()
             run_rank(rank, environment, settings, theirs, self.folder)
 
-        if self.method == "fork":
-            pid = self.fork(main)
-        else:
-            pid = spawn_rank(rank, environment, settings, theirs, self.folder)
+        pid = self.fork(main)
         theirs.close()
         self.children[pid] = Child(name=str(rank), pid=pid, pipe=ours)
         self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
@@ -216,25 +210,19 @@ class Forkserver:
                 return
             if pid == 0:
                 return
-            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
-                if (child := self.children.get(pid)) is not None:
-                    is_stopped = os.WIFSTOPPED(status)
-                    self.report(
-                        event=ForkServerEvent.STOPPED, name=child.name, is_stopped=is_stopped
-                    )
+            if (child := self.children.get(pid)) is None:
                 continue
-            if (child := self.children.pop(pid, None)) is not None:
-                if child.pipe is not None:
-                    with contextlib.suppress(KeyError):
-                        self.selector.unregister(child.pipe)
-                    child.pipe.close()
-                code = os.waitstatus_to_exitcode(status)
-                self.report(
-                    event=ForkServerEvent.EXITED,
-                    name=child.name,
-                    code=code,
-                    log=self.log_of(child.name),
-                )
+            name, is_stopped = child.name, os.WIFSTOPPED(status)
+            if is_stopped or os.WIFCONTINUED(status):
+                self.report(event=ForkServerEvent.STOPPED, name=name, is_stopped=is_stopped)
+                continue
+            del self.children[pid]
+            if child.pipe is not None:
+                with contextlib.suppress(KeyError):
+                    self.selector.unregister(child.pipe)
+                child.pipe.close()
+            code, log = os.waitstatus_to_exitcode(status), self.log_of(name)
+            self.report(event=ForkServerEvent.EXITED, name=name, code=code, log=log)
 
     def log_of(self, name: str) -> str:
         """Return the end of a rank's log where the kernel cannot read it."""
@@ -310,20 +298,20 @@ def describe_gpus() -> list[str]:
     return list(json.loads(result.stdout)) if result.returncode == 0 else []
 
 
-def main(kernel_fd: str, folder: str, method: str, *controller_arguments: str) -> None:
+def main(kernel_fd: str, folder: str, ranks: str, *controller_arguments: str) -> None:
     """Be the fork server of the kernel at the other end of a socket.
 
-    ``method`` is ``"fork"``, ``"spawn"`` where forking is not safe, or ``"none"`` for no ranks.
+    ``ranks`` is empty where only the controller is forked.
     """
-    server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder), method=method)
+    server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         server.more_ends.append(hold(server.folder / SERVER_LOCK))
         server.start_controller(list(controller_arguments))
-        if method == "fork":
+        if ranks:
             preload()
-        gpus = [] if method == "none" else describe_gpus()
+        gpus = describe_gpus() if ranks else []
         server.report(event=ForkServerEvent.READY, gpus=gpus)
         server.serve()
     except Exception:  # noqa: BLE001  the edge of the process: the kernel shows the cause
@@ -333,6 +321,4 @@ def main(kernel_fd: str, folder: str, method: str, *controller_arguments: str) -
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--rank":
-        run_spawned_rank(sys.argv[2])
     main(*sys.argv[1:])

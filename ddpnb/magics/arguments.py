@@ -208,8 +208,6 @@ def values(words: Sequence[str], prefix: str) -> Offered | None:
             return "task", choices(TASKS, prefix)
         case "--run":
             return "run", this_session().names()
-        case "--y" if words[0] == "%ddp_plot":
-            return "number", this_session().measured(words[1:])
         case "--strategies":
             before = prefix[: prefix.rfind(",") + 1]
             return "strategy", (f"{before}{each}" for each in VALUES["--strategies"])

@@ -38,7 +38,7 @@ class InsideMagics(Magics):
         return inside.check(*arguments(self.ddp_check, line).names)
 
     @magic_arguments()
-    @argument("name", nargs="?", default="", help="a sampler, a DataLoader, or a stored run")
+    @argument("name", nargs="?", default="", help="a sampler or a DataLoader")
     @options(options_of(SamplerSpec))
     @line_magic
     def ddp_samples(self, line: str) -> Handout:
@@ -46,8 +46,7 @@ class InsideMagics(Magics):
 
         Torch's own ``DistributedSampler`` hands them out, on the ranks.  ``%ddp_samples loader``
         reads a sampler or a ``DataLoader`` of the ranks without consuming it; ``-n``,
-        ``--drop-last`` and ``--shuffle`` are its own then.  ``%ddp_samples race/async`` shows which
-        worker got which shards in a stored asynchronous run.
+        ``--drop-last`` and ``--shuffle`` are its own then.
         """
         return inside.samples(**vars(arguments(self.ddp_samples, line)))
 

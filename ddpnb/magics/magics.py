@@ -35,7 +35,7 @@ from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import LIVE, LiveDisplay, LiveFigureAndTable
 from ddpnb.reports.style import PlotOptions
-from ddpnb.session.cell_options import CellOptions
+from ddpnb.session.cells import CellOptions
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.session import this_cell_number, this_session
 
@@ -226,7 +226,7 @@ class DdpMagics(Magics):
     @magic_arguments()
     @argument("strategies", nargs="*", help=" | ".join(STRATEGIES), metavar="strategy")
     @options(options_of(ComparisonSpec))
-    @options(options_of(PlotOptions, "log", "y", "target", "panels"))
+    @options(options_of(PlotOptions, "log", "target", "panels"))
     @options(TRAINING_OPTIONS)
     @kwds(epilog=catalogue_text())
     @line_cell_magic
@@ -298,19 +298,15 @@ class DdpMagics(Magics):
     @argument("text", nargs="*", help="only runs whose name, task or state contains this")
     @argument("--last", metavar="N", type=int, help="only this many lines, the newest")
     @argument("--show", metavar="NAME", help="show all that is needed to repeat a comparison")
-    @argument("--rename", metavar=("OLD", "NEW"), nargs=2, help="rename a comparison")
     @argument("--delete", metavar="NAME", help="delete runs and their weights")
     @line_magic
     def ddp_runs(self, line: str) -> None:
-        """List stored runs; show, rename or delete some.
+        """List stored runs; show or delete some.
 
-        ``%ddp_runs ddp --last 9``, ``%ddp_runs --show race``,
-        ``%ddp_runs --rename race old-race``, ``%ddp_runs --delete race/async``.
+        ``%ddp_runs ddp --last 9``, ``%ddp_runs --show race``, ``%ddp_runs --delete race/async``.
         """
         args = arguments(self.ddp_runs, line)
-        if args.rename:
-            print(f"{args.rename[0]} is now called {api.rename(*args.rename)}.")
-        elif args.delete:
+        if args.delete:
             print(f"Deleted {', '.join(api.delete(args.delete))}.")
         elif args.show:
             display(api.details(args.show))

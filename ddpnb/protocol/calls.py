@@ -6,8 +6,8 @@ nothing here imports the ranks' rooms, and mypy compares both sides.  (Every pro
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, ParamSpec, Self, TypeVar, final
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar, final
 
 from numpy.typing import NDArray
 
@@ -44,10 +44,6 @@ class Request(Generic[Result_co]):
     arguments: tuple[Any, ...]
     folder: str = ""
     """The notebook's working folder, where the rank works too; empty: where it is."""
-
-    def in_folder(self, folder: str) -> Self:
-        """Return the request with the notebook's working folder."""
-        return replace(self, folder=folder)
 
     def __call__(self) -> Any:
         """Carry it out; runs on the rank."""

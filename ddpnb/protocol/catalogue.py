@@ -72,8 +72,6 @@ class StrategyEntry(Entry):
     """Its names in other libraries; a user who writes one is referred to the name here."""
     is_asynchronous: bool = False
     """Whether its updates have a staleness."""
-    is_dense: bool = False
-    """Whether it needs dense gradients: it moves them as plain memory."""
     may_be_emulated: bool = False
     """Whether its ``plan`` emulates it on some machines."""
     needs_shared_memory: bool = False
@@ -151,7 +149,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="the same, with an all-reduce in shared memory; CPU ranks only",
         import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
         look=Look("#174f86", "dashed", "h"),
-        is_dense=True,
         needs_shared_memory=True,
         across_hosts="ddp",
     ),
@@ -159,13 +156,11 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="flatten the gradients, all-reduce, step",
         import_path="ddpnb.rank.strategies.ddp_by_hand:DdpByHand",
         look=Look("#93c4f2", "dash-dot", "8"),
-        is_dense=True,
     ),
     "ddp-overlap-by-hand": StrategyEntry(
         about="the same, each gradient sent while the backward pass goes on",
         import_path="ddpnb.rank.strategies.ddp_overlap_by_hand:DdpOverlapByHand",
         look=Look("#2f4be0", "long-short", "$\\spadesuit$"),
-        is_dense=True,
         options={
             "bucket_mb": Option(
                 default=0.0, about="MB of gradients per message; 0: one for each parameter", least=0
@@ -176,14 +171,12 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="ddp-by-hand with a ring all-reduce from sends and receives",
         import_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
         look=Look("#a96b59", "long", "X"),
-        is_dense=True,
     ),
     "central": StrategyEntry(
         about="one copy of the parameters on the host, updated there",
         import_path="ddpnb.rank.strategies.central:Central",
         look=Look("#b9ac70", "dash-dot-dot", "P"),
         aliases=("CentralStorageStrategy",),
-        is_dense=True,
         across_hosts="ddp",
     ),
     "async": StrategyEntry(
@@ -192,7 +185,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#832db6", "dash-dot", "D"),
         aliases=("ParameterServerStrategy",),
         is_asynchronous=True,
-        is_dense=True,
         options={
             "bound": Option(
                 default=-1,
@@ -222,9 +214,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="each rank trains alone; weights are averaged every few steps",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Look("#bd1f01", "solid", "v"),
-        options={
-            "every": Option(default=8, about="steps from one average to the next", least=1),
-        },
+        options={"every": Option(default=8, about="steps from one average to the next", least=1)},
     ),
     "diloco": StrategyEntry(
         about="each rank trains alone; every few steps a Nesterov step on the averaged change",
@@ -247,7 +237,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="torch FSDP2: each rank keeps a part of parameters, gradients and state",
         import_path="ddpnb.rank.strategies.fsdp:Fsdp",
         look=Look("#b57a00", "long-short", "H"),
-        is_dense=True,
         options={
             "reshard": Option(
                 default=True, about="free a layer's parameters until its backward pass"
@@ -267,17 +256,10 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
 }
 """Strategies by name, in the order in which users see them."""
 
-REMOVED: Mapping[str, str] = {"easgd": "local-sgd, which averages weights too"}
-"""Strategies of earlier versions, and what to take in their place."""
-
 TASKS: Mapping[str, Entry] = {
     "digits": Entry(
         about="scikit-learn's 1797 handwritten digits, 8x8 pixels: real data",
         import_path="ddpnb.rank.tasks.digits:build",
-    ),
-    "cifar10": Entry(
-        about="ResNet-18 on data/cifar-10-batches-bin; on synthetic images without it",
-        import_path="ddpnb.rank.tasks.cifar10:build",
     ),
     "text": Entry(
         about="a small transformer learns Python's own sources, by character: real data",

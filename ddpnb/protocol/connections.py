@@ -8,15 +8,12 @@ read once for all ranks.
 import contextlib
 import os
 import socket
-import stat
 import struct
 import time
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-
-import psutil
 
 SETTLE_SECONDS: Final = 1.0
 """How long bytes may be on their way while they are counted."""
@@ -57,18 +54,10 @@ Ends = tuple[Address, Address]
 
 def ends_of(pids: Collection[int]) -> dict[int, set[Ends]]:
     """Return the ends of all connections of some processes of this user, by process."""
-    found: dict[int, set[Ends]] = {pid: set() for pid in pids}
-    if psutil.LINUX:
-        connections = _connections_by_inode()
-        for pid in pids:
-            found[pid] = {connections[each] for each in _inodes(pid) if each in connections}
-        return found
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            for each in psutil.Process(pid).net_connections("tcp"):
-                if each.raddr:
-                    found[pid].add((_address(each.laddr), _address(each.raddr)))
-    return found
+    connections = _connections_by_inode()
+    return {
+        pid: {connections[each] for each in _inodes(pid) if each in connections} for pid in pids
+    }
 
 
 def _inodes(pid: int) -> set[str]:
@@ -88,18 +77,13 @@ def _connections_by_inode() -> dict[str, Ends]:
     psutil names one process of each; but a ``DataLoader``'s workers have the sockets of their rank.
     """
     found: dict[str, Ends] = {}
-    for family, fields in _system_list():
-        here, there, inode = fields[1], fields[2], fields[9]
-        found[inode] = _read_address(here, family), _read_address(there, family)
-    return found
-
-
-def _system_list() -> Iterator[tuple[socket.AddressFamily, list[str]]]:
-    """Yield the lines of Linux's lists of TCP sockets, each with the list's family."""
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with contextlib.suppress(OSError):  # no IPv6
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-                yield family, line.split()
+                fields = line.split()
+                ends = _read_address(fields[1], family), _read_address(fields[2], family)
+                found[fields[9]] = ends
+    return found
 
 
 @lru_cache(maxsize=65536)
@@ -113,30 +97,20 @@ def _read_address(text: str, family: socket.AddressFamily) -> Address:
 
 def own_connections() -> Iterator[TcpConnection]:
     """Yield the open TCP connections of this process, without the system's list."""
-    for fd, end in _own_tcp_sockets():
-        with contextlib.suppress(OSError):  # not connected
-            own, other = _address(end.getsockname()), _address(end.getpeername())
-            yield TcpConnection(fd, own, other, os.fstat(end.fileno()).st_ino)
-
-
-def _own_tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield each open TCP socket's descriptor, and a copy that is closed at the next."""
-    for fd in sorted(map(int, os.listdir(_OWN_DESCRIPTORS))):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                with as_socket(fd) as end:
-                    is_ip = end.family in (socket.AF_INET, socket.AF_INET6)
-                    if is_ip and end.type == socket.SOCK_STREAM:
-                        yield fd, end
+    for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
+        # It may be closed meanwhile, no socket, or not connected.
+        with contextlib.suppress(OSError), as_socket(fd) as end:
+            if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
+                own, other = _address(end.getsockname()), _address(end.getpeername())
+                yield TcpConnection(fd, own, other, os.fstat(end.fileno()).st_ino)
 
 
 def traffic_of(fd: int) -> Traffic | None:
     """Return what has come through a TCP connection; None where the system does not say."""
-    if psutil.LINUX:
-        with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
-            info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-            num_unacked, acked, received, unsent = _TCP_INFO.unpack(info)
-            return Traffic(acked, received, num_unacked + unsent > 0)
+    with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
+        info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        num_unacked, acked, received, unsent = _TCP_INFO.unpack(info)
+        return Traffic(acked, received, num_unacked + unsent > 0)
     return None
 
 
@@ -176,7 +150,6 @@ def as_socket(fd: int) -> socket.socket:
         socket.setdefaulttimeout(default)
 
 
-_OWN_DESCRIPTORS: Final = "/proc/self/fd" if psutil.LINUX else "/dev/fd"
 _TCP_INFO: Final = struct.Struct("=24xI92xQQ8xI")
 """Of Linux's ``tcp_info``: ``tcpi_unacked``, ``tcpi_bytes_acked``, ``tcpi_bytes_received`` and
 ``tcpi_notsent_bytes``."""

@@ -15,14 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import (
-    LINKS,
-    SECONDS,
-    LinkSpec,
-    parse_link,
-    parse_quantity,
-    slower_of,
-)
+from ddpnb.protocol.notation import LINKS, SECONDS, LinkSpec, parse_link, parse_quantity, slower_of
 
 MAX_DEVICES = 64
 FORWARD_SHARE = 1 / 3
@@ -104,9 +97,7 @@ MODELS: Mapping[str, PublishedModel] = {
         ddp_seconds=9e-3,
     ),
     "gpt2-small": PublishedModel(
-        num_parameters=124_439_808,
-        num_tensors=148,
-        compute={"A100": Compute(4.69e-3)},
+        num_parameters=124_439_808, num_tensors=148, compute={"A100": Compute(4.69e-3)}
     ),
 }
 
@@ -192,15 +183,7 @@ def num_devices(text: str) -> int:
 def parse_devices(
     text: str, *, model: str = "", compute: str = "", device_link: str = "", link: str = ""
 ) -> Devices:
-    """Return the devices that the options name.
-
-    Args:
-        text: ``"8xV100"``.
-        model: ``"resnet50"``: of ``--as``.
-        compute: ``"0.4ms/sample,2ms"``.
-        device_link: ``"12GB/s,10us"``: within a host.
-        link: between hosts; with one host, between its devices.
-    """
+    """Return the devices that the options name, as users write them."""
     num, found = num_devices(text), _DEVICES.fullmatch(text)
     assert found is not None, "num_devices has refused it"
     card, num_hosts = found[2] or "", int(found[3] or 1)

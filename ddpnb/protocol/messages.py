@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.notation import check_devices, parse_strategy
+from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.trace import RankSpans
 from ddpnb.protocol.training_options import TrainingSpec
 
@@ -67,15 +67,9 @@ class RunSpec(TrainingSpec):
     models: str = ""
     """The folder for the trained weights of each run; empty: they are not saved."""
     notes: tuple[str, ...] = ()
-    """What the check has found, to stand beside the results."""
-    skips_loss: bool = False
-    """Whether the trained model's loss is not judged; see ``Checked``."""
+    """Sentences that stand beside the results."""
     num_points: int = NUM_EVALUATIONS
     """Points of the held-out curve where the user asks for no other number."""
-
-    def __post_init__(self) -> None:
-        TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
-        check_devices(self.strategy, self.devices, self.link)
 
     @property
     def model_file(self) -> Path | None:
@@ -222,17 +216,11 @@ class Checked:
     """Whether the model has an accuracy on held-out samples; only rank 0 finds out."""
     num_epochs: float = 0.0
     """After which it will have trained for ``min_seconds``; 0: not asked for, or not known."""
-    notes: tuple[str, ...] = ()
-    """To stand beside the results of all runs of the comparison."""
     num_held_out: int = 0
     seconds_per_judged: float = 0.0
     """What judging one held-out sample takes rank 0; 0: not known."""
     seconds_per_trained: float = 0.0
     """What a forward and backward pass takes a worker for each sample; 0: not known."""
-    skips_loss: bool = False
-    """Whether the loss is not judged: its step calls collectives, and rank 0 evaluates alone."""
-    refusal: str = ""
-    """Why this strategy cannot make such steps; empty: it can."""
 
 
 NO_STALENESS = -1
@@ -355,15 +343,10 @@ class Script:
     name: str
     """As the user wrote it: a path, or the name of a module."""
     path: str = ""
-    """Absolute; empty for a module."""
+    """Absolute; empty for a module, which is found as ``import`` does."""
     arguments: tuple[str, ...] = ()
     keeps_variables: bool = False
     """Whether its variables are to be those of later cells."""
-
-    @property
-    def is_module(self) -> bool:
-        """Whether it is a module, to be found as ``import`` does."""
-        return not self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpnb.protocol.catalogue import CELL_TASK, REMOVED, STRATEGIES, TASKS, Entry
+from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError, advice, closest, one_of
 
 # -- strategies and tasks ------------------------------------------------------------------
@@ -52,8 +52,6 @@ def parse_task(text: str) -> Choice:
 
 def _parse(kind: str, text: str, entries: Mapping[str, Entry]) -> Choice:
     name, given = _split(text)
-    if name in REMOVED and entries is STRATEGIES:
-        raise UserError(f"{name} is gone: take {REMOVED[name]}.")
     if name not in entries:
         raise one_of(kind, name, entries)
     options = entries[name].options
@@ -311,24 +309,16 @@ def check_devices(strategy: str, devices: str, link: str) -> None:
 
 def check_across_hosts(strategies: Iterable[str]) -> None:
     """Check that strategies train on ranks of several hosts, which share no memory."""
-    instead_of: dict[str, str] = {}
-    for choice in map(parse_strategy, strategies):
-        instead = STRATEGIES[choice.name].across_hosts if choice.name in STRATEGIES else ""
-        if instead:
-            instead_of[choice.name] = instead
-    if instead_of:
-        train = "trains" if len(instead_of) == 1 else "train"
-        raise UserError(
-            f"{', '.join(instead_of)} {train} in the memory of one host, and the ranks are on "
-            f"several: compare {', '.join(dict.fromkeys(instead_of.values()))}."
-        )
+    for name in (parse_strategy(each).name for each in strategies):
+        if name in STRATEGIES and (instead := STRATEGIES[name].across_hosts):
+            raise UserError(
+                f"{name} trains in the memory of one host, and the ranks are on several: compare "
+                f"{instead}."
+            )
 
 
 def _bits(rate: float) -> str:
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if rate >= size:
-            return f"{rate / size:g} {unit}"
-    return f"{rate:g} bit/s"
+    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
 
 
 def spoken_seconds(seconds: float) -> str:
@@ -360,14 +350,10 @@ def parse_target(option: str, given: str) -> Target:
     name, equals, number = given.rpartition("=")
     is_accuracy = name.strip() == "accuracy"
     value = parse_quantity(number, SHARES if is_accuracy else {"": 1.0})
-    if (equals and not is_accuracy) or not math.isfinite(value):
+    is_known = 0 < value <= 1 if is_accuracy else math.isfinite(value) and not equals
+    if not is_known:
         raise UserError(
-            f"{option} is a training loss, e.g. 0.3, or an accuracy on held-out samples, "
-            f"e.g. accuracy=0.95, not {given}."
-        )
-    if is_accuracy and not 0 < value <= 1:
-        raise UserError(
-            f"{option} {given}: an accuracy is a share of the held-out samples, "
-            "greater than 0 and at most 1, e.g. accuracy=0.95."
+            f"{option} is a training loss, e.g. 0.3, or the share of held-out samples to be "
+            f"classified correctly, e.g. accuracy=0.95, not {given}."
         )
     return Target(value=value, is_accuracy=is_accuracy)

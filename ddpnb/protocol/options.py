@@ -1,8 +1,8 @@
 """Options: what a user can choose about a cluster, a cell, a training.  (Every process.)
 
-An option is declared once, as a field of a spec: ``clip: float = option(1.0, "--clip", ...)``.  Its
-check, the magic's argument and help, tab completion, the panel's control and the signature in
-Python follow from the declaration.
+An option is declared once, as a field of a spec: ``clip: float = option(1.0, "largest norm")``.
+Its check, the magic's argument ``--clip`` and help, tab completion, the panel's control and the
+signature in Python follow from the declaration.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Option:
     from_text: Callable[[str, str], Any] | None = None
     """Parses a special notation, given the option's name and the text."""
     flag: str = ""
-    """In a magic's line: ``"--batch-size"``; the keyword in Python is ``batch_size``."""
+    """In a magic's line, where it is not the field's name, as ``--batch-size``."""
     group: str = ""
     """The heading above its help."""
     example: str = "N"
@@ -153,32 +153,23 @@ class Option:
 # -- the options of a spec -----------------------------------------------------------------
 
 
-def option(default: Any, flag: str, about: str, **described: Any) -> Any:
+def option(default: Any, about: str, **described: Any) -> Any:
     """Return a field of a spec that the user can choose; ``described`` are fields of ``Option``."""
-    made = Option(default=default, flag=flag, about=about, **described)
+    made = Option(default=default, about=about, **described)
     return dataclasses.field(default=default, metadata={"option": made})
 
 
-def options_of(kind: type, *names: str) -> dict[str, Option]:
-    """Return the options of a spec, of all fields or of those named, by the field."""
-    found = _options_of(kind)
-    return {name: found[name] for name in names or found}
-
-
 @functools.cache
-def _options_of(spec: type) -> dict[str, Option]:
+def options_of(spec: type, *names: str) -> Mapping[str, Option]:
+    """Return the options of a spec, of all fields or of those named, by the field."""
     found = {}
     for each in dataclasses.fields(spec):
         if each.metadata:
             made: Option = each.metadata["option"]
-            found[each.name] = dataclasses.replace(made, kind=_kind_in(each.type))
-    return found
-
-
-def _kind_in(annotation: Any) -> type:
-    """Return the type of a value: ``int`` for ``int | None``, ``str`` for ``tuple[str, ...]``."""
-    kinds: tuple[type, ...] = typing.get_args(annotation)
-    return kinds[0] if kinds else annotation  # before None, or ...
+            kinds = *typing.get_args(each.type), each.type  # of ``int | None``, ``tuple[str, ...]``
+            flag = made.flag or f"--{each.name.rstrip('_').replace('_', '-')}"
+            found[each.name] = dataclasses.replace(made, kind=kinds[0], flag=flag)
+    return {name: found[name] for name in names or found}
 
 
 def read_options(kind: type, choices: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +191,8 @@ def read_options(kind: type, choices: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_options(spec: Any) -> None:
     """Check the options of a frozen spec; each has a value of its own kind then."""
-    for name, each in options_of(type(spec)).items():
+    kind: type = type(spec)
+    for name, each in options_of(kind).items():
         value = getattr(spec, name)
         is_several = each.most_values > 1 and isinstance(value, tuple | list)  # from the store
         checked = each.read(each.name, value) if is_several else each.validate(each.name, value)

@@ -9,9 +9,7 @@ import os
 import signal
 import socket
 import struct
-import sys
 import tempfile
-from collections.abc import Iterable
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,9 +43,7 @@ class KernelRequest(StrEnum):
     PROBE = "probe"
     """Connect to the other hosts."""
     PREPARE = "prepare"
-    """Import torch."""
-    CONNECT = "connect"
-    """Take the engines' connection file."""
+    """Take the engines' connection file, and import torch."""
 
 
 class ForkServerEvent(StrEnum):
@@ -105,21 +101,12 @@ def is_alive(process: ProcessId) -> bool:
         return False
 
 
-def num_hardware_threads() -> int:
-    """Return how many CPUs of the system's list this process may use: a core may be several."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
     """Return how many cores this process may use; hyper-threads of one core count once.
 
     Args:
         system: where Linux describes its CPUs.
     """
-    if not hasattr(os, "sched_getaffinity"):
-        return psutil.cpu_count(logical=False) or num_hardware_threads()
     cores = set()
     for cpu in os.sched_getaffinity(0):
         try:
@@ -152,8 +139,7 @@ def limit_waits(
 
 def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends (prctl(2))."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 RUN_FOLDER = "ddpnb-"
@@ -209,40 +195,22 @@ def working_folder() -> Path:
         ) from None
 
 
-def atomic_write(
-    path: Path,
-    content: bytes | memoryview,
-    *,
-    mode: int = 0o666,
-    synced_folders: Iterable[Path] = (),
-) -> None:
+def atomic_write(path: Path, content: bytes | memoryview, *, mode: int = 0o666) -> None:
     """Write a file: whenever this process ends, the file is complete or as it was before.
 
     Args:
         path: the file.
         content: all of it.
         mode: of the file, less the umask.
-        synced_folders: to survive a crash of the machine too: the file's folder, and those
-            above it that may be new.  They and the file are on the disk when this returns.
 
     Raises:
         OSError: the disk refuses; no part of the new file is left.
     """
-    folders = tuple(synced_folders)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with open(descriptor, "wb") as file:
             file.write(content)
-            if folders:
-                file.flush()
-                os.fsync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    for folder in folders:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)  # else the file's name may not be there after a crash
-        finally:
-            os.close(descriptor)

@@ -80,14 +80,14 @@ class SamplerSpec:
     expression: str = ""
     """A sampler or a ``DataLoader`` of the user's; empty: a ``DistributedSampler`` is made."""
     num_samples: int = option(
-        30, "-n", "samples of the data set for which one is made", least=1, most=1_000_000
+        30, "samples of the data set for which one is made", flag="-n", least=1, most=1_000_000
     )
-    num_epochs: int = option(3, "--epochs", "epochs to draw", least=1, most=20)
+    num_epochs: int = option(3, "epochs to draw", flag="--epochs", least=1, most=20)
     sets_epoch: bool = option(
-        True, "--no-set-epoch", "do not call set_epoch(epoch) before each epoch"
+        True, "do not call set_epoch(epoch) before each epoch", flag="--no-set-epoch"
     )
-    drop_last: bool = option(False, "--drop-last", "leave samples out, repeat none")
-    shuffle: bool = option(False, "--shuffle", "shuffle, as DistributedSampler does it")
+    drop_last: bool = option(False, "leave samples out, repeat none")
+    shuffle: bool = option(False, "shuffle, as DistributedSampler does it")
 
     def __post_init__(self) -> None:
         check_options(self)

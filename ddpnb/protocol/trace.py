@@ -77,19 +77,18 @@ class CollectiveSpec:
     """Those that take part."""
     num_bytes: int = option(
         0,
-        "--size",
         "of the tensor that a rank gives; by default a few numbers",
+        flag="--size",
         from_text=parse_size,
         most=256_000_000,
         example="4MB",
     )
     root: int | None = option(
         None,
-        "--root",
         "the rank that gives, or gets, everything; by default the first",
         example="RANK",
     )
-    op: str = option("sum", "--op", "what is computed", choices=REDUCTIONS, example="NAME")
+    op: str = option("sum", "what is computed", choices=REDUCTIONS, example="NAME")
 
     def __post_init__(self) -> None:
         check_options(self)

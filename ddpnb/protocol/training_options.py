@@ -33,7 +33,6 @@ class TrainingSpec:
 
     task: str = _training(
         CELL_TASK,
-        "--task",
         f"{' | '.join(TASKS)}, with options as in synthetic:samples=512; by default the cell's own",
         example="TASK",
     )
@@ -43,51 +42,42 @@ class TrainingSpec:
     """The ``n`` of its ``In [n]``; 0 if there is none."""
     num_epochs: float = _training(
         2.0,
-        "--epochs",
         "passes over the training data; for asynchronous runs counted in samples seen",
+        flag="--epochs",
         above=0,
         label="epochs",
     )
     batch_size: int = _training(
-        256,
-        "--batch-size",
-        "the global batch: samples per step over all workers",
-        least=1,
-        label="batch",
+        256, "the global batch: samples per step over all workers", least=1, label="batch"
     )
     learning_rate: float = _training(
         0.05,
-        "--lr",
         "learning rate of the default optimizer, SGD; of several, 0.02,0.05,0.1, each "
         "strategy is compared at its best by held-out loss",
+        flag="--lr",
         above=0,
         most_values=6,
     )
     rates: tuple[float, ...] = ()
     """The learning rates that every strategy tries; empty: ``learning_rate`` alone."""
-    momentum: float = _training(
-        0.0, "--momentum", "momentum of the default optimizer", least=0, below=1
-    )
+    momentum: float = _training(0.0, "momentum of the default optimizer", least=0, below=1)
     seed: int = _training(
-        0, "--seed", "seed of the initial weights and the order of samples", least=0, most=2**63 - 1
+        0, "seed of the initial weights and the order of samples", least=0, most=2**63 - 1
     )
     eval_every: float | None = _training(
         None,
-        "--eval-every",
         "epochs between evaluations on held-out samples, for the curve; by default a tenth "
         "of the run; 0: at the end alone",
         least=0,
     )
     eval_samples: int | None = _training(
         None,
-        "--eval-samples",
         "samples of each split that a model is judged on; by default as many as take a "
         "quarter of the training time, 10,000 at most",
         least=1,
     )
     min_seconds: float | None = _training(
         None,
-        "--min-seconds",
         "more epochs where a strategy would be trained for less, the same for all",
         above=0,
         most=86_400,
@@ -96,30 +86,22 @@ class TrainingSpec:
     num_warmup_steps: int = 3
     """Steps of a throwaway model before the training, so that no clock sees a cold start."""
     accumulate: int = _steps(
-        1, "--accumulate", "gradient accumulation: micro-batches per step of each worker", least=1
+        1, "gradient accumulation: micro-batches per step of each worker", least=1
     )
     amp: str = _steps(
         "none",
-        "--amp",
         "mixed precision: type of the forward pass where that is safe",
         choices=("none", "bf16"),  # bfloat16 needs no scaling of the loss
         example="TYPE",
     )
     clip: float | None = _steps(
-        None,
-        "--clip",
-        "largest norm of all gradients together; larger gradients are scaled down",
-        above=0,
+        None, "largest norm of all gradients together; larger gradients are scaled down", above=0
     )
     batch_per_worker: int | None = _steps(
-        None,
-        "--batch-per-worker",
-        "weak scaling: samples per step of each worker, in place of --batch-size",
-        least=1,
+        None, "weak scaling: samples per step of each worker, in place of --batch-size", least=1
     )
     devices: str = _devices(
         "",
-        "--devices",
         "time is computed for so many devices, each as fast as one idle core: 8; or for "
         "cards, on two hosts: 16xV100/2; gradients and losses are real; real: it is measured",
         example="8xV100",
@@ -128,27 +110,20 @@ class TrainingSpec:
     )
     as_: str = _devices(
         "",
-        "--as",
         f"with cards: time and bytes are those published for {' | '.join(MODELS)}",
         example="MODEL",
         offers=tuple(MODELS),
     )
     compute: str = _devices(
         "",
-        "--compute",
         "what a device takes for a sample, and for a forward and backward pass",
         example="0.4ms/sample,2ms",
     )
     device_link: str = _devices(
-        "",
-        "--device-link",
-        "the link between devices of one host",
-        example="12GB/s,10us",
-        offers=tuple(LINKS),
+        "", "the link between devices of one host", example="12GB/s,10us", offers=tuple(LINKS)
     )
     link: str = _devices(
         "",
-        "--link",
         "the network between hosts, rate and one-way latency, with one host between its "
         f"devices; or {', '.join(LINKS)}",
         example="1Gbit,0.5ms",
@@ -157,19 +132,16 @@ class TrainingSpec:
     )
     num_data_workers: int = _data(
         0,
-        "--data-workers",
         "processes per rank that load samples ahead (torch's DataLoader)",
+        flag="--data-workers",
         least=0,
         most=256,
     )
     save: bool = _data(
-        False,
-        "--save",
-        "rank 0 writes the trained weights to a file in data/runs/models (torch.save)",
+        False, "rank 0 writes the trained weights to a file in data/runs/models (torch.save)"
     )
     slow: tuple[str, ...] = _faults(
         (),
-        "--slow",
         "rank 1 takes 3 times as long; 1:50ms: 50 ms longer per step; separate several by commas",
         most_values=64,
         example="1:3x",
@@ -177,7 +149,6 @@ class TrainingSpec:
     )
     jitter: float = _faults(
         0.0,
-        "--jitter",
         "every step of every rank takes up to this share longer, at random",
         example="20%",
         from_text=parse_share,
@@ -185,11 +156,7 @@ class TrainingSpec:
         most=100,
     )
     kill: tuple[str, ...] = _faults(
-        (),
-        "--kill",
-        "rank 1 is killed after 5 seconds of training",
-        most_values=64,
-        example="1@5s",
+        (), "rank 1 is killed after 5 seconds of training", most_values=64, example="1@5s"
     )
 
     def __post_init__(self) -> None:

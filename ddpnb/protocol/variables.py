@@ -5,7 +5,6 @@ their code.  The memory of large arrays and tensors stays out of the pickle: the
 once, and the receiver maps it, so that a page is copied only when it is changed.
 """
 
-import errno
 import importlib
 import io
 import math
@@ -13,7 +12,8 @@ import mmap
 import os
 import pickle
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,7 @@ import cloudpickle
 import numpy as np
 import psutil
 
-from ddpnb.compat.cloudpickle_internals import (
-    Namespace,
-    Unpickler,
-    note_sent,
-    use_namespace,
-)
+from ddpnb.compat.cloudpickle_internals import Namespace, use_namespace
 
 LARGE_BYTES = 2**16
 """Arrays of as many bytes stay out of the pickle, and variables of as many travel in a file."""
@@ -63,7 +58,7 @@ def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> li
         for_ranks: the notebook's functions will see the rank's variables as their globals, and
             tensors stay on the kind of device that they are on.  Otherwise functions have globals
             of their own, and tensors arrive on the CPU.
-        classes: names of classes of ``__main__`` that the receiver has: they are looked up there.
+        classes: names of classes of ``__main__`` that the receiver has, and takes its own for.
 
     Returns:
         The pickle, and the memory of large arrays.
@@ -95,10 +90,9 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
             return reduce_tensor(obj, torch, stays=self._for_ranks)
         if kind is io.TextIOWrapper and obj not in (sys.__stdout__, sys.__stderr__):
             raise TypeError("cannot pickle an open file")  # cloudpickle would copy its text
-        if isinstance(obj, type) and obj.__module__ == "__main__":
-            if obj.__qualname__ in self._classes and is_main(obj):
-                return obj.__qualname__
-            note_sent(obj)
+        is_main = isinstance(obj, type) and obj.__module__ == "__main__"
+        if is_main and obj.__qualname__ in self._classes:
+            return own_class, (obj.__qualname__,)
         return super().reducer_override(obj)
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
@@ -110,13 +104,17 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
 
 
 def main_namespace() -> dict[str, Any]:
-    """Return the variables of the notebook, or, on a rank, those of its cells."""
-    return vars(sys.modules["__main__"])
+    """Return the variables of the notebook, or, on a rank, those of its cells or of ``load``."""
+    found = _namespace.get()
+    return vars(sys.modules["__main__"]) if found is None else found
 
 
-def is_main(kind: type) -> bool:
-    """Return whether a class is the one that ``__main__`` has under its name."""
-    return main_namespace().get(kind.__qualname__) is kind
+_namespace: ContextVar[dict[str, Any] | None] = ContextVar("namespace", default=None)
+
+
+def own_class(name: str) -> Any:
+    """Return the class of ``__main__`` with a name."""
+    return vars(sys.modules["__main__"])[name]
 
 
 def reduce_array(array: "np.ndarray[Any, Any]") -> Any:
@@ -175,41 +173,29 @@ def in_message(parts: Sequence[Part]) -> Parcel:
 def in_file(parts: Sequence[Part], file: int, path: str, *, num_copies: int = 1) -> Parcel:
     """Write the parts into an open file, and return the parcel that names it.
 
-    Where the file's folder has no room but memory has, the parcel holds its parts.
+    Where the file's folder has no room for all copies, the parcel holds its parts.
 
     Raises:
         MemoryError: memory has no room for as many such files as there will be.
     """
+    sizes = tuple(part.nbytes for part in parts)
     free = psutil.virtual_memory().available
-    if (size := size_of(parts)) * num_copies > free:
+    if (size := sum(sizes)) * num_copies > free:
         times = f" from each of {num_copies} ranks" if num_copies > 1 else ""
         raise MemoryError(f"{size / 1e9:.1f} GB{times}, and {free / 1e9:.1f} GB of memory are free")
-    try:
-        write(file, parts)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        os.ftruncate(file, 0)
-        return in_message(parts)
-    return Parcel(path=path, sizes=tuple(part.nbytes for part in parts))
-
-
-def write(file: int, parts: Sequence[Part]) -> None:
-    """Write each part at the next multiple of the page size."""
     room = os.fstatvfs(file)
-    if sum(map(padded, (part.nbytes for part in parts))) > room.f_bavail * room.f_frsize:
-        raise OSError(errno.ENOSPC, "no room")
-    begin = 0
-    for part in parts:
-        done = 0
-        while done < part.nbytes:
-            done += os.pwrite(file, part[done:], begin + done)
-        begin += padded(part.nbytes)
+    if sum(map(next_page, sizes)) * num_copies > room.f_bavail * room.f_frsize:
+        return in_message(parts)
+    with open(file, "wb", closefd=False) as target:
+        for part in parts:
+            target.seek(next_page(target.tell()))
+            target.write(part)
+    return Parcel(path=path, sizes=sizes)
 
 
-def padded(size: int) -> int:
+def next_page(place: int) -> int:
     """Return the next multiple of the page size."""
-    return math.ceil(size / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+    return math.ceil(place / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 def receive(parcel: Parcel) -> Any:
@@ -218,53 +204,35 @@ def receive(parcel: Parcel) -> Any:
 
 
 def opened(parcel: Parcel) -> list[Any]:
-    """Return the pickle in a parcel, and the memory of its arrays, writable and its own."""
+    """Return the pickle in a parcel, and the memory of its arrays, writable and its own.
+
+    Large parts of a file are mapped while its folder is at most half full.
+    """
+    parts: list[Any] = list(map(bytearray, parcel.parts))
     if not parcel.path:
-        return list(map(bytearray, parcel.parts))
-    file = os.open(parcel.path, os.O_RDONLY)
-    try:
-        return list(read(file, parcel.sizes))
-    finally:
-        os.close(file)
+        return parts
+    with open(parcel.path, "rb") as file:
+        room = os.fstatvfs(file.fileno())
+        for size in parcel.sizes:
+            begin = file.seek(next_page(file.tell()))
+            if size >= MAPPED_BYTES and 2 * room.f_bavail >= room.f_blocks:
+                parts.append(mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, offset=begin))
+                file.seek(size, os.SEEK_CUR)
+            else:
+                parts.append(bytearray(size))
+                file.readinto(parts[-1])
+    return parts
 
 
 def load(parts: Sequence[Any], namespace: dict[str, Any] | None = None) -> Any:
     """Unpickle the parts of a parcel, which what is loaded shares from then on.
 
     Functions of the notebook find their global variables in ``namespace``, and bring those along
-    that they use; by default that is ``main_namespace``.
+    that they use; by default they are those of ``__main__``.
     """
     stream, *buffers = parts
-    return _Loader(io.BytesIO(stream), buffers, namespace).load()
-
-
-class _Loader(Unpickler):
-    """Unpickles functions into a namespace of one's choice."""
-
-    def __init__(
-        self, file: io.BytesIO, buffers: Sequence[Any], namespace: dict[str, Any] | None
-    ) -> None:
-        super().__init__(file, buffers=buffers)
-        self._namespace = namespace
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """Look a global up, as the base class does."""
-        found = super().find_class(module_name, global_name)
-        if found is main_namespace and self._namespace is not None:
-            return lambda: self._namespace
-        return found
-
-
-def read(file: int, sizes: Sequence[int]) -> Iterator[Any]:
-    """Yield the parts of a file: large ones are mapped while the folder is at most half full."""
-    room, begin = os.fstatvfs(file), 0
-    for size in sizes:
-        if size >= MAPPED_BYTES and 2 * room.f_bavail >= room.f_blocks:
-            yield mmap.mmap(file, size, mmap.MAP_PRIVATE, offset=begin)
-        else:
-            part = bytearray(size)
-            done = 0
-            while done < size:
-                done += os.preadv(file, [memoryview(part)[done:]], begin + done)
-            yield part
-        begin += padded(size)
+    token = _namespace.set(namespace)
+    try:
+        return pickle.loads(stream, buffers=buffers)
+    finally:
+        _namespace.reset(token)

@@ -114,12 +114,14 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
 
 
 def run_options(engine: RankEngine, spec: RunSpec | None) -> dict[str, Any]:
-    """Return what a run, or its check, needs of this rank."""
+    """Return what a run, or its check, needs of this rank; its cell is shown as ``Cell In[n]``."""
     return {
         "state": engine.group.state(),
         "folder": engine.group.folder,
         "namespace": engine.shell.user_ns,
-        "filename": filename_of(spec, engine),
+        "filename": engine.shell.compile.cache(spec.source, spec.cell, spec.source)
+        if spec is not None and spec.cell
+        else UNNAMED,
     }
 
 
@@ -129,14 +131,6 @@ def clean_up(engine: RankEngine) -> None:
     tasks.forget()
     engine.stop_expected.clear()
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
-
-
-def filename_of(spec: RunSpec | None, engine: RankEngine) -> str:
-    """Return a file name for a comparison's cell that IPython shows as ``Cell In[n]``."""
-    if spec is None or not spec.cell:
-        return UNNAMED
-    name: str = engine.shell.compile.cache(spec.source, spec.cell, spec.source)
-    return name
 
 
 def give(

@@ -25,7 +25,6 @@ from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_cons
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
 from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.engine import RankEngine, id_of
-from ddpnb.rank.group import Group
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions
 from ddpnb.rank.stack import OWN_FOLDER, is_users
@@ -105,21 +104,13 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         error = interrupt
     errors = [*shown] if error is None or is_success(error) else [*shown, error]
-    errors = errors or aborted(engine.group, was_aborted=was_aborted)
+    is_aborted = engine.group.cancellation.is_aborted and not was_aborted
+    if not errors and is_aborted and engine.group.can_abort:  # it saw meaningless tensors
+        errors = [ConsequenceError("This rank was freed from its wait.")]
     if isinstance(error, KeyboardInterrupt):
         # It ends the cell, whatever else went wrong or was interrupted while IPython noted it.
         errors.sort(key=lambda each: not isinstance(each, KeyboardInterrupt))
     return errors
-
-
-def aborted(group: Group, *, was_aborted: bool) -> list[BaseException]:
-    """Return an error if the cell saw meaningless tensors: a collective of it was aborted.
-
-    ``was_aborted``: whether the group was before the cell, whose own calls then all raise.
-    """
-    if group.can_abort and group.cancellation.is_aborted and not was_aborted:
-        return [ConsequenceError("This rank was freed from its wait.")]
-    return []
 
 
 def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:

@@ -31,7 +31,7 @@ Handler = Callable[..., object]
 
 
 def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, Handler]) -> None:
-    """Carry out the kernel's commands, one at a time, and send back what the handlers return.
+    """Carry out the kernel's commands, one at a time; send back their values, or how they failed.
 
     The end of ``pipe``, which leads to the fork server, is the end of this process.
     """
@@ -41,19 +41,13 @@ def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, H
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
         answer = {"event": ForkServerEvent.ANSWER, "rank": rank, "id": message["id"]}
-        pipe.send_bytes(json.dumps(answer | answer_to(message, handlers)).encode())
-
-
-def answer_to(
-    message: Mapping[str, Any], handlers: Mapping[RankCommand, Handler]
-) -> dict[str, object]:
-    """Carry out a command; return its value, or how it failed."""
-    try:
-        value = handlers[RankCommand(message["command"])](*message.get("arguments", ()))
-    except Exception as error:  # noqa: BLE001  the edge of the thread, which must live on
-        traceback.print_exc()  # to the log
-        return {"failure": "".join(traceback.format_exception_only(error)).strip()}
-    return {"value": value}
+        try:
+            handler = handlers[RankCommand(message["command"])]
+            answer["value"] = handler(*message.get("arguments", ()))
+        except Exception as error:  # noqa: BLE001  the edge of the thread, which must live on
+            traceback.print_exc()  # to the log
+            answer["failure"] = "".join(traceback.format_exception_only(error)).strip()
+        pipe.send_bytes(json.dumps(answer).encode())
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hints

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import destroy_process_group, init_process_group  # not the user's: torchrun
 
-from ddpnb.compat import ipykernel_internals, torch_internals
+from ddpnb.compat import torch_internals
+from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.connections import (
     Address,
     TcpConnection,
@@ -236,11 +237,7 @@ class Group:
             if num_gpus > 1
             else None,
             local_world_size=self.local_world_size,
-            missing=(
-                *torch_internals.missing_features(can_abort=self.can_abort),
-                *mismatch.missing_features(),
-                *ipykernel_internals.missing_features(),
-            ),
+            missing=(*missing_features(), *mismatch.missing_features()),
         )
 
 

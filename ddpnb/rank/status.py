@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankStatus
+from ddpnb.rank.collectives import sums
 from ddpnb.rank.group import Group
-from ddpnb.rank.servers import shared_sum
 from ddpnb.rank.stack import BACKWARD, is_users, outward
 from ddpnb.rank.training import loop
 
@@ -43,14 +43,14 @@ POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 def rank_status(group: Group, shell: Any) -> RankStatus:
     """Return what this rank is doing; ``shell`` is None while the engine starts."""
     frames = main_thread_frames()
-    in_shared_sum = in_file(frames, shared_sum.__file__)
+    in_shared_sum = in_file(frames, sums.__file__)
     call, peer = distributed_call(frames)
     pending = None
     if not in_shared_sum and (call or sleeps_on_lock()):
         pending = torch_internals.pending_collective(group.joined_ns)
     on_gpu = None
     if group.backend == "nccl":
-        on_gpu = torch_internals.collective_on_gpu(group.joined_ns, GPU_SECONDS)
+        on_gpu = torch_internals.pending_collective(group.joined_ns, seconds_on_gpu=GPU_SECONDS)
         pending = on_gpu or pending
     call = call or ("all_reduce" if in_shared_sum else pending.name if pending else "")
     users = next(filter(is_users, frames), None)

@@ -12,10 +12,11 @@ import functools
 import importlib.util
 import inspect
 import os
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, final
 
 import torch
@@ -152,7 +153,7 @@ def process_of(script: Script, device: torch.device) -> Iterator[None]:
     it as it is.
     """
     main, argv, path, cwd = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
-    folder = cwd if script.is_module else Path(script.path).resolve().parent
+    folder = Path(script.path).resolve().parent if script.path else cwd
     _forget_modules()
     before = set(sys.modules)
     sys.modules["__main__"] = ModuleType("__main__")
@@ -180,7 +181,7 @@ def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> Non
 
     Args:
         script: what to run, and its arguments.
-        source: its text; that of a module is looked up here.
+        source: its text; a module is looked up here.
         namespace: takes its variables in the end, if they are to be kept.
 
     Raises:
@@ -188,10 +189,15 @@ def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> Non
         UserError: there is no such module.
     """
     seed_everything(None)
+    if not script.path and importlib.util.find_spec(script.name) is None:
+        raise UserError(f"There is no module {script.name} to run on this rank.")
     main = sys.modules["__main__"]
-    code = _code_of(script, source, main)
     try:
-        exec(code, vars(main))
+        if not script.path:
+            vars(main).update(runpy.run_module(script.name, run_name="__main__", alter_sys=True))
+        else:
+            main.__file__ = script.path
+            exec(compile(source, script.path, "exec", dont_inherit=True), vars(main))
     except SystemExit as end:
         if end.code not in (None, 0):
             status = end.code if isinstance(end.code, int) else f"1: {end.code}"
@@ -200,23 +206,6 @@ def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> Non
         if script.keeps_variables:
             names = {name for name in vars(main) if not name.startswith("__")}
             namespace.update((name, vars(main)[name]) for name in names)
-
-
-def _code_of(script: Script, source: str, main: ModuleType) -> CodeType:
-    """Return a script's code; note in its module what Python notes there."""
-    if not script.is_module:
-        main.__file__ = script.path
-        return compile(source, script.path, "exec", dont_inherit=True)
-    found = importlib.util.find_spec(script.name)
-    if found is not None and found.submodule_search_locations is not None:
-        found = importlib.util.find_spec(f"{script.name}.__main__")
-    code = getattr(found.loader, "get_code", lambda _: None)(found.name) if found else None
-    if found is None or code is None:
-        raise UserError(f"There is no module {script.name} to run on this rank.")
-    main.__spec__, main.__loader__, main.__package__ = found, found.loader, found.parent
-    main.__file__ = sys.argv[0] = found.origin or ""
-    assert isinstance(code, CodeType)
-    return code
 
 
 def _forget_modules() -> None:

@@ -96,6 +96,13 @@ class Displays:
             if group != (place.ranks, place.bundle):
                 place.show(*(group or NOTHING))
 
+    def current(self, rank: int, item: Item) -> Item:
+        """Return an item as it looks now, if it is a display that was updated."""
+        kind, text = item
+        places = self._places.get(json.loads(text).get("name"), []) if kind == "display" else []
+        bundle = next((place.bundle for place in places if rank in place.ranks), None)
+        return (kind, json.dumps(bundle, sort_keys=True)) if bundle else item
+
     def _name(self, rank: int, given: str) -> str:
         """Return one name for the ids of all ranks that belong together."""
         if not GENERATED.fullmatch(given):

@@ -27,11 +27,6 @@ from ddpnb.reports.formatting import (
 )
 from ddpnb.reports.table import Cell, Column, Table
 
-RANGES = {
-    "repeats": "samples/s: geometric mean and range over the repeats",
-    "tenths": "samples/s: mean of the run, and range over its tenths",
-}
-"""The note that explains a range, by what the range is over."""
 MAX_SHARE_OF_CEILING = 1.05
 """Above this share of ``no-comm``'s speed, efficiency is not split: it is no ceiling."""
 
@@ -86,19 +81,13 @@ def _is_redundant(name: str, cells: Sequence[Cell], summaries: Sequence[Strategy
 
 
 def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) -> tuple[str, ...]:
-    overs: dict[str, list[str]] = {}
-    for s in summaries:
-        if s.samples_per_second.over:
-            overs.setdefault(s.samples_per_second.over, []).append(s.name)
-    found = [
-        RANGES[over] + (f" ({listed(names)})" if len(overs) > 1 else "")
-        for over, names in overs.items()
-    ]
+    has_range = any(math.isfinite(s.samples_per_second.low) for s in summaries)
+    found = ["samples/s: geometric mean and range over the repeats"] * has_range
     if "efficiency" in shown and any(math.isfinite(s.machine) for s in summaries):
         found.append("efficiency = machine (no-comm / ideal) × communication (strategy / no-comm)")
     alike = [s for s in summaries if s.num_workers > 1 and s.has_even_shares and not s.is_emulated]
     if quicker := [s.name for s in alike if _outran_ceiling(s)]:
-        remedy = "more repeats even out" if "repeats" in overs else "--repeats 3 evens out"
+        remedy = "more repeats even out" if has_range else "--repeats 3 evens out"
         found.append(
             f"no-comm was measured slower than {listed(quicker)}, so its efficiency is not split: "
             f"the machine may have been busier then, which {remedy}"

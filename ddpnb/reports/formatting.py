@@ -186,17 +186,12 @@ def learning_rates(comparison: Comparison) -> dict[StrategyKey, str]:
 def choice_of_rates(comparison: Comparison) -> str:
     """Return how the strategies got their learning rates, as a clause; empty if from the user."""
     named, groups = labels(comparison), tried(comparison.all_runs)
-    won = {key for key, runs in groups.items() if any(has_score(r) and is_tried(r) for r in runs)}
-    best = [named[key] for key in groups if key in won]
+    nums = [sum(map(is_tried, runs)) for runs in groups.values() if any(map(has_score, runs))]
     lost = [named[key] for key, runs in groups.items() if all(map(has_diverged, runs))]
     parts = []
-    if best:
-        who = best[0] if len(best) == 1 else f"{listed(best)} each"
-        who = "each" if 1 < len(best) == len(learning_rates(comparison)) else who
-        num = max(len(runs[0].spec.rates) for runs in groups.values() if runs[0].spec)
-        is_whole = all(sum(map(is_tried, runs)) == num for runs in groups.values())
-        most = "" if is_whole else "at most "
-        parts.append(f"{who} at its best of {most}{num} learning rates by held-out loss")
+    if any(nums):
+        num = " to ".join(map(str, sorted({min(nums), max(nums)})))
+        parts.append(f"each at its best of {num} learning rates by held-out loss")
     if lost:
         parts.append(f"{listed(lost)} diverged at every learning rate: the smallest is shown")
     return "; ".join(parts)

@@ -129,8 +129,6 @@ class LiveFigureAndTable(Live):
         super().__init__()
         self._options = options
         self._line, self._figure, self._table = LiveDisplay(), LiveDisplay(), LiveDisplay()
-        self._seconds = 0.0
-        """The end of the axis of time, which is kept while it fits."""
 
     def appear(self, text: str = "") -> None:
         """Appear under the current cell, also if it already stands under another.
@@ -146,7 +144,6 @@ class LiveFigureAndTable(Live):
 
     def announce(self, text: str) -> None:
         """Say what is done before there is a figure; nothing: show nothing."""
-        self._seconds = 0.0
         self._line.show({"text/plain": text, "text/html": f"<p>{escape(text)}</p>"})
         quiet = f'<p style="{QUIET}">{COMES_BACK}</p>'
         self._figure.show({"text/plain": COMES_BACK, "text/html": quiet} if text else NOTHING)
@@ -154,12 +151,10 @@ class LiveFigureAndTable(Live):
 
     def show_progress(self, comparison: Comparison) -> None:
         """Draw the line of progress and the figure."""
-        from ddpnb.reports.figures.axes import planned_seconds  # noqa: PLC0415  matplotlib: 0.3 s
-        from ddpnb.reports.figures.figure import draw  # noqa: PLC0415
+        from ddpnb.reports.figures.figure import draw  # noqa: PLC0415  matplotlib: 0.3 s
 
         self._line.show_table(progress_of(comparison, COMES_BACK))
-        self._seconds = planned_seconds(comparison, self._seconds)
-        figure = draw(comparison, self._options, is_live=True, seconds=self._seconds)
+        figure = draw(comparison, self._options, is_live=True)
         self._show_figure(Picture(figure, title(comparison)))
 
     def show(self, result: ComparisonResult) -> None:
@@ -178,27 +173,24 @@ class LiveFigureAndTable(Live):
 
 @final
 class LiveText(Live):
-    """One line of progress, rewritten on a terminal, one line per run in a file; then the table."""
+    """A line for each run as it begins; then the table."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_runs = 0
 
     def announce(self, text: str) -> None:
-        """Write on a terminal what is done; nothing: clear the line."""
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
+        """Write what is done."""
+        if text:
+            print(text, file=sys.stderr)
 
     def show_progress(self, comparison: Comparison) -> None:
-        """Rewrite the line; in a file, name a run that has begun."""
-        self.announce(repr(progress_of(comparison)))
+        """Name a run that has begun."""
         runs = comparison.all_runs
-        if len(runs) > self._num_runs and not sys.stderr.isatty():
-            print(f"run {len(runs)} of {len(comparison.specs)}: {runs[-1].name}", file=sys.stderr)
+        if len(runs) > self._num_runs:
+            self.announce(f"run {len(runs)} of {len(comparison.specs)}: {runs[-1].name}")
         self._num_runs = len(runs)
 
     def show(self, result: ComparisonResult) -> None:
         """Write the sentence and the table."""
-        self.announce("")
         print(result)

@@ -105,37 +105,26 @@ class OutputMerger:
         runs: list[Run] = []
         ahead: dict[int, Counter[Item]] = {}
         while ready := self._ready(at_once=at_once):
-            outputs = ready.items()
-            while all(output.items for _, output in outputs):
-                heads = {rank: output.items[0] for rank, output in outputs}
-                item, *others = heads.values()
-                if others.count(item) < len(others):
-                    ahead = ahead or {r: Counter(o.items) for r, o in self._outputs.items()}
-                    item = choose(heads, ahead)
+            first, *rest = (output.items for output in ready.values())
+            if all(items == first for items in rest):  # by far the quickest way to compare many
+                runs.append((list(ready), list(first)))
+                for output in ready.values():
+                    output.items = deque()
+                ahead.clear()
+                continue
+            ahead = ahead or {rank: Counter(output.items) for rank, output in ready.items()}
+            while all(output.items for output in ready.values()):
+                heads = {rank: output.items[0] for rank, output in ready.items()}
+                item = choose(heads, ahead)
                 ranks = [rank for rank, head in heads.items() if head == item]
-                if runs and runs[-1][0] == ranks:  # it may be one of many
-                    runs[-1][1].extend(self._take_many(ranks, heads, ahead))
-                    continue
                 for rank in ranks:
                     ready[rank].items.popleft()
-                    if ahead:
-                        ahead[rank][item] -= 1
-                runs.append((ranks, [item]))
+                    ahead[rank][item] -= 1
+                if runs and runs[-1][0] == ranks:
+                    runs[-1][1].append(item)
+                else:
+                    runs.append((ranks, [item]))
         return runs
-
-    def _take_many(
-        self, ranks: list[int], heads: Iterable[int], ahead: Mapping[int, Counter[Item]]
-    ) -> list[Item]:
-        """Remove and return what ``ranks`` have next in common, of those with ``heads``."""
-        others = [ahead[rank] for rank in heads if rank not in ranks]
-        count = max(1, num_common([self._outputs[rank].items for rank in ranks], others))
-        *_, taken = [self._outputs[rank].take(count) for rank in ranks]
-        for rank in ranks if ahead else ():
-            if self._outputs[rank].items:
-                ahead[rank].subtract(taken)
-            else:
-                ahead[rank].clear()
-        return taken
 
     def _ready(self, *, at_once: bool) -> "dict[int, RankOutput]":
         """Return the ranks with items to show; none while waiting for the others may help."""
@@ -159,20 +148,6 @@ def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Ite
     return next(iter(heads.values()))
 
 
-def num_common(sequences: Sequence[deque[Item]], others: Sequence[Counter[Item]]) -> int:
-    """Return how many items several ranks have in common, up to one that another has ahead."""
-    first, *rest = sequences
-    if all(items == first for items in rest) and all(o.keys().isdisjoint(first) for o in others):
-        return len(first)  # by far the quickest way to compare many
-    count = 0
-    for items in zip(*sequences, strict=False):
-        item = items[0]
-        if items.count(item) < len(items) or any(other[item] for other in others):
-            break
-        count += 1
-    return count
-
-
 @dataclass(slots=True)
 class RankOutput:
     """One rank's output that is not shown yet."""
@@ -189,13 +164,6 @@ class RankOutput:
         if not self.items:
             self.since = time.monotonic()
         self.items.extend(items)
-
-    def take(self, count: int) -> list[Item]:
-        """Remove and return the first items."""
-        if count == len(self.items):
-            taken, self.items = list(self.items), deque()
-            return taken
-        return [self.items.popleft() for _ in range(count)]
 
 
 class Screen:

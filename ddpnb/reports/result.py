@@ -14,7 +14,7 @@ from ddpnb.protocol.options import read_options
 from ddpnb.reports.export.data import evaluations_frame, runs_frame, steps_frame
 from ddpnb.reports.export.script import write_script
 from ddpnb.reports.findings import results_table
-from ddpnb.reports.formatting import listed, title
+from ddpnb.reports.formatting import title
 from ddpnb.reports.kit import PAGE_DPI, Picture, Shown, page
 from ddpnb.reports.listing import Details
 from ddpnb.reports.reading import five_columns, how_to_read
@@ -57,13 +57,7 @@ class ComparisonResult(Shown):
 
     def table(self) -> Table:
         """Return one row per strategy: speed, cost of communication, scores; and notes."""
-        table = results_table(self.comparison, self.options.target)
-        y, known = self.options.y, self.comparison.measured
-        if not y or y in known or not self.comparison.runs:
-            return table
-        others = listed(known) if known else "nothing but the loss"
-        note = f"nothing is drawn for --y {y}: the steps of these runs measured {others}"
-        return replace(table, notes=(*table.notes, note))
+        return results_table(self.comparison, self.options.target)
 
     def plot(
         self,

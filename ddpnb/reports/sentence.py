@@ -50,7 +50,7 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
         *(f"{called[s.key]}'s loss became NaN or infinite" for s in summaries if s.num_diverged),
         *(f"{called[s.key]} {ENDED[s.status]}" for s in summaries if s.status in ENDED),
         "" if ratios is None else _speeds(done, called, ratios),
-        "" if target is None else _reached(done, called, target, ratios),
+        "" if target is None else _reached(done, called, target),
         *_scores(done, called),
         *(
             f"{called[s.key]} says nothing about the speed of the real one"
@@ -116,7 +116,7 @@ def _between(ratio: Ratio) -> str:
 
 
 def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bool) -> str:
-    """Return the speeds of one run or two, with what these runs span by themselves."""
+    """Return the speeds of one run, or of two with the ratio within each."""
     texts = [f"{name} at {r.middle:.2f}×{'' if is_computed else _span(r)}" for name, r in few]
     speeds = f"{listed(texts)} the samples/s of {base}"
     if is_computed:
@@ -126,18 +126,17 @@ def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bo
 
 
 def _span(ratio: Ratio) -> str:
-    """Return what two repeats, or the tenths of one run, span."""
+    """Return the two ratios of two repeats, or what the tenths of one run span."""
     if math.isnan(ratio.low):
         return ""
     ends = f"{ratio.low:.2f} to {ratio.high:.2f}"
-    own = "its tenths" if ratio.num_repeats == 1 else "its repeats"
-    return f" ({own}: {ends})" if ratio.excludes_one else f" (within the spread of {own}: {ends})"
+    if ratio.num_repeats > 1:
+        return f" ({ends})"
+    return f" (its tenths: {ends})" if ratio.excludes_one else f" (its tenths vary more: {ends})"
 
 
-def _reached(
-    done: Sequence[StrategySummary], called: Names, target: Target, ratios: Ratios | None
-) -> str:
-    """Return when each reached the target, and which need clearly more or fewer samples."""
+def _reached(done: Sequence[StrategySummary], called: Names, target: Target) -> str:
+    """Return when each reached the target, and which did not."""
     reached = sorted(
         (s for s in done if math.isfinite(s.seconds_to_target.middle) and not s.is_emulated),
         key=lambda s: s.seconds_to_target.middle,
@@ -155,24 +154,7 @@ def _reached(
         for s in done
         if 0 < s.num_missed_target < s.num_runs
     ]
-    if ratios is not None:
-        parts += [
-            f"{called[s.key]} needs {_more(found, called[ratios.reference.key])}"
-            for s in reached
-            for found in [ratios.samples.get(s.key, Ratio())]
-            if found.is_claim
-        ]
     return "; ".join(parts)
-
-
-def _more(ratio: Ratio, reference: str) -> str:
-    """Return e.g. ``31 % more samples than single to reach it (20 to 43 % at 95 %)``."""
-    word = "more" if ratio.middle > 1 else "fewer"
-    low, high = (percent(end) for end in sorted(abs(end - 1) for end in (ratio.low, ratio.high)))
-    return (
-        f"{percent(abs(ratio.middle - 1))} {word} samples than {reference} to reach it "
-        f"({low.removesuffix(' %')} to {high} at {percent(LEVEL)})"
-    )
 
 
 def _scores(done: Sequence[StrategySummary], called: Names) -> Iterator[str]:

@@ -25,26 +25,18 @@ class PlotOptions:
 
     x: str = option(
         "",
-        "--x",
         "draw losses against this alone; by default samples and seconds side by side",
         choices=ACROSS,
         example="AXIS",
     )
-    y: str = option(
-        "",
-        "--y",
-        "draw this further number that the steps measured, in place of the loss",
-        example="NAME",
-    )
-    log: bool = option(False, "--log", "draw losses on a logarithmic axis")
+    log: bool = option(False, "draw losses on a logarithmic axis")
     target: Target | None = option(
         None,
-        "--target",
         "show when each run reaches this training loss; accuracy=0.95: held-out accuracy",
         from_text=parse_target,
         example="LOSS",
     )
-    panels: str = option("", "--panels", "draw every panel", choices=PANELS, example="all")
+    panels: str = option("", "draw every panel", choices=PANELS, example="all")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -7,7 +7,7 @@ All text is escaped.
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, final
 
@@ -22,8 +22,7 @@ STICKY = (
 )
 """For the first column, which stays in sight while the others scroll under it."""
 ROW_HEAD = f"{CELL}{STICKY}text-align:left;font-weight:600;"
-BROKEN = "min-width:14em;overflow-wrap:anywhere;white-space:normal;"
-PROSE = "min-width:12em;overflow-wrap:anywhere;white-space:normal;"
+BROKEN = "min-width:13em;overflow-wrap:anywhere;white-space:normal;"
 TABLE = (
     "border-collapse:collapse;border:0;margin:0;font-variant-numeric:tabular-nums;"
     "color:inherit;font-size:.93em;line-height:1.35;table-layout:auto;"
@@ -36,7 +35,7 @@ RIM = "box-shadow:0 0 0 1px rgba(128,128,128,.4);"
 """Around a dot, so that a dark one is visible on black and a pale one on white."""
 
 MAX_CELL_CHARACTERS = 28
-"""A longer cell is shortened unless it is prose; a longer row head is broken into lines."""
+"""A longer cell is broken into lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class Column:
     is_number: bool = False
     """Whether its cells are aligned at the right."""
     is_prose: bool = False
-    """Whether its cells are sentences, which are broken into lines and not shortened."""
+    """Whether its cells are sentences, which are broken into lines."""
     about: str = ""
     """What it is: shown when the pointer is on its head."""
 
@@ -165,14 +164,10 @@ def _row(columns: Sequence[Column], row: Sequence[Cell]) -> str:
     cells = f'<th scope="row" style="{head}">{_inner(row[0], below=True)}</th>'
     for column, cell in zip(columns[1:], row[1:], strict=True):
         side = "right" if column.is_number else "left"
-        wraps = PROSE if column.is_prose else "white-space:nowrap"
-        is_shortened = len(cell.text) > MAX_CELL_CHARACTERS and not column.is_prose
-        tooltip = f' title="{escape(cell.text)}"' if is_shortened else ""
-        shown = (
-            replace(cell, text=f"{cell.text[: MAX_CELL_CHARACTERS - 1]}…") if is_shortened else cell
-        )
-        inner = _inner(shown, below=column.is_number)
-        cells += f'<td style="{CELL}text-align:{side};{wraps}"{tooltip}>{inner}</td>'
+        is_broken = column.is_prose or len(cell.text) > MAX_CELL_CHARACTERS
+        wraps = BROKEN if is_broken else "white-space:nowrap"
+        inner = _inner(cell, below=column.is_number)
+        cells += f'<td style="{CELL}text-align:{side};{wraps}">{inner}</td>'
     return f'<tr style="border-bottom:{LINE};background:transparent">{cells}</tr>'
 
 

@@ -50,7 +50,6 @@ class Question:
 
     ranks: tuple[int, ...] = option(
         (1, 2, 4, 8),
-        "--ranks",
         "numbers of ranks",
         least=1,
         most=MAX_RANKS,
@@ -59,7 +58,6 @@ class Question:
     )
     strategies: tuple[str, ...] = option(
         (),
-        "--strategies",
         "which strategies; by default those compared",
         most_values=64,
         example="ddp,async",
@@ -67,30 +65,25 @@ class Question:
     )
     link: str = option(
         "",
-        "--link",
         "between the ranks, with --hosts between hosts; or 1Gbit,0.5ms; by default this "
         "machine, as it was measured, or the devices that were emulated",
         example="100GbE",
         offers=tuple(LINKS),
     )
     ranks_per_host: int | None = option(
-        None, "--hosts", "ranks on each host; --link is between hosts", least=1
+        None, "ranks on each host; --link is between hosts", flag="--hosts", least=1
     )
     inside: str = option(
-        "", "--inside", "the link between the ranks of a host", example="pcie4", offers=tuple(LINKS)
+        "", "the link between the ranks of a host", example="pcie4", offers=tuple(LINKS)
     )
     step: str = option(
         "",
-        "--step",
         "of another device, in place of this machine's: the seconds for so many samples",
         example="178ms/64",
     )
-    accumulate: int | None = option(
-        None, "--accumulate", "micro-batches of --step; by default 1", least=1
-    )
+    accumulate: int | None = option(None, "micro-batches of --step; by default 1", least=1)
     batch_per_worker: int | None = option(
         None,
-        "--batch-per-worker",
         "samples of each rank in a step; by default as in the comparison or in --step",
         least=1,
     )

@@ -3,13 +3,14 @@
 import signal
 import sys
 from collections.abc import Collection
+from dataclasses import dataclass
 from importlib.util import decode_source
 from pathlib import Path
 
 from IPython.display import display
 
 from ddpnb.cluster.call import Asked, CallEvent, Events, Lost, Output, OutputEnded
-from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.cluster import Cluster, NoGroupError
 from ddpnb.cluster.supervision import Watch
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
@@ -17,13 +18,13 @@ from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import CellReport, CellSpec, EventBatch
 from ddpnb.protocol.notation import spoken_ranks
+from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.cell_output import CellOutput
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.inside.traces import TraceResult, joined
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.session.background import Background
 from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,
@@ -33,6 +34,33 @@ from ddpnb.session.errors import (
     warn_stale,
     where_stopped,
 )
+from ddpnb.session.jobs import Background
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellOptions:
+    """The options of ``%%ddp`` and ``%ddp_run``."""
+
+    ranks: str | None = option(None, "those that run it; by default all", example="0,2-3")
+    wait: bool = option(True, "return at once; output follows as it arrives", flag="--no-wait")
+    name: str = option("", "the run that ddpnb.log in it adds to", example="NAME")
+    timeout: float | None = option(
+        None, "interrupt the ranks after this time", above=0, example="SECONDS"
+    )
+    check: bool = option(
+        False, "compare the exact shapes of collectives across the ranks too; slow"
+    )
+    debug: int | None = option(
+        None,
+        "stop this rank at breakpoint(), with the notebook's prompt",
+        example="RANK",
+    )
+    trace: bool = option(False, "record every collective and message, and draw the time line")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.debug is not None and not self.wait:
+            raise UserError("--debug needs the notebook's prompt: leave out --no-wait.")
 
 
 class RunningCell(Background):
@@ -64,9 +92,10 @@ class RunningCell(Background):
         self._prompt = None if spec.debug_rank is None else Prompt(cluster, spec.debug_rank)
         self._live: Live | None = None
         self._output = CellOutput(ranks, self._appear)
-        warn_stale(cluster.ensure_group(is_checked=is_checked))
-        if cluster.without_group:
-            print(cluster.without_group, file=sys.stderr)
+        try:
+            warn_stale(cluster.ensure_group(is_checked=is_checked))
+        except NoGroupError as error:
+            print(error, file=sys.stderr)
         self._dead = cluster.dead
         """The ranks that had ended before; then the others are in a group with them."""
         self._watch = Watch(

@@ -56,7 +56,7 @@ def _prepared(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live)
         for each in with_models(spec.run_specs(), store)
         if len(cluster.ranks) > 1 or not each.is_ceiling  # a rank alone never communicates
     )
-    warn_stale(cluster.require_group())
+    warn_stale(cluster.ensure_group())
     if spec.functions is not None:
         spec.functions.send(cluster, cluster.ranks)
     printed = PrintedLines()
@@ -68,9 +68,6 @@ def _prepared(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live)
         clean_up(cluster)
         printed.show()
         raise
-    notes = tuple(dict.fromkeys(note for each in checked.values() for note in each.notes))
-    skips_loss = any(each.skips_loss for each in checked.values())
-    specs = tuple(replace(each, notes=notes, skips_loss=skips_loss) for each in specs)
     specs = long_enough(specs, max((each.num_epochs for each in checked.values()), default=0.0))
     specs = budgeted(specs, checked.values(), len(cluster.ranks))
     recorder = Recorder(
@@ -114,9 +111,6 @@ def _check_each(
         try:
             found = ask(cluster, calls.validate(each), printed=printed)
             _check_sizes(found)
-            if refusal := found[0].refusal:
-                is_optional = name not in spec.strategies
-                raise UserError(refusal)
             checked[name] = found[0]
         except UserError as error:
             if not is_optional:
@@ -141,12 +135,7 @@ def _check_sizes(found: Mapping[int, Checked]) -> None:
 
 
 def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
-    """Refuse a target, or several learning rates, where what decides is not measured."""
-    if spec.training.rates and any(each.skips_loss for each in checked):
-        raise UserError(
-            f"The best of --lr {spec.training.rate_words} is that of the lowest held-out loss, "
-            "and there is none, as training_step calls collectives: give one learning rate."
-        )
+    """Refuse a target that is not measured."""
     target = spec.options.target
     if target is None or not target.is_accuracy:
         return

@@ -16,7 +16,7 @@ from ddpnb.protocol.notation import check_devices
 from ddpnb.protocol.options import check_options, option, read_options
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec
 from ddpnb.reports.style import EVERYTHING, PlotOptions
-from ddpnb.session.functions import NotebookFunctions
+from ddpnb.session.variables import NotebookFunctions
 
 MAGIC = re.compile(r"([\w\s,]+=\s*)?[%!]")
 """The beginning of a line of IPython: ``%magic``, ``!command``, ``x = !command``."""
@@ -30,17 +30,15 @@ class ComparisonSpec:
     """As the user writes them: ``"ddp"`` or ``"ddp:hook=fp16"``."""
     training: TrainingSpec
     num_repeats: int = option(
-        1, "--repeats", "trainings of each strategy; the strategies take turns", least=1
+        1, "trainings of each strategy; the strategies take turns", flag="--repeats", least=1
     )
-    name: str = option(
-        "", "--name", "of the stored comparison; by default made of the task", example="NAME"
-    )
+    name: str = option("", "of the stored comparison; by default made of the task", example="NAME")
     baseline: bool = option(
         True,
-        "--no-baseline",
         "do not train single, the reference of the speed-up, and no-comm, its ceiling",
+        flag="--no-baseline",
     )
-    wait: bool = option(True, "--no-wait", "return at once, and train in the background")
+    wait: bool = option(True, "return at once, and train in the background", flag="--no-wait")
     options: PlotOptions = EVERYTHING
     functions: NotebookFunctions | None = None
     """What ``training.source`` stands for; None: it is a cell of its own."""

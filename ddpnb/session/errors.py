@@ -79,7 +79,7 @@ class LackingRankError(OneLine, Exception):
 def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | UserError | None:
     """Return the error of a call that has ended; None if it succeeded."""
     if cluster.is_over and outcome.lost:
-        return UserError("The cluster was stopped, or handed to another kernel, while this ran.")
+        return UserError("The cluster was stopped while this ran.")
     if outcome.hang:
         return HangError(outcome.hang, outcome.lost)
     failures = failures_of(cluster, outcome)

@@ -67,7 +67,7 @@ def collective_spec(name: str, num_ranks: int, ranks: str | None, **chosen: Any)
 
 def run_collective(cluster: Cluster, spec: CollectiveSpec) -> CollectiveResult:
     """Run a collective on the ranks; return what each of them had, sent and measured."""
-    cluster.require_group()
+    cluster.ensure_group()
     found = ask(cluster, calls.show_collective(spec))
     taken_part = [each for rank in cluster.ranks if (each := found[rank]) is not None]
     return CollectiveResult(spec, taken_part)

@@ -53,20 +53,20 @@ class InspectionRequest:
     """An expression on the ranks, as ``batch`` and ``loss`` are."""
     batch: str = option(
         "",
-        "--batch",
         "the model's input on the ranks: a tensor, or a tuple or a dict of its arguments",
         example="EXPR",
     )
-    loss: str = option(
-        "", "--loss", "a scalar made of `output`; by default its mean", example="EXPR"
-    )
-    strategy: str = option(
-        "ddp", "--strategy", "ddp | async, with options as async:bound=1", example="NAME"
-    )
+    loss: str = option("", "a scalar made of `output`; by default its mean", example="EXPR")
+    strategy: str = option("ddp", "ddp | async, with options as async:bound=1", example="NAME")
     bucket_caps: tuple[float, ...] = option(
-        (), "--bucket-cap", "also with these bucket_cap_mb", above=0, most_values=9, example="MB,MB"
+        (),
+        "also with these bucket_cap_mb",
+        flag="--bucket-cap",
+        above=0,
+        most_values=9,
+        example="MB,MB",
     )
-    run: str = option("", "--run", "async: draw this stored run", example="NAME")
+    run: str = option("", "async: draw this stored run", example="NAME")
     training: TrainingSpec
     """The task, where ``has_task``, and the options named in ``given``."""
     has_task: bool = False
@@ -200,7 +200,7 @@ def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> DdpInspection:
             nothing has been sent then.
         RankError: the user's code failed in a step.
     """
-    warn_stale(cluster.require_group())
+    warn_stale(cluster.ensure_group())
     found = ask(cluster, calls.find_inspected(spec))
     shapes = {rank: [(p.name, p.shape) for p in each.parameters] for rank, each in found.items()}
     if others := sorted(rank for rank, each in shapes.items() if each != shapes[0]):

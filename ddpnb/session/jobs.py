@@ -1,6 +1,12 @@
-"""The cells and the one comparison that run in the background (kernel)."""
+"""The cells and the one comparison that run in the background (kernel).
 
+A thread attends to each while the notebook runs other cells.
+"""
+
+import contextvars
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import final
 
@@ -8,14 +14,79 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.reports.live import Live
 from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.session.background import Background
-from ddpnb.session.cells import RunningCell
+from ddpnb.session.errors import CellInterrupt, render_error
 from ddpnb.session.training import Training
 
 STOP_TIMEOUT_SECONDS = 120.0
 """How long a comparison may take to stop, which may have to wait until its ranks have started."""
 END_SECONDS = 5.0
 """How long an interrupt waits for cells to end, so that the next line finds the ranks free."""
+
+
+class Background(ABC):
+    """A cell or a comparison; its output appears under the notebook cell that started it."""
+
+    def __init__(self, what: str) -> None:
+        self.done = False
+        """Whether it has ended in the background, for whatever reason."""
+        self.error: BaseException | None = None
+        """Why it ended early; None otherwise."""
+        self.what = what
+        self._thread: threading.Thread | None = None
+        self._started = time.strftime("%H:%M:%S")
+
+    @abstractmethod
+    def run(self) -> object:
+        """Attend to it until it has ended; raise its error."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Have it end early; may be called twice, from any thread."""
+
+    def begin(self) -> None:
+        """Attend to it in a thread."""
+        context = contextvars.copy_context()  # holds the cell that output belongs to
+        run = (self._run_in_thread,)
+        self._thread = threading.Thread(target=context.run, args=run, daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> object:
+        """Wait until it has ended; raise its error.
+
+        After ``timeout`` seconds it continues, and a TimeoutError is raised.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the {self.what} still runs after {timeout} s")
+        if self.error is not None:
+            raise self.error
+        return None
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it ended because it was asked to, and not by an error."""
+        return isinstance(self.error, CellInterrupt)
+
+    def __repr__(self) -> str:
+        """Describe it in words that stay true in a saved notebook."""
+        if not self.done:
+            return f"<{self.what}, started {self._started}; %ddp_status shows its state>"
+        ending = "stopped" if self.was_stopped else "failed" if self.error else "finished"
+        return f"<{self.what}: {ending}>"
+
+    def _run_in_thread(self) -> None:
+        try:
+            self.run()
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  wait() raises it
+            self.error = error
+        self.done = True  # first, so that what follows can start another
+        self._end()
+
+    def _end(self) -> None:
+        """Show why it ended early, under the cell that started it."""
+        if self.error is not None:
+            print(render_error(self.error))
 
 
 @final
@@ -115,7 +186,7 @@ class Jobs:
     """The cells and the one comparison that run in the background."""
 
     def __init__(self) -> None:
-        self._cells: list[RunningCell] = []
+        self._cells: list[Background] = []
         self._comparison: RunningComparison | None = None
 
     @property
@@ -124,11 +195,10 @@ class Jobs:
         running = self._comparison
         return None if running is None or running.done else running
 
-    def begin_cell(self, cell: RunningCell) -> RunningCell:
-        """Start a cell, and return it; forget those that have ended."""
+    def begin_cell(self, cell: Background) -> None:
+        """Start a cell; forget those that have ended."""
         self._cells = [other for other in self._cells if not other.done] + [cell]
         cell.begin()
-        return cell
 
     def begin(self, comparison: RunningComparison) -> RunningComparison:
         """Start a comparison, and return it."""

@@ -16,9 +16,9 @@ from ddpnb.cluster.wording import restart, say
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
-from ddpnb.hosts.start import start_cluster
+from ddpnb.hosts.processes import start_cluster
 from ddpnb.protocol.calls import Request, Result
-from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Failure, Script
 from ddpnb.protocol.notation import parse_ranks, spoken_ranks
 from ddpnb.protocol.processes import working_folder
@@ -29,8 +29,7 @@ from ddpnb.reports.live import LIVE, Live, LiveFigureAndTable
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
-from ddpnb.session.cell_options import CellOptions
-from ddpnb.session.cells import RunningCell
+from ddpnb.session.cells import CellOptions, RunningCell
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt, warn_stale
@@ -156,7 +155,8 @@ class Session:
         )
         self._traced = cell if options.trace else self._traced
         if not options.wait:
-            return self._jobs.begin_cell(cell)
+            self._jobs.begin_cell(cell)
+            return cell
         cell.run()
         return cell.trace
 
@@ -275,20 +275,7 @@ class Session:
             names = [run.comparison for run in newest_first[:1]]
         if not names:
             raise UserError("Name the runs to draw, as %ddp_runs lists them.")
-        found = self.store.load(*names)
-        if options.y and options.y not in found.measured:
-            if not found.measured:
-                raise UserError(
-                    f"These runs measured nothing but the loss, so no {options.y}: return it from "
-                    "training_step, in a dict beside the loss."
-                )
-            raise one_of("number", options.y, found.measured)
-        return ComparisonResult(found, options)
-
-    def measured(self, words: Sequence[str]) -> tuple[str, ...]:
-        """Return what the steps of runs measured beside the loss; other words are ignored."""
-        found = set(words) & set(self.names())
-        return self.store.load(*found).measured if found else ()
+        return ComparisonResult(self.store.load(*names), options)
 
     def names(self) -> tuple[str, ...]:
         """Return every name that ``load`` takes."""

@@ -27,9 +27,8 @@ from ddpnb.reports.live import Live, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, warn_stale
-from ddpnb.session.functions import NotebookFunctions
 from ddpnb.session.machine import OtherPrograms, disturbance
-from ddpnb.session.variables import pull
+from ddpnb.session.variables import NotebookFunctions, pull
 
 STOP_INTERVAL_SECONDS = 0.3
 """Between two requests to stop; the ranks get them until they have stopped."""
@@ -140,7 +139,7 @@ class Training:
         return True
 
     def _train(self, spec: RunSpec) -> None:
-        warn_stale(self.cluster.require_group())
+        warn_stale(self.cluster.ensure_group())
         self.recorder.begin(spec.run_id, spec.strategy, spec)
         recovery = RankRecovery(
             cluster=self.cluster,

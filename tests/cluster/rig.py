@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from ddpnb.cluster.call import CallEvent, Output, Timeouts
-from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.cluster import Cluster, NoGroupError
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch
+from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol import calls
 from ddpnb.protocol.messages import CellSpec, Failure
 from ddpnb.protocol.processes import RankCommand
@@ -71,7 +71,6 @@ def waits_for(sign: Path) -> str:
 def started(
     num_ranks: int = 2,
     *,
-    method: str | None = None,
     timeouts: Timeouts | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Cluster]:
@@ -79,7 +78,7 @@ def started(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu", method=method))
+        cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu"))
     cluster.timeouts = timeouts or cluster.timeouts
     try:
         yield cluster
@@ -136,7 +135,8 @@ def begin(
     on_event: Callable[[CallEvent], None] = lambda _: None,
 ) -> Ended:
     """Send a cell to ranks; ``finish`` attends to it."""
-    cluster.ensure_group(is_checked=is_checked)
+    with contextlib.suppress(NoGroupError):
+        cluster.ensure_group(is_checked=is_checked)
     printed: dict[int, str] = {}
 
     def handle(event: CallEvent) -> None:
@@ -199,14 +199,14 @@ def pull(cluster: Cluster, expression: str, ranks: Sequence[int] | None = None) 
 
 def processes_of(cluster: Cluster) -> list[psutil.Process]:
     """The fork server and all that descends from it."""
-    server = psutil.Process(cluster.processes.pid)
+    server = psutil.Process(cluster.processes.server.pid)
     return [server, *server.children(recursive=True)]
 
 
 def controller_of(cluster: Cluster) -> psutil.Process:
     """The controller of a local cluster."""
     ranks = {state.pid for state in cluster.states}
-    children = psutil.Process(cluster.processes.pid).children()
+    children = psutil.Process(cluster.processes.server.pid).children()
     (found,) = (each for each in children if each.pid not in ranks and is_alive(each))
     return found
 

@@ -108,9 +108,9 @@ def daemon(words: list[str], folder: Path) -> Iterator[None]:
             process.wait()
 
 
-def jobs() -> str:
-    """Jobs in the queue, or running."""
-    return answer("squeue", "--noheader", "--format=%i %T")
+def jobs() -> set[str]:
+    """The numbers of jobs in the queue, or running."""
+    return {*answer("squeue", "--noheader", "--format=%i").split()}
 
 
 def answer(*words: str) -> str:

@@ -94,22 +94,16 @@ def test_a_timeout_stops_every_rank(cluster: Cluster):
     check_it_goes_on(cluster, [0, 1])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_ranks_are_interrupted_where_the_kernel_was_started_to_ignore_it(method: str):
+def test_ranks_are_interrupted_where_the_kernel_was_started_to_ignore_it():
     """As ``nohup jupyter lab &`` starts it: what it starts inherits that."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with started(1, method=method) as cluster:
+        with started(1) as cluster:
+            assert cluster.ranks == (0,)
             cell = run(cluster, f"{IMPORTS}{LOOP}", timeout=0.5)
     finally:
         signal.signal(signal.SIGINT, handler)
     assert [failure.name for failure in cell.failures.values()] == ["KeyboardInterrupt"]
-
-
-def test_a_cell_in_time_is_not_stopped(cluster: Cluster):
-    cell = run(cluster, "x = 1", timeout=20)
-    assert not cell.timed_out
-    assert not cell.failures
 
 
 @pytest.mark.parametrize("part", ["handle", "tick"])
@@ -163,30 +157,20 @@ if rank: between()"""
 """Fails at an instruction that belongs to no line, as an interrupt may come at one."""
 
 
-@pytest.mark.parametrize("name", ["ValueError", "KeyboardInterrupt"])
-def test_an_error_between_two_lines_is_shown_as_any_other(cluster: Cluster, name: str):
-    run(cluster, "kept = rank")
-    cell = run(cluster, WITHOUT_LINE.format(statement=f"raise {name}"))
+def test_an_error_between_two_lines_is_shown_as_any_other(cluster: Cluster):
+    cell = run(cluster, WITHOUT_LINE.format(statement="raise KeyboardInterrupt"))
     assert not cell.lost  # IPython cannot format it
     (failure,) = cell.failures.values()
-    assert (failure.name, failure.line) == (name, 3)
-    assert failure.traceback[-1] == name
+    assert (failure.name, failure.line) == ("KeyboardInterrupt", 3)
+    assert failure.traceback[-1] == failure.name
     assert not cell.printed
-    check_it_goes_on(cluster, [0, 1])
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Cluster]:
-    with started(2) as cluster:
-        yield cluster
 
 
 @pytest.fixture
-def mortal(two_ranks: Cluster) -> Iterator[Cluster]:
+def mortal(cluster: Cluster) -> Iterator[Cluster]:
     """Two living ranks, the second of which a test ends."""
-    yield two_ranks
-    assert two_ranks.living == (0,)
-    two_ranks.bring_back([1])
+    yield cluster
+    assert cluster.living == (0,)
 
 
 def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(
@@ -290,19 +274,14 @@ def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(
         assert text == "first\n" + "x" * 1_600_000 + "\nlast\n"
 
 
-def test_a_rank_that_dies_before_a_new_group_is_formed_costs_the_others_nothing():
-    with started(3) as cluster:
-        run(cluster, "import torch, torch.distributed as dist\nkept = rank + 10")
-        assert run(cluster, "if rank != 1: dist.barrier()").hang
-        stopped = psutil.Process(cluster.states[1].pid)
-        stopped.suspend()  # it dies while the others form the group
-        threading.Timer(1.0, stopped.kill).start()
-        began = time.monotonic()
-        with pytest.raises(UserError, match="Rank 1 was killed by SIGKILL: %ddp_restart --ranks 1"):
-            run(cluster, ALL_REDUCE)
-        assert time.monotonic() - began < 10
-        assert pull(cluster, "kept", ranks=[0, 2]) == [10, 12]
-        cluster.bring_back([1])
-        ended = run(cluster, f"{ALL_REDUCE}\nprint(total.item(), end='')")
-        assert ended.printed == dict.fromkeys(range(3), "3.0")
-        assert pull(cluster, "kept", ranks=[0, 2]) == [10, 12]
+def test_a_rank_that_dies_before_a_new_group_is_formed_costs_the_others_nothing(mortal: Cluster):
+    run(mortal, "import torch, torch.distributed as dist\nkept = rank + 10")
+    assert run(mortal, "if rank != 1: dist.barrier()").hang
+    stopped = psutil.Process(mortal.states[1].pid)
+    stopped.suspend()  # it dies while the others form the group
+    threading.Timer(1.0, stopped.kill).start()
+    began = time.monotonic()
+    with pytest.raises(UserError, match="Rank 1 was killed by SIGKILL: %ddp_restart --ranks 1"):
+        run(mortal, ALL_REDUCE)
+    assert time.monotonic() - began < 10
+    assert pull(mortal, "kept", ranks=[0]) == [10]

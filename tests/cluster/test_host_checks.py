@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol.errors import UserError
 from tests.cluster.rig import wait_until
 from tests.cluster.two_hosts import TwoHosts, files_of, two_hosts
@@ -58,8 +58,8 @@ def test_another_version_of_a_package(tmp_path, package):
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("PYTHONPATH=", "Host a has no ddpnb in its Python"),
-        ("PYTHONPATH=$PYTHONPATH", "Host a lacks a package that ddpnb needs"),
+        ("PYTHONPATH=", "Host a .* no module named ddpnb.*: install ddpnb"),
+        ("PYTHONPATH=$PYTHONPATH", "Host a .* no module named zmq: install ddpnb"),
     ],
 )
 def test_a_python_without_packages(tmp_path, setting, sentence):
@@ -70,17 +70,17 @@ def test_a_python_without_packages(tmp_path, setting, sentence):
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ({"hosts": "nobody:1"}, "Host nobody cannot be reached: no ssh server listens there"),
-        ({"hosts": "stranger:1"}, "Host stranger has a host key that ssh does not know"),
-        ({"hosts": "impostor:1"}, "Host impostor has another host key than"),
-        ({"hosts": "locked:1"}, "Host locked does not let you in: set up a key"),
-        ({"hosts": "a:1", "python": "/nowhere/python"}, "Host a has no such Python"),
+        ({"hosts": "nobody:1"}, "Host nobody cannot be used: .* Connection refused"),
+        ({"hosts": "stranger:1"}, "Host stranger .* host key is not known"),
+        ({"hosts": "impostor:1"}, "Host impostor .* another host key than"),
+        ({"hosts": "locked:1"}, "Host locked .* set up a key"),
+        ({"hosts": "a:1", "python": "/nowhere/python"}, "Host a .*/nowhere/python: not found"),
         ({"hosts": "a:1", "interface": "net7"}, "Host a has no interface net7 .* lo, net0"),
         ({"hosts": "a:1", "device": "cuda"}, "Host a has no GPU"),
-        ({"hosts": "a:1,a:1"}, "--hosts names a twice"),
+        ({"hosts": "a:1,a:1"}, "each once"),
         ({"hosts": "-oProxyCommand=x:1"}, "Write --hosts as a:4,b:4"),
         ({"hosts": "a:1", "num_ranks": 2}, "leave out -n"),
-        ({"hosts": "a", "ranks_per_host": 2}, "leave out -n and --ranks-per-host"),
+        ({"hosts": "a", "ranks_per_host": 2}, "are for --engines and --profile"),
         ({"interface": "net0"}, "name them with --hosts"),
     ],
 )

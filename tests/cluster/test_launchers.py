@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,8 +12,8 @@ import pytest
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.store import Store
+from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.comparison import prepare
 from ddpnb.session.status import status_table
@@ -134,7 +133,7 @@ def test_strangers_change_nothing_and_no_key_is_to_be_seen(cluster):
 
 
 def test_a_killed_kernel_leaves_no_job(slurm):
-    earlier, before = started(), jobs().splitlines()
+    earlier, before = started(), jobs()
     source = (
         "import ddpnb, time; ddpnb.start(2, engines='slurm', ranks_per_host=1, device='cpu');"
         "print('go', flush=True); time.sleep(600)"
@@ -145,14 +144,14 @@ def test_a_killed_kernel_leaves_no_job(slurm):
         found = [each for each in started() if each not in earlier]
         assert len(found) >= 7  # a holder, and on each node a relay, an agent and a rank
         kernel.kill()
-    wait_until(lambda: jobs().splitlines() == before, "the job's end", timeout=60)
+    wait_until(lambda: jobs() <= before, "the job's end", timeout=60)
     wait_until_gone(found)
 
 
 def test_a_job_that_is_cancelled_ends_its_ranks_and_stop_leaves_nothing(slurm):
-    earlier, before = started(), jobs().splitlines()
+    earlier, before = started(), jobs()
     with started_on_hosts(engines="slurm", num_ranks=2, ranks_per_host=1) as cluster:
-        (job,) = [each.split()[0] for each in jobs().splitlines() if each not in before]
+        (job,) = jobs() - before
         cell = begin(cluster, "import time\nwhile True: time.sleep(0.01)", timeout=None)
         subprocess.run(["scancel", job], check=True)
         finish(cell)
@@ -172,11 +171,11 @@ srun --mem=0 --cpu-bind=none --mpi=none {program_and_args}
 
 
 def test_a_job_that_waits_for_ever_ends_at_the_timeout(slurm, profile):
-    before, said = jobs().splitlines(), []
+    before, said = jobs(), []
     with pytest.raises(UserError, match="0 of 2 hosts of profile site have come within 2 s"):
         start_cluster(HostsSpec(profile=profile(SLURM), timeout=2.0, **TWO_EACH), said.append)
     assert "waiting for the hosts of profile site: 0 of 2" in said
-    wait_until(lambda: jobs().splitlines() == before, "the job's end")
+    wait_until(lambda: jobs() <= before, "the job's end")
     assert not keys()
 
 
@@ -197,36 +196,26 @@ def test_a_kernel_that_is_killed_while_a_job_is_submitted_leaves_none(profile, t
     assert not keys()
 
 
-def test_two_programs_on_one_host_are_two_hosts():
-    with started_on_hosts(engines="local", **TWO_EACH) as cluster:
-        assert total(cluster) == [4.0] * 4
-        name = socket.gethostname()
-        hosts = [state.host for state in cluster.states]
-        assert hosts == [name, name, f"{name}-2", f"{name}-2"]
-
-
 def test_mpi_starts_ranks_on_both_hosts_and_a_host_without_power_is_lost(
     tmp_path_factory, tmp_path, monkeypatch
 ):
     allow_mpi(monkeypatch)
     with two_hosts(tmp_path_factory.mktemp("hosts")) as hosts:
-        names = f"{hosts.address('b')}:2,{hosts.address('a')}:1"
-        with started_on_hosts(engines="mpi", hosts=names) as cluster:
-            assert total(cluster) == [3.0] * 3
-            found = pull(cluster, "__import__('os').environ['GROUP_RANK']")
-            assert found == ["0", "0", "1"]
-            assert [state.host for state in cluster.states[1:]] == [
-                hosts.address("b"),
-                hosts.address("a"),
-            ]
-            assert pull(cluster, TASK) == [[]] * 3
+        (tmp_path / "hosts").write_text("".join(f"{hosts.address(host)}\n" for host in "ab"))
+        monkeypatch.setenv("OMPI_MCA_orte_default_hostfile", str(tmp_path / "hosts"))
+        with started_on_hosts(engines="mpi", **TWO_EACH) as cluster:
+            assert total(cluster) == [4.0] * 4
+            assert pull(cluster, TASK) == [[]] * 4
+            first = pull(cluster, "__import__('os').environ['MASTER_ADDR']")[0]
+            lost, kept = ((0, 1), (2, 3)) if first == hosts.address("a") else ((2, 3), (0, 1))
             run(cluster, "import torch, torch.distributed as dist")
-            cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{tmp_path}/"))
-            wait_until(lambda: len(list(tmp_path.iterdir())) == 3, "all ranks in the cell")
+            cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{tmp_path}/in-"))
+            wait_until(lambda: len(list(tmp_path.glob("in-*"))) == 4, "all ranks in the cell")
             with hosts.unplugged("a"):
                 finish(cell)
-                assert f"was lost with host {hosts.address('a')}" in cell.lost[2]
-                freed = list(cluster.living)  # but one that has half a message
+                assert all("was lost with host" in cell.lost[rank] for rank in lost)
+                freed = list(cluster.living)  # but those that have half a message
+                assert set(freed) <= set(kept)
                 assert pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
                 left = hosts.processes("a")
                 wait_until_gone([p for p in left if p.name() != "orted"], timeout=60)
@@ -240,7 +229,6 @@ def test_mpi_starts_ranks_on_both_hosts_and_a_host_without_power_is_lost(
     [
         ("", "names no launcher: set c.Cluster.engine_launcher_class"),
         ("c.Cluster.engine_launcher_class = 'nowhere'\n", "profile site has ended, with 0 of 2"),
-        ("c.Cluster.engine_launcher_class = 'batch'\n", "profile site has ended, with 0 of 2"),
         ("1 / 0\n", "hosts there: ZeroDivisionError: division by zero"),
     ],
 )
@@ -255,7 +243,6 @@ def test_a_profile_that_starts_nothing_is_named(profile, config, sentence):
     [
         ({"engines": "local", "python": "/usr/bin/python3"}, "ended, with 0 of 2.*No module named"),
         ({"engines": "slurm", "python": "/nowhere/python"}, "with 0 of 2.*/nowhere/python"),
-        ({"engines": "local", "device": "cuda"}, "has no GPU"),
         ({"profile": "other"}, "There is no profile other of ipyparallel, but .*site: "),
         ({"engines": "local", "interface": "net7"}, "This host has no interface net7"),
     ],
@@ -274,10 +261,10 @@ def test_what_a_launcher_cannot_start_is_said(slurm, profile, spec, sentence):
         ({"engines": "mpi", "timeout": 0.0, "num_ranks": 2}, "greater than 0, not 0"),
         ({"engines": "slurm"}, "need -n"),
         ({"profile": "site"}, "need -n"),
-        ({"engines": "slurm", "hosts": "a:2"}, "launcher chooses the hosts"),
+        ({"engines": "slurm", "hosts": "a:2"}, "leave out -n, --engines"),
         ({"engines": "slurm", "num_ranks": 3, "ranks_per_host": 2}, "-n 3 is no multiple"),
-        ({"num_ranks": 4, "ranks_per_host": 2}, "--ranks-per-host is for ranks on other hosts"),
-        ({"hosts": "a:1", "timeout": 1.0}, "--timeout is for --engines and --profile"),
+        ({"num_ranks": 4, "ranks_per_host": 2}, "are for --engines and --profile"),
+        ({"hosts": "a:1", "timeout": 1.0}, "are for --engines and --profile"),
     ],
 )
 def test_options_that_do_not_go_together(spec, sentence):

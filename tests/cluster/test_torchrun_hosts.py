@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ddpnb.history.store import Store
+from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.hosts.start import start_cluster
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.export.script import write_script
 from ddpnb.session.comparison import prepare

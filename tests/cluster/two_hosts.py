@@ -189,6 +189,7 @@ def make_network(hosts: TwoHosts) -> None:
         call("ip", "-n", name, "addr", "add", f"{hosts.address(host)}/24", "dev", "net0")
         for interface in ("lo", "net0"):
             call("ip", "-n", name, "link", "set", interface, "up")
+        call("ip", "-n", name, "route", "add", "default", "via", f"{hosts.subnet}.254")
 
 
 def make_keys(hosts: TwoHosts, ssh: str) -> None:

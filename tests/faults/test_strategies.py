@@ -26,7 +26,7 @@ from ddpnb.session.training import Training
 from tests.cluster.rig import DYNAMO, pull, run, started, wait_until
 
 ALL = [*(name for name in STRATEGIES if name not in ("single", "dp")), "async:bound=1"]
-WAIT_ELSEWHERE = ["ddp-shm", "async", "async:bound=1", "hogwild"]
+WAIT_ELSEWHERE = ["async", "async:bound=1", "hogwild"]
 """Those whose ranks wait by sockets, not in the process group."""
 GENEROUS_SECONDS = 6.0
 """For a busy machine; about one is usual."""
@@ -64,7 +64,7 @@ SHORT = 2.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with started(2, method="fork", environment=DYNAMO) as cluster:
+    with started(2, environment=DYNAMO) as cluster:
         run(cluster, "kept = [rank]")
         yield cluster
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import psutil
 
+from tests.cluster.rig import wait_until
 from tests.kernel.client import Kernel
 
 CELL = """%%ddp_compare ddp --no-baseline --data-workers 2 --batch-size 16 --epochs EPOCHS
@@ -41,9 +42,7 @@ def begin(kernel: Kernel, epochs: Any, **changes: str) -> tuple[str, set[int], s
     for old, new in changes.items():
         source = source.replace(old, new)
     request = kernel.begin(source)
-    deadline = time.monotonic() + 30
-    while len(processes(kernel) - before) < 4 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: len(processes(kernel) - before) >= 4, "four processes that fetch")
     return request, before, processes(kernel) - before
 
 

@@ -1,4 +1,4 @@
-"""Stored runs: found, shown in full, renamed, deleted."""
+"""Stored runs: found, shown in full, deleted."""
 
 import pytest
 
@@ -37,9 +37,8 @@ def test_all_that_is_needed_to_repeat_one_is_shown(stored: Cell, kernel: Kernel)
     assert "gloo" in cell.text
 
 
-def test_renaming_and_deleting_are_said(stored: Cell, kernel: Kernel):
-    assert kernel.run("%ddp_runs --rename gone better").lines == ["gone is now called better."]
-    assert "better/async" in kernel.run("%ddp_runs").text
-    assert kernel.run("%ddp_runs --delete better").lines == ["Deleted better/async#1."]
-    assert "better/async" not in kernel.run("%ddp_runs").text
-    assert kernel.run("%ddp_runs --delete better").error == "UserError"
+def test_deleting_is_said(stored: Cell, kernel: Kernel):
+    assert "gone/async" in kernel.run("%ddp_runs").text
+    assert kernel.run("%ddp_runs --delete gone").lines == ["Deleted gone/async#1."]
+    assert "gone/async" not in kernel.run("%ddp_runs").text
+    assert kernel.run("%ddp_runs --delete gone").error == "UserError"

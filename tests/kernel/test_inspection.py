@@ -110,10 +110,6 @@ def test_stored_runs_are_looked_into(with_model: Kernel):
     assert not with_model.run("%ddp_inspect --run kept/async").error
     written = "_.updates.version.tolist()"
     assert with_model.value(f"{written} == list(range(1, len(_.updates) + 1))") == "True"
-    assert with_model.run("import ddpnb\nfound = ddpnb.samples('kept/async')").error == ""
-    owned = "sorted(int(n) for row in found.rows for each in row.handed_out for n in each)"
-    assert with_model.value(f"{owned} == list(range(len({owned}))) != []") == "True"
-    assert with_model.run("%ddp_samples kept/ddp").error == "UserError"  # trained synchronously
     predicted = with_model.run("%ddp_predict --ranks 1,2,64 --link 100GbE --run kept")
     assert not predicted.error, predicted.error_text
     assert "Fitted to kept: a step costs" in predicted.text

@@ -2,13 +2,12 @@ import os
 import re
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
-from tests.cluster.rig import wait_until
+from tests.cluster.rig import is_alive, wait_until
 from tests.kernel.client import Cell, Kernel
 
 PREPARE = "%%ddp\nimport time, torch, torch.distributed as dist\nkept = rank + 10"
@@ -48,10 +47,6 @@ def test_an_interrupt_stops_every_rank_and_keeps_the_variables(kernel: Kernel, b
     check_it_goes_on(kernel)
 
 
-def runs(process: psutil.Process) -> bool:
-    return process.status() != psutil.STATUS_ZOMBIE
-
-
 LOADER = """%%ddp
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 10_000
@@ -67,7 +62,7 @@ def test_an_interrupt_ends_the_workers_of_a_data_loader(kernel: Kernel):
     pids = kernel.run("%%ddp\nimport os\nprint(os.getpid())").by_rank
     ranks = [psutil.Process(int(lines[0])) for lines in pids.values()]
     before = [child for rank in ranks for child in rank.children(recursive=True)]
-    assert not any(map(runs, before))
+    assert not any(map(is_alive, before))
     request = kernel.begin(LOADER)
     kernel.wait_for_text(request, "begun")
     workers = [child for rank in ranks for child in rank.children() if child not in before]
@@ -209,10 +204,8 @@ def test_the_checks_before_a_comparison_can_be_interrupted(kernel: Kernel):
         "Path(f'checking-{os.getpid()}').touch()\n"
         "while True: time.sleep(.01)\ndef model(): ...\ndef data(split): ..."
     )
-    deadline = time.monotonic() + 60
-    while len(list(kernel.folder.glob("checking-*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    signs = kernel.folder.glob
+    wait_until(lambda: len(list(signs("checking-*"))) == 2, "both ranks to check", timeout=60)
     kernel.interrupt()
     cell = kernel.wait(request)
     assert cell.error == "KeyboardInterrupt"

@@ -25,7 +25,7 @@ import json, psutil
 from ddpnb.session.session import this_session
 cluster = this_session()._cluster
 pids = [child.pid for child in psutil.Process().children(recursive=True)]
-print(json.dumps([str(cluster.folder), cluster.processes.pid, pids]))
+print(json.dumps([str(cluster.folder), cluster.processes.server.pid, pids]))
 """
 
 

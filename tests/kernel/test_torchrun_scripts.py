@@ -105,7 +105,7 @@ CASES = {
         "ddp --epochs 2 --accumulate 3 --amp bf16 --clip 0.5 --momentum 0.9 --batch-per-worker 16",
         ROWS,
     ),
-    "digits": ("ddp --task digits --epochs 1 --batch-size 256", ""),
+    "digits": ("ddp --task digits --epochs 1 --batch-size 256 --eval-samples 10000", ""),
 }
 
 

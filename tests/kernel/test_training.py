@@ -137,7 +137,7 @@ def test_a_rank_killed_on_purpose_ends_its_run_and_the_comparison_goes_on(kernel
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
 
 
-GENERAL = """%%ddp_compare ddp async --batch-size 16 --repeats 2 --y entropy --name general
+GENERAL = """%%ddp_compare ddp async --batch-size 16 --repeats 2 --name general
 import torch
 from torch import nn
 vocabulary = {}
@@ -173,8 +173,3 @@ def test_what_a_cell_measures_is_tabled_and_stored(kernel: Kernel):
     assert "held-out accuracy" not in cell.text
     assert "last entropy" in re.sub("<[^>]*>", "", cell.bundles("text/html")[-1])
     assert kernel.value("'entropy' in _.steps().columns") == "True"
-    again = kernel.run("%ddp_plot measured --y entropy")
-    drawn(again)
-    assert "held-out right" in again.text
-    other = kernel.run("%ddp_plot measured --y entrpy").error_text
-    assert other == "UserError: There is no number 'entrpy'; choose one of: entropy."

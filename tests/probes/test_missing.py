@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, torch_internals
-from ddpnb.compat.probe import Probe
+from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, torch_internals  # noqa: F401
+from ddpnb.compat.probe import PROBES
 from tests.kernel.client import Kernel, both
 
-MODULES = (ipyparallel_internals, cloudpickle_internals)
-PROBES = [each for module in MODULES for each in vars(module).values() if isinstance(each, Probe)]
-SENTENCES = [each.sentence for each in (*torch_internals.PROBES, *PROBES)]
+SENTENCES = [each.sentence for each in PROBES]
 
 
 @pytest.fixture(scope="module")

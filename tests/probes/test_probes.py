@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
-from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, torch_internals
-from ddpnb.compat.probe import Probe
+from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, probe, torch_internals
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.table import METHODS
 from tests.rank.ranks import TIMEOUT_SECONDS, begin
 
 MODULES = (torch_internals, ipyparallel_internals, cloudpickle_internals)
 PROBES = {
-    name: (module, value)
+    name: value
     for module in MODULES
     for name, value in vars(module).items()
-    if isinstance(value, Probe)
+    if isinstance(value, probe.Probe)
 }
 LOOKED_AT = {
     "intercepts_collectives": "torch.distributed:ProcessGroup.unbox",
@@ -33,14 +32,12 @@ LOOKED_AT = {
     "follows_calls": "ipyparallel:Client.send_apply_request",
     "replaces_heartbeats": "ipyparallel.controller.heartmonitor:HeartMonitor.start",
     "shares_globals": "cloudpickle:Pickler.globals_ref",
-    "knows_classes": "cloudpickle.cloudpickle:_class_setstate",
 }
 """For each probe, by its name: a part that it looks at."""
 
 
-def missing_features(module: str, gone: str, pipe: Connection) -> None:
-    """Send what a module of ``compat`` says where a part is gone, as the first thing it says."""
-    compat = importlib.import_module(module)
+def missing_features(gone: str, pipe: Connection) -> None:
+    """Send what ``compat`` says where a part is gone, as the first thing it says."""
     if gone:
         name, _, path = gone.partition(":")
         *owners, attribute = path.split(".")
@@ -54,8 +51,7 @@ def missing_features(module: str, gone: str, pipe: Connection) -> None:
             delattr(owner, attribute)
         else:  # its instances may not have it either
             setattr(owner, attribute, property())
-    on_gpus = {"can_abort": True} if module.endswith("torch_internals") else {}
-    pipe.send(compat.missing_features(**on_gpus))
+    pipe.send(probe.missing_features())
 
 
 def missing_features_without_gather(pipe: Connection) -> None:
@@ -79,16 +75,13 @@ def test_there_is_a_way_to_break_each_probe():
 
 
 def test_nothing_is_off_with_the_versions_installed():
-    for module in MODULES:
-        assert in_a_process(missing_features, module.__name__, "") == ()
+    assert in_a_process(missing_features, "") == ()
     assert mismatch.missing_features() == ()
 
 
 @pytest.mark.parametrize("name", LOOKED_AT)
 def test_one_feature_is_off_and_says_so(name: str):
-    module, probe = PROBES[name]
-    gone = LOOKED_AT[name]
-    assert in_a_process(missing_features, module.__name__, gone) == (probe.sentence,)
+    assert in_a_process(missing_features, LOOKED_AT[name]) == (PROBES[name].sentence,)
 
 
 def test_collectives_of_another_form_are_named_and_the_rest_are_compared():

@@ -52,7 +52,6 @@ def frozen() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),
     "linear": lambda: nn.Linear(6, 3),
-    "batchnorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
     "frozen": frozen,
     "mixed": lambda: nn.Sequential(
         nn.Linear(6, 8), Cast(torch.double), nn.Linear(8, 3).double(), Cast(torch.float)

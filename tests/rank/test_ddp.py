@@ -1,10 +1,7 @@
 """Do DDP's options do what torch says, and is what it hides counted so?"""
 
 import pytest
-import torch
-from torch import nn
 
-from ddpnb.rank.strategies.ddp_overlap_by_hand import buckets_of
 from tests.cells import ROWS
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
 from tests.rank.runs import spec_of, steps_of, train_job
@@ -45,11 +42,3 @@ def test_exposed_and_hidden_communication_are_distinguished(ranks, word):
             assert (parts.waiting > 0) == (word == "ddp-shm")
             assert (parts.hidden > 0) == (word in HIDES)
             assert parts.hidden < parts.backward + parts.communication
-
-
-def test_buckets_hold_the_last_parameters_first_and_no_more_than_they_should():
-    parameters = [nn.Parameter(torch.zeros(num)) for num in (2**18, 2**17, 2**17, 2**20, 1)]
-    sizes = [[p.numel() for p in bucket] for bucket in buckets_of(parameters, 1.0)]
-    assert sizes == [[1], [2**20], [2**17, 2**17], [2**18]]  # 1 MB: 2**18 floats
-    assert [len(bucket) for bucket in buckets_of(parameters, 0.0)] == [1] * 5
-    assert [len(bucket) for bucket in buckets_of(parameters, 100.0)] == [5]

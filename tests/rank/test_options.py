@@ -8,7 +8,7 @@ import torch
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.training.context import build_context
 from ddpnb.rank.training.model_checks import check_strategy
-from tests.cells import CELL, HALVING, IN_GROUPS, OWN_SGD
+from tests.cells import CELL, HALVING, OWN_SGD
 from tests.rank.ranks import make_state
 from tests.rank.runs import FEATURED, header_of, losses, spec_of, steps_of, train_job
 
@@ -30,12 +30,6 @@ def test_num_steps_counts_the_updates_of_an_optimizer(word, num_ranks, num_updat
     lines = "\ndef optimizer(params, num_steps): return torch.optim.SGD(params, lr=num_steps)\n"
     made = optimizer_of(word, lines, num_ranks, 4, batch_size=50, num_epochs=1)
     assert made.param_groups[0]["lr"] == num_updates
-
-
-def test_groups_by_name_keep_their_own_rates():
-    made = optimizer_of("single", IN_GROUPS, 1, 6)
-    assert [group["lr"] for group in made.param_groups] == pytest.approx([0.1 / 25, 0.5 / 25])
-    assert [len(group["params"]) for group in made.param_groups] == [2, 2]
 
 
 OWN = """

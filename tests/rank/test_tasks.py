@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -11,7 +10,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks import cifar10, load_task, text
+from ddpnb.rank.tasks import load_task, text
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.samples import Samples, TensorSamples
 from ddpnb.rank.training.evaluation import score
@@ -76,29 +75,6 @@ def test_targets_that_are_no_class_numbers_have_a_loss_and_no_accuracy(targets):
     found = scored(TensorSamples((outputs, targets)))
     assert found.loss == pytest.approx(nn.functional.cross_entropy(outputs, targets).item())
     assert math.isnan(found.accuracy)
-
-
-def test_the_users_own_cifar_files_are_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    synthetic = load("cifar10")
-    assert synthetic.notes
-    folder = tmp_path / cifar10.FOLDER
-    folder.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    for name, num in (("data_batch_1", 12), ("data_batch_2", 9), ("test_batch", 8)):
-        records = generator.integers(0, 256, (num, 3073), dtype=np.uint8)
-        records[:, 0] = np.arange(num) % 10
-        (folder / f"{name}.bin").write_bytes(records.tobytes())
-    task = load("cifar10")
-    assert (len(task.train), len(task.held_out), task.notes) == (21, 8, ())
-    inputs, targets = task.train.fetch(torch.tensor([20, 0, 12, 11]))
-    assert targets.tolist() == [8, 0, 0, 1]
-    assert inputs.shape == synthetic.train.fetch(torch.arange(4))[0].shape
-    pixel = (folder / "data_batch_2.bin").read_bytes()[8 * 3073 + 1 + 1024 + 32 + 5]
-    expected = (pixel / 255 - 0.4822) / 0.2435  # green, second row, sixth column
-    assert inputs[0, 1, 1, 5].item() == pytest.approx(expected, abs=1e-5)
-    assert size_of(task.model()) == 11_173_962  # as He et al.'s with a 3x3 stem and ten classes
-    task.step(task.model(), (inputs, targets)).backward()
 
 
 @pytest.mark.parametrize(("parameters", "size"), [(0, 34_826), (5, 34_826), (2_500_000, 2_500_000)])

@@ -1,7 +1,5 @@
 """Does a trace hold what the ranks have really sent, whoever has called?"""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +17,6 @@ from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.inspect.collective import show
 from ddpnb.rank.meter import Meter
 from ddpnb.reports.inside.collective import CollectiveResult
-from ddpnb.reports.inside.traces import joined
 
 SIZE = 30_000
 
@@ -106,22 +103,11 @@ def recorded(state, folder, calls) -> RankSpans:
         return recorder.spans()
 
 
-def late(rank: int) -> None:
-    time.sleep(0.2 if rank == 1 else 0)
-    dist.barrier()
-
-
 def too_many(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trace, "MAX_SPANS", 10)
         for _ in range(25):
             dist.all_reduce(torch.ones(1))
-
-
-def test_ranks_wait_for_the_one_that_is_late(ranks):
-    of_all = joined("late", ranks(3).call(recorded, late), hosts=["here"] * 3)
-    begin = {span.rank: span.start for span in of_all.spans}
-    assert begin[1] > max(begin[0], begin[2])
 
 
 def test_a_trace_is_bounded_and_counts_the_rest(ranks):

@@ -4,7 +4,6 @@ import math
 from contextlib import closing
 
 import pytest
-import torch
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.training import validation
@@ -84,38 +83,9 @@ def test_what_a_step_returns_beside_the_loss_is_reported_and_no_accuracy(ranks, 
     assert all(0 <= share <= 1 for share in shares)
 
 
-def under_a_default_device_job(state, folder, spec):
-    """What the cell itself makes says where; what ddpnb makes must not end up on the default."""
-    torch.set_default_device("meta")
-    try:
-        return train_job(state, folder, spec)
-    finally:
-        torch.set_default_device(None)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "async"])
-def test_a_default_device_of_the_users_is_for_the_users_own_tensors(ranks, strategy):
-    source = CELL.replace("16)", '16, device="cpu")').replace("2))", '2, device="cpu"))')
-    source = source.replace("50, 4)", '50, 4, device="cpu")')
-    found, usual = (
-        ranks(2).call(job, spec_of(strategy, source))
-        for job in (under_a_default_device_job, train_job)
-    )
-    if strategy == "ddp":
-        assert total_losses(found) == total_losses(usual)
-    assert math.isfinite(found[0][0].held_out_loss)
-
-
-@pytest.mark.parametrize(
-    ("source", "accumulate", "said"),
-    [
-        (RAGGED, 2, "cannot be split"),
-        (RAGGED.replace('), batch["y"])', '), batch["y"], reduction="sum")'), 1, "is a sum"),
-    ],
-)
-def test_what_is_wrong_with_a_batch_without_rows_is_found(source, accumulate, said):
-    with pytest.raises(UserError, match=said):
-        check(spec_of("single", source, accumulate=accumulate))
+def test_a_batch_without_rows_cannot_be_split():
+    with pytest.raises(UserError, match="cannot be split"):
+        check(spec_of("single", RAGGED, accumulate=2))
 
 
 VALIDATED = f"""{CELL}

@@ -10,8 +10,6 @@ raises.  The rank that waits in the backend is freed afterwards.
 
 import contextlib
 import hashlib
-import mmap
-import os
 import struct
 import threading
 import time
@@ -29,6 +27,7 @@ from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.rank.collectives import intercept
+from ddpnb.rank.collectives.board import mapped_file
 from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
 from ddpnb.rank.stack import users_line
 
@@ -187,13 +186,7 @@ class CollectiveLog:
         self._num_calls = 0
         self._is_certain = True
         self._lock = threading.Lock()
-        size = len(ranks) * _RANK_BYTES
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, size)  # else a full disk would end the process
-            self._shared = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
+        self._shared = mapped_file(path, len(ranks) * _RANK_BYTES)
 
     @property
     def num_made(self) -> int | None:

@@ -71,8 +71,8 @@ def measure(
             with contextlib.ExitStack() as opened:
                 stepper = _Stepper(subject, cap, device, Clock(device))
                 if laboratory is not None:
-                    clock, path = laboratory.clock(own), folder / f"inspect-{number}"
-                    exchanges = laboratory.exchanges(clock, Meter(clock), path, cancellation.check)
+                    clock, path = VirtualClock(laboratory, own), folder / f"inspect-{number}"
+                    exchanges = Exchanges(laboratory, clock, Meter(clock), path, cancellation.check)
                     opened.enter_context(closing(exchanges))
                     opened.enter_context(listening(exchanges))
                     stepper.emulate(clock, exchanges)

@@ -68,7 +68,7 @@ def sampler_in(name: str, namespace: Mapping[str, Any]) -> Any:
     if isinstance(value, DataLoader):
         return value.sampler if value.batch_sampler is None else value.batch_sampler
     if not isinstance(value, Sampler):
-        raise UserError(f"{name} is {kind_of(value)}: name a sampler, a DataLoader, or a run.")
+        raise UserError(f"{name} is {kind_of(value)}: name a sampler or a DataLoader.")
     return value
 
 

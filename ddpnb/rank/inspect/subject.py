@@ -21,7 +21,6 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.base import OptimizerFactory, split_step
 from ddpnb.rank.tasks.batches import Shard, copied
 from ddpnb.rank.training.context import build_context
-from ddpnb.rank.training.model_checks import check_inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,6 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
             ) from error
         if not loss.requires_grad:
             raise UserError("The loss does not depend on any parameter that needs a gradient.")
-        check_inside(loss, model)
         model.zero_grad()
         loss.backward()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}

@@ -3,18 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, final
 
 from torch import nn
 
 from ddpnb.protocol.devices import Devices
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.laboratory.clock import VirtualClock
-from ddpnb.rank.laboratory.exchanges import Exchanges
 from ddpnb.rank.laboratory.order import VirtualOrder
 from ddpnb.rank.laboratory.times import ComputeTimes
-from ddpnb.rank.meter import Meter
 
 
 @final
@@ -54,30 +50,6 @@ class Laboratory:
     def scale(self) -> float:
         """Bytes of the emulated model for each byte of the one that is trained."""
         return (self.devices.num_gradient_bytes or self.num_bytes) / max(self.num_bytes, 1)
-
-    def clock(self, ranks: range) -> VirtualClock:
-        """Return the clock of a process that has the devices of these ranks."""
-        return VirtualClock(
-            self.times,
-            ranks,
-            usual_bytes=self.scale * self.num_bytes,
-            link=self.devices.device_link,
-            scale=self.scale,
-        )
-
-    def exchanges(
-        self, clock: VirtualClock, meter: Meter, path: Path, check: Callable[[], None]
-    ) -> Exchanges:
-        """Return what advances a clock by the calls of its rank; see ``Exchanges``."""
-        return Exchanges(
-            clock,
-            meter,
-            self.devices,
-            path,
-            num_bytes=self.num_bytes,
-            wrapper_seconds=self.times.wrapper_seconds,
-            check=check,
-        )
 
     def order(self, num_workers: int, shard: Callable[[int], Any]) -> VirtualOrder:
         """Return the order in which a server of rank 0 handles the workers' requests.

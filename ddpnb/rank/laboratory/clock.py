@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import final
 
 from ddpnb.protocol.costs import Messages
-from ddpnb.protocol.devices import CORE_LINK, FORWARD_SHARE
+from ddpnb.protocol.devices import FORWARD_SHARE
 from ddpnb.protocol.messages import Parts, StepEvent
-from ddpnb.protocol.notation import LinkSpec
-from ddpnb.rank.laboratory.times import ComputeTimes
+from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.meter import Moment, Phase, StepReport, Timer
 
 
@@ -22,33 +21,23 @@ class VirtualClock(Timer):
     """The time of one device.
 
     Args:
-        times: how long each device computes.
+        laboratory: whose device it is.
         ranks: whose devices this process has; they share each batch, and the slowest one counts.
-        usual_bytes: of the gradients, which a phase is assumed to issue until one has ended.
-        link: between the devices of this process.
-        scale: bytes of the emulated model for each byte of the one that is trained.
     """
 
     num_steps_ahead = 0
 
-    def __init__(
-        self,
-        times: ComputeTimes,
-        ranks: range,
-        *,
-        usual_bytes: float = 0.0,
-        link: LinkSpec = CORE_LINK,
-        scale: float = 1.0,
-    ) -> None:
+    def __init__(self, laboratory: Laboratory, ranks: range) -> None:
         self.now = 0.0
         """Virtual seconds since the run began."""
         self.is_paused = False
         """Whether exchanges take no time now."""
-        self._link = link
-        self.scale = scale
-        self._times = times
+        self._link = laboratory.devices.device_link
+        self.scale = laboratory.scale
+        self._times = laboratory.times
         self._ranks = ranks
-        self._usual_bytes = usual_bytes
+        self._usual_bytes = laboratory.scale * laboratory.num_bytes
+        """Of the gradients, which a phase is assumed to issue until one has ended."""
         self._phase: Phase = "data"
         self._since = 0.0
         self._spent: dict[str, float] = {}
@@ -116,7 +105,7 @@ class VirtualClock(Timer):
         """Add the time between."""
         self._spent["hidden"] = self._spent.get("hidden", 0.0) + ended - begun
 
-    def timing(self, report: StepReport, *, counts: bool = True) -> list[StepEvent]:
+    def timing(self, report: StepReport) -> list[StepEvent]:
         """Record that a step was made, and return it."""
         self.compute_unplanned()
         self.computed()

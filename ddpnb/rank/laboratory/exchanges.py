@@ -11,20 +11,27 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
+import torch
+from torch import Tensor
+
+from ddpnb.compat import torch_internals
 from ddpnb.protocol.costs import Messages, in_turn, num_parts
-from ddpnb.protocol.devices import Devices
 from ddpnb.protocol.notation import LinkSpec
 from ddpnb.rank.collectives.account import traffic_of
+from ddpnb.rank.collectives.board import Board
 from ddpnb.rank.collectives.intercept import Listener
+from ddpnb.rank.collectives.sums import SharedSums
 from ddpnb.rank.collectives.table import Call
-from ddpnb.rank.laboratory.board import Board
+from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.laboratory.clock import VirtualClock
-from ddpnb.rank.laboratory.sums import SharedSums
 from ddpnb.rank.meter import Meter
 
+LEAST_BYTES: Final = 1 << 14
+"""Of a tensor that is summed in shared memory: gloo sums a smaller one as fast."""
 GATHERS = ("all_gather", "broadcast", "scatter")
 """Their result is needed by what the caller computes next."""
 
@@ -42,47 +49,32 @@ class _Pending:
     end: float = math.nan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Message:
-    """A message that this rank sends, or one that it is to receive."""
-
-    sent_until: float | None = None
-    """When it has left; None: it is to be received."""
-    seconds: float = 0.0
-    latency: float = 0.0
-
-
 @final
 class Exchanges(Listener):
     """Advances a rank's clock by what its exchanges cost.
 
     Args:
+        laboratory: the devices, and what lies between them.
         clock: of this rank's device.
         meter: counts the bytes.
-        devices: what lies between them.
         path: prefix of the files in the run folder that the ranks share.
-        num_bytes: of the gradients of the model that is trained.
-        wrapper_seconds: what DDP itself adds to a step.
         check: raises where this rank should no longer wait.
     """
 
     def __init__(
         self,
+        laboratory: Laboratory,
         clock: VirtualClock,
         meter: Meter,
-        devices: Devices,
         path: Path,
-        *,
-        num_bytes: int = 1,
-        wrapper_seconds: float = 0.0,
         check: Callable[[], None],
     ) -> None:
         self._clock = clock
         self._meter = meter
-        self._devices = devices
+        self._devices = laboratory.devices
         self._path = path
-        self._num_bytes = max(num_bytes, 1)
-        self._wrapper_seconds = wrapper_seconds
+        self._wrapper_seconds = laboratory.times.wrapper_seconds / max(laboratory.num_bytes, 1)
+        """What DDP itself adds to a step, for each byte of the gradients."""
         self._check = check
         clock.settle = self._settle_cpp
         self._boards: dict[str, Board] = {}
@@ -113,7 +105,7 @@ class Exchanges(Listener):
         size = call.num_bytes * scale
         is_of_ddp = call.is_in_cpp and not call.is_blocking
         if is_of_ddp:
-            self._clock.spend(self._wrapper_seconds * call.num_bytes / self._num_bytes)
+            self._clock.spend(self._wrapper_seconds * call.num_bytes)
         ready = self._clock.issue(size, is_needed=is_needed)
         board = self._board(group.group_name, group.size())
         number = self._next(group.group_name, -1)
@@ -126,22 +118,25 @@ class Exchanges(Listener):
             num_parts=num_parts(size, ready),
             link=self._devices.link_between(call.ranks),
         )
-        call.notes[self] = pending
+        call.notes[self] = partial(self._settle, pending)
         self._pending.append(pending)
 
     def make(self, call: Call) -> Any:
-        """Sum in shared memory, where this takes no sockets."""
-        return self._sums.make(call) if call.group.size() > 1 else None
+        """Sum in shared memory, where that pays."""
+        tensors, arguments = call.tensors, call.arguments
+        if call.name != "all_reduce" or call.group.size() == 1 or len(tensors) != 1:
+            return None
+        if len(arguments) < 2 or not torch_internals.is_sum(arguments[1]) or not _fits(tensors[0]):
+            return None
+        self._sums.add(call.group, tensors[0].detach().view(-1))
+        return torch_internals.lone_group().allreduce(tensors)
 
     @contextlib.contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
         """Advance to the end of a call that Python code has waited for."""
         yield
-        match call.notes.get(self):
-            case _Pending() as pending:
-                self._settle(pending)
-            case _Message() as message:
-                self._end_message(call, message)
+        if self in call.notes:
+            call.notes[self]()
 
     def _settle(self, last: _Pending) -> None:
         """Advance to the end of a call, and of those before it."""
@@ -186,22 +181,19 @@ class Exchanges(Listener):
             self._board(f"{name}.m", size * size).post(
                 self._next(name, place), place, (departs, departs)
             )
-            call.notes[self] = _Message(sent_until=self._sends_until)
+            call.notes[self] = partial(self._clock.wait_until, self._sends_until)
         else:
-            call.notes[self] = _Message(seconds=seconds, latency=link.latency_seconds)
+            call.notes[self] = partial(self._receive, call, seconds, link.latency_seconds)
 
-    def _end_message(self, call: Call, message: "_Message") -> None:
-        """Advance to when a message has left, or has arrived."""
-        if message.sent_until is not None:
-            self._clock.wait_until(message.sent_until)
-            return
+    def _receive(self, call: Call, seconds: float, latency: float) -> None:
+        """Advance to when a message has arrived."""
         group, name = call.group, call.group.group_name
         source = call.arguments[1]
         place = source * group.size() + group.rank()
         board = self._board(f"{name}.m", group.size() ** 2)
         departed, _ = board.read(self._next(name, place), place)
-        begins = max(departed + message.latency, self._receives_until)
-        self._receives_until = begins + message.seconds
+        begins = max(departed + latency, self._receives_until)
+        self._receives_until = begins + seconds
         self._clock.wait_until(self._receives_until)
 
     def close(self) -> None:
@@ -220,3 +212,9 @@ class Exchanges(Listener):
         number = self._numbers.get((group, pair), 0)
         self._numbers[group, pair] = number + 1
         return number
+
+
+def _fits(tensor: Tensor) -> bool:
+    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    is_exact = tensor.dtype in (torch.float32, torch.float64)
+    return is_plain and is_exact and tensor.is_contiguous() and tensor.nbytes >= LEAST_BYTES

@@ -1,1 +1,1 @@
-"""The asynchronous runtime, and sums in shared memory (ranks)."""
+"""The asynchronous runtime (ranks)."""

@@ -24,7 +24,16 @@ from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.laboratory.order import SERVER_RANK
 from ddpnb.rank.servers.memory import Gradients, PackedTensors, SharedMemory, pack
-from ddpnb.rank.servers.queue import NO_BOUND, UpdateCounter, WorkQueue
+from ddpnb.rank.servers.queue import (
+    NO_BOUND,
+    NO_RANK,
+    REPLY,
+    REQUEST,
+    Reply,
+    RequestKind,
+    UpdateCounter,
+    WorkQueue,
+)
 from ddpnb.rank.servers.rendezvous import (
     HELLO,
     Server,
@@ -34,7 +43,6 @@ from ddpnb.rank.servers.rendezvous import (
     shut_down,
     socket_path,
 )
-from ddpnb.rank.servers.requests import NO_RANK, REPLY, REQUEST, Reply, RequestKind
 from ddpnb.rank.worker import Worker
 
 MakeUpdates = Callable[[Sequence[PackedTensors]], UpdateCounter]

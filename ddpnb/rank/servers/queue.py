@@ -2,26 +2,70 @@
 
 Asynchronous workers wait for each other only to begin, to end, and where a bound holds back the
 fastest.  Each worker's requests block until it may go on.  Rank 0's own worker makes them directly;
-for each worker of another rank, a thread does, at the end of its connection.  Requests and replies
-are in ``requests``; tensors travel beside them.
+for each worker of another rank, a thread does, at the end of its connection.  Tensors travel
+beside requests and replies.
 
 A worker that dies, or is silent for too long, costs the shards that it holds, and may come back.
 One that fails ends the run for all, and so does the end of rank 0.
 """
 
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import final
+from enum import IntEnum
+from typing import NamedTuple, final
 
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.laboratory.order import SERVER_RANK, VirtualOrder
 from ddpnb.rank.servers.memory import Gradients
-from ddpnb.rank.servers.requests import NO_RANK, Reply, RequestKind
 
 NO_BOUND = -1
+NO_RANK = -1
+REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqqdqqd")
+"""A request's kind and weight, and the fields of ``Reply``, as bytes."""
+
+
+class RequestKind(IntEnum):
+    """What a worker requests."""
+
+    BEGIN = 1
+    """The first shards and parameters, once all workers have arrived."""
+    STEP = 2
+    """The next shard and parameters, in exchange for a gradient or an update."""
+    DONE = 3
+    """The final parameters, once all workers have made their last step."""
+    FAIL = 4
+    """Nothing, not even a reply: the worker has failed."""
+
+
+class Reply(NamedTuple):
+    """The reply, without the parameters."""
+
+    staleness: int = 0
+    """Updates by others between this worker's read and its write."""
+    version: int = 0
+    """The number of the update that it goes into."""
+    first_shard: int = 0
+    num_shards: int = 0
+    stride: int = 1
+    """Numbers of the next shards: this many, this far apart; none at the end."""
+    waited_seconds: float = 0.0
+    """How long the reply had to wait for other workers."""
+    lost_rank: int = NO_RANK
+    """The lost rank that ended the run; then there are no parameters."""
+    copy: int = 0
+    """The copy of the parameters to train on."""
+    now: float = 0.0
+    """The virtual time at which an emulated worker has the reply."""
+
+    @property
+    def shards(self) -> range:
+        """Numbers of the shards to train on, after those handed out before."""
+        end = self.first_shard + self.num_shards * self.stride
+        return range(self.first_shard, end, self.stride)
 
 
 class UpdateCounter:

@@ -13,8 +13,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
     TensorDataset,
     default_collate,
 )
@@ -101,7 +99,7 @@ def as_samples(data: Any, split: str, collate: Collate | None = None) -> Samples
     if isinstance(data, DataLoader):
         if data.collate_fn is not default_collate:
             collate = collate or data.collate_fn
-        data, num_workers = _chosen(data, split), data.num_workers
+        data, num_workers = _dataset_of(data, split), data.num_workers
     if isinstance(data, TensorDataset) and collate is None:
         data = data.tensors
     if isinstance(data, Tensor | np.ndarray | Mapping | tuple):
@@ -137,27 +135,20 @@ def _as_tensors(tree: object, split: str) -> Tree:
     return found
 
 
-def _chosen(loader: DataLoader[Any], split: str) -> Any:
-    """Return what a loader's sampler leaves of its data set.
+def _dataset_of(loader: DataLoader[Any], split: str) -> Any:
+    """Return a loader's data set.
 
     Raises:
         UserError: it chooses or orders samples in a way that would be lost.
     """
-    dataset: Any = loader.dataset
-    sampler: Any = getattr(loader.batch_sampler, "sampler", None)
-    kind: type = type(loader.batch_sampler)
-    if kind is BatchSampler:
-        kind = type(sampler)
+    sampler, dataset = loader.sampler, loader.dataset
     _check_numbered(dataset, split)
-    if kind is SubsetRandomSampler:
-        return Subset(dataset, list(sampler.indices))
     is_drawn = getattr(sampler, "replacement", False)
-    if kind is DistributedSampler:  # each rank has its part of each batch anyway
-        return dataset
-    if kind in (SequentialSampler, RandomSampler) and not is_drawn and len(sampler) == len(dataset):
+    is_usual = type(loader.batch_sampler) in (BatchSampler, type(None)) and not is_drawn
+    if is_usual and type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler):
         return dataset
     raise UserError(
-        f"data({split!r}) returned a DataLoader with a {kind.__name__}, and its choice would be "
+        f"data({split!r}) returned a DataLoader with a sampler of its own, and its choice would be "
         "lost: --batch-size and --seed make batches. Return its data set, or a Subset of it, e.g.  "
         "Subset(dataset, list(WeightedRandomSampler(weights, n)))."
     )

@@ -76,41 +76,24 @@ class Transformer(nn.Module):
         super().__init__()
         self.symbol = nn.Embedding(NUM_SYMBOLS, _WIDTH)
         self.position = nn.Embedding(CONTEXT, _WIDTH)
-        self.layers = nn.Sequential(*(Layer() for _ in range(_NUM_LAYERS)))
+        self.layers = nn.ModuleList(layer() for _ in range(_NUM_LAYERS))
         self.last = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, NUM_SYMBOLS))
         for embedding in (self.symbol, self.position):
             nn.init.normal_(embedding.weight, std=0.1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the scores, classes second, as ``cross_entropy`` needs them."""
-        positions = torch.arange(inputs.shape[1], device=inputs.device)
-        features = self.layers(self.symbol(inputs) + self.position(positions))
+        length, device = inputs.shape[1], inputs.device
+        features = self.symbol(inputs) + self.position(torch.arange(length, device=device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=device)
+        for each in self.layers:
+            features = each(features, src_mask=mask, is_causal=True)
         scores: Tensor = self.last(features)
         return scores.transpose(1, 2)
 
 
-class Layer(nn.Module):
-    """Attention to the symbols before, then a network for each position by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
-        self.query_key_value = nn.Linear(_WIDTH, 3 * _WIDTH)
-        self.projection = nn.Linear(_WIDTH, _WIDTH)
-        self.network = nn.Sequential(
-            nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
-        )
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return features of the same shape (N, T, width)."""
-        features = features + self._attend(self.first(features))
-        result: Tensor = features + self.network(self.second(features))
-        return result
-
-    def _attend(self, features: Tensor) -> Tensor:
-        num, length, _ = features.shape
-        heads = self.query_key_value(features).view(num, length, 3, _NUM_HEADS, -1)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        result: Tensor = self.projection(mixed.transpose(1, 2).reshape(num, length, _WIDTH))
-        return result
+def layer() -> nn.Module:
+    """Return attention to the symbols before, then a network for each position by itself."""
+    return nn.TransformerEncoderLayer(
+        _WIDTH, _NUM_HEADS, 4 * _WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+    )

@@ -210,8 +210,6 @@ class RunContext:
     @property
     def has_loss(self) -> bool:
         """Whether the trained model is scored by the loss too."""
-        if self.spec.skips_loss:
-            return False
         return self.task.has_loss or not (self.is_own and self.task.has_measures)
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 
 from ddpnb.compat.torch_internals import tree_map, tree_map_only
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, split_step
-from ddpnb.rank.tasks.batches import moved, shape_of
+from ddpnb.rank.tasks.batches import Tree, moved, shape_of
 
 MAX_SAMPLES = 10_000
 """How many samples of a larger split are evaluated, spread evenly over it."""
@@ -205,27 +206,32 @@ def estimate_batchnorm(
 
     The task's step is made on up to ``max_samples`` training samples in the random order of a seed,
     in training mode, without backward pass or update.  The statistics are the means over the
-    batches, as those of ``torch.optim.swa_utils.update_bn``.  Layers that the forward pass leaves
-    out, or the model keeps in evaluation mode, stay as they are.
+    batches.  Layers that the forward pass leaves out, or the model keeps in evaluation mode, stay
+    as they are.
     """
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(task.train), generator=generator, device="cpu")[:max_samples]
     num_batches = max(1, len(chosen) // min(batch_size, _BATCH_SIZE))
-    layers, was_training, has_ended = _batchnorms(model), model.training, False
-    before = [(each.momentum, copy.deepcopy(each.state_dict())) for each in layers]
+    batches = chosen.tensor_split(num_batches)  # no rest of a single sample
+    before = {layer: copy.deepcopy(layer.state_dict()) for layer in _batchnorms(model)}
     try:
-        model.train()
-        for layer in layers:
-            layer.reset_running_stats()
-            layer.momentum = None  # then it takes the mean over the batches
-        for indices in chosen.tensor_split(num_batches):  # no rest of a single sample
-            batch = moved(task.train.fetch(indices), device)
-            with torch.set_grad_enabled(not isinstance(task.step, Supervised)):  # for a penalty
-                task.step(model, batch)
-        has_ended = True
+        update_bn(
+            ((moved(task.train.fetch(each), device),) for each in batches), _Step(model, task)
+        )
     finally:
-        model.train(was_training)
-        for layer, (momentum, state) in zip(layers, before, strict=True):
-            layer.momentum = momentum
-            if not has_ended or not layer.num_batches_tracked:
+        for layer, state in before.items():
+            if not layer.num_batches_tracked:
                 layer.load_state_dict(state)
+
+
+class _Step(nn.Module):
+    """A task's step, to be called as a model is."""
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        super().__init__()
+        self.model, self.task = model, task
+        self.train(model.training)
+
+    def forward(self, batch: Tree) -> None:
+        with torch.set_grad_enabled(not isinstance(self.task.step, Supervised)):  # for a penalty
+            self.task.step(self.model, batch)

@@ -82,11 +82,6 @@ class _Judge:
             return
         context = self._metrics.context
         spec = context.spec
-        if spec.skips_loss:
-            self._metrics.mark(
-                "has BatchNorm's statistics of rank 0: training_step calls collectives"
-            )
-            return
         estimate = partial(
             estimate_batchnorm,
             self._model,

@@ -30,6 +30,7 @@ from ddpnb.rank.cancellation import CancellationToken, RunCancelledError
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.laboratory.clock import VirtualClock
+from ddpnb.rank.laboratory.exchanges import Exchanges
 from ddpnb.rank.meter import StepReport
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
@@ -39,7 +40,7 @@ from ddpnb.rank.training.context import UNNAMED, build_context
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.judging import judged
-from ddpnb.rank.training.rehearsal import num_compiled, rehearse, release_memory
+from ddpnb.rank.training.rehearsal import rehearse, release_memory
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.stop import Stop
@@ -142,8 +143,9 @@ def _trained(
         strategy.setup(worker)
         snapshots = Snapshots(metrics, strategy, worker)
         if context.state.rank == 0:
-            notes = (BATCHNORM_NOTE,) if snapshots.is_estimated else ()
-            metrics.publish(header_of(context, worker, notes))
+            if snapshots.is_estimated:
+                worker.notes.append(BATCHNORM_NOTE)
+            metrics.publish(header_of(context, worker))
         source = opened.enter_context(context.source(strategy.shards()))
         # -- barrier ----------------------------------------------------------------------
         context.barrier()
@@ -170,7 +172,7 @@ def _heard_by(metrics: RunMetrics, worker: Worker) -> AbstractContextManager[Lis
     if laboratory is None or not isinstance(clock, VirtualClock):
         return contextlib.nullcontext(Account(worker.meter))
     path, check = worker.folder / worker.name, worker.cancellation.check
-    return closing(laboratory.exchanges(clock, worker.meter, path, check))
+    return closing(Exchanges(laboratory, clock, worker.meter, path, check))
 
 
 def _train(
@@ -187,7 +189,6 @@ def _train(
     is_short, is_emulated = context.spec.is_ceiling, context.spec.is_emulated
     most_seconds = CEILING_SECONDS if is_short and not is_emulated else math.inf
     most_steps = CEILING_STEPS if is_short and is_emulated else math.inf
-    compiled = num_compiled()
     metrics.start()
     fault_injector.begin()
     for step, (shard, tree) in enumerate(source):
@@ -209,10 +210,7 @@ def _train(
         report = StepReport(
             loss, batch.num_samples, traffic, worker.staleness, numbers, worker.version
         )
-        before, compiled = compiled, num_compiled()
-        metrics.add(clock.timing(report, counts=compiled == before))
-        if compiled != before:
-            metrics.mark(f"compiled anew in step {step + 1}, whose time is not counted")
+        metrics.add(clock.timing(report))
         metrics.note_shard(shard)
         snapshots.after(shard)
         # a ceiling has no other ranks to end with

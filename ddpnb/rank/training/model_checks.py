@@ -1,9 +1,8 @@
 """Can one worker train a model, its loss, and this strategy?  Tried before a training (ranks)."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from statistics import fmean, stdev
 from typing import Any, TypeVar, final
 
 import torch
@@ -23,8 +22,6 @@ from ddpnb.rank.tasks.batches import Tree, shape_of
 from ddpnb.rank.training.evaluation import number_of, pair_of
 from ddpnb.rank.worker import Batch, Worker, state_of
 
-NUM_TRIALS = 8
-"""Seeds that a loss which draws random numbers is computed with."""
 SMALLEST = 1e-6
 """A loss below is rounding alone: nothing is concluded from it."""
 
@@ -65,7 +62,6 @@ def check_step(worker: Worker, batch: Batch, strategy: str) -> None:
             loss = _supervised_loss(worker.model, step, batch)
         else:
             loss = _own_loss(worker.model, step, batch, is_wrapped=is_wrapped)
-    check_inside(loss, worker.model)
     attempt("The backward pass failed", loss.backward)
     attempt("optimizer.step() failed", optimizer.step)
     check_strategy(strategy, worker)
@@ -133,28 +129,22 @@ def attempt(failed: str, call: Callable[[], Result]) -> Result:
 # -- losses -------------------------------------------------------------------------------------
 
 
-def depends_on_batch(worker: Worker, fetch: Callable[[Tensor], Tree], indices: Tensor) -> bool:
-    """Refuse a loss that is a sum; return whether it depends on which samples are together.
+def refuse_sum(worker: Worker, fetch: Callable[[Tensor], Tree], indices: Tensor) -> None:
+    """Refuse a loss that doubles when each sample is there twice: a sum, and no mean.
 
-    The model is in evaluation mode, and random numbers are seeded alike for each evaluation.  A sum
-    doubles when each sample is there twice.  A mean over samples is the mean of the losses of two
-    halves.  The noise of a loss that draws random numbers all the same, such as a VAE's, differs
-    with the size of a batch: means over some seeds are compared then, by their standard errors.
+    The model is in evaluation mode, and random numbers are seeded alike for each evaluation.  What
+    draws them all the same, such as a VAE's loss, or is computed for one number of samples alone,
+    cannot be checked so.
 
     Args:
         worker: its model is in training mode.
         fetch: returns the samples with these numbers, on the worker's device.
         indices: of a few samples.
-
-    Returns:
-        False too where the loss cannot be computed for another number of samples.
     """
     step = worker.training_step
     is_short = isinstance(step, Supervised)
-    halves = [half for half in indices.tensor_split(2) if len(half)]
-    shares = [len(half) / len(indices) for half in halves]
 
-    def loss_of(numbers: Tensor, seed: int) -> float:
+    def loss_of(numbers: Tensor, seed: int = 0) -> float:
         seed_everything(seed)
         with torch.set_grad_enabled(not is_short):  # a step may need gradients
             return split_step(step(worker.model, fetch(numbers)))[0].item()
@@ -162,59 +152,18 @@ def depends_on_batch(worker: Worker, fetch: Callable[[Tensor], Tree], indices: T
     worker.model.eval()
     with preserve_globals(worker.device):
         try:
-            is_noisy = loss_of(indices, 0) != loss_of(indices, 1)
-            seeds = range(NUM_TRIALS if is_noisy else 1)
-            once = [loss_of(indices, seed) for seed in seeds]
-            of_twice = [loss_of(torch.cat([indices, indices]), seed) for seed in seeds]
-            of_halves = [fmean([loss_of(h, s) for h in halves], weights=shares) for s in seeds]
-        except Exception:  # noqa: BLE001  a step that fits one size alone cannot be checked so
-            return False
+            once, drawn = loss_of(indices), loss_of(indices, seed=1)
+            twice = loss_of(torch.cat([indices, indices]))
+        except Exception:  # noqa: BLE001  the user's step
+            return
         finally:
             worker.model.train()
-    if not all(map(math.isfinite, once + of_twice + of_halves)) or abs(fmean(once)) < SMALLEST:
-        return False
-    if _are_same(of_twice, [2 * each for each in once]) and not _are_same(of_twice, once):
+    is_certain = once == drawn and math.isfinite(twice) and abs(once) >= SMALLEST
+    if is_certain and math.isclose(twice, 2 * once, rel_tol=0.01):
         raise UserError(
             f"{LOSS if is_short else STEP} is a sum over the samples; return their mean, "
             "so that it does not depend on the size of a worker's shard."
         )
-    return not _are_same(of_halves if len(halves) > 1 else of_twice, once)
-
-
-def _are_same(values: list[float], others: list[float]) -> bool:
-    """Return whether two means differ by noise or rounding alone."""
-    differences = [one - other for one, other in zip(values, others, strict=True)]
-    num = len(differences)
-    noise = stdev(differences) / math.sqrt(num) if num > 1 else 0.0
-    return abs(fmean(differences)) <= 6 * noise + 0.01 * abs(fmean(others))
-
-
-def check_inside(loss: Tensor, model: nn.Module) -> None:
-    """Refuse a loss that trains parameters which are not the model's: no strategy updates these.
-
-    They are those of a layer that a copied module still calls, for example, in a lambda.
-    """
-    inside = {id(parameter) for parameter in model.parameters()}
-    for leaf in _leaves_of(loss):
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in inside:
-            raise UserError(
-                f"The loss has a gradient for a parameter of shape {tuple(leaf.shape)} that is not "
-                "the model's: make its module a part of what model() returns, or call "
-                "requires_grad_(False) on it if it is not to be trained."
-            )
-
-
-def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a backward pass from a loss accumulates gradients in."""
-    left, seen = [loss.grad_fn], set()
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        left += [before for before, _ in node.next_functions]
 
 
 # -- what single strategies cannot train --------------------------------------------------------
@@ -230,44 +179,24 @@ def check_strategy(strategy: str, worker: Worker) -> None:
     choice = parse_strategy(strategy)
     if worker.device.type != "cpu":
         _check_device(choice)
-    name, options = choice.name, choice.options
-    if name == "zero" and not lists_step_hooks.works:
+    if choice.name == "zero" and not lists_step_hooks.works:
         raise UserError(f"{lists_step_hooks.sentence}.")
-    layers = [list(layer.parameters()) for layer in layers_of(worker.model)]
-    in_layers = {parameter for layer in layers for parameter in layer}
-    for parameter_name, parameter in worker.model.named_parameters():
-        gradient, named = parameter.grad, f"The parameter {parameter_name}"
-        is_missed = parameter.requires_grad and gradient is None
-        if is_missed and _wraps_model(strategy) and not options.get("find_unused_parameters"):
+    finds_unused = choice.options.get("find_unused_parameters")
+    in_layers = {each for layer in layers_of(worker.model) for each in layer.parameters()}
+    for name, parameter in worker.model.named_parameters():
+        if not parameter.requires_grad or parameter.grad is not None:
+            continue
+        if _wraps_model(strategy) and not finds_unused:
             raise UserError(
-                f"{named} has no part in the loss, and DistributedDataParallel would wait for its "
-                "gradient; use it, set its requires_grad=False, or compare "
+                f"The parameter {name} has no part in the loss, and DistributedDataParallel would "
+                "wait for its gradient; use it, set its requires_grad=False, or compare "
                 "ddp:find_unused_parameters=on."
             )
-        if is_missed and name == "fsdp" and parameter in in_layers:
+        if choice.name == "fsdp" and parameter in in_layers:
             raise UserError(
-                f"{named} had no part in a step. fsdp gathers a layer when it is called, so all "
-                "ranks must call the same ones: use every layer, or leave fsdp out."
+                f"The parameter {name} had no part in a step. fsdp gathers a layer when it is "
+                "called, so all ranks must call the same ones: use every layer, or leave fsdp out."
             )
-        if gradient is not None and gradient.is_sparse and STRATEGIES[name].is_dense:
-            raise UserError(
-                f"The gradient of {parameter_name} is sparse, and {name} exchanges dense ones: "
-                f"make the layer with sparse=False, or leave {name} out of the comparison."
-            )
-        if name == "fsdp" and parameter.ndim == 0:
-            raise UserError(
-                f"fsdp cuts parameters between their rows, and {parameter_name} is a single "
-                "number: give it the shape (1,), or leave fsdp out of the comparison."
-            )
-    at_once = [worker.parameters] if name == "zero" else []
-    if name == "fsdp":
-        at_once = [*layers, [each for each in worker.model.parameters() if each not in in_layers]]
-    if any(len({each.dtype for each in held if each.requires_grad}) > 1 for held in at_once):
-        raise UserError(
-            f"{strategy} wants one floating-point type in what it exchanges at once: give the "
-            "model one (or, for fsdp, each type a layer of its own in a Sequential), or leave it "
-            "out of the comparison."
-        )
 
 
 def _check_device(choice: Choice) -> None:

@@ -47,7 +47,7 @@ def make_optimizer(
     if function is None:
         made: Optimizer = SGD(parameters, lr=spec.learning_rate, momentum=spec.used_momentum)
     else:
-        names = _argument_names(function)
+        names = list(inspect.signature(function).parameters)
         takes_model = names[:1] == ["model"]
         given = _model_of(parameters, model, make_model) if takes_model else parameters
         counts = {"num_steps": num_updates} if "num_steps" in names else {}
@@ -62,13 +62,6 @@ def make_optimizer(
 
         made.register_step_pre_hook(clip_gradients)
     return made
-
-
-def _argument_names(function: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except ValueError:  # a function written in C has no signature
-        return []
 
 
 def _checked(result: Any) -> tuple[Optimizer, LRScheduler | None]:

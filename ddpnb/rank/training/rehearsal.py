@@ -6,7 +6,6 @@ them are then thrown away, and global random numbers are put back.
 """
 
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -39,12 +38,6 @@ def release_memory(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()  # DDP and its hooks refer to each other
         torch.cuda.empty_cache()
-
-
-def num_compiled() -> int:
-    """Return how many graphs ``torch.compile`` has made in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def _shards(context: RunContext, num_steps: int) -> Iterator[Shard]:

@@ -44,8 +44,9 @@ class RunMetrics:
     shards: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        laboratory, workers = self.context.laboratory, self.context.workers
-        self.clock = laboratory.clock(workers) if laboratory else Clock(self.context.device)
+        context = self.context
+        laboratory, workers = context.laboratory, context.workers
+        self.clock = VirtualClock(laboratory, workers) if laboratory else Clock(context.device)
 
     def note_shard(self, shard: Shard) -> None:
         """Note the first shards that this worker has trained on, if they were handed out to it."""
@@ -101,11 +102,11 @@ class RunMetrics:
         )
 
 
-def header_of(context: RunContext, worker: Worker, notes: tuple[str, ...]) -> RunHeader:
-    """Return the header of a run, with more notes."""
+def header_of(context: RunContext, worker: Worker) -> RunHeader:
+    """Return the header of a run."""
     plan, is_emulated = context.plan, context.spec.is_emulated
     of_plan = () if is_emulated else plan.notes
-    own_notes = (*of_plan, *worker.notes, *notes, *context.task.notes, *context.spec.notes)
+    own_notes = (*of_plan, *worker.notes, *context.task.notes, *context.spec.notes)
     return RunHeader(
         run_id=context.spec.run_id,
         strategy=context.spec.strategy,
@@ -149,8 +150,6 @@ def _notes(context: RunContext) -> list[str]:
         )
     if context.state.shares_device and plan.num_ranks > 1:
         found.append("Several ranks share one GPU.")
-    if context.is_own and context.laboratory is not None:
-        found.append("What a class of one's own sleeps, or reads of a clock, is in real time.")
     if spec.num_data_workers and not context.num_data_workers:
         found.append("--data-workers has no effect: the data are tensors in memory.")
     return found

@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from ddpnb.protocol.messages import NO_PARTS, Parts, StepEvent
+from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.meter import Moment, Phase, StepReport, Timer, synchronize
 
 MAX_PENDING = 8
@@ -28,11 +28,8 @@ class _Pending(NamedTuple):
     hidden: list[tuple[Moment, Moment]]
     values: list[Tensor]
     """The loss and the metrics, on the host once the step has ended."""
-    counts: bool
 
     def parts(self) -> Parts:
-        if not self.counts:
-            return NO_PARTS
         spent: dict[str, float] = {}
         for (part, begun), (_, ended) in zip(self.marks, self.marks[1:], strict=False):
             spent[part] = spent.get(part, 0.0) + seconds_between(begun, ended)
@@ -85,17 +82,12 @@ class Clock(Timer):
         self.seconds = 0.0
         self._begin_anew()
 
-    def timing(self, report: StepReport, *, counts: bool = True) -> list[StepEvent]:
-        """End a step; return the steps that the device has finished.
-
-        Args:
-            report: what the step returned.
-            counts: whether its time counts.
-        """
+    def timing(self, report: StepReport) -> list[StepEvent]:
+        """End a step; return the steps that the device has finished."""
         held = (report.loss, *report.metrics.values())
         values = [value.to("cpu", non_blocking=True) for value in held]  # to pinned memory
         self.begin("data")
-        self._pending.append(_Pending(report, self._marks, self._hidden, values, counts))
+        self._pending.append(_Pending(report, self._marks, self._hidden, values))
         self._marks, self._hidden = [self._marks[-1]], []
         if len(self._pending) > MAX_PENDING:
             self._pending[0].marks[-1][1].synchronize()

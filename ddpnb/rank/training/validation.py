@@ -24,7 +24,7 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.training.context import UNNAMED, RunContext, build_context
 from ddpnb.rank.training.evaluation import Score, score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds
-from ddpnb.rank.training.model_checks import attempt, check_model, check_step, depends_on_batch
+from ddpnb.rank.training.model_checks import attempt, check_model, check_step, refuse_sum
 from ddpnb.rank.worker import Batch, Worker
 
 CHECKS = "checks"
@@ -35,15 +35,6 @@ MIN_SECONDS_MARGIN = 1.1
 
 NUM_FEW = 8
 """Samples that a loss is looked at with."""
-
-BATCH_NOTE = (
-    "The loss of a batch is not the mean of the losses of its halves: it depends on which samples "
-    "are in a batch together, so strategies that split batches differently train different losses."
-)
-COLLECTIVES_NOTE = (
-    "training_step calls collectives and rank 0 evaluates alone, so the trained model has no loss "
-    "beside what validation_step and metric measure."
-)
 
 
 def validate(
@@ -83,27 +74,19 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
         survives_deaths=context.plan.survives_deaths,
         num_held_out=len(context.task.held_out),
     )
-    if context.is_own:
-        batch = _check_own(context, worker)
-    else:
-        batch, num_before = _smallest_batch(context), num_calls()
-        check_step(worker, batch, context.spec.strategy)
-        is_dependent = depends_on_batch(worker, context.samples, context.first_indices(NUM_FEW))
-        if is_dependent and context.plan.num_workers > 1:
-            result = replace(result, notes=(BATCH_NOTE,))
-        if num_calls() > num_before:
-            notes, refusal = (*result.notes, COLLECTIVES_NOTE), _collectives_refusal(context)
-            result = replace(result, notes=notes, refusal=refusal, skips_loss=True)
-        result = _with_times(result, context, worker)
-    if not context.is_evaluated or result.refusal:
-        return result
+    batch = _check_own(context, worker) if context.is_own else _smallest_batch(context)
     num_before = num_calls()
-    has_loss = context.has_loss and not result.skips_loss
-    found, seconds = _evaluated(context, worker, batch, has_loss=has_loss)
+    if not context.is_own:
+        check_step(worker, batch, context.spec.strategy)
+        refuse_sum(worker, context.samples, context.first_indices(NUM_FEW))
+        result = _with_times(result, context, worker)
+    if not context.is_evaluated:
+        return result
+    found, seconds = _evaluated(context, worker, batch)
     if num_calls() > num_before:
         raise UserError(
-            "validation_step or metric calls collectives, and rank 0 evaluates alone, on "
-            "samples of the whole split: compute what they return without the other ranks."
+            "The cell's functions call collectives, and rank 0 evaluates alone: in training_step "
+            "call them only if isinstance(model, DistributedDataParallel), elsewhere not at all."
         )
     has_accuracy = not math.isnan(found.accuracy)
     return replace(result, has_accuracy=has_accuracy, seconds_per_judged=seconds)
@@ -161,22 +144,7 @@ def _check_own(context: RunContext, worker: Worker) -> Batch:
     return batch
 
 
-def _collectives_refusal(context: RunContext) -> str:
-    """Return why a strategy cannot make steps that call collectives; empty if it can."""
-    plan, strategy = context.plan, context.spec.strategy
-    is_together = plan.num_ranks == context.state.world_size and plan.synchronous
-    if is_together and not context.spec.is_ceiling:
-        return ""
-    return (
-        f"training_step calls collectives, and not all ranks of {strategy} make the same steps "
-        "together: call them only if isinstance(model, DistributedDataParallel), or leave "
-        f"{strategy} out."
-    )
-
-
-def _evaluated(
-    context: RunContext, worker: Worker, batch: Batch, *, has_loss: bool
-) -> tuple[Score, float]:
+def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score, float]:
     """Evaluate the model on a few samples of each split, so that no run fails only at its end.
 
     The worker's model is in evaluation mode afterwards.
@@ -184,6 +152,7 @@ def _evaluated(
     Returns:
         The score on held-out samples, and the seconds that a sample takes in a usual batch.
     """
+    has_loss = context.has_loss
     judge = partial(score, worker.model.eval(), context.task, worker.device, has_loss=has_loss)
     num = batch.num_samples
     for is_held_out in (False, True):  # two batches, whose outputs a metric needs joined

@@ -1,9 +1,7 @@
 """A comparison as tidy DataFrames (kernel)."""
 
-import math
 from typing import TYPE_CHECKING, Any
 
-from ddpnb.history.claims import Ratio, Ratios, ratios_of
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.history.rows import metrics_of
@@ -32,9 +30,7 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
     """Return one row per run: its settings, where it ran, its results."""
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
-    ratios = ratios_of(summarise(comparison))
-    rows = [_run_row(run, comparison) | _speed_ratio(run, ratios) for run in comparison.all_runs]
-    frame = pd.DataFrame(rows)
+    frame = pd.DataFrame([_run_row(run, comparison) for run in comparison.all_runs])
     if comparison.other_rates:
         frame["is_compared"] = [run in comparison.runs for run in comparison.all_runs]
     return frame
@@ -117,20 +113,6 @@ def _run_row(run: RunSnapshot, comparison: Comparison) -> dict[str, object]:
         "efficiency": summary.efficiency,
         "machine": summary.machine,
         "communication": summary.share_of_ceiling,
-    }
-
-
-def _speed_ratio(run: RunSnapshot, ratios: Ratios | None) -> dict[str, object]:
-    """Return a run's speed over that of the reference in its repeat; the strategy's interval."""
-    found = Ratio() if ratios is None else ratios.speed.get((run.comparison, run.name), Ratio())
-    own = math.nan
-    if ratios is not None and found.num_repeats:
-        own = samples_per_second(run) / ratios.reference.rates.get(run.repeat, math.nan)
-    return {
-        "speed_ratio": own,
-        "speed_ratio_low": found.low if found.has_interval else math.nan,
-        "speed_ratio_high": found.high if found.has_interval else math.nan,
-        "speed_ratio_to": ratios.reference.name if ratios is not None else None,
     }
 
 

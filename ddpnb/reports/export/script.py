@@ -164,8 +164,7 @@ def _check(own: Source, given: set[str]) -> None:
 
 def _task_files(spec: RunSpec) -> list[Path]:
     name = parse_task(spec.task).name
-    names = {CELL_TASK: [], "cifar10": ["synthetic", "cifar10"]}.get(name, [name])
-    return [TASKS[each].file for each in names]
+    return [] if name == CELL_TASK else [TASKS[name].file]
 
 
 def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str, Any]]:

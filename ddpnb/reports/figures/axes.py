@@ -25,11 +25,9 @@ ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 TICK_WIDTH = 3.0
 """Least distance of the ticks of an x axis, as a multiple of their numbers' height."""
 LEAST_SHARE = 0.02
-"""Once this share of a run is done, its duration is estimated, and the axes show all of it."""
+"""Once this share of a run is done, the axes show all that is planned."""
 SLACK = 1.1
-"""The length of an axis over the estimated duration at first, because rates vary."""
-LONGEST = 1.7
-"""An axis longer than this, over the estimated duration, is shortened."""
+"""The length of an axis over what is estimated, because rates vary."""
 
 Look = dict[str, Any]
 """Arguments for matplotlib."""
@@ -108,36 +106,18 @@ def round_up(value: float) -> float:
     return next((step * unit for step in ROUND if step * unit >= value * (1 - 1e-9)), 10 * unit)
 
 
-def planned_samples(comparison: Comparison) -> float:
-    """Return the end of an axis of samples: those of the longest run, as planned while it trains.
+def planned_ends(comparison: Comparison) -> tuple[float, float]:
+    """Return the ends of the axes of samples and of seconds: of the longest run, as planned.
 
     Of a plan that has only just begun, so much is shown as there is to see.
     """
-    known = [(run, run.header) for run in comparison.runs if run.header is not None]
-    seen = max((run.num_samples for run, _ in known), default=0)
-    if not any(run.is_running for run, _ in known):
-        return seen
-    planned = max(header.num_samples for _, header in known)
-    return planned if seen >= LEAST_SHARE * planned else round_up(SLACK * seen)
-
-
-def planned_seconds(comparison: Comparison, shown: float = 0.0) -> float:
-    """Return the end of an axis of seconds, a round number.
-
-    Args:
-        comparison: the runs.
-        shown: the end of the axis so far, kept while it fits.
-    """
-    longest = max(map(_seconds_of, comparison.runs), default=0.0)
-    if not any(run.is_running for run in comparison.runs):
-        return round_up(longest)
-    if longest <= shown <= LONGEST * longest:
-        return shown
-    return round_up(SLACK * longest)
-
-
-def _seconds_of(run: RunSnapshot) -> float:
-    """Return the duration of a run, estimated while it trains."""
-    planned = run.header.num_samples if run.header and run.is_running else 0
-    share = run.num_samples / planned if planned else 1.0
-    return run.seconds / share if LEAST_SHARE <= share < 1 else run.seconds
+    samples = seconds = 0.0
+    for run in comparison.runs:
+        seen, passed = float(run.num_samples), run.seconds
+        if run.is_running:
+            planned = run.header.num_samples if run.header else 0
+            is_begun = seen > LEAST_SHARE * planned > 0
+            whole = max(planned / seen, 1.0) if is_begun else SLACK
+            seen, passed = seen * whole, SLACK * passed * whole
+        samples, seconds = max(samples, seen), max(seconds, passed)
+    return samples, round_up(seconds)

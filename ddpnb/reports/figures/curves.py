@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from ddpnb.history.curve import Curve, smoothed, throughput, window_for
+from ddpnb.history.curve import smoothed
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.rows import Floats
 from ddpnb.history.summary import evaluations
@@ -26,13 +26,12 @@ from ddpnb.reports.figures.axes import (
     round_down,
     round_up,
     shortened,
-    width_inches,
 )
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.style import INK, MUTED, SMALL_POINTS
 
-UPDATES_IN_WINDOW = 10
-"""About the least number of updates in a window of throughput."""
+UPDATES_IN_WINDOW, THROUGHPUT_POINTS = 10, 160
+"""The least number of updates in a window of throughput; the number of windows."""
 GRID_POINTS = 240
 """Number of points of the median of repeats."""
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
@@ -75,17 +74,14 @@ class CurvePanel:
     """The height of a line across."""
     is_share: bool = False
     """Whether the y axis ends at 1, and begins near the lowest share."""
-    awaited: str = "the first steps"
-    """What is waited for until there is a line."""
 
 
 # -- lines ---------------------------------------------------------------------------------
 
 
-def losses(runs: Sequence[RunSnapshot], x: str, y: str = "") -> Line:
-    """Return the loss of some repeats by ``x``, or the further number ``y``."""
-    curves = [run.metric_curves.get(y, Curve()) if y else run.curve for run in runs]
-    curves = [curve for curve in curves if len(curve)]
+def losses(runs: Sequence[RunSnapshot], x: str) -> Line:
+    """Return the loss of some repeats by ``x``."""
+    curves = [run.curve for run in runs if len(run.curve)]
     if x == "samples":  # which a hand-written loop need not count
         curves = [curve for curve in curves if curve.samples[-1] > 0]
     ats: list[Floats] = [getattr(curve, x) for curve in curves]
@@ -118,18 +114,19 @@ def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
 
 
 def _throughput(run: RunSnapshot) -> Points:
-    """Return the throughput, over a window that depends on the run's duration, or the planned one.
+    """Return samples/s over the time before each moment: a twelfth of what has passed.
 
-    It is at most a third of what has passed, so that a long run has a curve from its beginning.  It
-    spans several updates, as two workers can update at almost the same time.
+    It spans several updates, as two workers can update at almost the same time.
     """
-    curve, planned = run.curve, run.header.num_samples if run.header and run.is_running else 0
-    if len(curve) == 0 or curve.samples[-1] == 0:
+    curve = run.curve
+    if len(curve) == 0 or curve.samples[-1] == 0 or curve.seconds[-1] == 0:
         return np.empty(0), np.empty(0)
-    passed = float(curve.seconds[-1])
-    seconds = passed * min(max(planned / float(curve.samples[-1]), 1.0), 4.0)  # window: a twelfth
-    gap = passed / curve.num_updates
-    return throughput(curve, max(window_for(seconds), window_for(12 * UPDATES_IN_WINDOW * gap)))
+    end = float(curve.seconds[-1])
+    window = end * min(max(1 / 12, UPDATES_IN_WINDOW / curve.num_updates), 1.0)
+    at = np.linspace(window, end, THROUGHPUT_POINTS)
+    seconds, samples = np.append(0.0, curve.seconds), np.append(0.0, curve.samples)
+    seen = np.interp(at, seconds, samples) - np.interp(at - window, seconds, samples)
+    return at, seen / window
 
 
 def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:
@@ -178,7 +175,7 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
     axes.set(xlim=(0.0, right), ylim=_y_limits(panel, [line for _, line in shown]))
     if not shown:
         look: Look = {"ha": "center", "va": "center", "fontsize": SMALL_POINTS, "color": MUTED}
-        axes.text(0.5, 0.5, f"waiting for {panel.awaited}", transform=axes.transAxes, **look)
+        axes.text(0.5, 0.5, "waiting for the first steps", transform=axes.transAxes, **look)
         axes.tick_params(labelbottom=False, labelleft=False)
         return
     for strategy, line in shown:
@@ -288,11 +285,7 @@ def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str) -> tuple[st
 
 
 def _draw_note(axes: Axes, note: str, begins: float, up: float, ink: str) -> None:
-    """Write a note right of a place on the x axis, left of it where it would leave the axes."""
-    box = axes.bbox.transformed(axes.figure.dpi_scale_trans.inverted())
-    taken = max(map(width_inches, note.split("\n"))) / box.width
-    is_right = begins + taken <= 1.0 or begins < taken
-    at = max(min(begins, 1.0 - taken), 0.0) if is_right else begins
-    look: Look = {"ha": "left" if is_right else "right", "va": "top", "fontsize": SMALL_POINTS}
+    """Write a note right of a place on the x axis, left of it in the right half."""
+    look: Look = {"ha": "left" if begins < 0.5 else "right", "va": "top", "fontsize": SMALL_POINTS}
     box_look = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}
-    axes.text(at, up, note, color=ink, bbox=box_look, transform=axes.transAxes, **look)
+    axes.text(begins, up, note, color=ink, bbox=box_look, transform=axes.transAxes, **look)

@@ -10,8 +10,7 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.reports import kit
 from ddpnb.reports.figures.axes import (
     Strategy,
-    planned_samples,
-    planned_seconds,
+    planned_ends,
     shortened,
     width_inches,
 )
@@ -34,7 +33,7 @@ from ddpnb.reports.figures.rows import (
 )
 from ddpnb.reports.formatting import labels, longest_label, styles, title
 from ddpnb.reports.kit import Sheet
-from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
+from ddpnb.reports.style import ACROSS, EVERYTHING, PlotOptions, style_of
 
 WIDTH = 13.6
 """So wide that text of ``SMALL_POINTS`` is at least 10 pixels high on a laptop of 1280 pixels."""
@@ -62,7 +61,6 @@ def draw(
     options: PlotOptions = EVERYTHING,
     *,
     is_live: bool = False,
-    seconds: float = 0.0,
 ) -> Figure:
     """Return a comparison as a matplotlib figure: curves above, a row per strategy below.
 
@@ -70,15 +68,13 @@ def draw(
         comparison: at one moment.
         options: how it is drawn.
         is_live: whether it trains; then what may come has its place already.
-        seconds: the end of the axis of time; 0: it is planned.
     """
     called, looks, groups = labels(comparison), styles(comparison), group_runs(comparison.runs)
     begun = [
         Strategy(label=called[s.key], style=looks[s.key], summary=s, runs=groups[s.key])
         for s in summarise(comparison, options.target)
     ]
-    seconds = seconds or planned_seconds(comparison)
-    bands = _panels(comparison, begun, options, seconds, is_live=is_live)
+    bands = _panels(comparison, begun, options, is_live=is_live)
     columns = _columns(comparison, begun, options, is_live=is_live)
     names = [(each.label, each.style) for each in begun]
     done = {each.summary.name for each in begun}
@@ -113,7 +109,7 @@ def draw(
         for kind in kinds:
             width = free * kind.share / sum(each.share for each in kinds)
             axes = sheet.axes(row_height, down=down, left=left, right=WIDTH - left - width)
-            draw_column(axes, kind, begun, num, seconds)
+            draw_column(axes, kind, begun, num)
             left += width + kind.text_inches + ROW_GAP
         down += row_height + ROWS_BOTTOM + HEAD
     return sheet.figure
@@ -123,7 +119,6 @@ def _panels(
     comparison: Comparison,
     begun: Sequence[Strategy],
     options: PlotOptions,
-    seconds: float,
     *,
     is_live: bool,
 ) -> list[list[CurvePanel]]:
@@ -131,25 +126,24 @@ def _panels(
 
     By default there are two: losses by samples, and at the end a held-out score by time.
     """
-    ends = {"samples": planned_samples(comparison), "seconds": seconds, "updates": 0.0}
+    ends = dict(zip(ACROSS, (*planned_ends(comparison), 0.0), strict=True))
     target = options.target
     across = (options.x,) if options.x else ("samples", "seconds")
     rivals = [each for each in begun if not each.summary.is_ceiling]  # that one is there for speed
     loss_panels = [
         CurvePanel(
-            title=f"{options.y or 'Training loss'} by {X_WORDS[x]}",
-            lines=[(each, losses(each.runs, x, options.y)) for each in rivals],
+            title=f"Training loss by {X_WORDS[x]}",
+            lines=[(each, losses(each.runs, x)) for each in rivals],
             x=x,
             right=ends[x],
             log=options.log,
-            target=target.value if target and not target.is_accuracy and not options.y else None,
-            awaited=options.y or "the first steps",
+            target=target.value if target and not target.is_accuracy else None,
         )
         for x in across
     ]
     is_all = options.panels == "all"
     marks_loss = target is not None and not target.is_accuracy
-    if not is_all and (is_live or options.y or marks_loss):
+    if not is_all and (is_live or marks_loss):
         return [loss_panels]
     scores = [
         CurvePanel(
@@ -172,7 +166,7 @@ def _panels(
         title="Samples per second by time, s",
         lines=[(each, throughputs(each.runs)) for each in begun],
         x="seconds",
-        right=seconds,
+        right=ends["seconds"],
     )
     return [[*loss_panels, rate], *([scores[:MOST_HELD_OUT]] if scores else [])]
 

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from ddpnb.history.model import absences, slowness
-from ddpnb.history.rows import Floats
+from ddpnb.history.model import slowness
 from ddpnb.history.summary import staleness_counts
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.reports.figures.axes import (
@@ -32,8 +31,6 @@ BAR = 0.6
 """Height of a bar, as a share of its row."""
 STACKED = ("data", "forward", "backward", "optimizer", "communication", "waiting")
 """The parts of a step from left to right: a rank's own work first."""
-LANE_POINTS = 80
-"""Number of times in a rank's lane."""
 MB = 1e6
 BESIDE = (BASELINE, CEILING)
 """What the others are measured against."""
@@ -75,9 +72,7 @@ class Column:
     """The legend below the ticks."""
 
 
-def draw_column(
-    axes: Axes, column: Column, strategies: Sequence[Strategy], num_rows: int, seconds: float
-) -> None:
+def draw_column(axes: Axes, column: Column, strategies: Sequence[Strategy], num_rows: int) -> None:
     """Draw a column on bare axes.
 
     Args:
@@ -85,7 +80,6 @@ def draw_column(
         column: what it shows.
         strategies: those that have begun.
         num_rows: the number of rows that there will be.
-        seconds: the end of the training.
     """
     prepare(axes, column.title, lines="x", num_ticks=4)
     axes.spines["bottom"].set_visible(False)
@@ -96,8 +90,7 @@ def draw_column(
         if text := column.draw(axes, each, middle):
             beside: Look = {"transform": axes.get_yaxis_transform(), "va": "center", "color": INK}
             axes.text(1.03, middle - 0.02, text, fontsize=SMALL_POINTS, **beside)
-    reach = max(map(column.reach, strategies), default=0.0)
-    right = max(reach, seconds) if column is RANKS and reach else reach
+    right = max(map(column.reach, strategies), default=0.0)
     if column is STALENESS:
         shown = range(0, MAX_SHOWN_STALENESS + 1, 2)
         axes.set_xticks([value + 0.5 for value in shown], [str(value) for value in shown])
@@ -225,53 +218,40 @@ SPLIT = Column(
 # -- ranks ---------------------------------------------------------------------------------
 
 
+def _dead(strategy: Strategy) -> list[int]:
+    """Return the ranks that died in the latest repeat."""
+    marks = strategy.runs[-1].marks
+    return sorted({mark.rank for mark in marks if mark.kind.is_death})
+
+
 def _is_uneven(strategy: Strategy) -> bool:
-    """Return whether a rank was slow or away."""
-    latest = strategy.runs[-1]
-    return bool(absences(latest)) or max(slowness(latest.ranks).values(), default=0.0) >= SLOW
+    """Return whether a rank was slow or died."""
+    times = slowness(strategy.runs[-1].ranks)
+    return bool(_dead(strategy)) or max(times.values(), default=0.0) >= SLOW
 
 
 def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw one lane per rank: the slower its own work, the darker; blank while it was gone."""
+    """Draw one lane per rank, as long as it trained: the slower its own work, the darker."""
     latest = strategy.runs[-1]
-    ranks = [rank.rank for rank in latest.ranks]
-    times = slowness(latest.ranks) if len(ranks) > 1 else {}
-    if not times:
+    times = slowness(latest.ranks)
+    if len(times) < 2:
         return ""
-    height = min(0.86, 0.24 * len(ranks) + 0.3)
-    bottom, end = middle - height / 2, max(rank.seconds for rank in latest.ranks)
-    place: Look = {"extent": (0.0, end, bottom, bottom + height), "aspect": "auto"}
-    axes.imshow(_lanes(strategy, end), interpolation="nearest", zorder=2, **place)
-    look: Look = {"marker": "v", "markersize": 8, "markeredgecolor": "white", "linestyle": ""}
-    for mark in latest.marks:
-        if mark.rank in ranks:
-            y = bottom + height * (1 - (ranks.index(mark.rank) + 0.5) / len(ranks))
-            axes.plot(mark.seconds, y, color=INK, zorder=3, clip_on=False, **look)
-    if away := sorted(absences(latest)):
-        return f"rank {away[0]} died" if len(away) == 1 else f"{len(away)} ranks died"
+    height = min(0.86, 0.24 * len(times) + 0.3) / len(times)
+    top = middle + height * len(times) / 2
+    ink = np.array(to_rgb(strategy.style.ink))
+    look: Look = {"marker": "v", "markersize": 8, "markeredgecolor": "white", "zorder": 3}
+    for index, rank in enumerate(latest.ranks):
+        depth = min(max((times[rank.rank] - 0.9) / 1.1, 0.0), 1.0)  # 0.9× pale, 2× full
+        colour = (0.88 + 0.12 * ink) * (1 - depth) + ink * depth
+        low = top - height * (index + 1)
+        _bar(axes, 0.0, low + 0.07 * height, rank.seconds, 0.86 * height, facecolor=tuple(colour))
+        for mark in latest.marks:
+            if mark.rank == rank.rank:
+                axes.plot(mark.seconds, low + height / 2, color=INK, clip_on=False, **look)
+    if dead := _dead(strategy):
+        return f"rank {dead[0]} died" if len(dead) == 1 else f"{len(dead)} ranks died"
     slowest = max(times, key=lambda rank: times[rank])
     return f"rank {slowest}: {times[slowest]:.1f}×" if times[slowest] >= SLOW else "even"
-
-
-def _lanes(strategy: Strategy, end: float) -> Floats:
-    """Return an image, one lane of six pixels per rank, with gaps between."""
-    at, ranks = np.linspace(0.0, end, LANE_POINTS), strategy.runs[-1].ranks
-    away = absences(strategy.runs[-1])
-    means = [np.nanmedian(rank.track.mean) for rank in ranks if len(rank.track)]
-    fastest = float(min(means, default=1.0)) or 1.0
-    ink = np.array(to_rgb(strategy.style.ink))
-    lanes = np.zeros((7 * len(ranks), LANE_POINTS, 4))
-    for index, rank in enumerate(ranks):
-        if len(rank.track) == 0:
-            continue
-        times = np.interp(at, rank.track.seconds, rank.track.mean) / fastest
-        depth = np.clip((times - 0.9) / 1.1, 0.0, 1.0)[None, :, None]  # 0.9× pale, 2× full
-        lane = lanes[7 * index : 7 * index + 6]
-        lane[:, :, :3] = (0.88 + 0.12 * ink) * (1 - depth) + ink * depth
-        lane[:, :, 3] = at <= rank.seconds
-        for begin, back in away.get(rank.rank, ()):
-            lane[:, (begin < at) & (at < back), 3] = 0.0
-    return lanes
 
 
 def _ranks_reach(strategy: Strategy) -> float:

@@ -1,4 +1,4 @@
-"""Which rank gets which samples, and which worker which shards, as a picture and text (kernel)."""
+"""Which rank gets which samples, as a picture and text (kernel)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,11 +6,8 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
-from ddpnb.reports.formatting import counted, listed, percent
+from ddpnb.reports.formatting import counted, listed
 from ddpnb.reports.kit import (
     RANK_COLOURS,
     RIGHT,
@@ -31,8 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_CELLS, MAX_SHARDS = 40, 400
-"""Cells of a row in the picture, and of all rows of a run."""
+MAX_CELLS = 40
+"""Cells of a row in the picture."""
 MAX_RANKS, MAX_LISTED = 16, 24
 """Ranks in the table, and samples that it lists for each."""
 
@@ -44,19 +41,17 @@ POINTS = 10.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What was handed out in one epoch, or in one stretch of a run."""
+    """What was handed out in one epoch."""
 
     label: str
-    begin: int = 0
-    """The number of the first cell."""
     num_cells: int
     handed_out: tuple[Indices, ...]
     """To each rank, in its order."""
 
     def owners(self) -> dict[int, list[int]]:
         """Return the ranks that get each shown cell; one that gets it twice is there twice."""
-        end = self.begin + min(self.num_cells, MAX_CELLS)
-        owners: dict[int, list[int]] = {cell: [] for cell in range(self.begin, end)}
+        end = min(self.num_cells, MAX_CELLS)
+        owners: dict[int, list[int]] = {cell: [] for cell in range(end)}
         for rank, indices in enumerate(self.handed_out):
             for cell in indices[indices < end].tolist():
                 owners[cell].append(rank)
@@ -64,14 +59,14 @@ class Row:
 
     def repeated(self) -> Indices:
         """Return the samples that are handed out more than once."""
-        return np.flatnonzero(self._counts() > 1) + self.begin
+        return np.flatnonzero(self._counts() > 1)
 
     def absent(self) -> Indices:
         """Return the samples that nobody gets."""
-        return np.flatnonzero(self._counts() == 0) + self.begin
+        return np.flatnonzero(self._counts() == 0)
 
     def _counts(self) -> Indices:
-        return np.bincount(np.concatenate(self.handed_out) - self.begin, minlength=self.num_cells)
+        return np.bincount(np.concatenate(self.handed_out), minlength=self.num_cells)
 
     def is_like(self, other: "Row") -> bool:
         """Return whether another row hands out the same, in the same order."""
@@ -90,10 +85,6 @@ class Handout(Shown):
     """Who gets what: as a picture by sample, as a table in the order in which each rank gets it."""
 
     title: str
-    unit: str = "sample"
-    """What a cell is: ``"sample"``, or ``"shard"``."""
-    absent: str = "left out"
-    """The word for a cell that nobody has."""
     rows: tuple[Row, ...]
     """One for each epoch."""
     notes: tuple[str, ...]
@@ -112,7 +103,7 @@ class Handout(Shown):
         return Table(
             caption=self.title,
             columns=(
-                Column(title=f"{self.unit}s"),
+                Column(title="samples"),
                 *(Column(title=row.label, is_prose=True) for row in self.rows),
             ),
             rows=tuple(table_row(f"rank {rank}", *cells) for rank, cells in ranks),
@@ -129,9 +120,6 @@ def _numbers(indices: Indices) -> str:
     shown = " ".join(map(str, indices[:MAX_LISTED]))
     num_more = len(indices) - MAX_LISTED
     return shown if num_more <= 0 else f"{shown} ... ({num_more:,} more)"
-
-
-# -- of a sampler --------------------------------------------------------------------------
 
 
 def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
@@ -183,48 +171,6 @@ def _sampler_notes(
     return notes
 
 
-# -- of a stored run -----------------------------------------------------------------------
-
-
-def handout_of_run(name: str, comparison: Comparison) -> Handout:
-    """Return which shards an asynchronous run gave to whom; the first run that has noted them.
-
-    A worker notes its first 1,000 shards, so of the first 400 of a run each is known.
-
-    Raises:
-        UserError: there is none.
-    """
-    found = [run for run in comparison.runs if any(report.shards for report in run.reports)]
-    if not found:
-        raise UserError(
-            f"{name} has no record of shards: async and hogwild hand them out, other strategies "
-            "give each rank its part of every global batch."
-        )
-    run, *_ = found
-    shards = {report.rank: np.array(report.shards, dtype=np.int64) for report in run.reports}
-    of_rank = [shards.get(rank, np.empty(0, dtype=np.int64)) for rank in range(max(shards) + 1)]
-    end = min(max(int(each.max(initial=0)) for each in of_rank) + 1, MAX_SHARDS)
-    rows = []
-    for begin in range(0, end, MAX_CELLS):
-        stop = min(begin + MAX_CELLS, end)
-        handed_out = tuple(each[(each >= begin) & (each < stop)] for each in of_rank)
-        label = f"{begin}-{stop - 1}"
-        rows.append(Row(label=label, begin=begin, num_cells=stop - begin, handed_out=handed_out))
-    total = sum(report.num_steps for report in run.reports)
-    parts = [f"rank {r.rank} trained on {percent(r.num_steps / total)}" for r in run.reports]
-    notes = [f"Of {total:,} shards, {listed(parts)}."]
-    died = sorted({mark.rank for mark in run.marks if mark.kind.is_death})
-    if died:
-        notes.append(f"What {spoken_ranks(died)} trained on before its death is not known.")
-    return Handout(
-        title=f"{run.comparison}/{run.name}: shards, in the order in which they were handed out",
-        unit="shard",
-        absent="not known" if died else "nobody's",
-        rows=tuple(rows),
-        notes=tuple(notes),
-    )
-
-
 # -- the picture ---------------------------------------------------------------------------
 
 
@@ -237,7 +183,7 @@ def draw(handout: Handout) -> "Figure":
     if any(len(row.repeated()) for row in rows):
         key += "  Ringed: handed out more than once."
     if any(len(row.absent()) for row in rows):
-        key += f"  ×: {handout.absent}."
+        key += "  ×: left out."
     height = ROW * len(rows)
     sheet = Sheet(handout.title, height + TICKS, [key])
     axes = sheet.axes(height, left=LABELS)
@@ -251,15 +197,14 @@ def draw(handout: Handout) -> "Figure":
         for column, owners in enumerate(row.owners().values()):
             _draw_cell(axes, column * width, middle, width, owners)
         place = min(row.num_cells, MAX_CELLS) * width + 0.15
-        counts = ((len(row.repeated()), "repeated"), (len(row.absent()), handout.absent))
+        counts = ((len(row.repeated()), "repeated"), (len(row.absent()), "left out"))
         summary = [row.shares(), *(f"{num:,} {what}" for num, what in counts if num)]
         more = "… " if row.num_cells > MAX_CELLS else ""
         write(axes, place, middle, more + ", ".join(summary), **look)
-    if handout.unit == "sample":  # elsewhere each row has other numbers, which its label says
-        below = height + 0.16
-        write(axes, -0.15, below, "sample", ha="right", **look)
-        for cell in range(0, num_columns, 1 if num_columns <= 24 else 5):
-            write(axes, (cell + 0.5) * width, below, f"{cell}", ha="center", **look)
+    below = height + 0.16
+    write(axes, -0.15, below, "sample", ha="right", **look)
+    for cell in range(0, num_columns, 1 if num_columns <= 24 else 5):
+        write(axes, (cell + 0.5) * width, below, f"{cell}", ha="center", **look)
     if num_ranks <= len(RANK_COLOURS):
         legend(axes, {f"rank {rank}": rank_colour(rank) for rank in range(num_ranks)})
     return sheet.figure

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddpnb.cluster.hangs import Hang, HangDetector, Lasting, still_wait
+from ddpnb.cluster.hangs import Hang, HangDetector, still_wait
 from ddpnb.protocol.messages import RankStatus
 
 WAITING = RankStatus(rank=0, is_busy=True, line=3, call="all_reduce", num_collectives=7)
@@ -44,15 +44,6 @@ def test_a_hang_is_two_seconds_of_waiting_by_all_who_run():
 
 def test_a_machine_that_slept_has_not_waited():
     assert rounds((1, BOTH), (900, BOTH), (901, BOTH)) == [False, False, True]
-
-
-def test_what_has_lasted_is_found_once():
-    lasting = Lasting(seconds=2.0, longest_gap=1.0)
-    found = [lasting.new(ranks, now) for now, ranks in enumerate([[1], [1, 2], [1, 2], [1, 2]])]
-    assert found == [[], [], [1], [2]]
-    assert [lasting.new(ranks, 10 * now) for now, ranks in ((1, []), (2, [1]), (3, [1]))] == [
-        []
-    ] * 3
 
 
 def receiving(rank: int, peer: int) -> RankStatus:

@@ -9,7 +9,6 @@ import pytest
 from ddpnb.history.claims import Ratio, accuracies_differ, ratio, ratios_of, standard_error
 from ddpnb.history.model import Status
 from ddpnb.history.summary import summarise
-from ddpnb.reports.export.data import runs_frame
 from ddpnb.reports.findings import results_table
 from ddpnb.reports.sentence import sentence
 from tests.unit.history.fake_runs import fake_comparison
@@ -88,11 +87,11 @@ def test_one_run_and_two_claim_nothing_but_say_what_they_span():
     one = ratios_of(summarise(fake_comparison(("single", "ddp"))))
     assert one is not None
     (found,) = one.speed.values()
+    assert found.middle > 1
     assert 1 < found.low < found.middle < found.high, "ddp is 1.6 times as fast"
     two = ratio({0: 2.0, 1: 1.5}, {0: 1.0, 1: 1.0})
     assert (two.low, two.high) == (pytest.approx(1.5), pytest.approx(2.0))
     assert not any(each.is_claim for each in (found, two))
-    assert math.isnan(ratio({0: 2.0}, {0: 1.0}).low)
 
 
 def test_emulated_strategies_and_the_ceiling_are_not_compared_by_speed():
@@ -123,15 +122,10 @@ def test_repeats_are_paired_and_what_one_of_the_two_lacks_is_left_out(is_by_hand
     assert (paired.num_repeats, paired.middle) == (4 if is_by_hand else 3, pytest.approx(2))
 
 
-def test_the_table_and_the_frame_give_the_interval():
+def test_the_table_gives_the_interval():
     runs = compared(*repeated(single=(100, 101, 99), ddp=(150, 149, 152)))
     (note,) = [note for note in results_table(runs).notes if "interval" in note]
     assert note.startswith("samples/s over those of single, 95 % interval over 3 repeats: ddp 1.4")
-    frame = runs_frame(runs).set_index(["strategy", "repeat"])
-    assert frame.loc[("ddp", 1), "speed_ratio"] == pytest.approx(1.5)
-    assert set(frame.speed_ratio_to) == {"single"}
-    low, high = frame.loc[("ddp", 2), ["speed_ratio_low", "speed_ratio_high"]]
-    assert 1.4 < low < 1.5 < high < 1.6
 
 
 def test_accuracies_differ_by_more_than_the_error_of_their_samples():

@@ -10,9 +10,6 @@ from ddpnb.history.curve import (
     Curve,
     curve_of,
     smoothed,
-    tenths,
-    throughput,
-    window_for,
     with_waiting,
 )
 from ddpnb.history.model import Run, Status
@@ -70,45 +67,24 @@ def test_a_worker_without_samples_does_not_poison_the_mean():
 
 
 @pytest.mark.parametrize("strategy", ["async", ""])
-def test_asynchronous_steps_are_in_the_order_of_time_once_the_run_has_ended(strategy: str):
+def test_asynchronous_steps_are_in_the_order_of_time(strategy: str):
     """Also those that one rank reports long after the other."""
     run = a_run(strategy) if strategy else Run(run_id="m", name="mine")
     head = header(spec("async"), 2) if strategy else None
     run.add(batch(run.run_id, [step(i, i + 1.0, 4.0 - i) for i in range(4)], header=head))
     assert drawn(run).samples.tolist() == [10, 20, 30, 40]
     run.add(batch(run.run_id, [step(i, i + 1.5, 3.5 - i) for i in range(4)], rank=1))
-    assert drawn(run).seconds.tolist() == [1, 2, 3, 4, 4, 4, 4, 4.5]
-    run.end(Status.FINISHED)
     assert drawn(run).mean.tolist() == [4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5]
     assert drawn(run).seconds.tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
     assert [rank.num_steps for rank in run.snapshot().ranks] == [4, 4]
 
 
-def test_a_metric_has_a_curve_as_the_loss_has():
-    run = run_of(spec("ddp"))
-    name = run.run_id
-    run.add(batch(name, [step(0, 0.5)], header=header(spec("ddp"), 2)))
-    run.add(batch(name, [step(0, 0.6)], rank=1))
-    assert len(drawn(run)) == 1
-    for rank, value in enumerate((1.0, 4.0)):  # the second worker has twice as many samples
-        steps = [step(1, 1.0, samples=10 * (rank + 1))]
-        run.add(batch(name, steps, rank=rank, sequence=1, metrics=[(0, "f1", value)]))
-    live = run.snapshot().metric_curves["f1"]
-    run.end(Status.FINISHED)
-    for curve in (live, run.snapshot().metric_curves["f1"]):
-        assert curve.samples.tolist() == run.snapshot().curve.samples.tolist() == [20, 50]
-        np.testing.assert_allclose(curve.mean, [np.nan, 3.0])
-
-
 @pytest.mark.parametrize("num", [1, 7, 360, 361, 2_345])
-@pytest.mark.parametrize("at_once", [1, 97, 10_000])
-def test_however_steps_come_the_points_are_the_same(num: int, at_once: int):
+def test_neighbouring_updates_are_merged(num: int):
     losses = np.random.default_rng(num).normal(size=num)
     losses[::5] = np.nan
     every = rows(0, *(step(i, i + 1.0, loss) for i, loss in enumerate(losses)))
-    curve = Curve()
-    for first in range(0, num, at_once):
-        curve = curve_of(every[first : first + at_once], None, after=curve)
+    curve = curve_of(every, None)
     parts = [losses[i : i + curve.num_merged] for i in range(0, num, curve.num_merged)]
     assert len(curve) == len(parts) <= MAX_POINTS
     assert (curve.samples[-1], curve.num_updates, curve.updates[-1]) == (num * 10, num, num)
@@ -154,26 +130,6 @@ def test_the_smoothed_line_goes_through_its_points_and_stays_whatever_is_planned
     if num_done <= MAX_POINTS:
         np.testing.assert_allclose(smoothed(falling(40, 40)), smoothed(curve)[:40])
     assert np.flatnonzero(np.isnan(smoothed(falling(40, 40, nan_at=20)))).tolist() == [20]
-
-
-def test_throughput_shows_a_pause():
-    curve = Curve(
-        samples=np.array([10.0, 20, 30]),
-        seconds=np.array([1.0, 6, 7]),
-        mean=np.ones(3),
-        num_updates=3,
-    )
-    at, rate = throughput(curve, window=1.0)
-    np.testing.assert_allclose(np.interp([1.0, 3.0, 7.0], at, rate), [10, 2, 10])
-    assert [window_for(seconds) for seconds in (12, 23, 24, 0.6)] == pytest.approx([1, 1, 2, 0.05])
-    nothing = Curve()
-    assert len(throughput(nothing, 1.0)[0]) == len(tenths(nothing)) == len(smoothed(nothing)) == 0
-
-
-def test_tenths_of_a_run_that_slows_down():
-    ends = [1, 2, 3, 4, 5, 7, 9, 11, 13, 15.0]
-    curve = curve_of(rows(0, *(step(i, at, samples=1) for i, at in enumerate(ends))), None)
-    np.testing.assert_allclose(tenths(curve), [1.0] * 5 + [0.5] * 5)
 
 
 def test_diverged_losses_are_counted_and_kept():

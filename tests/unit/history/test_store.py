@@ -97,19 +97,19 @@ def test_comparisons_are_numbered_and_found_by_name(store: Store):
         store.load("digit-1")
 
 
-def test_renaming_and_deleting(store: Store):
-    keep(store, ("single", "ddp"), 1)
-    keep(store, ("ddp",), 2)
-    assert store.rename("digits-1", "lesson") == "lesson"
-    assert store.rename("digits-2", "lesson") == "lesson-2"
-    assert store.begin_comparison(a_comparison(3), wanted_name="lesson").name == "lesson-3"
+def test_names_and_deleting(store: Store):
+    for number, name in ((5, "lesson"), (6, "lesson-2")):
+        found = store.begin_comparison(a_comparison(number), wanted_name="lesson")
+        assert found.name == name
     for wrong, reason in (("ddp", "strategy"), ("a/b", "cannot be a name")):
         with pytest.raises(UserError, match=reason):
-            store.rename("lesson", wrong)
-    assert len(store.delete("lesson/ddp")) == 1
-    assert [r.name for r in store.load("lesson").runs] == ["single"]
-    assert len(store.delete("lesson")) == 1
-    assert [r.comparison for r in store.list()] == ["lesson-2"]
+            store.begin_comparison(a_comparison(7), wanted_name=wrong)
+    keep(store, ("single", "ddp"), 1)
+    keep(store, ("ddp",), 2)
+    assert len(store.delete("digits-1/ddp")) == 1
+    assert [r.name for r in store.load("digits-1").runs] == ["single"]
+    assert len(store.delete("digits-1")) == 1
+    assert [r.comparison for r in store.list()] == ["digits-2"]
     run = begun(store, 4, "mine")
     other = Store(store.folder)  # of another notebook
     with pytest.raises(UserError, match="is being trained"):
@@ -143,22 +143,19 @@ def test_two_notebooks_write_at_once(tmp_path: Path):
     assert [run.num_events for run in listed] == [40, 40]
 
 
-@pytest.mark.parametrize("num_batches", [4, 15])
-def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store, num_batches: int):
-    """Also a long one, whose steps leave memory, and where one rank comes late."""
+def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store):
+    """Also where one rank comes late."""
     recorder = Recorder(store, name="late", task="cell", source="", specs=())
     recorder.begin("r1", "mine")
-    for sequence in range(num_batches):
+    for sequence in range(4):
         steps = range(1000 * sequence, 1000 * (sequence + 1))
         for rank in range(2):
             events = [step(i, i + 1.0 + rank / 2, loss=1 / (i + 1 + rank)) for i in steps]
             recorder.add(batch("r1", events, rank=rank, sequence=sequence))
-        (run,) = recorder.comparison.runs
+        assert len(recorder.comparison.runs) == 1
     recorder.end("r1", Status.FINISHED)
     (live,), (loaded,) = recorder.comparison.runs, store.load("late").runs
-    for each in (run, live, loaded):
-        assert (each.load() is each.load()) == (num_batches < 10), "many are read again"
-    assert len(live.events) == len(loaded.events) == 2000 * num_batches
+    assert len(live.events) == len(loaded.events) == 8000
     for name in ("samples", "seconds", "mean", "lowest", "highest"):
         np.testing.assert_array_equal(getattr(live.curve, name), getattr(loaded.curve, name))
     assert np.diff(loaded.curve.mean).max() < 0

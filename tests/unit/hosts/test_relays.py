@@ -39,10 +39,9 @@ def coming(place: dict[str, str]) -> "Iterator[zmq.Socket[bytes]]":
     with zmq.Context() as context, context.socket(zmq.DEALER) as relay:
         relay.curve_publickey, relay.curve_secretkey = zmq.curve_keypair()
         relay.curve_serverkey = place["key"].encode()
-        relay.linger = 0
+        relay.linger, relay.identity = 0, b"a"
         relay.connect(place["endpoint"])
-        hello = {"token": place["token"], "name": "a", "host": "a", "addresses": []}
-        hello["reached"] = "127.0.0.1"
+        hello = {"token": place["token"], "host": "a", "reached": "127.0.0.1"}
         relay.send_multipart([Word.HELLO, json.dumps(hello).encode()])
         yield relay
 
@@ -55,7 +54,7 @@ def test_strangers_are_refused(router):
     assert not router.relays
     with coming(router.place()) as relay:
         assert relay.poll(10_000)
-        assert relay.recv_multipart()[0] == Word.WELCOME
+        assert relay.recv_multipart()[0] == Word.PROBE
         assert list(router.relays) == ["a"]
 
 
@@ -97,26 +96,22 @@ def relay(router, tmp_path) -> "Iterator[subprocess.Popen[bytes]]":
         process.kill()
 
 
-def test_an_agent_is_started_again_and_ends_with_the_kernel(router, relay):
+@pytest.mark.parametrize("first", ["agent", "link", "kernel"])
+def test_agent_and_relay_end_with_each_other_and_with_the_kernel(router, relay, first):
     (name,) = router.relays
     folder = Path(f"/dev/shm/ddpnb-{name}")
-    for _ in range(2):
-        link = ForkServerLink(router.relays[name].pipe, on_exit=print, on_end=lambda: None)
-        assert link.request(KernelRequest.PROBE, others={}).result(30) == {}
-        with pytest.raises(RuntimeError, match="KeyError"):
-            link.request("of a later version").result(30)  # type: ignore[arg-type]
-        (agent,) = psutil.Process(relay.pid).children()
-        assert folder.stat().st_mode & 0o777 == 0o700
-        agent.kill()
-        assert link.is_over.wait(30)
-        assert not folder.exists()
-        router.start_agent(name)
-        wait_until(lambda: name in router.relays, "another agent")
+    link = ForkServerLink(router.relays[name].pipe, on_exit=print, on_end=lambda: None)
+    assert link.request(KernelRequest.PROBE, others=[]).result(30) == []
+    with pytest.raises(RuntimeError, match="KeyError"):
+        link.request("of a later version").result(30)  # type: ignore[arg-type]
     (agent,) = psutil.Process(relay.pid).children()
-    router.stop()
-    wait_until_gone([agent, psutil.Process(relay.pid)])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    {"agent": agent.kill, "link": link.close, "kernel": router.stop}[first]()
+    assert link.is_over.wait(30)
+    wait_until_gone([agent])
     assert relay.wait(10) == 0
     assert not folder.exists()
+    assert not router.relays
 
 
 def test_an_error_while_processes_are_stopped_is_raised_once_all_are():

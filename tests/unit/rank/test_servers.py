@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.servers.queue import UpdateCounter, WorkQueue
-from ddpnb.rank.servers.requests import RequestKind
+from ddpnb.rank.servers.queue import RequestKind, UpdateCounter, WorkQueue
 from ddpnb.rank.strategies.asynchronous import ParameterStore, scaled_rate
 from tests.rank.fit import packed
 

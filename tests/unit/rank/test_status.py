@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import DistBackendError, DistNetworkError
 
 from ddpnb.compat import torch_internals
-from ddpnb.compat.torch_internals import PendingCollective, collective_on_gpu
+from ddpnb.compat.torch_internals import PendingCollective, pending_collective
 from ddpnb.rank.cancellation import ConsequenceError, is_consequence
 
 
@@ -42,7 +42,7 @@ def test_a_gpu_waits_in_the_collective_that_it_has_started(monkeypatch, state, a
     ]
     monkeypatch.setattr(torch_internals, "_recorded", lambda: found)
     monkeypatch.setattr(torch_internals.dist, "is_initialized", lambda: True)
-    assert collective_on_gpu(time.time_ns() - int(20e9), 1.0) == expected
+    assert pending_collective(time.time_ns() - int(20e9), seconds_on_gpu=1.0) == expected
 
 
 GLOO = (

@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from ddpnb.protocol.replicas import RankSamples, SamplerSpec
 from ddpnb.rank.inspect import samples as on_rank
-from ddpnb.reports.inside.samples import MAX_CELLS, Handout, handout_of, handout_of_run
+from ddpnb.reports.inside.samples import MAX_CELLS, Handout, handout_of
 from tests.rank.ranks import make_state
-from tests.unit.history.fake_runs import fake_comparison
 
 
 def handed_out(num_ranks: int, spec: SamplerSpec, **namespace: object) -> Handout:
@@ -93,30 +90,6 @@ def test_ranks_with_other_samplers_are_said():
     assert handout.rows[0].shares() == "2 to 4 each"
 
 
-def run_with_shards(*shards: tuple[int, ...], marks=()) -> Comparison:
-    comparison = fake_comparison()
-    run = next(each for each in comparison.runs if each.name == "async")
-    report = RunReport(run_id=run.run_id, rank=0, took_part=True, num_steps=0)
-    reports = tuple(
-        replace(report, rank=rank, num_steps=len(each), shards=each)
-        for rank, each in enumerate(shards)
-    )
-    return replace(comparison, runs=(replace(run, reports=reports, marks=marks),))
-
-
-def test_shards_of_an_asynchronous_run():
-    handout = handout_of_run("race", run_with_shards((0, 1, 2, 4, 41), (3, 5, *range(6, 40))))
-    assert [row.label for row in handout.rows] == ["0-39", "40-41"]
-    assert handout.rows[1].absent().tolist() == [40]
-    assert "rank 0 trained on 12 % and rank 1 trained on 88 %" in handout.notes[0]
-    assert handout.table().rows[1][1].text.startswith("3 5 6")
-    died = Mark(rank=1, seconds=1.0, kind=MarkKind.DIED)
-    unknown = handout_of_run("race", run_with_shards((0, 2, 4), marks=(died,)))
-    assert unknown.absent == "not known"
-
-
 def test_what_cannot_be_handed_out_is_one_sentence():
     with pytest.raises(UserError, match="-n must be at least 1"):
         SamplerSpec(num_samples=0)
-    with pytest.raises(UserError, match="has no record of shards"):
-        handout_of_run("race", run_with_shards((), ()))

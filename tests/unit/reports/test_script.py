@@ -140,7 +140,6 @@ def test_a_built_in_task_is_written_with_its_options_and_files(tmp_path: Path, m
     assert values(text) | {"SAMPLES": 640, "PARAMETERS": 50_000} == values(text)
     assert {"model", "data", "make_images", "main"} <= defined(text)
     assert "build" not in defined(text)
-    assert {"make_images", "Photographs", "run"} <= defined(text_of("", task="cifar10"))
     monkeypatch.chdir(tmp_path)
     write_script(comparison_of("", task="digits"), tmp_path / "train.py")
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "digits.npz"}

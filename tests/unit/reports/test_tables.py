@@ -17,9 +17,7 @@ from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.reading import five_columns, how_to_read
-from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.sentence import sentence
-from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Cell, Column, Table
 from tests.unit.history.fake_runs import (
     STEP_SECONDS,
@@ -68,10 +66,9 @@ def test_the_scores_in_text():
     check_html(table.html())
     text = table.text()
     dp = next(line for line in text.splitlines() if line.startswith("dp "))
-    speed = r"\([\d,]+\) \([\d,]+–[\d,]+\) +\(1\.\d\d×\) +\(\d\d %\)"
+    speed = r"\([\d,]+\) +\(1\.\d\d×\) +\(\d\d %\)"
     assert re.search(rf"dp \(emulated\) +{speed}", dp)
     assert "in brackets: emulated on CPU threads" in text
-    assert "range over its tenths" in text
     assert "emulated on CPU threads" in text
     assert re.search(r"async .* 94\.7 % +1 / 3", text)
 
@@ -117,16 +114,14 @@ def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():
     assert runs_frame(of_runs(*runs))["batch_size"].tolist() == [32, 64]
 
 
-def test_what_is_long_is_shortened_and_given_in_full_but_sentences_are_broken():
+def test_what_is_long_is_given_in_full():
     long = "a_module_of_mine.with_a_very_long_name:build_task"
     table = Table(
         caption="",
         columns=(Column(title="name"), Column(title="task"), Column(title="n", is_prose=True)),
         rows=((Cell(text=long), Cell(text=long), Cell(text=long)),),
     )
-    html = table.html()
-    assert html.count(f">{long}<") == 2
-    assert f'title="{long}">a_module_of_mine.with_a_ver…<' in html
+    assert table.html().count(f">{long}<") == 3
     assert table.text().count(long) == 3
 
 
@@ -191,9 +186,6 @@ def test_a_metric_that_is_nan_or_that_no_run_measured_is_told():
     runs = [reported(name, held_out_metrics=found) for name, found in scores.items()]
     assert "held-out f1 is NaN for ddp and async" in results_table(of_runs(*runs)).text()
     assert "NaN" not in results_table(of_runs(runs[0])).text()
-    told = "nothing is drawn for --y f1: the steps of these runs measured nothing but the loss"
-    assert told in repr(ComparisonResult(of_runs(runs[0]), PlotOptions(y="f1")))
-    assert "--y" not in repr(ComparisonResult(of_runs(runs[0])))
 
 
 def of_runs(*runs: Run) -> Comparison:

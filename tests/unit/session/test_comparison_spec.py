@@ -104,7 +104,6 @@ MISTAKES = {
     "dpp": ["dpp", "dp or ddp"],
     "ddpp ddp asinc": ["ddpp", "ddp or dp", "asinc", "async"],
     "async:bund=2": ["bund", "bound"],
-    "easgd": ["easgd", "local-sgd"],
     "gossip:together=on": ["gossip has no options"],
     "ddp ddp:": ["ddp:option=value"],
     "ddp:hook=fp16,hook=bf16": ["twice"],

@@ -46,7 +46,7 @@ def served(folder, monkeypatch) -> Iterator[tuple[ForkServerLink, list[Exit]]]:
     exits: list[Exit] = []
     link = ForkServerLink(ours, on_exit=exits.append, on_end=lambda: None)
     monkeypatch.setattr(forkserver, "sigchld_wakeup", lambda: contextlib.nullcontext(os.pipe()[0]))
-    server = Forkserver(kernel=theirs, folder=folder, method="fork")
+    server = Forkserver(kernel=theirs, folder=folder)
     thread = threading.Thread(target=server.serve)
     thread.start()
     yield link, exits
@@ -135,19 +135,3 @@ def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: Path):
         atomic_write(path, "no bytes")  # type: ignore[arg-type]
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_folders_of_a_file_are_synced_after_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path, synced = tmp_path / "file", []
-
-    def fsync(descriptor: int) -> None:
-        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), path.exists()))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    atomic_write(path, b"content", synced_folders=path.parents[:2])
-    (draft, was_there), *folders = synced
-    assert draft.startswith(str(path))
-    assert not was_there
-    assert folders == [(str(tmp_path), True), (str(tmp_path.parent), True)]

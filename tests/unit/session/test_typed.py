@@ -36,7 +36,7 @@ WRONG = [
     (["stop", "positional"], lambda: api.stop(1)),
     (["pull", "'expression'"], lambda: api.pull()),
     (["start", "'n'"], lambda: api.start(2, n=3)),
-    (["'threads'", "fork, spawn"], lambda: api.start(method="threads")),
+    (["'tpu'", "cpu, cuda"], lambda: api.start(device="tpu")),
 ]
 """What the one sentence names, and the call."""
 

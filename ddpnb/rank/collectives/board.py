@@ -22,6 +22,16 @@ _NUMBER: Final = struct.Struct("<q")
 _POLL_SECONDS: Final = 5e-5
 
 
+def mapped_file(path: Path, num_bytes: int) -> mmap.mmap:
+    """Map a file that several ranks share; the first to come makes it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)  # else a full disk would end the process
+        return mmap.mmap(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
 @final
 class Board:
     """The times of one group's calls.
@@ -36,13 +46,7 @@ class Board:
         self._path = path
         self._num_places = num_places
         self._check = check
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            size = NUM_CALLS * num_places * _PLACE.size
-            os.posix_fallocate(descriptor, 0, size)  # else a full disk would end the process
-            self._map = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
+        self._map = mapped_file(path, NUM_CALLS * num_places * _PLACE.size)
 
     def post(self, number: int, place: int, ready: Ready) -> None:
         """Write when a rank was ready for a call."""

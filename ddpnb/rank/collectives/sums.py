@@ -1,0 +1,115 @@
+"""Sums over the ranks of one host, in memory that they share (ranks).
+
+It takes no sockets, which on few cores take most of a step of many ranks.  Rank r adds up part r
+of all tensors, in the order of gloo's ring, so that the sum has the same bits: rank r - 1 sends its
+own numbers of that part, r - 2 adds its own, and so on around to r (``gloo/allreduce.cc``).
+
+Sums use two sets of slots in turn, so that no rank overwrites what another still reads: whoever
+begins sum t has seen all ranks begin sum t - 1, and so end sum t - 2, the last one in the same set.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from ddpnb.compat import torch_internals
+from ddpnb.rank.collectives.board import Board, mapped_file
+
+_SEGMENT_BYTES: Final = 1 << 20
+
+
+@final
+class SharedSums:
+    """Memory for the sums of each group.
+
+    Args:
+        path: prefix of the files in the run folder that the ranks share.
+        check: raises where this rank should no longer wait.
+        waiting: makes the context of each wait for other ranks.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        check: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._path = path
+        self._check = check
+        self._waiting = waiting
+        self._slots: dict[str, Tensor] = {}
+        """Of each file: shape (ranks, bytes)."""
+        self._boards: dict[str, Board] = {}
+        self._num_sums: Counter[str] = Counter()
+
+    def add(self, group: Any, flat: Tensor) -> None:
+        """Sum a tensor over a group, in place; takes part: every rank of it.
+
+        Args:
+            group: of ranks of this host.
+            flat: shape (n,), contiguous, on the CPU; the same n and dtype on every rank.
+
+        Raises:
+            RuntimeError: a rank has left.
+        """
+        own, num_ranks, name = group.rank(), group.size(), group.group_name
+        number = self._num_sums[name]
+        self._num_sums[name] += 1
+        slots = self._slots_for(group, flat.nbytes, number)[:, : flat.nbytes].view(flat.dtype)
+        part = _part_bytes(flat, num_ranks) // flat.element_size()
+        parts = [slice(rank * part, (rank + 1) * part) for rank in range(num_ranks)]
+        slots[own] = flat
+        with self._waiting():
+            torch_internals.wait_for_all(group)
+        around = [(own - 1 - place) % num_ranks for place in range(num_ranks)]
+        mine = flat[parts[own]]
+        mine.copy_(slots[around[0]][parts[own]])
+        for rank in around[1:]:
+            mine += slots[rank][parts[own]]
+        slots[own][parts[own]] = mine
+        with self._waiting():
+            self._wait_for_sums(group, number)
+        for rank in around[:-1]:
+            flat[parts[rank]] = slots[rank][parts[rank]]
+
+    def close(self) -> None:
+        """Remove the files; may be called twice."""
+        for name in self._slots:
+            Path(name).unlink(missing_ok=True)
+        self._slots.clear()
+        for board in self._boards.values():
+            board.close()
+
+    def _wait_for_sums(self, group: Any, number: int) -> None:
+        """Wait until all ranks have added up their parts, which takes all the same time."""
+        name = group.group_name
+        if name not in self._boards:
+            path = self._path.with_name(f"{self._path.name}.{name}.sums")
+            self._boards[name] = Board(path, group.size(), self._check)
+        self._boards[name].post(number, group.rank(), (0.0, 0.0))
+        for rank in range(group.size()):
+            self._boards[name].read(number, rank)
+
+    def _slots_for(self, group: Any, num_bytes: int, number: int) -> Tensor:
+        """Return memory for the tensors of all ranks, mapped anew for the next power of two."""
+        size = 1 << (num_bytes - 1).bit_length()
+        name = f"{self._path}.{group.group_name}.{size}.{number % 2}.sum"
+        if name not in self._slots:
+            mapped = mapped_file(Path(name), group.size() * size)
+            self._slots[name] = torch.frombuffer(mapped, dtype=torch.uint8).view(-1, size)
+        return self._slots[name]
+
+
+def _part_bytes(flat: Tensor, num_ranks: int) -> int:
+    """Return the bytes that one rank adds up: the segments that are its in gloo's ring."""
+    num = max(math.ceil(flat.nbytes / _SEGMENT_BYTES), 2 * num_ranks)
+    num_per_rank = math.ceil(num / num_ranks)
+    each = math.ceil(flat.nbytes / (num_per_rank * num_ranks))
+    element = flat.element_size()
+    return num_per_rank * math.ceil(each / element) * element
