@@ -12,7 +12,7 @@ COMPAT := $(VENV)/.compat-installed
 PYTEST := $(BIN)/pytest -n 3 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help lab demo quick test compat mutants check bench soak gpu clean
+.PHONY: help lab demo student quick test compat mutants check bench soak gpu clean
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -29,10 +29,14 @@ $(COMPAT): $(STAMP)
 	touch $@
 
 lab: $(STAMP)  ## Open JupyterLab on the first lesson
-	$(BIN)/jupyter lab $(ALLOW_ROOT) notebooks/01_first_comparison.ipynb
+	$(BIN)/jupyter lab $(ALLOW_ROOT) --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks/01_first_comparison.ipynb
 
 demo: $(STAMP)  ## Run the main comparison without a browser; writes build/demo
 	$(BIN)/python notebooks/demo.py build/demo
+
+student: $(STAMP)  ## Write notebooks/ from notebooks/solutions: without solutions and outputs
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course]'
+	$(BIN)/jupyter nbconvert --config notebooks/solutions/student_config.py --to notebook --output-dir notebooks notebooks/solutions/*.ipynb
 
 quick: $(STAMP)  ## Run the unit tests: pure logic, no cluster, under a minute
 	$(PYTEST) -n logical tests/unit

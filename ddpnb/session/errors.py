@@ -4,6 +4,8 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
+from IPython.core.getipython import get_ipython
+
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import Hang
 from ddpnb.cluster.outcome import Outcome
@@ -12,6 +14,7 @@ from ddpnb.protocol.errors import OneLine, UserError
 from ddpnb.protocol.messages import CellReport, Failure, StaleVariable
 from ddpnb.protocol.notation import spoken_ranks
 
+MISSING = re.compile(r"name '(\w+)' is not defined")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -131,6 +134,15 @@ def render_error(error: BaseException) -> str:
     return "\n".join(lines)
 
 
+def _missing_here(failure: Failure) -> str:
+    """Say how a variable that the notebook has gets to the ranks, where they lack it."""
+    missing = MISSING.match(failure.text) if failure.name == NameError.__name__ else None
+    shell = get_ipython()
+    if missing is None or shell is None or missing[1] not in shell.user_ns:
+        return ""
+    return f"; the notebook has {missing[1]}: %ddp_push {missing[1]} copies it to the ranks"
+
+
 def summarize(failures: Sequence[Failure]) -> str:
     """Say in one sentence which rank failed first, and how."""
     first = failures[0]
@@ -138,9 +150,10 @@ def summarize(failures: Sequence[Failure]) -> str:
     if first.is_death:
         return _deaths(same)
     if len(same) > 1:
-        return f"{spoken_ranks([f.rank for f in same])} failed: {first.name}: {first.text}"
+        ranks = spoken_ranks([f.rank for f in same])
+        return f"{ranks} failed: {first.name}: {first.text}{_missing_here(first)}"
     others = "" if len(failures) == 1 else " first"
-    return f"rank {first.rank} failed{others}: {first.name}: {first.text}"
+    return f"rank {first.rank} failed{others}: {first.name}: {first.text}{_missing_here(first)}"
 
 
 def _deaths(dead: Sequence[Failure]) -> str:

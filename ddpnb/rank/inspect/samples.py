@@ -40,10 +40,12 @@ def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -
         )
     layers = layers_of(sampler)
     settable = [each for each in layers if hasattr(each, "set_epoch")]
+    was_set = any(getattr(each, "epoch", 1) for each in settable)
+    sets_epoch = spec.sets_epoch and (was_set or not spec.expression)
     epochs: list[Indices] = []
     with preserve_globals(torch.device(state.device)):
         for epoch in range(spec.num_epochs):
-            for each in settable if spec.sets_epoch else ():
+            for each in settable if sets_epoch else ():
                 each.set_epoch(epoch)
             epochs.append(
                 np.fromiter(itertools.islice(numbers(sampler), MAX_INDICES), dtype=np.int32)

@@ -24,10 +24,11 @@ def make_strategy(word: str, namespace: Mapping[str, object]) -> Strategy:
         built_in: Strategy = STRATEGIES[choice.name].load()(**choice.options)
         return built_in
     own = namespace.get(choice.name)
-    if not isinstance(own, type):
+    if not hasattr(own, "setup"):
         for name, entry in STRATEGIES.items():
             if choice.name in entry.aliases or choice.name.lower() == name:
                 raise UserError(f"{choice.name} is called {name} here: write that.")
+    if not isinstance(own, type):
         raise UserError(
             f"There is no strategy {choice.name!r}: define a class of that name with setup, step "
             "and finish, in the comparison's cell or in a %%ddp cell before it."

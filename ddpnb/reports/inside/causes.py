@@ -39,8 +39,8 @@ def _cause(
             return "Each rank holds another shard by design." if finding.num_sharded else ""
         case Verdict.SAME, Part.GRADIENTS if not is_ddp:
             return (
-                f"The same, and {NO_DDP}: the code averages them by hand, or all ranks train on "
-                "the same samples (no DistributedSampler)."
+                f"The same, and {NO_DDP}: the code adds them up (is the sum divided by the number "
+                "of ranks?), or all ranks train on the same samples (no DistributedSampler)."
             )
         case Verdict.SAME, _:
             return ""

@@ -165,8 +165,9 @@ def _sampler_notes(
     if not found[0].has_set_epoch:
         notes.append("It has no set_epoch: what it draws at random is an example of an epoch.")
     elif len(rows) > 1 and all(row.is_like(first) for row in rows):
-        is_stuck = not spec.sets_epoch and (spec.shuffle or spec.expression)
-        why = "without set_epoch(epoch) it is not shuffled anew" if is_stuck else "not shuffled"
+        why = "without set_epoch(epoch) it is not shuffled anew" if spec.shuffle else "not shuffled"
+        if spec.expression:
+            why = "it is not shuffled, or nobody has called its set_epoch(epoch) so far"
         notes.append(f"Every epoch is the same: {why}.")
     return notes
 

@@ -49,6 +49,16 @@ def test_set_epoch_shuffles_anew_and_its_absence_is_said():
     assert "without set_epoch(epoch) it is not shuffled anew" in stuck.notes[0]
 
 
+def test_a_loader_whose_epoch_nobody_sets_repeats_itself():
+    sampler = DistributedSampler(range(20), num_replicas=2, rank=0)  # type: ignore[arg-type]
+    forgotten = handed_out(2, SamplerSpec(expression="sampler"), sampler=sampler)
+    assert forgotten.rows[1].is_like(forgotten.rows[0])
+    assert "set_epoch(epoch) so far" in forgotten.notes[-1]
+    sampler.set_epoch(1)
+    called = handed_out(2, SamplerSpec(expression="sampler"), sampler=sampler)
+    assert not called.rows[1].is_like(called.rows[0])
+
+
 def test_a_loader_is_read_without_consuming_it():
     data = TensorDataset(torch.arange(20))
     generator = torch.Generator().manual_seed(3)

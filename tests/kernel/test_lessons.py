@@ -1,0 +1,101 @@
+"""Do the lessons run, is every solution right, and is a gap answered with a hint?
+
+The first lesson is run in a browser: ``tests/browser/test_lab.py``.
+"""
+
+from pathlib import Path
+
+import pytest
+from nbconvert import HTMLExporter
+from nbformat import NotebookNode
+
+from ddpnb.course.exercises import HINTS
+from tests.kernel.client import Kernel
+from tests.lessons import NOTEBOOKS, SOLUTIONS, code_of, executed
+
+
+def errors_of(cell: NotebookNode) -> list[str]:
+    return [output.ename for output in cell.outputs if output.output_type == "error"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", SOLUTIONS[1:], ids=lambda path: path.stem)
+def test_a_lesson_runs_and_its_solutions_are_right(path: Path, tmp_path: Path):
+    notebook = executed(path, tmp_path)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    mistakes = [cell for cell in cells if "raises-exception" in cell.metadata.get("tags", ())]
+    checks = [cell for cell in cells if cell.source.startswith("%ddp_exercise")]
+    assert len(checks) >= 2
+    for cell in checks:
+        number = cell.source.split()[-1]
+        assert [output.get("text") for output in cell.outputs] == [
+            f"Exercise {number} is solved.\n"
+        ]
+    for cell in mistakes:
+        assert errors_of(cell) or cell in checks or cell.source == "learning_rate = 0.1"
+    assert "Traceback" not in HTMLExporter().from_notebook_node(notebook)[0].partition("Error")[0]
+
+
+@pytest.fixture(scope="module")
+def three_ranks(kernel_of_module: Kernel) -> Kernel:
+    kernel_of_module.run("%ddp_restart -n 3").passed  # noqa: B018 - fails where it has not
+    return kernel_of_module
+
+
+def cells_of(number: str, *, solved: bool) -> list[str]:
+    """The cell of an exercise, and the one that checks it."""
+    (path,) = (NOTEBOOKS / "solutions" if solved else NOTEBOOKS).glob(f"0{number[0]}_*.ipynb")
+    cells = [cell.source for cell in code_of(path) if "exercise" in cell.metadata.get("tags", ())]
+    at = cells.index(f"%ddp_exercise {number}")
+    return cells[at - 1 : at + 1]
+
+
+@pytest.mark.parametrize("number", HINTS)
+def test_a_gap_is_answered_with_a_hint(three_ranks: Kernel, number: str):
+    gap, check = cells_of(number, solved=False)
+    three_ranks.run(f"{gap}\n").passed  # noqa: B018
+    for _ in range(2):
+        cell = three_ranks.run(check)
+        assert cell.error in ("UserError", "RankError")
+        assert f"Exercise {number} is not solved yet" in cell.text
+
+
+ON_RANKS = [number for number in HINTS if number not in ("1.1", "1.2", "5.1", "7.1")]
+
+
+@pytest.mark.parametrize("number", ON_RANKS)
+def test_a_solution_is_right_on_three_ranks_too(three_ranks: Kernel, number: str):
+    imports = "import torch\nimport torch.distributed as dist\nfrom torch import nn\n"
+    imports += "from torch.nn.parallel import DistributedDataParallel\n"
+    solution, check = cells_of(number, solved=True)
+    three_ranks.run(f"%%ddp\n{imports}").passed  # noqa: B018
+    three_ranks.run(solution).passed  # noqa: B018
+    assert three_ranks.run(check).passed.stdout == f"Exercise {number} is solved.\n"
+
+
+WRONG = {
+    "hangs": ("dist.barrier() if dist.get_rank() else None", "barrier"),
+    "ends never": ("while True: pass", "took longer than 2 s"),
+    "sums": ("[dist.all_reduce(p.grad) for p in model.parameters()]", "is the sum"),
+    "does nothing": ("pass", "still has its own gradient"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_solution_costs_no_rank(three_ranks: Kernel, mistake: str):
+    body, said = WRONG[mistake]
+    three_ranks.run("import ddpnb.course.checking as checking\nchecking.SECONDS = 2")
+    three_ranks.run(
+        "%%ddp\nimport torch.distributed as dist\nkept = 1\n"
+        f"def average_gradients(model):\n    {body}"
+    )
+    assert said in three_ranks.run("%ddp_exercise 3.1").refusal
+    assert three_ranks.run("%%ddp\nprint(kept)").passed.lines == ["[0-2] 1"]
+
+
+def test_what_is_missing_is_said(three_ranks: Kernel):
+    assert "There is no exercise '9.9'" in three_ranks.run("%ddp_exercise 9.9").refusal
+    three_ranks.run("%%ddp\nglobals().pop('my_indices', None)")
+    assert "my_indices is not defined" in three_ranks.run("%ddp_exercise 3.2").refusal
+    three_ranks.run("%ddp_stop")
+    assert "%ddp_start" in three_ranks.run("%ddp_exercise 3.2").refusal

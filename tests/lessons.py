@@ -1,0 +1,37 @@
+"""The lessons as files: what they contain, and how they are run."""
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+SOLUTIONS = sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
+
+
+def read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def code_of(path: Path) -> list[NotebookNode]:
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+def executed(path: Path, folder: Path) -> NotebookNode:
+    """Run a lesson in a folder of its own, from top to bottom."""
+    (folder / "data").mkdir()
+    (folder / "notebooks").mkdir()
+    notebook = read(path)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
+    resources = {"metadata": {"path": str(folder / "notebooks")}}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+            patch.delenv(name)  # ipykernel hides what child processes print where it sees one
+        NotebookClient(notebook, timeout=200, resources=resources).execute()
+    nbformat.validate(notebook)
+    return notebook

@@ -1,0 +1,39 @@
+"""Are the students' notebooks those that ``make student`` writes from the solutions?"""
+
+from pathlib import Path
+
+import pytest
+from nbformat import NotebookNode
+
+from ddpnb.course.exercises import HINTS
+from ddpnb.course.in_notebook import CHECKS
+from tests.lessons import NOTEBOOKS, SOLUTIONS, code_of, read
+
+
+def is_gap(cell: NotebookNode) -> bool:
+    return bool(cell.metadata.get("nbgrader", {}).get("solution"))
+
+
+@pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem)
+def test_students_have_the_same_lesson_without_solutions_and_outputs(path: Path):
+    ours, theirs = read(path).cells, read(NOTEBOOKS / path.name).cells
+    assert [cell.source for cell in ours if not is_gap(cell)] == [
+        cell.source for cell in theirs if not is_gap(cell)
+    ]
+    gaps = [cell.source for cell in theirs if is_gap(cell)]
+    assert len(gaps) >= 2
+    assert all("..." in gap and "SOLUTION" not in gap for gap in gaps)
+    assert all("### BEGIN SOLUTION" in cell.source for cell in ours if is_gap(cell))
+    assert not any(cell.get("outputs") for cell in theirs)
+
+
+def test_every_exercise_has_its_check_its_hint_and_its_place():
+    magic = "%ddp_exercise "
+    asked = [
+        cell.source.removeprefix(magic)
+        for path in SOLUTIONS
+        for cell in code_of(path)
+        if cell.source.startswith(magic)
+    ]
+    assert sorted(asked) == sorted(HINTS)
+    assert set(CHECKS) < set(HINTS)
