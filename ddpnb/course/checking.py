@@ -6,7 +6,7 @@ from typing import Any
 from ddpnb.course.exercises import HINTS, Hint, check
 from ddpnb.course.in_notebook import CHECKS
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.session.cell_options import CellOptions
+from ddpnb.session.cells import CellOptions
 from ddpnb.session.errors import CellTimeoutError, HangError, RankError
 from ddpnb.session.session import this_session
 

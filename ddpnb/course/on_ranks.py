@@ -122,7 +122,8 @@ def accumulate(accumulate: Callable[[Model, Sequence[Any], Callable[..., Tensor]
         exchanges.append(bucket.index())
         mean = bucket.buffer().div_(dist.get_world_size())
         work = dist.all_reduce(mean, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
+        future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return future
 
     net.register_comm_hook(None, hook)
     generator = torch.Generator().manual_seed(rank)

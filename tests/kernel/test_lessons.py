@@ -74,7 +74,11 @@ def test_a_solution_is_right_on_three_ranks_too(three_ranks: Kernel, number: str
 
 
 WRONG = {
-    "hangs": ("dist.barrier() if dist.get_rank() else None", "barrier"),
+    "hangs": (
+        "[(dist.all_reduce(p.grad), p.grad.div_(3)) for p in model.parameters()]\n"
+        "    dist.get_rank() and dist.barrier()",
+        "barrier",
+    ),
     "ends never": ("while True: pass", "took longer than 2 s"),
     "sums": ("[dist.all_reduce(p.grad) for p in model.parameters()]", "is the sum"),
     "does nothing": ("pass", "still has its own gradient"),
