@@ -111,10 +111,11 @@ class Watch:
         if self.outcome.is_waited_for(now, seconds) and not self._num_aborts:
             self._abort()
         failed_at, report_after = self.outcome.failed_at, timeouts.report_failure_after_seconds
-        if failed_at and now - failed_at > report_after and not self._is_failure_shown:
+        causes = self.outcome.causes()  # none where all were freed from a hang
+        if causes and failed_at and now - failed_at > report_after and not self._is_failure_shown:
             self._is_failure_shown = True
             others = f"{say(running, 'is')} still running. Interrupt to stop {them(running)}"
-            self.notify(sentence(f"{self.outcome.causes()}; {others}"))
+            self.notify(sentence(f"{causes}; {others}"))
 
     def _attend_to_hang(self, now: float) -> None:
         """Free ranks that wait for each other without end; kill them when that fails repeatedly."""

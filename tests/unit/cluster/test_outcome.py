@@ -37,6 +37,7 @@ def test_a_death_counts_as_a_failure_where_the_others_cannot_go_on():
 def test_causes_leave_out_what_followed_from_another():
     outcome = Outcome()
     outcome.note(failed(0, is_consequence=True), now=1.0)
+    assert not outcome.causes(), "freed from a hang: none has failed"
     outcome.note(failed(2), now=1.0)
     outcome.note(Lost(rank=1, cause="was killed by SIGKILL"), now=1.0)
     assert outcome.causes() == "rank 1 was killed by SIGKILL; rank 2 failed: ValueError: bad"
