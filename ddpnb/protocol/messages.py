@@ -318,8 +318,6 @@ class RunReport:
     """Held-out samples that the final model was evaluated on; 0 if not known."""
     evaluations: tuple[Evaluation, ...] = ()
     """The held-out curve up to the final model, which is not in it; on the evaluating rank only."""
-    num_batches_sent: int = 0
-    """Event batches sent, so that the kernel knows when it has them all."""
     num_lost_samples: int = 0
     """Samples handed out without a gradient in return, over all workers; on rank 0 only."""
     memory: Memory = field(default_factory=Memory)
@@ -327,8 +325,6 @@ class RunReport:
     """Whether it was stopped before its last step."""
     evaluation_was_cut: bool = False
     """Whether it had trained to its end, and was interrupted while it was evaluated."""
-    shards: tuple[int, ...] = ()
-    """The first shards, by number, that an asynchronous worker has trained on."""
 
     def __post_init__(self) -> None:
         made = tuple(Evaluation(*each) for each in self.evaluations)  # stored ones are lists
@@ -403,8 +399,6 @@ class CellReport:
 
     rank: int
     failure: Failure | None = None
-    num_batches_sent: int = 0
-    """Event batches that ``ddpnb.log`` sent."""
     num_collectives: int = 0
     """Collectives of the default group that had begun here when the cell ended."""
     names: tuple[str, ...] = ()

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import replace
 from typing import Any, Concatenate
 
 from ddpnb.protocol import calls
@@ -98,7 +97,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
     first_batch = rejoin_info.first_batch if rejoin_info else 0
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
     with closing(publisher), engine.adopted_group.during():
-        report = cells.interruptible(
+        return cells.interruptible(
             lambda: loop.run(
                 spec,
                 **run_options(engine, spec),
@@ -110,7 +109,6 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
                 keep=functools.partial(trained.keep, spec),
             )
         )
-    return replace(report, num_batches_sent=publisher.num_batches)
 
 
 def run_options(engine: RankEngine, spec: RunSpec | None) -> dict[str, Any]:

@@ -59,7 +59,6 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         rank=rank,
         failure=failure,
         num_collectives=torch_internals.num_collectives(),
-        num_batches_sent=publisher.num_batches,
         names=tuple(names),
         trace=None if recorder is None else recorder.spans(),
         is_silent=engine.sending.end_cell(cell, num_outputs),

@@ -211,7 +211,6 @@ def _train(
             loss, batch.num_samples, traffic, worker.staleness, numbers, worker.version
         )
         metrics.add(clock.timing(report))
-        metrics.note_shard(shard)
         snapshots.after(shard)
         # a ceiling has no other ranks to end with
         if clock.seconds >= most_seconds or step + 1 >= most_steps:

@@ -10,16 +10,12 @@ from torch.optim import SGD, Optimizer
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluating, Mark, RunHeader, RunReport, StepEvent
 from ddpnb.rank.laboratory.clock import VirtualClock
-from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Worker
 
 _CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
-
-MAX_SHARDS = 1000
-"""Of a worker's shards, so many are noted."""
 
 Publish = Callable[[RunHeader | StepEvent | Mark | Evaluating], None]
 
@@ -41,17 +37,11 @@ class RunMetrics:
     memory: Memory = field(default_factory=Memory)
     num_lost_samples: int = 0
     """Of shards that workers held when they died."""
-    shards: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         context = self.context
         laboratory, workers = context.laboratory, context.workers
         self.clock = VirtualClock(laboratory, workers) if laboratory else Clock(context.device)
-
-    def note_shard(self, shard: Shard) -> None:
-        """Note the first shards that this worker has trained on, if they were handed out to it."""
-        if not self.context.plan.synchronous and len(self.shards) < MAX_SHARDS:
-            self.shards.append(shard.step * shard.num_parts + shard.part)
 
     def start(self) -> None:
         """Start counting time."""
@@ -96,7 +86,6 @@ class RunMetrics:
             num_bytes_received=self.num_bytes_received,
             seconds=self.clock.seconds,
             was_stopped=self.was_stopped,
-            shards=tuple(self.shards),
             memory=self.memory,
             num_lost_samples=self.num_lost_samples,
         )

@@ -202,5 +202,4 @@ def _report(run_id: str, rank: int, events: Sequence[StepEvent], strategy: str) 
         final_loss={"async": 0.131}.get(strategy, 0.118) if evaluates else math.nan,
         held_out_loss=0.152 if evaluates else math.nan,
         held_out_accuracy={"async": 0.9472}.get(strategy, 0.9611) if evaluates else math.nan,
-        num_batches_sent=1,
     )
