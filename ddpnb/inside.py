@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import CollectiveSpec
@@ -13,18 +15,12 @@ from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
-from ddpnb.reports.inside.samples import Handout
+from ddpnb.reports.inside.samples import Handout, handout_of
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.inside.versions import AsyncInspection, async_inspection
 from ddpnb.scaling.predict import Question
-from ddpnb.session.inside import (
-    check_replicas,
-    collective_spec,
-    run_collective,
-    samples_of_sampler,
-)
-from ddpnb.session.inspection import INSPECTED, InspectionRequest
-from ddpnb.session.inspection import inspect as inspect_step
+from ddpnb.session.asking import ask
+from ddpnb.session.inside import INSPECTED, InspectionRequest, check_replicas, inspect_step
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
 from ddpnb.twins import twin
@@ -62,7 +58,9 @@ def samples(name: str = "", **choices: Any) -> Handout:
         The result: ``.plot()``, ``.table()``, ``.text()``, and ``.rows``, an epoch each.
     """
     spec = SamplerSpec(expression=name, **read_options(SamplerSpec, choices))
-    return samples_of_sampler(this_session().idle_cluster(), spec)
+    cluster = this_session().idle_cluster()
+    found = ask(cluster, calls.samples(spec))
+    return handout_of(spec, [found[rank] for rank in cluster.ranks])
 
 
 @twin(options_of(CollectiveSpec))
@@ -82,7 +80,10 @@ def show_collective(name: str, *, ranks: str | None = None, **choices: Any) -> C
         UserError: there is no such collective, or an option does not suit it.
     """
     cluster, chosen = this_session().free_cluster(), read_options(CollectiveSpec, choices)
-    return run_collective(cluster, collective_spec(name, len(cluster.ranks), ranks, **chosen))
+    spec = CollectiveSpec(name=name, ranks=parse_ranks(ranks, len(cluster.ranks)), **chosen)
+    cluster.ensure_group()
+    found = ask(cluster, calls.show_collective(spec))
+    return CollectiveResult(spec, [each for rank in spec.ranks if (each := found[rank])])
 
 
 @twin()

@@ -16,7 +16,7 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout
 from ddpnb.scaling.predict import Question
-from ddpnb.session.inspection import INSPECTED, InspectionRequest
+from ddpnb.session.inside import INSPECTED, InspectionRequest
 
 
 @magics_class
@@ -82,7 +82,8 @@ class InsideMagics(Magics):
 
         DDP's buckets, and forward, backward, all-reduces and update of each rank on one time line.
         All is measured on a copy: the model, its gradients and random numbers stay as they are.
-        Without a model: a task, the cell's own, or that of the last comparison.
+        Without a model: a task, the cell's own, or that of the last comparison.  ``--run race``
+        shows which versions the workers of a stored run of async read and wrote.
         """
         choices = vars(arguments(self.ddp_inspect, line, unquote=True))
         source = f"# %%ddp_inspect {line}\n{cell}" if cell.strip() else ""

@@ -53,7 +53,6 @@ class Training:
     """What the cell has printed on the ranks."""
     functions: NotebookFunctions | None = None
     """What is trained, if it is no cell; a rank that is started anew needs them again."""
-    grace_seconds: float = GRACE_SECONDS
     _watch: Watch | None = None
     _is_stopped: bool = False
     _next_stop_at: float = 0.0
@@ -216,7 +215,7 @@ class Training:
         now = time.monotonic()
         if not self._is_stopped:
             return
-        self._interrupt_at = min(self._interrupt_at, now + self.grace_seconds)
+        self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
         if self._watch is not None and now >= self._interrupt_at:
             self._watch.stop_requested = True
         if now >= self._next_stop_at and self._all_expect_stop():

@@ -179,9 +179,9 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "async"])
-def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy):
+def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy, monkeypatch):
     training = prepare(cluster, Store(tmp_path), a_comparison(strategy, num_epochs=100_000))
-    training.grace_seconds = SECONDS
+    monkeypatch.setattr("ddpnb.session.training.GRACE_SECONDS", SECONDS)
 
     def stop_later() -> None:
         try:

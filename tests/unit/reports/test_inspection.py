@@ -14,7 +14,7 @@ from ddpnb.protocol.trace import Span
 from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.inside.buckets import MAX_ROWS, DdpInspection, one_by_one
 from ddpnb.reports.inside.versions import async_inspection, updates_of
-from ddpnb.session.inspection import InspectionRequest
+from ddpnb.session.inside import InspectionRequest
 from tests.unit.history.fake_runs import batch, header, run_of, spec
 
 MS = 1e-3
@@ -150,9 +150,7 @@ def test_only_async_has_versions():
     ("given", "named"),
     [
         ({"model": "net", "has_task": True}, "Inspect net or a task"),
-        ({"strategy": "fsdp"}, "'fsdp'"),
-        ({"strategy": "async", "bucket_caps": (1.0,)}, "leave --bucket-cap out"),
-        ({"given": ("kill",)}, "--kill goes with --strategy async"),
+        ({"model": "net", "given": ("batch_size",)}, "--batch-size goes with a task"),
         ({"batch": "x"}, "--batch goes with a model"),
         ({"run": "race", "has_task": True}, "draws what is stored"),
         ({"bucket_caps": (0.0,)}, "--bucket-cap must be greater than 0"),

@@ -23,7 +23,7 @@ OFFERED = {
     "%ddp_compare ddp --devices 8xA": ["8xA100"],
     "%ddp_compare ddp --task synthetic:": ["synthetic:samples=", "synthetic:compute="],
     "%ddp_compare ddp --task synthetic:compute=1,p": ["synthetic:compute=1,parameters="],
-    "%ddp_inspect --strategy ddp --": ["--batch", "--bucket-cap"],
+    "%ddp_inspect --loss f --": ["--batch", "--bucket-cap"],
     "%ddp_source ddp-b": ["ddp-by-hand"],
     "%ddp_auto ": ["on", "off"],
     "%ddp_plot small --x ": ["samples", "seconds"],
