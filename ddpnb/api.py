@@ -11,10 +11,12 @@ from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import Script
+from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import Details, runs_table
+from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
@@ -22,7 +24,10 @@ from ddpnb.session.cells import CellOptions, RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.session import this_session
+from ddpnb.session.status import describe_ranks, status_table, with_notes
 from ddpnb.session.variables import NotebookFunctions
+from ddpnb.session.variables import pull as pull_from
+from ddpnb.session.variables import push as push_to
 from ddpnb.twins import twin
 
 
@@ -71,13 +76,20 @@ def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
 @twin()
 def why() -> str:
     """Say where every rank is at this moment, with stacks; the twin of ``%ddp_why``."""
-    return this_session().why()
+    return describe_ranks(this_session().cluster())
 
 
 @twin()
 def status() -> Table:
     """Return the table of what every rank is doing; the twin of ``%ddp_status``."""
-    return this_session().status()
+    session = this_session()
+    cluster, running = session.cluster(allow_lost=True), session.comparison
+    if running is None:
+        return with_notes(status_table(cluster, cluster.busy), cluster)
+    training = running.training
+    progress = progress_of(training.recorder.comparison) if training else "being checked"
+    note = f"a comparison is training: {progress}"
+    return with_notes(status_table(cluster, cluster.ranks, [note]), cluster)
 
 
 @twin()
@@ -156,7 +168,7 @@ def run_script(
 @twin()
 def push(ranks: str | None = None, **variables: object) -> None:
     """Copy variables to the ranks: ``push(a=1, b=2)``; the twin of ``%ddp_push``."""
-    this_session().push(variables, ranks)
+    push_to(this_session().free_cluster(), variables, ranks)
 
 
 @twin()
@@ -166,7 +178,12 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
     Returns:
         A dict from rank to value; if ``ranks`` names one rank, its value.
     """
-    return this_session().pull(expression, ranks)
+    cluster = this_session().free_cluster()
+    chosen = parse_ranks(ranks, len(cluster.ranks))
+    values = pull_from(cluster, expression, chosen)
+    if ranks is not None and len(chosen) == 1:
+        return values[0]
+    return dict(zip(chosen, values, strict=True))
 
 
 @twin(
@@ -286,7 +303,8 @@ def plot(*names: str, **choices: Any) -> ComparisonResult:
     """Return stored runs as one comparison that a notebook draws; the twin of ``%ddp_plot``.
 
     Args:
-        *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.
+        *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.  Without
+            names, the latest comparison.
         **choices: as listed.
     """
     return this_session().load(names, PlotOptions(**read_options(PlotOptions, choices)))

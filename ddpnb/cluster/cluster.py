@@ -61,8 +61,6 @@ class Cluster:
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}
         """Processes that ended without being asked to."""
-        self.names: dict[int, tuple[str, ...]] = {}
-        """The variables that each rank had after its last cell."""
         self.is_over = False
         """Whether this kernel has ended the cluster."""
         self.supervised: list[Call] = []
@@ -344,7 +342,6 @@ class Cluster:
         """
         self.processes.prepare(rank)  # where it fails, the rank is dead
         self.exits.pop(rank, None)
-        self.names.pop(rank, None)
         self.processes.start_rank(
             rank,
             torchrun_environment(self.placement, rank),

@@ -21,23 +21,24 @@ from ddpnb.hosts.spec import HostsSpec
 from ddpnb.magics.arguments import (
     arguments,
     catalogue_text,
-    complete_magics,
     magic_arguments,
     no_arguments,
     options,
 )
+from ddpnb.magics.completion import RankNames
 from ddpnb.magics.inside import InsideMagics
-from ddpnb.magics.rank_cells import AutoCells, RankNames
+from ddpnb.magics.rank_cells import AutoCells
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.live import LIVE, LiveDisplay, LiveFigureAndTable
+from ddpnb.reports.live import LiveDisplay, LiveFigureAndTable
 from ddpnb.reports.style import PlotOptions
 from ddpnb.session.cells import CellOptions
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.session import this_cell_number, this_session
+from ddpnb.session.variables import push
 
 if TYPE_CHECKING:
     from ddpnb.magics.panel import Panel
@@ -55,7 +56,8 @@ class DdpMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self.auto = AutoCells(shell)
-        self.names = RankNames(shell, self.auto.redirects)
+        self.inside = InsideMagics(shell)
+        self.names = RankNames(shell, (self, self.inside), self.auto.redirects)
         self.panel: Panel | None = None
         self._own_cell = ""
 
@@ -204,7 +206,7 @@ class DdpMagics(Magics):
         here = self.shell.user_ns
         if missing := [name for name in args.names if name not in here]:
             raise UserError(f"The notebook has no variable {', '.join(missing)}.")
-        this_session().push({name: here[name] for name in args.names}, args.ranks)
+        push(this_session().free_cluster(), {name: here[name] for name in args.names}, args.ranks)
 
     @magic_arguments()
     @argument("expression", nargs="+", help="evaluated on the ranks; usually a variable")
@@ -270,12 +272,12 @@ class DdpMagics(Magics):
     def ddp_plot(self, line: str) -> Any:
         """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``.
 
-        ``%ddp_plot live`` shows the comparison that trains, or else the latest one: for a page
-        that was loaded anew.
+        Without a name: the comparison that trains, as after the page was loaded anew, or else the
+        latest one.
         """
         choices = vars(arguments(self.ddp_plot, line))
         names = choices.pop("names")
-        if names == [LIVE] and this_session().show_live():
+        if not names and this_session().show_live():
             return None
         result = api.plot(*names, **choices)
         LiveFigureAndTable().show(result)
@@ -340,9 +342,7 @@ def load(shell: InteractiveShell) -> None:
     """Register the magics and their completion."""
     magics = DdpMagics(shell)
     magics.auto.install()
-    inside = InsideMagics(shell)
-    shell.register_magics(magics, inside)
-    complete_magics(shell, (magics, inside))
+    shell.register_magics(magics, magics.inside)
     magics.names.install()
     if removed := remove_leftovers():
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")

@@ -401,8 +401,6 @@ class CellReport:
     failure: Failure | None = None
     num_collectives: int = 0
     """Collectives of the default group that had begun here when the cell ended."""
-    names: tuple[str, ...] = ()
-    """The variables here, for Tab while the rank is busy."""
     trace: RankSpans | None = None
     """What was recorded; None: nothing was to be."""
     is_silent: bool = False

@@ -51,7 +51,6 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         opened.enter_context(engine.adopted_group.during())
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None
-    names = [name for name in engine.shell.user_ns if isinstance(name, str) and name[:1] != "_"]
     if errors and (isinstance(errors[0], KeyboardInterrupt) or is_consequence(errors[0])):
         for error in errors:
             release_frames(error)
@@ -59,7 +58,6 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         rank=rank,
         failure=failure,
         num_collectives=torch_internals.num_collectives(),
-        names=tuple(names),
         trace=None if recorder is None else recorder.spans(),
         is_silent=engine.sending.end_cell(cell, num_outputs),
     )

@@ -124,7 +124,6 @@ class RunningCell(Background):
             if self._prompt is not None and not self._watch.call.done:
                 self._prompt.close()
             self._output.close()
-            self._note_names()
             self._end_run()
             if self._spec.is_traced:
                 self._take_trace(is_value=self._thread is None and error is None)
@@ -191,11 +190,6 @@ class RunningCell(Background):
         )
         if not is_value:
             display(self.trace)
-
-    def _note_names(self) -> None:
-        for rank, report in self._watch.outcome.returned.items():
-            if isinstance(report, CellReport):
-                self._cluster.names[rank] = report.names
 
     def _ending_error(self) -> BaseException | None:
         outcome = self._watch.outcome

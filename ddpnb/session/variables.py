@@ -16,6 +16,7 @@ from ddpnb.cluster.wording import full_stop
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import RankCall, Request
 from ddpnb.protocol.errors import UserError, kind_of
+from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.variables import (
     LARGE_BYTES,
     NOTEBOOK_FUNCTIONS,
@@ -34,9 +35,10 @@ PREFIX = "variables-"
 """Names of files in the run folder begin so; each is removed as soon as its call has ended."""
 
 
-def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]) -> None:
+def push(cluster: Cluster, variables: Mapping[str, object], ranks: str | None) -> None:
     """Copy variables to ranks; raises a UserError if one cannot be sent, and then none is."""
-    send(cluster, pickled(variables, dict(variables)), variables, ranks, calls.push)
+    chosen = parse_ranks(ranks, len(cluster.ranks))
+    send(cluster, pickled(variables, dict(variables)), variables, chosen, calls.push)
 
 
 def pickled(variables: Mapping[str, object], value: object) -> list[Part]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpnb.magics.arguments import following
+from ddpnb.magics.completion import following
 from ddpnb.magics.inside import InsideMagics
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.notation import LINKS

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ddpnb import api
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
@@ -73,7 +74,7 @@ def slow_start(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def press_run(session: Session) -> RunningComparison:
     shown = SimpleNamespace(announce=lambda text: None)
     return session.compare_in_background(
-        SPEC, cluster=ClusterSpec(num_ranks=2), shown_by=shown, on_end=lambda _: None
+        SPEC, cluster=ClusterSpec(num_ranks=2), live=shown, on_end=lambda _: None
     )
 
 
@@ -101,12 +102,13 @@ def test_ranks_that_the_panel_started_are_busy_while_they_train(
     slow_start: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ):
     trains, session = threading.Event(), Session()
+    monkeypatch.setattr(api, "this_session", lambda: session)
     slow_start.go_on.set()
     monkeypatch.setattr("ddpnb.session.session.prepare", lambda *_: trains.wait(20))
     running = press_run(session)
     while session.num_ranks is None:
         slow_start.began.wait(0.01)
-    table = session.status()
+    table = api.status()
     assert [row[-1].text for row in table.rows] == ["busy", "busy"]
     assert session.answer_now(None) is None
     trains.set()
