@@ -196,7 +196,6 @@ def test_some_ranks_only(kernel: Kernel):
         ("%ddp_auto maybe", "%ddp_auto off"),
         ("%ddp_push nothing", "variable nothing"),
         ("%ddp_pull 1 +", "SyntaxError"),
-        ("%ddp_plot", "%ddp_runs"),
         ("import ddpnb\nddpnb.log(loss=1)", "ddpnb.log works on the ranks"),
     ],
 )
