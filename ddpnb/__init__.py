@@ -87,7 +87,7 @@ def __getattr__(name: str) -> Any:
     if name == "log" and not on_rank:
         raise UserError("ddpnb.log works on the ranks: call it in a %%ddp --name NAME cell.")
     if name != "log" and on_rank:
-        raise UserError(f"ddpnb.{name} works in the notebook, not on the ranks: use %%local.")
+        raise UserError(f"ddpnb.{name} works in the notebook, not on the ranks.")
     if on_rank:
         return importlib.import_module("ddpnb.rank.publisher").log
     api = importlib.import_module("ddpnb.api")
@@ -104,5 +104,5 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
 
 
 def unload_ipython_extension(shell: "InteractiveShell") -> None:
-    """Stop the cluster and switch ``%ddp_auto`` off: ``%unload_ext ddpnb``."""
+    """Stop the cluster: ``%unload_ext ddpnb``."""
     importlib.import_module("ddpnb.magics.magics").unload(shell)

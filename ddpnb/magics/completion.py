@@ -6,7 +6,7 @@ the notebook does it, as in all other cells.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from IPython.core.completer import (
@@ -50,15 +50,11 @@ class RankNames:
     Args:
         shell: the notebook's IPython.
         magics: what has the magics.
-        redirects: returns whether a cell without a magic runs on the ranks.
     """
 
-    def __init__(
-        self, shell: InteractiveShell, magics: Sequence[object], redirects: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, shell: InteractiveShell, magics: Sequence[object]) -> None:
         self._shell = shell
         self._magics = magics
-        self._redirects = redirects
         self._kernel: Any = getattr(shell, "kernel", None)
 
     def install(self) -> None:
@@ -123,18 +119,15 @@ class RankNames:
             expression = PULL_OPTION.sub("", pulled[1])
             named = next((match[1] for match in PULL_OPTION.finditer(pulled[1]) if match[1]), "")
             return Place(expression, len(expression), int(named) if named else None)
-        if magic is None and not self._redirects(source):
+        if magic is None:
             return None
-        rank, begin = None, 0
-        if magic is not None:
-            named = magic[1] or magic[2]
-            rank = int(named) if named else None
-            begin = magic.end() + len(source[magic.end() :].partition("\n")[0])
+        named = magic[1] or magic[2]
+        begin = magic.end() + len(source[magic.end() :].partition("\n")[0])
         if blank := BLANK_LINES.match(source, begin):  # after them IPython completes nothing
             begin = blank.end()
-        if offset <= begin and magic is not None:  # in the magic's own line
+        if offset <= begin:  # in the magic's own line
             return None
-        return Place(source[begin:], max(0, offset - begin), rank)
+        return Place(source[begin:], offset - begin, int(named) if named else None)
 
 
 class Place(NamedTuple):
@@ -217,8 +210,6 @@ def names(magic: str, namespace: Mapping[str, object], prefix: str) -> Offered:
             return "collective", (*SHOWN, TRACE)
         case "ddp_exercise":
             return "exercise", HINTS
-        case "ddp_auto":
-            return "value", ("on", "off")
         case "ddp_push":
             return "variable", sorted(name for name in namespace if not name.startswith("_"))
         case "ddp_plot" | "ddp_runs" | "ddp_export" | "ddp_samples":

@@ -27,7 +27,6 @@ from ddpnb.magics.arguments import (
 )
 from ddpnb.magics.completion import RankNames
 from ddpnb.magics.inside import InsideMagics
-from ddpnb.magics.rank_cells import AutoCells
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import options_of, read_options
@@ -55,9 +54,8 @@ class DdpMagics(Magics):
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
-        self.auto = AutoCells(shell)
         self.inside = InsideMagics(shell)
-        self.names = RankNames(shell, (self, self.inside), self.auto.redirects)
+        self.names = RankNames(shell, (self, self.inside))
         self.panel: Panel | None = None
         self._own_cell = ""
 
@@ -132,8 +130,7 @@ class DdpMagics(Magics):
         ``rank``, ``local_rank``, ``world_size`` and ``device`` are defined there.  Each
         line of output is labelled with its rank; equal lines are shown once, as [0-3].
         """
-        is_redirected = self.auto.has_redirected(cell)
-        source = cell if is_redirected else with_magic_line(f"%%ddp {line}", cell)
+        source = with_magic_line(f"%%ddp {line}", cell)
         return api.run_cell(source, **vars(arguments(self.ddp, line)))
 
     @magic_arguments()
@@ -174,27 +171,6 @@ class DdpMagics(Magics):
         To stop at a line, write ``breakpoint()`` there and run the cell with ``%%ddp --debug 1``.
         """
         api.debug(arguments(self.ddp_debug, line).rank)
-
-    @line_magic
-    def ddp_auto(self, line: str) -> None:
-        """Run every cell on the ranks from now on: ``%ddp_auto on``, ``%ddp_auto off``.
-
-        Cells that begin with ``%%local``, or contain a magic of ddpnb, still run in the notebook.
-        """
-        messages = {
-            "on": "Every cell runs on the ranks; %%local keeps one in the notebook.",
-            "off": "Cells run in the notebook again.",
-        }
-        if line.strip() not in messages:
-            raise UserError("Write %ddp_auto on, or %ddp_auto off.")
-        self.auto.switch(line.strip() == "on")
-        print(messages[line.strip()])
-
-    @cell_magic
-    def local(self, line: str, cell: str) -> None:
-        """Run the cell in the notebook even while ``%ddp_auto`` is on."""
-        no_arguments("%%local", line)
-        self.shell.run_cell(with_magic_line("%%local", cell)).raise_error()
 
     @magic_arguments()
     @argument("names", nargs="+", metavar="variable", help="a variable of the notebook")
@@ -341,7 +317,6 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
 def load(shell: InteractiveShell) -> None:
     """Register the magics and their completion."""
     magics = DdpMagics(shell)
-    magics.auto.install()
     shell.register_magics(magics, magics.inside)
     magics.names.install()
     if removed := remove_leftovers():
@@ -349,9 +324,8 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Stop the cluster and switch ``%ddp_auto`` off."""
+    """Stop the cluster, and take no part in completion any more."""
     magics = shell.magics_manager.registry["DdpMagics"]
-    magics.auto.remove()
     magics.names.remove()
     if magics.panel is not None:
         magics.panel.close()

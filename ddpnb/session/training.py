@@ -49,12 +49,12 @@ class Training:
     """The strategies that continue when a rank other than 0 dies."""
     live: Live = field(default_factory=live)
     options: PlotOptions = EVERYTHING
-    remark: str = ""
-    """What disturbed the training."""
     printed: PrintedLines = field(default_factory=PrintedLines)
     """What the cell has printed on the ranks."""
     functions: NotebookFunctions | None = None
     """What is trained, if it is no cell; a rank that is started anew needs them again."""
+    _result: ComparisonResult | None = None
+    """What was trained, once all has ended."""
     _watch: Watch | None = None
     _is_stopped: bool = False
     _next_stop_at: float = 0.0
@@ -94,25 +94,25 @@ class Training:
                         break
         finally:
             clean_up(self.cluster)
+            self._result = result = self.result
             is_on_cores = all(state.device == "cpu" for state in self.cluster.states)
             is_measured = not any(spec.is_emulated for spec in self.specs)
             if is_on_cores and is_measured and not self.cluster.spans_hosts:
-                self.remark = disturbance(load.share(), len(self.cluster.ranks))
-            self.live.finish(self.result)
+                result.remark = disturbance(load.share(), len(self.cluster.ranks))
+            self.live.finish(result)
             self.printed.show()
         if errors:
             (_, first), *others = errors.items()
             for name, other in others:
                 print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
             raise first
-        return self.result
+        return result
 
     @property
     def result(self) -> ComparisonResult:
         """What has been trained so far."""
-        result = ComparisonResult(self.recorder.comparison, self.options, self._model_of)
-        result.remark = self.remark
-        return result
+        found = self._result
+        return found or ComparisonResult(self.recorder.comparison, self.options, self._model_of)
 
     def _at_best_rate(self, spec: RunSpec) -> RunSpec:
         """Return a training; a later repeat has the rate that its strategy is compared at."""

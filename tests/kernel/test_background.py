@@ -56,7 +56,7 @@ def test_while_it_trains_the_notebook_goes_on_and_everybody_knows(training: Cell
 
 
 def test_interrupt_stops_it_and_keeps_what_was_trained(training: Cell, kernel: Kernel):
-    kernel.run("%%local\nfirst = len(running.result.steps())")
+    kernel.run("first = len(running.result.steps())")
     began = time.monotonic()
     cell = kernel.run("%ddp_interrupt")
     expected = "Interrupted the comparison; what it has trained is kept.\n"

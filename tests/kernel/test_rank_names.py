@@ -1,7 +1,6 @@
 """Tab and Shift+Tab know the variables of the ranks in cells that run there."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,26 +29,21 @@ COMPLETED = {
     "%ddp_pull --ranks 1 only_on_": ["only_on_one"],
     "%ddp_inspect held_there --batch tab": ["table_there"],
     "held_": ["held_here"],
-    "%%local\nheld_": ["held_here"],
     "%%time\nheld_": ["held_here"],
 }
 
 
 @pytest.fixture
-def names(kernel: Kernel) -> Iterator[Kernel]:
+def names(kernel: Kernel) -> Kernel:
     assert not kernel.run(DEFINED).error
     kernel.run("held_here = 1")
-    yield kernel
-    kernel.run("%ddp_auto off")
+    return kernel
 
 
 def test_tab_completes_what_the_rank_holds_that_runs_the_cell(names: Kernel):
     assert {cell: names.complete(cell) for cell in COMPLETED} == COMPLETED
     assert "--ranks" in names.complete("%ddp_pull --ra")
     assert "--timeout" in names.complete("%%ddp --ti")
-    names.run("%ddp_auto on")
-    assert names.complete("held_") == ["held_there"]
-    assert names.complete("%%local\nheld_") == ["held_here"]
 
 
 def test_shift_tab_describes_what_the_ranks_hold(names: Kernel):
