@@ -120,22 +120,10 @@ GLOO: Mapping[str, Algorithm] = {
 }
 """Where gloo does something else, as bytes counted on its sockets confirm."""
 
-ALL_REDUCES: Mapping[str, Algorithm] = {
-    "ring": RING,
-    "tree": Algorithm(
-        "a reduce up a binomial tree, then a broadcast down", "2 L", "2 L B", "B + K B", "K B"
-    ),
-    "doubling": Algorithm(
-        "in round k all bytes to and from the rank 2^k places further", "L", "L B"
-    ),
-    "double-tree": Algorithm(
-        "half of the bytes along each of two trees, in small parts",
-        "2 L",
-        "2 B",
-        _ALL_REDUCE_BYTES,
-    ),
-}
-"""By the name that users give.  In double trees, ranks send as much on average."""
+DOUBLE_TREE = Algorithm(
+    "half of the bytes along each of two trees, in small parts", "2 L", "2 B", _ALL_REDUCE_BYTES
+)
+"""An all-reduce of NCCL; ranks send as much on average."""
 
 BEST = "best"
 """The faster of ring and double trees, as NCCL chooses by size."""

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.protocol.costs import ALL_REDUCES, COLLECTIVES, GLOO, algorithm_of, bucket_sizes, in_turn
+from ddpnb.protocol.costs import COLLECTIVES, DOUBLE_TREE, GLOO, algorithm_of, bucket_sizes, in_turn
 from ddpnb.rank.collectives.table import METHODS
 
 LABORATORY = Path(__file__).parents[2] / "docs" / "laboratory.md"
 TABLE = {
     **COLLECTIVES,
     **{f"{name}, by gloo": each for name, each in GLOO.items()},
-    **{f"all_reduce, by {name}": each for name, each in ALL_REDUCES.items() if name != "ring"},
+    "all_reduce, by double-tree": DOUBLE_TREE,
 }
 
 

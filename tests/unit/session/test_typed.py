@@ -29,7 +29,6 @@ WRONG = [
     (["wait takes", "3"], lambda: api.run_cell("1", wait=3)),
     (["n ", "True"], lambda: api.start(True)),
     (["arguments", "a list"], lambda: api.run_script("train.py", "--epochs 3")),
-    (["ranks", "3"], lambda: api.push(3, a=1)),
     (["--ranks", "two"], lambda: inside.predict([1, "two"])),
     (["epochs", "too large"], lambda: api.compare("ddp", epochs=10**400)),
     (["'learning_rate'", " lr?"], lambda: api.compare("ddp", learning_rate=0.1)),
