@@ -106,6 +106,21 @@ def test_a_wrong_choice_is_refused_at_once(choices: dict[str, object], named: st
     assert named in str(caught.value)
 
 
+def test_a_hub_sets_limits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DDPNB_MAX_RANKS", "1")
+    monkeypatch.setenv("DDPNB_MAX_THREADS", "2")
+    assert placed(ClusterSpec(), 0).num_ranks == 1
+    assert placed(ClusterSpec(num_threads=5), 0).num_threads == 2
+    for choices in ({"num_ranks": 2}, {"devices": "8"}):
+        with pytest.raises(UserError, match="than DDPNB_MAX_RANKS allows: start 1 or"):
+            ClusterSpec(**choices)
+    with pytest.raises(UserError, match="DDPNB_MAX_RANKS"):
+        on_hosts(0, 0)
+    monkeypatch.setenv("DDPNB_MAX_RANKS", "few")
+    with pytest.raises(UserError, match="DDPNB_MAX_RANKS takes a whole number, not 'few'"):
+        ClusterSpec()
+
+
 SET_BY_TORCHRUN = {
     *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "ROLE_NAME", "OMP_NUM_THREADS"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"),
