@@ -82,6 +82,19 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
+def in_units(seconds: float) -> str:
+    """Return a time in the unit that suits it, e.g. ``12.5 ms``."""
+    scale, unit = time_unit(seconds)
+    return f"{number(seconds * scale)} {unit}"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Return the factor from seconds to the unit that an axis of this length has, and its name."""
+    if seconds >= 10:
+        return 1.0, "s"
+    return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+
+
 def counted(num: int, noun: str) -> str:
     """Return e.g. ``1 worker`` or ``2 workers``."""
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"

@@ -7,7 +7,6 @@ imported when the first picture is drawn.
 import base64
 import io
 import textwrap
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -46,6 +45,9 @@ RANK_COLOURS = (
 )
 """In every picture, by rank; the eleventh rank has the first again.  From Petroff, "Accessible
 color sequences for data visualization", 2021."""
+
+MAX_RANKS = 16
+"""Ranks that are drawn; of the others only the number is said."""
 
 Look = Mapping[str, Any]
 """Matplotlib's properties of something that is drawn."""
@@ -275,7 +277,7 @@ class Picture:
     _repr_png_ = png
 
 
-class Shown(ABC):
+class Shown:
     """A result that a notebook shows as pictures, tables and text, and that can be saved."""
 
     endings: ClassVar[Mapping[str, str]] = {
@@ -286,9 +288,9 @@ class Shown(ABC):
     }
     """Of files that can be written, and what these are."""
 
-    @abstractmethod
     def text(self) -> str:
         """Return all that is shown, in words."""
+        return "\n\n".join(table.text() for table in self.tables())
 
     def pictures(self) -> Sequence[Picture]:
         """Return the pictures, if there are any."""

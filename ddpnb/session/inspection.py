@@ -66,7 +66,6 @@ class InspectionRequest:
         most_values=9,
         example="MB,MB",
     )
-    run: str = option("", "async: draw this stored run", example="NAME")
     training: TrainingSpec
     """The task, where ``has_task``, and the options named in ``given``."""
     has_task: bool = False
@@ -84,14 +83,12 @@ class InspectionRequest:
                 "--strategy async is shown with a task, --task digits or a %%ddp_inspect cell: "
                 f"leave {'the model' if self.model else '--bucket-cap'} out."
             )
-        is_async = name == "async" or bool(self.run)
         flags = {"batch_size": "--batch-size", "slow": "--slow", "kill": "--kill"}
-        unfit = set() if is_async else {"slow", "kill"} | ({"batch_size"} if self.model else set())
+        unfit = set() if name == "async" else {"slow", "kill"}
+        unfit |= {"batch_size"} if self.model else set()
         if wrong := [flag for given, flag in flags.items() if given in unfit & {*self.given}]:
             goes_with = "a task" if wrong[0] == "--batch-size" else "--strategy async"
             raise UserError(f"{wrong[0]} goes with {goes_with}: leave it out here.")
-        if self.run and (self.model or self.has_task or self.given):
-            raise UserError(f"--run {self.run} draws what is stored: leave the other options out.")
         if self.model and self.has_task:
             raise UserError(f"Inspect {self.model} or a task: leave one of them out.")
         beside = [each for each in ("batch", "loss") if getattr(self, each)]
@@ -214,9 +211,9 @@ def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> DdpInspection:
     }
     unused = {name: ranks for name, ranks in unused.items() if ranks}
     reports = ask(cluster, calls.inspect_ddp(replace(spec, finds_unused=bool(unused))))
+    over = "" if spec.devices is None else f" on {spec.devices.text}"
     return DdpInspection(
-        title=spec.title,
+        title=f"{spec.title}{over}",
         unused=unused,
         reports=tuple(reports[rank] for rank in sorted(reports)),
-        devices="" if spec.devices is None else spec.devices.text,
     )

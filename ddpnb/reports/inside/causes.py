@@ -60,13 +60,13 @@ def _cause(
 def _of_parameters(
     finding: Finding, gradients: Verdict | None, skipped: str, *, is_ddp: bool
 ) -> str:
-    if finding.first.texts or finding.first.lacking:
+    if finding.texts or finding.lacking:
         return "The ranks have built different models."
     if skipped:
         return skipped
     if is_ddp and gradients is Verdict.DIFFERENT:
         return "Steps were made with gradients that DDP had not averaged."
-    if is_ddp and finding.first.is_rounding:
+    if is_ddp and finding.is_rounding:
         return ROUNDING
     if is_ddp:
         return (
@@ -88,20 +88,20 @@ def _of_parameters(
 
 def _odd(finding: Finding) -> str:
     """Return the ranks that are alone against most others; ``"a rank"`` if none are."""
-    groups = sorted(finding.first.groups, key=len)
+    groups = sorted(finding.groups, key=len)
     is_clear = len(groups) == 2 and len(groups[0]) < len(groups[1])
     return spoken_ranks(groups[0]) if is_clear else "a rank"
 
 
 def _of_gradients(finding: Finding, *, is_ddp: bool) -> str:
-    if finding.first.lacking:
+    if finding.lacking:
         return (
-            f"{spoken_ranks(finding.first.lacking).capitalize()} made no backward pass, or called "
+            f"{spoken_ranks(finding.lacking).capitalize()} made no backward pass, or called "
             "zero_grad() before the check."
         )
     if not is_ddp:
         return f"Nothing averages them, as {NO_DDP}: each rank's are those of its own samples."
-    if finding.first.is_rounding:
+    if finding.is_rounding:
         return ROUNDING
     return (
         "The last backward pass was made under no_sync() or by the module inside DDP, or a rank "
@@ -110,7 +110,7 @@ def _of_gradients(finding: Finding, *, is_ddp: bool) -> str:
 
 
 def _of_buffers(finding: Finding, *, is_ddp: bool) -> str:
-    if not _is_statistic(finding.first.tensor):
+    if not _is_statistic(finding.tensor):
         return "Each rank has updated it by itself; DDP averages gradients alone."
     if finding.verdict is Verdict.FACT:
         return (
@@ -139,8 +139,8 @@ def _is_statistic(buffer: str) -> bool:
 
 
 def _of_state(finding: Finding, findings: Sequence[Finding], skipped: str) -> str:
-    if finding.first.lacking:
-        return f"{spoken_ranks(finding.first.lacking).capitalize()} has made no step yet."
+    if finding.lacking:
+        return f"{spoken_ranks(finding.lacking).capitalize()} has made no step yet."
     if skipped:
         return skipped
     different = {each.part for each in findings if each.verdict is Verdict.DIFFERENT}

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from ddpnb.reports.formatting import NOTHING, counted, percent, short, tick
-from ddpnb.reports.inside.spans import in_units
+from ddpnb.reports.formatting import NOTHING, counted, in_units, percent, short, tick
 from ddpnb.reports.kit import Picture, Sheet, Shown, dress, write
 from ddpnb.reports.style import INK, MUTED, PAPER, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
@@ -70,10 +69,6 @@ class PredictionResult(Shown):
     def pictures(self) -> list[Picture]:
         """Return the picture."""
         return [Picture(draw(self.prediction), self.sentence())]
-
-    def text(self) -> str:
-        """Return the table."""
-        return self.table().text()
 
 
 def _cell(found: Point | None) -> Cell:

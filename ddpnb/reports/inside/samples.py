@@ -110,10 +110,6 @@ class Handout(Shown):
             notes=(*rest, *self.notes),
         )
 
-    def text(self) -> str:
-        """Return the table."""
-        return self.table().text()
-
 
 def _numbers(indices: Indices) -> str:
     """Return the first of some numbers, and how many more there are."""
