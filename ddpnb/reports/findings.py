@@ -1,12 +1,11 @@
 """The findings of a comparison as a table with one row per strategy (kernel)."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from ddpnb.history.claims import LEVEL, ratios_of, standard_error
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import Spread, StrategySummary, summarise
@@ -108,36 +107,7 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
         held = "memory per rank" + ", computed for the published model" * is_published
         rest = "and activations" if is_known else "(activations are not known)"
         found.append(f"{held}: parameters, gradients, optimizer state {rest}, where it is most")
-    found += _intervals(summaries)
-    known = [s for s in summaries if s.num_held_out and math.isfinite(s.held_out_accuracy.middle)]
-    if known:
-        found.append(f"held-out accuracy: standard error {accuracy_error(known)}")
     return tuple(found)
-
-
-def _intervals(summaries: Sequence[StrategySummary]) -> Iterator[str]:
-    """Yield the note with the interval of each speed over that of the reference."""
-    ratios = ratios_of(summaries)
-    speeds = ratios.speed if ratios is not None else {}
-    known = [(s, speeds[s.key]) for s in summaries if s.key in speeds]
-    known = [(s, r) for s, r in known if r.has_interval]
-    if ratios is None or not known:
-        return
-    nums = sorted({r.num_repeats for _, r in known})
-    num = known[0][1].num_claims
-    together = f", for {num} comparisons together" if num > 1 else ""
-    yield (
-        f"samples/s over those of {ratios.reference.name}, {percent(LEVEL)} interval over "
-        f"{' and '.join(map(str, nums))} repeats{together}: "
-        + ", ".join(f"{s.name} {r.low:.2f} to {r.high:.2f}" for s, r in known)
-    )
-
-
-def accuracy_error(known: Sequence[StrategySummary]) -> str:
-    """Return the standard error of the mean accuracy, e.g. ``0.8 points (360 samples)``."""
-    num = min(s.num_held_out for s in known)
-    mean = sum(s.held_out_accuracy.middle for s in known) / len(known)
-    return f"{100 * standard_error(mean, num):.1f} points ({num:,} samples)"
 
 
 def _state(summary: StrategySummary) -> str:
