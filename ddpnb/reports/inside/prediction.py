@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ddpnb.reports.formatting import NOTHING, counted, in_units, percent, short, tick
 from ddpnb.reports.kit import Picture, Sheet, Shown, dress, write
-from ddpnb.reports.style import INK, MUTED, PAPER, style_of
+from ddpnb.reports.style import INK, LINES, MUTED, PAPER, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
 from ddpnb.scaling.model import Point
 from ddpnb.scaling.predict import Prediction, parse_step
@@ -167,11 +167,13 @@ def draw(prediction: Prediction) -> "Figure":
     axes.yaxis.set_minor_formatter("")
     names = tuple(prediction.points)
     axes.plot(*zip(*prediction.ideal, strict=True), color=MUTED, linewidth=1.2, zorder=1.5)
+    look: dict[str, Any]
     for name in names:
         style = style_of(name, names)
         line, points = prediction.lines[name], prediction.points[name]
-        axes.plot(*_xy(line), color=style.colour, linestyle=style.dashes, linewidth=2.2, zorder=2)
-        look: dict[str, Any] = {"marker": style.marker, "edgecolors": style.colour, "zorder": 3}
+        look = {"color": style.colour, "linestyle": LINES[style.dashes]}
+        axes.plot(*_xy(line), linewidth=2.2, zorder=2, **look)
+        look = {"marker": style.marker, "edgecolors": style.colour, "zorder": 3}
         axes.scatter(*_xy(points), s=45, facecolors=PAPER, linewidths=1.6, **look)
     for name, rate in prediction.measured.items():
         style = style_of(name, names)
