@@ -99,8 +99,6 @@ class StrategySummary:
     """Losses that were NaN or infinite."""
     sees_exposed: bool
     """Whether communication that holds up the computing can be distinguished from the rest."""
-    uses_cores: bool
-    """Whether its ranks communicate with the cores that they compute with."""
     is_computed: bool
     """Whether its times are those of emulated devices."""
     is_ceiling: bool
@@ -314,7 +312,6 @@ def _summary(
         num_missed_target=sum(math.isinf(seconds) for seconds, _ in reached),
         num_diverged=sum(run.num_diverged for run in runs),
         sees_exposed=all(header.sees_exposed for header in headers),
-        uses_cores=any(header.device == "cpu" for header in headers) and not is_computed,
         is_computed=is_computed,
         is_ceiling=any(run.is_ceiling for run in counted),
         is_emulated=is_emulated(runs),

@@ -95,8 +95,6 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
         found.append(
             "in brackets: emulated on CPU threads, which says little about the real one's speed"
         )
-    if any(s.split.parts.hidden > 0 and s.uses_cores for s in summaries):
-        found.append("communication hidden on a CPU still takes a core's time")
     for name in _own_metrics(summaries):
         judged = [s for s in summaries if name in s.held_out_metrics]
         if unknown := [s.name for s in judged if math.isnan(s.held_out_metrics[name].middle)]:

@@ -278,7 +278,7 @@ class Picture:
 
 
 class Shown:
-    """A result that a notebook shows as pictures, tables and text, and that can be saved."""
+    """A result that a notebook shows as pictures, a table and text, and that can be saved."""
 
     endings: ClassVar[Mapping[str, str]] = {
         ".png": "the picture",
@@ -290,27 +290,24 @@ class Shown:
 
     def text(self) -> str:
         """Return all that is shown, in words."""
-        return "\n\n".join(table.text() for table in self.tables())
+        return "" if (table := self.table()) is None else table.text()
 
     def pictures(self) -> Sequence[Picture]:
         """Return the pictures, if there are any."""
         return ()
 
     def table(self) -> Table | None:
-        """Return the table; None: there is none, or there are several."""
+        """Return the table; None: there is none."""
         return None
 
-    def tables(self) -> Sequence[Table]:
-        """Return the tables, if there are any."""
-        return [table] if (table := self.table()) else []
-
     def html(self, images: str) -> str:
-        """Return what a notebook shows: pictures, tables, and below pictures the text, folded."""
+        """Return what a notebook shows: pictures, table, and below pictures the text, folded."""
         folded = (
             '<details><summary>As text</summary><pre style="white-space:pre-wrap">'
             f"{escape(self.text())}</pre></details>"
         )
-        return "".join([images, *(table.html() for table in self.tables()), folded * bool(images)])
+        table = "" if (found := self.table()) is None else found.html()
+        return images + table + folded * bool(images)
 
     def plot(self) -> Picture:
         """Return the first picture; ``.figure`` is a matplotlib figure.
@@ -366,7 +363,7 @@ class Shown:
         return self.text()
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return pictures, tables and text together; the first picture and the text alone."""
+        """Return pictures, table and text together; the first picture and the text alone."""
         pictures = self.pictures()
         bundle: dict[str, Any] = {"text/plain": self.text()}
         if html := self.html("".join(each.html() for each in pictures)):

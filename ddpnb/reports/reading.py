@@ -18,7 +18,8 @@ FIGURE = (
     "Samples per second: the outline is the ideal, devices × single; the thick stroke is the "
     "speed of no-comm, the same training without communication; the thin line is the range.",
     "Time of one step: the mean over ranks and steps. Hidden communication runs beside the "
-    "backward pass; exposed is what a rank spends on communication and waiting.",
+    "backward pass, and on a CPU takes a core's time; exposed is what a rank spends on "
+    "communication and waiting.",
     "Own work by rank, memory and staleness appear where they say something; "
     "--panels all shows every panel.",
 )

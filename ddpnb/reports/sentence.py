@@ -21,7 +21,6 @@ from ddpnb.protocol.notation import Target
 from ddpnb.reports.findings import quantities_of
 from ddpnb.reports.formatting import (
     NOTHING,
-    choice_of_rates,
     emulated_devices,
     labels,
     listed,
@@ -61,8 +60,6 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
     text = "; ".join(part for part in parts if part) or _alone(done, called)
     if not text:
         return "Nothing has finished yet."
-    if rates := choice_of_rates(comparison):
-        text += f"; {rates}"
     if devices := emulated_devices(comparison):
         text += f"; all of it on {devices}"
     is_name = text.startswith(tuple(called.values()))  # names keep their lower case

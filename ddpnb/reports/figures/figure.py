@@ -31,7 +31,7 @@ from ddpnb.reports.figures.rows import (
     draw_column,
     draw_name,
 )
-from ddpnb.reports.formatting import labels, longest_label, styles, title
+from ddpnb.reports.formatting import labels, styles, title
 from ddpnb.reports.kit import Sheet
 from ddpnb.reports.style import ACROSS, EVERYTHING, PlotOptions, style_of
 
@@ -81,7 +81,7 @@ def draw(
     to_come = [name for name in comparison.strategies if name not in done]
     names += [(name, style_of(name, comparison.strategies)) for name in to_come]
     num = len(names)
-    texts = [shortened(text) for text in (*map(longest_label, to_come), *(n for n, _ in names))]
+    texts = [shortened(text) for text, _ in names]
     curve_height = max(PANEL_HEIGHT, LABEL_HEIGHT * (num + 1))
     row_height = max(num * (ROW_HEIGHT if num <= MANY_ROWS else LEAST_ROW_HEIGHT), 2 * ROW_HEIGHT)
     height = TOP + len(bands) * (curve_height + PANELS_GAP)
