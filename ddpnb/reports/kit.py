@@ -212,28 +212,31 @@ ROW_NAMES = 2.05
 """Inches at the left for the names of rows and of what is in them."""
 
 
-def legend(axes: "Axes", looks: Mapping[str, str | Look]) -> None:
-    """List names above axes, at the right: each with its colour, or its look as a bar."""
+def legend(axes: "Axes", looks: Mapping[str, str | Look], **place: Any) -> None:
+    """List names above axes, at the right: each with its colour, or its look as a bar.
+
+    ``place`` has matplotlib's own arguments, for a legend elsewhere.
+    """
     from matplotlib.patches import Patch  # noqa: PLC0415  0.3 s
 
     patches = [
         Patch(label=name, **({"facecolor": look} if isinstance(look, str) else look))
         for name, look in looks.items()
     ]
-    axes.legend(
-        handles=patches,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(patches),
-        frameon=False,
-        fontsize=SMALL_POINTS - 1,
-        labelcolor=INK,
-        handlelength=1.1,
-        handletextpad=0.4,
-        columnspacing=1.1,
-        borderaxespad=0.15,
-        borderpad=0.0,
-    )
+    look: dict[str, Any] = {
+        "loc": "lower right",
+        "bbox_to_anchor": (1.0, 1.0),
+        "ncols": len(patches),
+        "frameon": False,
+        "fontsize": SMALL_POINTS - 1,
+        "labelcolor": INK,
+        "handlelength": 1.1,
+        "handletextpad": 0.4,
+        "columnspacing": 1.1,
+        "borderaxespad": 0.15,
+        "borderpad": 0.0,
+    }
+    axes.legend(handles=patches, **(look | place))
 
 
 # -- what a notebook shows, and files ------------------------------------------------------
