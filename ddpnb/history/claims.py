@@ -12,7 +12,7 @@ ratio differs from 1 by ``SMALLEST_EFFECT`` or more.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from ddpnb.history.model import Status
@@ -84,18 +84,10 @@ class Ratio:
         return next((num for num, each in half if each < abs(math.log(self.middle))), 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratios:
-    """The comparisons of one sentence."""
-
-    reference: StrategySummary
-    """The strategy that all others are compared with."""
-    speed: Mapping[StrategyKey, Ratio] = field(default_factory=dict)
-    """Samples/s over those of the reference."""
-
-
-def ratios_of(summaries: Sequence[StrategySummary]) -> Ratios | None:
-    """Return each strategy's ratios to ``single``, or else to the first one; None without two.
+def ratios_of(
+    summaries: Sequence[StrategySummary],
+) -> tuple[StrategySummary, dict[StrategyKey, Ratio]] | None:
+    """Return ``single``, or else the first one, and the others' samples/s over those; or None.
 
     The ceiling is no rival where there are others, and emulated strategies are none, as their
     speeds say nothing.  Runs of several comparisons may have trained different models.
@@ -109,8 +101,7 @@ def ratios_of(summaries: Sequence[StrategySummary]) -> Ratios | None:
     reference = next((s for s in rivals if s.name == BASELINE), rivals[0])
     others = [s for s in rivals if s is not reference]
     others = [s for s in others if s.name != CEILING] or others
-    speed = {s.key: ratio(s.rates, reference.rates, len(others)) for s in others}
-    return Ratios(reference=reference, speed=speed)
+    return reference, {s.key: ratio(s.rates, reference.rates, len(others)) for s in others}
 
 
 def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: int = 1) -> Ratio:

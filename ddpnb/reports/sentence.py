@@ -11,7 +11,6 @@ from ddpnb.history.claims import (
     LEVEL,
     SMALLEST_EFFECT,
     Ratio,
-    Ratios,
     ratios_of,
 )
 from ddpnb.history.comparison import Comparison
@@ -44,11 +43,10 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
     summaries = summarise(comparison, target)
     called = labels(comparison)
     done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
-    ratios = ratios_of(done)
     parts = [
         *(f"{called[s.key]}'s loss became NaN or infinite" for s in summaries if s.num_diverged),
         *(f"{called[s.key]} {ENDED[s.status]}" for s in summaries if s.status in ENDED),
-        "" if ratios is None else _speeds(done, called, ratios),
+        _speeds(done, called),
         "" if target is None else _reached(done, called, target),
         *_scores(done, called),
         *(
@@ -72,15 +70,13 @@ def _alone(done: Sequence[StrategySummary], called: Names) -> str:
     return listed([f"{name} ran at {number(r)} samples/s" for name, r in rates if math.isfinite(r)])
 
 
-def _speeds(done: Sequence[StrategySummary], called: Names, ratios: Ratios) -> str:
+def _speeds(done: Sequence[StrategySummary], called: Names) -> str:
     """Return each speed over that of the reference: what is shown, what is not, what is open."""
-    base = called[ratios.reference.key]
-    found = [
-        (called[s.key], r)
-        for s in done
-        for r in [ratios.speed.get(s.key, Ratio())]
-        if r.num_repeats
-    ]
+    if (ratios := ratios_of(done)) is None:
+        return ""
+    reference, speeds = ratios
+    base = called[reference.key]
+    found = [(called[key], r) for key, r in speeds.items() if r.num_repeats]
     found.sort(key=lambda each: each[1].middle, reverse=True)
     few = [(name, r) for name, r in found if not r.has_interval]
     claims = [(name, r) for name, r in found if r.is_claim]

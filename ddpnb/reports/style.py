@@ -12,8 +12,6 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.protocol.options import check_options, option
 
-ACROSS = ("samples", "seconds", "updates")
-"""The quantities that a loss can be drawn against."""
 PANELS = ("all",)
 """What can be drawn beyond the panels that are always there."""
 
@@ -22,12 +20,6 @@ PANELS = ("all",)
 class PlotOptions:
     """How a comparison is drawn."""
 
-    x: str = option(
-        "",
-        "draw losses against this alone; by default samples and seconds side by side",
-        choices=ACROSS,
-        example="AXIS",
-    )
     log: bool = option(False, "draw losses on a logarithmic axis")
     target: Target | None = option(
         None,

@@ -66,7 +66,7 @@ class CurvePanel:
     title: str
     lines: Sequence[tuple[Strategy, Line]]
     x: str
-    """The quantity on the x axis, one of ``style.ACROSS``."""
+    """The quantity on the x axis, ``"samples"`` or ``"seconds"``."""
     right: float
     """The end of the x axis; it goes on where a line is longer."""
     log: bool = False

@@ -33,7 +33,7 @@ from ddpnb.reports.figures.rows import (
 )
 from ddpnb.reports.formatting import labels, styles, title
 from ddpnb.reports.kit import Sheet
-from ddpnb.reports.style import ACROSS, EVERYTHING, PlotOptions, style_of
+from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 
 WIDTH = 13.6
 """So wide that text of ``SMALL_POINTS`` is at least 10 pixels high on a laptop of 1280 pixels."""
@@ -53,7 +53,8 @@ ROW_HEIGHT, LEAST_ROW_HEIGHT, MANY_ROWS = 0.28, 0.24, 5
 NAMES_LEFT, NAMES_RIGHT, ROW_GAP = 0.4, 0.4, 0.3
 """Left of the strategies' markers, right of their names, and between columns."""
 MOST_COLUMNS, MOST_HELD_OUT = 4, 3
-X_WORDS = {"samples": "samples", "seconds": "time, s", "updates": "updates"}
+ACROSS = {"samples": "samples", "seconds": "time, s"}
+"""What losses and scores are drawn against, and how it is called."""
 
 
 def draw(
@@ -126,20 +127,19 @@ def _panels(
 
     By default there are two: losses by samples, and at the end a held-out score by time.
     """
-    ends = dict(zip(ACROSS, (*planned_ends(comparison), 0.0), strict=True))
+    ends = dict(zip(ACROSS, planned_ends(comparison), strict=True))
     target = options.target
-    across = (options.x,) if options.x else ("samples", "seconds")
     rivals = [each for each in begun if not each.summary.is_ceiling]  # that one is there for speed
     loss_panels = [
         CurvePanel(
-            title=f"Training loss by {X_WORDS[x]}",
+            title=f"Training loss by {called}",
             lines=[(each, losses(each.runs, x)) for each in rivals],
             x=x,
             right=ends[x],
             log=options.log,
             target=target.value if target and not target.is_accuracy else None,
         )
-        for x in across
+        for x, called in ACROSS.items()
     ]
     is_all = options.panels == "all"
     marks_loss = target is not None and not target.is_accuracy
@@ -147,7 +147,7 @@ def _panels(
         return [loss_panels]
     scores = [
         CurvePanel(
-            title=f"Held-out {y} by {X_WORDS[x]}",
+            title=f"Held-out {y} by {called}",
             lines=[(each, line) for each, line in lines if len(line.y)],
             x=x,
             right=ends[x],
@@ -156,12 +156,12 @@ def _panels(
             is_share=y == "accuracy",
         )
         for y in ("accuracy", "loss")
-        for x in [x for x in across if x != "updates"] or ["samples"]
+        for x, called in ACROSS.items()
         for lines in [[(each, held_out(each.runs, x, y)) for each in begun]]
     ]
     scores = [panel for panel in scores if panel.lines]
     if not is_all:
-        return [[loss_panels[0], scores[len(across) - 1]] if scores else loss_panels]
+        return [[loss_panels[0], scores[1]] if scores else loss_panels]
     rate = CurvePanel(
         title="Samples per second by time, s",
         lines=[(each, throughputs(each.runs)) for each in begun],

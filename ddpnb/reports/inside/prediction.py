@@ -32,22 +32,16 @@ class PredictionResult(Shown):
 
     def table(self) -> Table:
         """Return one row per strategy: throughput, step and efficiency at each number of ranks."""
-        ranks, searched = self.prediction.question.ranks, self.prediction.searched
-        rows = []
+        ranks, rows = self.prediction.question.ranks, []
         for name, points in self.prediction.points.items():
             at = {each.num_ranks: each for each in points}
-            stop = self.prediction.stops[name]
-            stops = f"> {searched:,}" if stop is None else f"{stop:,}"
             head = Cell(text=name, dot=style_of(name, tuple(self.prediction.points)).colour)
-            cells = [_cell(at.get(n)) for n in ranks]
-            rows.append(table_row(head, *cells, stops, self.prediction.limits[name]))
+            rows.append(table_row(head, *(_cell(at.get(n)) for n in ranks)))
         return Table(
             caption=self.sentence(),
             columns=(
                 Column(title="strategy"),
                 *(Column(title=counted(n, "rank"), is_number=True) for n in ranks),
-                Column(title="stops at", is_number=True),
-                Column(title="held up by"),
             ),
             rows=tuple(rows),
             notes=(*assumptions(self.prediction), CELLS),

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from ddpnb.history.claims import Ratio, ratio, ratios_of
-from ddpnb.history.model import Status
+from ddpnb.history.model import Run, Status
 from ddpnb.history.summary import summarise
 from ddpnb.reports.sentence import sentence
-from tests.unit.history.fake_runs import fake_comparison
+from tests.unit.history.fake_runs import fake_comparison, fake_run
 from tests.unit.history.test_summary import compared, repeated
 
 NUM_COMPARISONS = 2_000
@@ -82,18 +82,17 @@ def test_less_than_two_percent_is_not_worth_words():
     assert not ratio({0: 2.0, 1: 1.9}, {0: 1.0, 1: 1.0}).is_claim
 
 
-def test_emulated_strategies_and_the_ceiling_are_not_compared_by_speed():
-    rates = {"single": (1, 1, 1), "no_comm": (2, 2, 2), "ddp": (3, 3, 3)}
-    found = ratios_of(summarise(compared(*repeated(**rates))))
+def speeds(*runs: Run) -> dict[str, Ratio]:
+    found = ratios_of(summarise(compared(*runs)))
     assert found is not None
-    ((key, speed),) = found.speed.items()
-    assert (key, speed.num_claims) == (("digits-1", "ddp"), 1)
-    alone = ratios_of(summarise(compared(*repeated(**rates)[:6])))
-    assert alone is not None
-    assert alone.speed["digits-1", "no-comm"].middle == pytest.approx(2)
-    emulated = ratios_of(summarise(fake_comparison(("single", "dp"))))
-    assert emulated is not None
-    assert emulated.speed == {}
+    return {name: ratio for (_, name), ratio in found[1].items()}
+
+
+def test_emulated_strategies_and_the_ceiling_are_not_compared_by_speed():
+    runs = repeated(single=(1, 1, 1), no_comm=(2, 2, 2), ddp=(3, 3, 3))
+    assert {name: each.num_claims for name, each in speeds(*runs).items()} == {"ddp": 1}
+    assert speeds(*runs[:6])["no-comm"].middle == pytest.approx(2)
+    assert speeds(fake_run("single"), fake_run("dp")) == {}
 
 
 @pytest.mark.parametrize("is_by_hand", [False, True])
@@ -104,7 +103,6 @@ def test_repeats_are_paired_and_what_one_of_the_two_lacks_is_left_out(is_by_hand
         single[1].end(Status.FAILED, "rank 0 was killed")
     runs = [run.snapshot() for run in (*single, *ddp)]
     runs = [replace(run, spec=None) for run in runs] if is_by_hand else runs
-    found = ratios_of(summarise(fake_comparison(()).with_runs(runs)))
-    assert found is not None
-    ((_, paired),) = found.speed.items()
+    _, found = ratios_of(summarise(fake_comparison(()).with_runs(runs)))
+    (paired,) = found.values()
     assert (paired.num_repeats, paired.middle) == (4 if is_by_hand else 3, pytest.approx(2))

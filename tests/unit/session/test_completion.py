@@ -26,7 +26,7 @@ OFFERED = {
     "%ddp_inspect --strategy ddp --": ["--batch", "--bucket-cap"],
     "%ddp_source ddp-b": ["ddp-by-hand"],
     "%ddp_auto ": ["on", "off"],
-    "%ddp_plot small --x ": ["samples", "seconds"],
+    "%ddp_plot small --panels ": ["all"],
     "%ddp_push he": ["here"],
     "%time he": [],
 }
