@@ -72,8 +72,6 @@ def _is_redundant(name: str, cells: Sequence[Cell], summaries: Sequence[Strategy
             return True  # still in to_frame()
         case "workers":
             return len({s.num_workers for s in summaries if s.name != BASELINE} - {0}) < 2
-        case "received per step" if all(map(_receives_as_it_sends, summaries)):
-            return True
         case "memory per rank" if len({cell.text for cell in cells}) == 1:
             return True
     return all(cell.text == NOTHING for cell in cells)
@@ -109,9 +107,7 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
 
 
 def _state(summary: StrategySummary) -> str:
-    state = "" if summary.status is Status.FINISHED else summary.status.value
-    repeats = f"{summary.num_runs} repeats" if summary.num_runs > 1 else ""
-    return ", ".join(part for part in (repeats, state) if part)
+    return "" if summary.status is Status.FINISHED else summary.status.value
 
 
 def _speed(summary: StrategySummary) -> Cell:
@@ -164,11 +160,6 @@ def _memory(summary: StrategySummary) -> Cell:
     if not memory.total:
         return Cell(text=NOTHING)
     return Cell(text=size(memory.total), quiet="peak" if memory.peak else "")
-
-
-def _receives_as_it_sends(summary: StrategySummary) -> bool:
-    sent, received = summary.split.num_bytes_sent, summary.bytes_received
-    return size(sent) == size(received) or math.isnan(received)
 
 
 def _reached(summary: StrategySummary) -> Cell:
@@ -228,7 +219,6 @@ QUANTITIES: Mapping[str, Quantity] = {
     ),
     "exposed": Quantity("share of a step in which a rank exchanges tensors or waits", _exposed),
     "sent per step": Quantity("by one worker", lambda s: Cell(text=size(s.split.num_bytes_sent))),
-    "received per step": Quantity("by one worker", lambda s: Cell(text=size(s.bytes_received))),
     "final loss": Quantity(
         "training loss at the end of the strong line", lambda s: _of(s.final_loss)
     ),

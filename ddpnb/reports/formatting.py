@@ -137,6 +137,8 @@ def title(comparison: Comparison) -> str:
     nums = {len(s.rates) for s in specs if not s.is_ceiling}
     if len(nums) == 1 and nums != {0}:
         parts.append(f"best of {nums.pop()} lr")
+    num_repeats = max((run.repeat for run in comparison.runs), default=0) + 1
+    parts += [f"{num_repeats} repeats"] if num_repeats > 1 else []
     emulated = emulated_devices(comparison)
     if headers and not emulated:
         workers = counted(max(header.num_workers for header in headers), "worker")

@@ -36,7 +36,6 @@ WIDTH, DPI, PAGE_DPI = 14.0, 100, 160
 LEFT, RIGHT, TOP, FOOT = 0.3, 0.45, 0.95, 0.3
 """Inches of paper around what is drawn; the title stands above it, the notes below."""
 NOTE_HEIGHT = 0.24
-MAX_NOTE_LINES = 3
 NOTE_CHARACTERS_PER_INCH = 11.2
 
 RANK_COLOURS = (
@@ -81,8 +80,7 @@ class Sheet:
     Args:
         title: one line.
         height: inches of what is drawn, with its ticks and labels.
-        notes: sentences.  Whole ones are shown while they fit into ``MAX_NOTE_LINES``; the text
-            that goes with a picture has all of them.
+        notes: sentences.
         width: inches.
     """
 
@@ -92,7 +90,8 @@ class Sheet:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  0.3 s
         from matplotlib.figure import Figure  # noqa: PLC0415
 
-        lines = note_lines(notes, width)
+        characters = int((width - 2 * LEFT) * NOTE_CHARACTERS_PER_INCH)
+        lines = [line for note in notes for line in textwrap.wrap(note, characters)]
         self.width = width
         self.height = TOP + height + NOTE_HEIGHT * len(lines) + FOOT
         self.figure = Figure(figsize=(width, self.height), dpi=DPI, facecolor="none")
@@ -141,17 +140,6 @@ def add_paper(figure: "Figure") -> None:
         transform=figure.dpi_scale_trans,
     )
     figure.add_artist(paper)
-
-
-def note_lines(notes: Sequence[str], width: float = WIDTH) -> list[str]:
-    """Return the lines below a picture: whole notes, as many as fit."""
-    lines: list[str] = []
-    for note in notes:
-        more = textwrap.wrap(note, int((width - 2 * LEFT) * NOTE_CHARACTERS_PER_INCH))
-        if len(lines) + len(more) > MAX_NOTE_LINES:
-            break
-        lines += more
-    return lines
 
 
 # -- axes ----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from matplotlib.figure import Figure
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.summary import group_runs, summarise
-from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.reports import kit
 from ddpnb.reports.figures.axes import (
     Strategy,
@@ -186,7 +185,4 @@ def _columns(
     if options.panels == "all":
         rest = [column for column in others if any(map(column.reach, begun))]
         return [first, rest] if rest else [first]
-    planned = [STRATEGIES.get(spec.strategy.partition(":")[0]) for spec in comparison.specs]
-    may_be_stale = is_live and any(entry and entry.is_asynchronous for entry in planned)
-    shown = [c for c in others if c.says(begun) or (c is STALENESS and may_be_stale)]
-    return [[*first, *shown][:MOST_COLUMNS]]
+    return [[*first, *(column for column in others if column.says(begun))][:MOST_COLUMNS]]

@@ -180,8 +180,6 @@ def test_ranks_and_staleness_stand_where_they_say_something():
     assert titles(plain) == LOSSES + ALWAYS
     assert titles(slowed("ddp")) == [*LOSSES, *ALWAYS, "Own work by rank"]
     assert titles(fake_comparison(("single", "async"))) == [*LOSSES, *ALWAYS, "Staleness"]
-    early = fake_comparison(("single", "async"), share=0.0)
-    assert titles(early, is_live=True) == [*LOSSES, *ALWAYS, "Staleness"]
     run = Run(run_id="m", name="mine")
     run.add(batch("m", [step(i, i + 1.0) for i in range(20)]))
     assert titles(compared(run)) == LOSSES

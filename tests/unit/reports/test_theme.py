@@ -1,7 +1,7 @@
 import pytest
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.reports.kit import MAX_NOTE_LINES, RANK_COLOURS, ink_on, note_lines
+from ddpnb.reports.kit import RANK_COLOURS, ink_on
 from ddpnb.reports.style import SPARE_STYLES, contrast_on_white, style_of
 
 LOOKS = [entry.look for entry in STRATEGIES.values()]
@@ -38,9 +38,3 @@ def test_text_on_a_ranks_colour_can_be_read():
     for colour in RANK_COLOURS:
         grounds = contrast_on_white(colour), contrast_on_white(ink_on(colour))
         assert max(grounds) / min(grounds) >= 3.5
-
-
-def test_whole_notes_are_shown_while_they_fit():
-    assert note_lines(["one", "two", "word " * 100, "four"]) == ["one", "two"]
-    assert len(note_lines(["note"] * 9)) == MAX_NOTE_LINES
-    assert len(note_lines(["word " * 40])) == 2
