@@ -10,7 +10,7 @@ from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import CollectiveSpec
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec
-from ddpnb.reports.inside.advice import Advice
+from ddpnb.reports.inside.advice import advice
 from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.prediction import PredictionResult
@@ -18,6 +18,7 @@ from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout, handout_of
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.inside.versions import AsyncInspection, async_inspection
+from ddpnb.reports.table import Table
 from ddpnb.scaling.predict import Question
 from ddpnb.session.asking import ask
 from ddpnb.session.inside import INSPECTED, InspectionRequest, check_replicas, inspect_step
@@ -163,13 +164,13 @@ def predict(
 
 
 @twin()
-def advise() -> Advice:
+def advise() -> Table:
     """Recommend a strategy for where the ranks live; the twin of ``%ddp_advise``.
 
     Returns:
-        The result, with ``.table()``, ``.choice`` and ``.reason``.
+        The known table, in which this machine is marked.
 
     Raises:
         UserError: no cluster is running.
     """
-    return Advice.of(this_session().idle_cluster().states)
+    return advice(this_session().idle_cluster().states)

@@ -5,7 +5,6 @@
 ``mine`` the latest loop logged under that name.
 """
 
-import difflib
 import itertools
 import re
 from collections.abc import Collection, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 from ddpnb.history.model import Status
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import RunHeader, RunSpec
 
 
@@ -65,7 +64,9 @@ def resolve(address: str, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
         or [run for run in runs if address in (f"{run.comparison}/{run.name}", run.address)]
     )
     if not found:
-        raise _unknown(address, runs)
+        near = closest(address, all_names(runs))
+        hint = f"did you mean {near}?" if near else "%ddp_runs lists all that are stored."
+        raise UserError(f"There is no run {address!r}: {hint}")
     return tuple(sorted(found, key=lambda run: run.created))
 
 
@@ -102,15 +103,6 @@ def _latest(name: str, runs: Sequence[StoredRun]) -> list[StoredRun]:
         return []
     latest = max(called, key=lambda run: run.created)
     return [run for run in called if run.comparison_id == latest.comparison_id]
-
-
-def _unknown(address: str, runs: Sequence[StoredRun]) -> UserError:
-    names = all_names(runs)
-    if not names:
-        return UserError(f"There is no run {address!r}: nothing has been stored here yet.")
-    close = difflib.get_close_matches(address, names, n=4)
-    some = f"the closest are: {', '.join(close)}" if close else f"there is {', '.join(names[:4])}"
-    return UserError(f"There is no run {address!r}; {some} (%ddp_runs lists all).")
 
 
 def matching(

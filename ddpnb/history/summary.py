@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.curve import curve_of, end_of, first_reached, smoothed, tenths
+from ddpnb.history.curve import curve_of, end_of, first_reached, smoothed
 from ddpnb.history.model import RunSnapshot, Status, StepSplit, step_split
 from ddpnb.history.notes import notes_of
 from ddpnb.history.rows import metrics_of
@@ -59,8 +59,6 @@ class StrategySummary:
     samples_per_second: Spread
     rates: Mapping[int, float]
     """Samples/s by repeat, where it is known."""
-    tenths: tuple[float, ...]
-    """Samples/s in each tenth of the only run; empty of several repeats."""
     ideal: float
     """Samples/s of as many devices, each as fast as ``single``."""
     ceiling: float
@@ -101,8 +99,6 @@ class StrategySummary:
     """Losses that were NaN or infinite."""
     sees_exposed: bool
     """Whether communication that holds up the computing can be distinguished from the rest."""
-    uses_cores: bool
-    """Whether its ranks communicate with the cores that they compute with."""
     is_computed: bool
     """Whether its times are those of emulated devices."""
     is_ceiling: bool
@@ -293,7 +289,6 @@ def _summary(
         status=counted[-1].status,
         samples_per_second=_over_repeats(level, list(rates.values())),
         rates=rates,
-        tenths=tuple(tenths(counted[0].curve)) if len(counted) == 1 else (),
         ideal=ideal,
         ceiling=ceiling,
         speed_up=level / single,
@@ -317,7 +312,6 @@ def _summary(
         num_missed_target=sum(math.isinf(seconds) for seconds, _ in reached),
         num_diverged=sum(run.num_diverged for run in runs),
         sees_exposed=all(header.sees_exposed for header in headers),
-        uses_cores=any(header.device == "cpu" for header in headers) and not is_computed,
         is_computed=is_computed,
         is_ceiling=any(run.is_ceiling for run in counted),
         is_emulated=is_emulated(runs),

@@ -48,15 +48,11 @@ def has_diverged(run: RunSnapshot) -> bool:
     return run.status is Status.FINISHED and is_judged and not has_score(run)
 
 
-def is_tried(run: RunSnapshot) -> bool:
-    """Return whether a run shows what its learning rate is good for: it was not cut short."""
-    return run.status in (Status.FINISHED, Status.FAILED)
-
-
 def _rank(run: RunSnapshot) -> tuple[bool, bool, bool, float, float]:
     """Return what orders the runs of a strategy: one that trains is first, so that it is drawn."""
+    is_cut_short = run.status not in (Status.FINISHED, Status.FAILED)
     loss = run.reported("held_out_loss") if has_score(run) else math.inf
-    return not run.is_running, not has_score(run), not is_tried(run), loss, _rate(run)
+    return not run.is_running, not has_score(run), is_cut_short, loss, _rate(run)
 
 
 def _key(run: RunSnapshot) -> tuple[str, str]:

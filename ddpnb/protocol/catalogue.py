@@ -72,8 +72,6 @@ class StrategyEntry(Entry):
     """Its names in other libraries; a user who writes one is referred to the name here."""
     is_asynchronous: bool = False
     """Whether its updates have a staleness."""
-    may_be_emulated: bool = False
-    """Whether its ``plan`` emulates it on some machines."""
     needs_shared_memory: bool = False
     """Whether its ranks must share memory, so that no link can lie between them."""
     across_hosts: str = ""
@@ -125,7 +123,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         import_path="ddpnb.rank.strategies.data_parallel:DataParallel",
         look=Look("#e76300", "dashed", "^"),
         aliases=("DataParallel",),
-        may_be_emulated=True,
         across_hosts="ddp",
     ),
     "ddp": StrategyEntry(

@@ -15,7 +15,7 @@ from IPython.display import clear_output, display
 from ddpnb.reports.displays import Displays, label_of
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import LiveDisplay
-from ddpnb.reports.merging import HOLD_SECONDS, OutputMerger, Run
+from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Run, Screen
 
 BAR_SECONDS = 0.2
 """The shortest time between two redraws of progress bars (tqdm)."""
@@ -159,58 +159,46 @@ class CellOutput:
 
 @final
 class PrintedLines:
-    """The lines that ranks print in the calls of a comparison: equal lines of several once.
-
-    A line is equal to that of an earlier call if both calls print it for the first time, or both
-    for the second time, and so on.
-    """
+    """The lines that ranks print in the calls of a comparison, each once with all who print it."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[str, int], set[int]] = {}
-        """A line and how often its call had printed it before, with the ranks that did."""
-        self._num_more = 0
-        self._merger = OutputMerger(())
-        self._seen: Counter[str] = Counter()
-        """How often the current call has printed a line that is shown."""
-
-    def begin(self, ranks: Iterable[int]) -> None:
-        """Begin a call on some ranks, and end the one before."""
-        self.end()
-        self._merger = OutputMerger(ranks)
-        self._seen.clear()
+        self._lines: dict[str, set[int]] = {}
+        self._num_more: Counter[int] = Counter()
+        """Lines of each rank that are not shown."""
+        self._screens: dict[tuple[int, str], Screen] = {}
 
     def take(self, rank: int, kind: str, content: Mapping[str, Any]) -> None:
         """Add a message from a rank's output channel."""
+        stream, text = "stdout", content.get("data", {}).get("text/plain", "")
         if kind == "stream":
-            self._merger.write(rank, content["name"], content["text"])
-        elif text := content.get("data", {}).get("text/plain"):
-            self._merger.write(rank, "stdout", f"{text}\n")
-        self._collect()
+            stream, text = content["name"], content["text"]
+        elif text:
+            text += "\n"
+        screen = self._screens.setdefault((rank, stream), Screen(stream))
+        self._add(rank, screen.write(text))
 
     def end(self) -> None:
-        """End the current call; may be called twice."""
-        for rank in self._merger.running:
-            self._merger.finish(rank)
-        self._collect()
+        """End a call, and its unfinished lines; may be called twice."""
+        for (rank, _), screen in self._screens.items():
+            self._add(rank, screen.rest())
+        self._screens.clear()
 
     def show(self) -> None:
         """Print the lines, if there are any."""
         self.end()
         if not self._lines:
             return
-        lines = [labelled(sorted(ranks), line) for (line, _), ranks in self._lines.items()]
-        more = [f"... and {counted(self._num_more, 'more line')}"] if self._num_more else []
+        lines = [labelled(sorted(ranks), line) for line, ranks in self._lines.items()]
+        num = max(self._num_more.values(), default=0)
+        more = [f"... and {counted(num, 'more line')}"] if num else []
         print("Printed by the cell:", *lines, *more, sep="\n")
 
-    def _collect(self) -> None:
-        for ranks, items in self._merger.take():
-            for _, line in items:
-                key = line, self._seen[line]
-                if key in self._lines or len(self._lines) < MAX_LINES:
-                    self._lines.setdefault(key, set()).update(ranks)
-                    self._seen[line] += 1
-                else:
-                    self._num_more += 1
+    def _add(self, rank: int, items: Iterable[Item]) -> None:
+        for _, line in items:
+            if line in self._lines or len(self._lines) < MAX_LINES:
+                self._lines.setdefault(line, set()).add(rank)
+            else:
+                self._num_more[rank] += 1
 
 
 @final

@@ -1,12 +1,11 @@
 """The findings of a comparison as a table with one row per strategy (kernel)."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from ddpnb.history.claims import LEVEL, ratios_of, standard_error
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import Spread, StrategySummary, summarise
@@ -73,8 +72,6 @@ def _is_redundant(name: str, cells: Sequence[Cell], summaries: Sequence[Strategy
             return True  # still in to_frame()
         case "workers":
             return len({s.num_workers for s in summaries if s.name != BASELINE} - {0}) < 2
-        case "received per step" if all(map(_receives_as_it_sends, summaries)):
-            return True
         case "memory per rank" if len({cell.text for cell in cells}) == 1:
             return True
     return all(cell.text == NOTHING for cell in cells)
@@ -96,8 +93,6 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
         found.append(
             "in brackets: emulated on CPU threads, which says little about the real one's speed"
         )
-    if any(s.split.parts.hidden > 0 and s.uses_cores for s in summaries):
-        found.append("communication hidden on a CPU still takes a core's time")
     for name in _own_metrics(summaries):
         judged = [s for s in summaries if name in s.held_out_metrics]
         if unknown := [s.name for s in judged if math.isnan(s.held_out_metrics[name].middle)]:
@@ -108,42 +103,11 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
         held = "memory per rank" + ", computed for the published model" * is_published
         rest = "and activations" if is_known else "(activations are not known)"
         found.append(f"{held}: parameters, gradients, optimizer state {rest}, where it is most")
-    found += _intervals(summaries)
-    known = [s for s in summaries if s.num_held_out and math.isfinite(s.held_out_accuracy.middle)]
-    if known:
-        found.append(f"held-out accuracy: standard error {accuracy_error(known)}")
     return tuple(found)
 
 
-def _intervals(summaries: Sequence[StrategySummary]) -> Iterator[str]:
-    """Yield the note with the interval of each speed over that of the reference."""
-    ratios = ratios_of(summaries)
-    speeds = ratios.speed if ratios is not None else {}
-    known = [(s, speeds[s.key]) for s in summaries if s.key in speeds]
-    known = [(s, r) for s, r in known if r.has_interval]
-    if ratios is None or not known:
-        return
-    nums = sorted({r.num_repeats for _, r in known})
-    num = known[0][1].num_claims
-    together = f", for {num} comparisons together" if num > 1 else ""
-    yield (
-        f"samples/s over those of {ratios.reference.name}, {percent(LEVEL)} interval over "
-        f"{' and '.join(map(str, nums))} repeats{together}: "
-        + ", ".join(f"{s.name} {r.low:.2f} to {r.high:.2f}" for s, r in known)
-    )
-
-
-def accuracy_error(known: Sequence[StrategySummary]) -> str:
-    """Return the standard error of the mean accuracy, e.g. ``0.8 points (360 samples)``."""
-    num = min(s.num_held_out for s in known)
-    mean = sum(s.held_out_accuracy.middle for s in known) / len(known)
-    return f"{100 * standard_error(mean, num):.1f} points ({num:,} samples)"
-
-
 def _state(summary: StrategySummary) -> str:
-    state = "" if summary.status is Status.FINISHED else summary.status.value
-    repeats = f"{summary.num_runs} repeats" if summary.num_runs > 1 else ""
-    return ", ".join(part for part in (repeats, state) if part)
+    return "" if summary.status is Status.FINISHED else summary.status.value
 
 
 def _speed(summary: StrategySummary) -> Cell:
@@ -196,11 +160,6 @@ def _memory(summary: StrategySummary) -> Cell:
     if not memory.total:
         return Cell(text=NOTHING)
     return Cell(text=size(memory.total), quiet="peak" if memory.peak else "")
-
-
-def _receives_as_it_sends(summary: StrategySummary) -> bool:
-    sent, received = summary.split.num_bytes_sent, summary.bytes_received
-    return size(sent) == size(received) or math.isnan(received)
 
 
 def _reached(summary: StrategySummary) -> Cell:
@@ -260,7 +219,6 @@ QUANTITIES: Mapping[str, Quantity] = {
     ),
     "exposed": Quantity("share of a step in which a rank exchanges tensors or waits", _exposed),
     "sent per step": Quantity("by one worker", lambda s: Cell(text=size(s.split.num_bytes_sent))),
-    "received per step": Quantity("by one worker", lambda s: Cell(text=size(s.bytes_received))),
     "final loss": Quantity(
         "training loss at the end of the strong line", lambda s: _of(s.final_loss)
     ),

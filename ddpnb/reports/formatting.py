@@ -13,8 +13,8 @@ from ddpnb.history.summary import (
     group_runs,
     is_emulated,
 )
-from ddpnb.history.tuning import has_diverged, has_score, is_tried, tried
-from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
+from ddpnb.history.tuning import has_diverged, tried
+from ddpnb.protocol.catalogue import CELL_TASK
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TRAINING_OPTIONS
 from ddpnb.reports.style import Style, style_of
@@ -82,6 +82,19 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
+def in_units(seconds: float) -> str:
+    """Return a time in the unit that suits it, e.g. ``12.5 ms``."""
+    scale, unit = time_unit(seconds)
+    return f"{number(seconds * scale)} {unit}"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Return the factor from seconds to the unit that an axis of this length has, and its name."""
+    if seconds >= 10:
+        return 1.0, "s"
+    return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+
+
 def counted(num: int, noun: str) -> str:
     """Return e.g. ``1 worker`` or ``2 workers``."""
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
@@ -112,12 +125,6 @@ def styles(comparison: Comparison) -> dict[StrategyKey, Style]:
     return made
 
 
-def longest_label(strategy: str) -> str:
-    """Return the longest label that a strategy which has not begun may get."""
-    entry = STRATEGIES.get(strategy.partition(":")[0])
-    return f"{strategy} (emulated)" if entry and entry.may_be_emulated else strategy
-
-
 def title(comparison: Comparison) -> str:
     """Return one line: the task, the global batch, the workers and their devices."""
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
@@ -130,6 +137,8 @@ def title(comparison: Comparison) -> str:
     nums = {len(s.rates) for s in specs if not s.is_ceiling}
     if len(nums) == 1 and nums != {0}:
         parts.append(f"best of {nums.pop()} lr")
+    num_repeats = max((run.repeat for run in comparison.runs), default=0) + 1
+    parts += [f"{num_repeats} repeats"] if num_repeats > 1 else []
     emulated = emulated_devices(comparison)
     if headers and not emulated:
         workers = counted(max(header.num_workers for header in headers), "worker")
@@ -181,20 +190,6 @@ def learning_rates(comparison: Comparison) -> dict[StrategyKey, str]:
     rates = {key: s.learning_rate for key, s in specs.items() if s and not s.is_ceiling}
     is_one = len(set(rates.values())) == 1 and not any(s.rates for s in specs.values() if s)
     return {} if is_one else {key: f"{rate:g}" for key, rate in rates.items()}
-
-
-def choice_of_rates(comparison: Comparison) -> str:
-    """Return how the strategies got their learning rates, as a clause; empty if from the user."""
-    named, groups = labels(comparison), tried(comparison.all_runs)
-    nums = [sum(map(is_tried, runs)) for runs in groups.values() if any(map(has_score, runs))]
-    lost = [named[key] for key, runs in groups.items() if all(map(has_diverged, runs))]
-    parts = []
-    if any(nums):
-        num = " to ".join(map(str, sorted({min(nums), max(nums)})))
-        parts.append(f"each at its best of {num} learning rates by held-out loss")
-    if lost:
-        parts.append(f"{listed(lost)} diverged at every learning rate: the smallest is shown")
-    return "; ".join(parts)
 
 
 def differences(specs: Sequence[RunSpec]) -> list[str]:

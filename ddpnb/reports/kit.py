@@ -7,7 +7,6 @@ imported when the first picture is drawn.
 import base64
 import io
 import textwrap
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -37,7 +36,6 @@ WIDTH, DPI, PAGE_DPI = 14.0, 100, 160
 LEFT, RIGHT, TOP, FOOT = 0.3, 0.45, 0.95, 0.3
 """Inches of paper around what is drawn; the title stands above it, the notes below."""
 NOTE_HEIGHT = 0.24
-MAX_NOTE_LINES = 3
 NOTE_CHARACTERS_PER_INCH = 11.2
 
 RANK_COLOURS = (
@@ -46,6 +44,9 @@ RANK_COLOURS = (
 )
 """In every picture, by rank; the eleventh rank has the first again.  From Petroff, "Accessible
 color sequences for data visualization", 2021."""
+
+MAX_RANKS = 16
+"""Ranks that are drawn; of the others only the number is said."""
 
 Look = Mapping[str, Any]
 """Matplotlib's properties of something that is drawn."""
@@ -79,8 +80,7 @@ class Sheet:
     Args:
         title: one line.
         height: inches of what is drawn, with its ticks and labels.
-        notes: sentences.  Whole ones are shown while they fit into ``MAX_NOTE_LINES``; the text
-            that goes with a picture has all of them.
+        notes: sentences.
         width: inches.
     """
 
@@ -90,7 +90,8 @@ class Sheet:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  0.3 s
         from matplotlib.figure import Figure  # noqa: PLC0415
 
-        lines = note_lines(notes, width)
+        characters = int((width - 2 * LEFT) * NOTE_CHARACTERS_PER_INCH)
+        lines = [line for note in notes for line in textwrap.wrap(note, characters)]
         self.width = width
         self.height = TOP + height + NOTE_HEIGHT * len(lines) + FOOT
         self.figure = Figure(figsize=(width, self.height), dpi=DPI, facecolor="none")
@@ -139,17 +140,6 @@ def add_paper(figure: "Figure") -> None:
         transform=figure.dpi_scale_trans,
     )
     figure.add_artist(paper)
-
-
-def note_lines(notes: Sequence[str], width: float = WIDTH) -> list[str]:
-    """Return the lines below a picture: whole notes, as many as fit."""
-    lines: list[str] = []
-    for note in notes:
-        more = textwrap.wrap(note, int((width - 2 * LEFT) * NOTE_CHARACTERS_PER_INCH))
-        if len(lines) + len(more) > MAX_NOTE_LINES:
-            break
-        lines += more
-    return lines
 
 
 # -- axes ----------------------------------------------------------------------------------
@@ -210,28 +200,31 @@ ROW_NAMES = 2.05
 """Inches at the left for the names of rows and of what is in them."""
 
 
-def legend(axes: "Axes", looks: Mapping[str, str | Look]) -> None:
-    """List names above axes, at the right: each with its colour, or its look as a bar."""
+def legend(axes: "Axes", looks: Mapping[str, str | Look], **place: Any) -> None:
+    """List names above axes, at the right: each with its colour, or its look as a bar.
+
+    ``place`` has matplotlib's own arguments, for a legend elsewhere.
+    """
     from matplotlib.patches import Patch  # noqa: PLC0415  0.3 s
 
     patches = [
         Patch(label=name, **({"facecolor": look} if isinstance(look, str) else look))
         for name, look in looks.items()
     ]
-    axes.legend(
-        handles=patches,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(patches),
-        frameon=False,
-        fontsize=SMALL_POINTS - 1,
-        labelcolor=INK,
-        handlelength=1.1,
-        handletextpad=0.4,
-        columnspacing=1.1,
-        borderaxespad=0.15,
-        borderpad=0.0,
-    )
+    look: dict[str, Any] = {
+        "loc": "lower right",
+        "bbox_to_anchor": (1.0, 1.0),
+        "ncols": len(patches),
+        "frameon": False,
+        "fontsize": SMALL_POINTS - 1,
+        "labelcolor": INK,
+        "handlelength": 1.1,
+        "handletextpad": 0.4,
+        "columnspacing": 1.1,
+        "borderaxespad": 0.15,
+        "borderpad": 0.0,
+    }
+    axes.legend(handles=patches, **(look | place))
 
 
 # -- what a notebook shows, and files ------------------------------------------------------
@@ -275,8 +268,8 @@ class Picture:
     _repr_png_ = png
 
 
-class Shown(ABC):
-    """A result that a notebook shows as pictures, tables and text, and that can be saved."""
+class Shown:
+    """A result that a notebook shows as pictures, a table and text, and that can be saved."""
 
     endings: ClassVar[Mapping[str, str]] = {
         ".png": "the picture",
@@ -286,29 +279,26 @@ class Shown(ABC):
     }
     """Of files that can be written, and what these are."""
 
-    @abstractmethod
     def text(self) -> str:
         """Return all that is shown, in words."""
+        return "" if (table := self.table()) is None else table.text()
 
     def pictures(self) -> Sequence[Picture]:
         """Return the pictures, if there are any."""
         return ()
 
     def table(self) -> Table | None:
-        """Return the table; None: there is none, or there are several."""
+        """Return the table; None: there is none."""
         return None
 
-    def tables(self) -> Sequence[Table]:
-        """Return the tables, if there are any."""
-        return [table] if (table := self.table()) else []
-
     def html(self, images: str) -> str:
-        """Return what a notebook shows: pictures, tables, and below pictures the text, folded."""
+        """Return what a notebook shows: pictures, table, and below pictures the text, folded."""
         folded = (
             '<details><summary>As text</summary><pre style="white-space:pre-wrap">'
             f"{escape(self.text())}</pre></details>"
         )
-        return "".join([images, *(table.html() for table in self.tables()), folded * bool(images)])
+        table = "" if (found := self.table()) is None else found.html()
+        return images + table + folded * bool(images)
 
     def plot(self) -> Picture:
         """Return the first picture; ``.figure`` is a matplotlib figure.
@@ -364,7 +354,7 @@ class Shown(ABC):
         return self.text()
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return pictures, tables and text together; the first picture and the text alone."""
+        """Return pictures, table and text together; the first picture and the text alone."""
         pictures = self.pictures()
         bundle: dict[str, Any] = {"text/plain": self.text()}
         if html := self.html("".join(each.html() for each in pictures)):

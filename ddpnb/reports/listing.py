@@ -117,17 +117,12 @@ class Details(Shown):
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
 
-    def tables(self) -> tuple[Table, Table]:
-        """Return the settings, and where the comparison ran."""
-        return self._settings(), pairs_table("Where it ran", dict(self.comparison.environment))
-
     def text(self) -> str:
-        """Return tables and code."""
-        parts = [*(table.text() for table in self.tables()), self._code()]
-        return "\n\n".join(filter(None, parts))
+        """Return table and code."""
+        return f"{super().text()}\n\n{self._code()}".rstrip()
 
     def html(self, images: str) -> str:
-        """Return tables and code."""
+        """Return table and code."""
         code = self._code()
         block = f'<pre tabindex="0" style="{BLOCK}"><code>{escape(code)}</code></pre>'
         return super().html(images) + block * bool(code)
@@ -136,8 +131,8 @@ class Details(Shown):
         """Return the cell that repeats the comparison; of a hand-written loop, its cell."""
         return magic_of(self.comparison) or self.comparison.source
 
-    def _settings(self) -> Table:
-        """Return the settings of all runs, with notes on what was emulated or adjusted."""
+    def table(self) -> Table:
+        """Return the settings of all runs, where they ran, and notes on what was adjusted."""
         comparison = self.comparison
         specs = comparison.specs or tuple(run.spec for run in comparison.runs if run.spec)
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(comparison.created))
@@ -150,7 +145,7 @@ class Details(Shown):
         if specs:
             settings["repeats"] = str(max(spec.repeat for spec in specs) + 1)
         settings |= {f"model of {name}": str(path) for name, path in _models(specs)}
-        table = pairs_table(comparison.name, settings)
+        table = pairs_table(comparison.name, settings | dict(comparison.environment))
         return dataclasses.replace(table, notes=notes(comparison, summarise(comparison)))
 
 

@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
-from statistics import fmean
 from typing import final
 
 from ddpnb.history.comparison import Comparison
@@ -120,17 +118,9 @@ def _seconds_left(run: RunSnapshot, share: float) -> float | None:
 
 
 def _in_all(comparison: Comparison, left: float) -> str:
-    """Return the estimated time until all runs are done, as text; empty if unknown.
-
-    A planned run is expected to take as long as earlier runs of its strategy, or else of all.
-    """
-    runs = comparison.all_runs
-    to_come = comparison.specs[len(runs) :]
-    seconds_of: dict[str, list[float]] = {}
-    for run, following in pairwise(runs):
-        seconds_of.setdefault(run.name, []).append(following.created - run.created)
-    all_seconds = [seconds for each in seconds_of.values() for seconds in each]
-    if not all_seconds or not to_come:
+    """Return the time until all runs are done, if each to come takes as long as those before."""
+    runs, num_to_come = comparison.all_runs, len(comparison.specs) - len(comparison.all_runs)
+    if len(runs) < 2 or num_to_come <= 0:
         return ""
-    left += sum(fmean(seconds_of.get(spec.strategy, all_seconds)) for spec in to_come)
-    return f", about {duration(left)} in all"
+    seconds = (runs[-1].created - runs[0].created) / (len(runs) - 1)
+    return f", about {duration(left + num_to_come * seconds)} in all"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 
-from ddpnb.reports.table import QUIET, Cell, Table
+from ddpnb.reports.table import QUIET, Table
 
 NUM_COLUMNS = 5
 SCORES = ("held-out accuracy", "held-out loss", "final loss")
@@ -18,7 +18,8 @@ FIGURE = (
     "Samples per second: the outline is the ideal, devices × single; the thick stroke is the "
     "speed of no-comm, the same training without communication; the thin line is the range.",
     "Time of one step: the mean over ranks and steps. Hidden communication runs beside the "
-    "backward pass; exposed is what a rank spends on communication and waiting.",
+    "backward pass, and on a CPU takes a core's time; exposed is what a rank spends on "
+    "communication and waiting.",
     "Own work by rank, memory and staleness appear where they say something; "
     "--panels all shows every panel.",
 )
@@ -36,8 +37,7 @@ def five_columns(table: Table) -> Table:
         table,
         columns=tuple(table.columns[index] for index in at),
         rows=tuple(
-            (head, *(replace(row[index], quiet="") for index in at[1:]))
-            for row, head in zip(table.rows, _heads(table), strict=True)
+            (row[0], *(replace(row[index], quiet="") for index in at[1:])) for row in table.rows
         ),
         notes=(),
     )
@@ -52,13 +52,6 @@ def how_to_read(table: Table) -> str:
         '<details><summary style="cursor:pointer;padding:.2em .5em">How to read this</summary>'
         f"{whole.html()}{lists}</details>"
     )
-
-
-def _heads(table: Table) -> list[Cell]:
-    """Return the heads of the rows, without what is the same in all of them."""
-    heads = [row[0] for row in table.rows]
-    is_common = len(heads) > 1 and len({head.quiet for head in heads}) == 1
-    return [replace(head, quiet="") for head in heads] if is_common else heads
 
 
 def _list(head: str, sentences: Sequence[str]) -> str:

@@ -59,29 +59,16 @@ class ComparisonResult(Shown):
         """Return one row per strategy: speed, cost of communication, scores; and notes."""
         return results_table(self.comparison, self.options.target)
 
-    def plot(
-        self,
-        *,
-        x: str | None = None,
-        log: bool | None = None,
-        target: float | str | None = None,
-        panels: str | None = None,
-    ) -> Picture:
+    def plot(self, **options: Any) -> Picture:
         """Return the figure, with the options of the comparison or with others.
 
         Args:
-            x: draw losses against ``"samples"``, ``"seconds"`` or ``"updates"`` alone; ``""``
-                for samples and seconds side by side.
-            log: whether the axis of losses is logarithmic.
-            target: a training loss to mark, or ``"accuracy=0.95"`` on held-out samples.
-            panels: ``"all"``: every panel.
+            **options: those of ``%ddp_plot``: ``log``, ``target``, ``panels``.
         """
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
-        given = {"x": x, "log": log, "target": target, "panels": panels}
-        others = {name: value for name, value in given.items() if value is not None}
-        options = replace(self.options, **read_options(PlotOptions, others))
-        return Picture(draw(self.comparison, options), self.sentence())
+        chosen = replace(self.options, **read_options(PlotOptions, options))
+        return Picture(draw(self.comparison, chosen), self.sentence())
 
     def pictures(self) -> list[Picture]:
         """Return the figure."""

@@ -5,23 +5,21 @@ What it claims of speeds is in ``history.claims``; it claims nothing of accuraci
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
 from ddpnb.history.claims import (
     LEVEL,
     SMALLEST_EFFECT,
     Ratio,
-    Ratios,
-    accuracies_differ,
     ratios_of,
 )
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import StrategyKey, StrategySummary, summarise
 from ddpnb.protocol.notation import Target
-from ddpnb.reports.findings import accuracy_error, quantities_of
+from ddpnb.reports.findings import quantities_of
 from ddpnb.reports.formatting import (
     NOTHING,
-    choice_of_rates,
     emulated_devices,
     labels,
     listed,
@@ -45,11 +43,10 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
     summaries = summarise(comparison, target)
     called = labels(comparison)
     done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
-    ratios = ratios_of(done)
     parts = [
         *(f"{called[s.key]}'s loss became NaN or infinite" for s in summaries if s.num_diverged),
         *(f"{called[s.key]} {ENDED[s.status]}" for s in summaries if s.status in ENDED),
-        "" if ratios is None else _speeds(done, called, ratios),
+        _speeds(done, called),
         "" if target is None else _reached(done, called, target),
         *_scores(done, called),
         *(
@@ -61,8 +58,6 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
     text = "; ".join(part for part in parts if part) or _alone(done, called)
     if not text:
         return "Nothing has finished yet."
-    if rates := choice_of_rates(comparison):
-        text += f"; {rates}"
     if devices := emulated_devices(comparison):
         text += f"; all of it on {devices}"
     is_name = text.startswith(tuple(called.values()))  # names keep their lower case
@@ -75,15 +70,13 @@ def _alone(done: Sequence[StrategySummary], called: Names) -> str:
     return listed([f"{name} ran at {number(r)} samples/s" for name, r in rates if math.isfinite(r)])
 
 
-def _speeds(done: Sequence[StrategySummary], called: Names, ratios: Ratios) -> str:
+def _speeds(done: Sequence[StrategySummary], called: Names) -> str:
     """Return each speed over that of the reference: what is shown, what is not, what is open."""
-    base = called[ratios.reference.key]
-    found = [
-        (called[s.key], r)
-        for s in done
-        for r in [ratios.speed.get(s.key, Ratio())]
-        if r.num_repeats
-    ]
+    if (ratios := ratios_of(done)) is None:
+        return ""
+    reference, speeds = ratios
+    base = called[reference.key]
+    found = [(called[key], r) for key, r in speeds.items() if r.num_repeats]
     found.sort(key=lambda each: each[1].middle, reverse=True)
     few = [(name, r) for name, r in found if not r.has_interval]
     claims = [(name, r) for name, r in found if r.is_claim]
@@ -116,23 +109,13 @@ def _between(ratio: Ratio) -> str:
 
 
 def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bool) -> str:
-    """Return the speeds of one run, or of two with the ratio within each."""
-    texts = [f"{name} at {r.middle:.2f}×{'' if is_computed else _span(r)}" for name, r in few]
+    """Return the speeds of one run or two, of which those of emulated devices do not vary."""
+    texts = [f"{name} at {r.middle:.2f}×" for name, r in few]
     speeds = f"{listed(texts)} the samples/s of {base}"
     if is_computed:
         return speeds
     runs = "one run" if {r.num_repeats for _, r in few} == {1} else "two runs at most"
     return f"{runs}: trust large differences only; {speeds}"
-
-
-def _span(ratio: Ratio) -> str:
-    """Return the two ratios of two repeats, or what the tenths of one run span."""
-    if math.isnan(ratio.low):
-        return ""
-    ends = f"{ratio.low:.2f} to {ratio.high:.2f}"
-    if ratio.num_repeats > 1:
-        return f" ({ends})"
-    return f" (its tenths: {ends})" if ratio.excludes_one else f" (its tenths vary more: {ends})"
 
 
 def _reached(done: Sequence[StrategySummary], called: Names, target: Target) -> str:
@@ -169,17 +152,15 @@ def _scores(done: Sequence[StrategySummary], called: Names) -> Iterator[str]:
             if scores:
                 *most, last = scores
                 text = f"{name} is {', '.join(most)}{', and ' if most else ''}{last}"
-                yield text + (_within_error(done) if name == "held-out accuracy" else "")
+                yield text + (_error(done) if name == "held-out accuracy" else "")
 
 
-def _within_error(done: Sequence[StrategySummary]) -> str:
-    """Return what accuracies on so many samples show; empty for one, or without their number."""
-    known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
-    num = min((s.num_held_out for s in known), default=0)
-    shares = [s.held_out_accuracy.middle for s in known]
-    high, low = (percent(end(shares, default=0.0), 1) for end in (max, min))
-    if num == 0 or high == low:
+def _error(done: Sequence[StrategySummary]) -> str:
+    """Return the standard error of their mean accuracy, if the number of samples is known."""
+    shares = [s.held_out_accuracy.middle for s in done]
+    share = fmean(share for share in shares if math.isfinite(share))
+    num = min((s.num_held_out for s in done if s.num_held_out), default=0)
+    if num == 0:
         return ""
-    if not accuracies_differ(shares, num):
-        return f": {num:,} samples cannot tell {high} from {low}"
-    return f", with a standard error of {accuracy_error(known)}"
+    error = 100 * math.sqrt(share * (1 - share) / num)
+    return f", with a standard error of {error:.1f} points ({num:,} samples)"

@@ -6,15 +6,12 @@ The colours, lines and markers of the strategies themselves are in ``catalogue.S
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from ddpnb.protocol import catalogue
+from ddpnb.protocol.catalogue import STRATEGIES, Dashes
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.protocol.options import check_options, option
 
-ACROSS = ("samples", "seconds", "updates")
-"""The quantities that a loss can be drawn against."""
 PANELS = ("all",)
 """What can be drawn beyond the panels that are always there."""
 
@@ -23,12 +20,6 @@ PANELS = ("all",)
 class PlotOptions:
     """How a comparison is drawn."""
 
-    x: str = option(
-        "",
-        "draw losses against this alone; by default samples and seconds side by side",
-        choices=ACROSS,
-        example="AXIS",
-    )
     log: bool = option(False, "draw losses on a logarithmic axis")
     target: Target | None = option(
         None,
@@ -80,11 +71,7 @@ FONT_POINTS = 13.0
 SMALL_POINTS = 12.0
 TITLE_POINTS = 15.0
 
-
-Dashes = Literal["-", "--", "-."] | tuple[float, tuple[float, ...]]
-"""A matplotlib line style."""
-
-DASHES: Mapping[catalogue.Dashes, Dashes] = {
+LINES: Mapping[Dashes, str | tuple[float, tuple[float, ...]]] = {
     "solid": "-",
     "dashed": "--",
     "dash-dot": "-.",
@@ -93,35 +80,31 @@ DASHES: Mapping[catalogue.Dashes, Dashes] = {
     "dash-dot-dot": (0, (5.0, 1.4, 1.0, 1.4, 1.0, 1.4)),
     "long-short": (0, (6.0, 1.6, 2.6, 1.6)),
 }
+"""Dashes as matplotlib takes them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Style:
-    """How one strategy is drawn."""
+    """How one strategy is drawn; its ``catalogue.Look``, or one that is like it."""
 
     colour: str
-    ink: str
-    """The colour darkened, so that text in it has enough contrast on white."""
     dashes: Dashes
     marker: str
     is_hollow: bool = False
     """Whether the marker is an outline: it is, for a variant of a strategy."""
 
+    @property
+    def ink(self) -> str:
+        """The colour of text, darkened until its contrast on white is 4.5 (WCAG 2.2, AA)."""
+        colour = self.colour
+        while contrast_on_white(colour) < 4.5:
+            colour = _darkened(colour, 0.96)
+        return colour
 
-def _style(colour: str, dashes: catalogue.Dashes, marker: str) -> Style:
-    return Style(colour=colour, ink=_readable(colour), dashes=DASHES[dashes], marker=marker)
 
-
-def _scaled(colour: str, factor: float) -> str:
+def _darkened(colour: str, factor: float) -> str:
     channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
-    return "#" + "".join(f"{min(round(channel * factor), 255):02x}" for channel in channels)
-
-
-def _readable(colour: str) -> str:
-    """Return the colour, darkened until its contrast on white is 4.5 (WCAG 2.2, AA)."""
-    while contrast_on_white(colour) < 4.5:
-        colour = _scaled(colour, 0.96)
-    return colour
+    return "#" + "".join(f"{round(channel * factor):02x}" for channel in channels)
 
 
 def contrast_on_white(colour: str) -> float:
@@ -132,24 +115,15 @@ def contrast_on_white(colour: str) -> float:
     return 1.05 / (luminance + 0.05)
 
 
-STYLES: Mapping[str, Style] = {
-    name: _style(*entry.look) for name, entry in catalogue.STRATEGIES.items()
-}
-"""The style of each strategy in the catalogue."""
-
 SPARE_STYLES: Sequence[Style] = (
-    _style("#2b7a3d", "solid", "P"),
-    _style("#c2528b", "dashed", "X"),
-    _style("#1f3a93", "dash-dot", "v"),
-    _style("#7a8b00", "long", "^"),
-    _style("#6b3410", "dash-dot-dot", "<"),
-    _style("#128a8a", "long-short", ">"),
+    Style("#2b7a3d", "solid", "P"),
+    Style("#c2528b", "dashed", "X"),
+    Style("#1f3a93", "dash-dot", "v"),
+    Style("#7a8b00", "long", "^"),
+    Style("#6b3410", "dash-dot-dot", "<"),
+    Style("#128a8a", "long-short", ">"),
 )
 """For hand-written loops, and for strategies that are the user's own classes."""
-
-VARIANT_DASHES: Sequence[Dashes] = [dashes for dashes in DASHES.values() if dashes != "-"]
-VARIANT_SHADES = (0.6, 1.4, 0.42)
-"""Factors for the colour of a variant: darker or lighter than its strategy."""
 
 
 def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
@@ -162,33 +136,23 @@ def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
         shade: 0 for the first comparison drawn; each further one is darker.
     """
     base, _, options = name.partition(":")
-    style = STYLES.get(base) or _spare_style(base, among)
-    if options:
-        style = _variant(style, name, among)
-    darker = _scaled(style.colour, 0.6**shade)
-    return replace(style, colour=darker, ink=_readable(darker))
+    if base in STRATEGIES:
+        style = Style(*STRATEGIES[base].look)
+    else:
+        bases = {other.partition(":")[0] for other in (name, *among)} - STRATEGIES.keys()
+        style = SPARE_STYLES[_number(base, bases, len(SPARE_STYLES))]
+    if options:  # a variant has other dashes than its strategy and its sisters
+        family = {other for other in (name, *among) if other.startswith(f"{base}:")}
+        free = [dashes for dashes in LINES if dashes not in ("solid", style.dashes)]
+        number = _number(name, family, len(free))
+        style = replace(style, dashes=free[number], is_hollow=True)
+    return replace(style, colour=_darkened(style.colour, 0.6**shade))
 
 
-def _spare_style(name: str, among: Sequence[str]) -> Style:
-    bases = {other.partition(":")[0] for other in (name, *among)}
-    return SPARE_STYLES[_assigned(bases - STYLES.keys(), len(SPARE_STYLES))[name]]
-
-
-def _variant(style: Style, name: str, among: Sequence[str]) -> Style:
-    """Return a strategy's style, altered for one of its variants."""
-    family = f"{name.partition(':')[0]}:"
-    number = _assigned(
-        {other for other in (name, *among) if other.startswith(family)}, len(VARIANT_DASHES)
-    )[name]
-    free = [dashes for dashes in VARIANT_DASHES if dashes != style.dashes]
-    colour = _scaled(style.colour, VARIANT_SHADES[number % len(VARIANT_SHADES)])
-    return replace(style, colour=colour, dashes=free[number % len(free)], is_hollow=True)
-
-
-def _assigned(names: Collection[str], num_numbers: int) -> dict[str, int]:
-    """Return a number for each name, from a hash; no number twice while there are any left."""
+def _number(name: str, names: Collection[str], num_numbers: int) -> int:
+    """Return a name's number, from a hash; none twice among ``names`` while there are any left."""
     numbers: dict[str, int] = {}
-    for name in sorted(names):
+    for each in sorted(names):
         free = [n for n in range(num_numbers) if n not in numbers.values()] or range(num_numbers)
-        numbers[name] = free[zlib.crc32(name.encode()) % len(free)]
-    return numbers
+        numbers[each] = free[zlib.crc32(each.encode()) % len(free)]
+    return numbers[name]

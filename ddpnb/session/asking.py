@@ -36,7 +36,7 @@ def ask(
     chosen = cluster.ranks if ranks is None else tuple(ranks)
     cluster.require_idle(chosen)
     lines = PrintedLines() if printed is None else printed
-    lines.begin(chosen)
+    lines.end()
 
     def handle(event: CallEvent) -> None:
         if isinstance(event, Output):

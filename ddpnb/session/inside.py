@@ -38,10 +38,10 @@ def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
 
 def _measure(cluster: Cluster, finding: Finding) -> Finding:
     """Return a finding with the size of its first difference, if it has one."""
-    first = finding.first
-    if not first.chunks:
+    if not finding.chunks:
         return finding
-    ranks, wanted = first.measured_ranks, (finding.name, finding.part, first.tensor, first.chunks)
+    ranks = finding.measured_ranks
+    wanted = finding.name, finding.part, finding.tensor, finding.chunks
     found = ask(cluster, calls.elements(ranks, *wanted))
     return measured(finding, [each for rank in ranks if (each := found[rank]) is not None])
 

@@ -155,7 +155,7 @@ class Training:
             survives_deaths=spec.strategy in self.survivors,
             before_joining=self._send_functions,
         )
-        self.printed.begin(self.cluster.ranks)
+        self.printed.end()
         self._watch = watch = Watch(
             cluster=self.cluster,
             call=self.cluster.submit(calls.train(spec, None), self.cluster.ranks),

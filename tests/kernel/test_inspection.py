@@ -103,15 +103,15 @@ def test_samples_are_handed_out_on_the_ranks(with_model: Kernel):
     assert "did you mean loader" in with_model.run("%ddp_samples lader").error_text
 
 
-def test_stored_runs_are_looked_into(with_model: Kernel):
+def test_a_comparison_is_predicted_from_and_looked_into(with_model: Kernel):
     line = "%ddp_compare async ddp --task digits --epochs 2 --slow 1:2x --name kept"
     cell = with_model.run(line, timeout=120)
     assert not cell.error, cell.error_text
-    assert not with_model.run("%ddp_inspect --run kept/async").error
-    written = "_.updates.version.tolist()"
-    assert with_model.value(f"{written} == list(range(1, len(_.updates) + 1))") == "True"
     predicted = with_model.run("%ddp_predict --ranks 1,2,64 --link 100GbE --run kept")
     assert not predicted.error, predicted.error_text
     assert "Fitted to kept: a step costs" in predicted.text
-    for line in ("%ddp_inspect", "%ddp_advise"):  # of the task of the last comparison
+    # the task of the last comparison, and what its workers read and wrote
+    for line in ("%ddp_advise", "%ddp_inspect", "%ddp_inspect --run kept/async"):
         assert not with_model.run(line).error
+    written = "_.updates.version.tolist()"
+    assert with_model.value(f"{written} == list(range(1, len(_.updates) + 1))") == "True"

@@ -56,7 +56,7 @@ DRAWN += ["of-noise nans empty", "nans infinite diverged empty"]
 KINDS = ("csv", "runs.csv", "html", "png")
 
 
-@pytest.mark.parametrize("options", ["", " --log --target 0.3 --x updates"])
+@pytest.mark.parametrize("options", ["", " --log --target 0.3"])
 def test_odd_runs_are_drawn_and_put_into_a_table(kernel: Kernel, options: str):
     cell = kernel.run("\n".join(f"%ddp_plot {names}{options}" for names in DRAWN)).passed
     found = [len(cell.bundles(m)) for m in ("image/png", "text/html")]

@@ -20,7 +20,6 @@ catalogue.STRATEGIES["added"] = catalogue.StrategyEntry(
     import_path="added_strategy:Added",
     look=catalogue.Look("#123456", "long", "$a$"),
     is_asynchronous=True,
-    may_be_emulated=True,
     options={"every": catalogue.Option(default=2, about="steps", least=1)},
 )
 """
@@ -42,11 +41,9 @@ IN_THE_KERNEL = """
 import sys
 from ddpnb.magics.arguments import catalogue_text, choices
 from ddpnb.reports.style import style_of
-from ddpnb.reports.formatting import longest_label
 
 assert "one that was added" in catalogue_text() and "added:every=2" in catalogue_text()
 assert list(choices(catalogue.STRATEGIES, "added:")) == ["added:every="]
-assert longest_label("added") == "added (emulated)"
 assert (style_of("added").colour, style_of("added").marker) == ("#123456", "$a$")
 assert "torch" not in sys.modules
 """

@@ -28,7 +28,7 @@ from ddpnb.reports.figures.axes import (
     shortened,
 )
 from ddpnb.reports.formatting import tick
-from ddpnb.reports.style import INK, MUTED, SMALL_POINTS
+from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS
 
 UPDATES_IN_WINDOW, THROUGHPUT_POINTS = 10, 160
 """The least number of updates in a window of throughput; the number of windows."""
@@ -66,7 +66,7 @@ class CurvePanel:
     title: str
     lines: Sequence[tuple[Strategy, Line]]
     x: str
-    """The quantity on the x axis, one of ``style.ACROSS``."""
+    """The quantity on the x axis, ``"samples"`` or ``"seconds"``."""
     right: float
     """The end of the x axis; it goes on where a line is longer."""
     log: bool = False
@@ -179,7 +179,7 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
         axes.tick_params(labelbottom=False, labelleft=False)
         return
     for strategy, line in shown:
-        colour, dashes = strategy.style.colour, strategy.style.dashes
+        colour, dashes = strategy.style.colour, LINES[strategy.style.dashes]
         axes.plot(line.faint_x, line.faint_y, color=colour, linewidth=1.0, alpha=0.28, zorder=2)
         axes.plot(line.x, line.y, color=colour, linestyle=dashes, linewidth=2.6, zorder=3)
     _draw_labels(axes, shown, panel.log)

@@ -6,7 +6,6 @@ from matplotlib.figure import Figure
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.summary import group_runs, summarise
-from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.reports import kit
 from ddpnb.reports.figures.axes import (
     Strategy,
@@ -31,9 +30,9 @@ from ddpnb.reports.figures.rows import (
     draw_column,
     draw_name,
 )
-from ddpnb.reports.formatting import labels, longest_label, styles, title
+from ddpnb.reports.formatting import labels, styles, title
 from ddpnb.reports.kit import Sheet
-from ddpnb.reports.style import ACROSS, EVERYTHING, PlotOptions, style_of
+from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 
 WIDTH = 13.6
 """So wide that text of ``SMALL_POINTS`` is at least 10 pixels high on a laptop of 1280 pixels."""
@@ -53,7 +52,8 @@ ROW_HEIGHT, LEAST_ROW_HEIGHT, MANY_ROWS = 0.28, 0.24, 5
 NAMES_LEFT, NAMES_RIGHT, ROW_GAP = 0.4, 0.4, 0.3
 """Left of the strategies' markers, right of their names, and between columns."""
 MOST_COLUMNS, MOST_HELD_OUT = 4, 3
-X_WORDS = {"samples": "samples", "seconds": "time, s", "updates": "updates"}
+ACROSS = {"samples": "samples", "seconds": "time, s"}
+"""What losses and scores are drawn against, and how it is called."""
 
 
 def draw(
@@ -81,7 +81,7 @@ def draw(
     to_come = [name for name in comparison.strategies if name not in done]
     names += [(name, style_of(name, comparison.strategies)) for name in to_come]
     num = len(names)
-    texts = [shortened(text) for text in (*map(longest_label, to_come), *(n for n, _ in names))]
+    texts = [shortened(text) for text, _ in names]
     curve_height = max(PANEL_HEIGHT, LABEL_HEIGHT * (num + 1))
     row_height = max(num * (ROW_HEIGHT if num <= MANY_ROWS else LEAST_ROW_HEIGHT), 2 * ROW_HEIGHT)
     height = TOP + len(bands) * (curve_height + PANELS_GAP)
@@ -126,20 +126,19 @@ def _panels(
 
     By default there are two: losses by samples, and at the end a held-out score by time.
     """
-    ends = dict(zip(ACROSS, (*planned_ends(comparison), 0.0), strict=True))
+    ends = dict(zip(ACROSS, planned_ends(comparison), strict=True))
     target = options.target
-    across = (options.x,) if options.x else ("samples", "seconds")
     rivals = [each for each in begun if not each.summary.is_ceiling]  # that one is there for speed
     loss_panels = [
         CurvePanel(
-            title=f"Training loss by {X_WORDS[x]}",
+            title=f"Training loss by {called}",
             lines=[(each, losses(each.runs, x)) for each in rivals],
             x=x,
             right=ends[x],
             log=options.log,
             target=target.value if target and not target.is_accuracy else None,
         )
-        for x in across
+        for x, called in ACROSS.items()
     ]
     is_all = options.panels == "all"
     marks_loss = target is not None and not target.is_accuracy
@@ -147,7 +146,7 @@ def _panels(
         return [loss_panels]
     scores = [
         CurvePanel(
-            title=f"Held-out {y} by {X_WORDS[x]}",
+            title=f"Held-out {y} by {called}",
             lines=[(each, line) for each, line in lines if len(line.y)],
             x=x,
             right=ends[x],
@@ -156,12 +155,12 @@ def _panels(
             is_share=y == "accuracy",
         )
         for y in ("accuracy", "loss")
-        for x in [x for x in across if x != "updates"] or ["samples"]
+        for x, called in ACROSS.items()
         for lines in [[(each, held_out(each.runs, x, y)) for each in begun]]
     ]
     scores = [panel for panel in scores if panel.lines]
     if not is_all:
-        return [[loss_panels[0], scores[len(across) - 1]] if scores else loss_panels]
+        return [[loss_panels[0], scores[1]] if scores else loss_panels]
     rate = CurvePanel(
         title="Samples per second by time, s",
         lines=[(each, throughputs(each.runs)) for each in begun],
@@ -186,7 +185,4 @@ def _columns(
     if options.panels == "all":
         rest = [column for column in others if any(map(column.reach, begun))]
         return [first, rest] if rest else [first]
-    planned = [STRATEGIES.get(spec.strategy.partition(":")[0]) for spec in comparison.specs]
-    may_be_stale = is_live and any(entry and entry.is_asynchronous for entry in planned)
-    shown = [c for c in others if c.says(begun) or (c is STALENESS and may_be_stale)]
-    return [[*first, *shown][:MOST_COLUMNS]]
+    return [[*first, *(column for column in others if column.says(begun))][:MOST_COLUMNS]]

@@ -22,15 +22,19 @@ from ddpnb.reports.figures.axes import (
     prepare,
     round_up,
     shortened,
-    width_inches,
 )
 from ddpnb.reports.formatting import number, percent, short, size
+from ddpnb.reports.kit import DPI, legend
 from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, Style
 
 BAR = 0.6
 """Height of a bar, as a share of its row."""
 STACKED = ("data", "forward", "backward", "optimizer", "communication", "waiting")
 """The parts of a step from left to right: a rank's own work first."""
+LEGEND: Look = {
+    **{"labelcolor": MUTED, "fontsize": SMALL_POINTS},
+    **{"handlelength": 0.8, "labelspacing": 0.2, "columnspacing": 0.8},
+}
 MB = 1e6
 BESIDE = (BASELINE, CEILING)
 """What the others are measured against."""
@@ -98,8 +102,10 @@ def draw_column(axes: Axes, column: Column, strategies: Sequence[Strategy], num_
     axes.tick_params(labelbottom=right > 0)
     below = column.below(strategies)
     axes.set_xlabel(below, loc="left", fontsize=SMALL_POINTS, color=MUTED, labelpad=3)
-    if column.looks:
-        _draw_legend(axes, column.looks)
+    if column.looks:  # two lines below the ticks
+        at = (0.0, -0.26 * DPI / axes.bbox.height)
+        num = (len(column.looks) + 1) // 2
+        legend(axes, column.looks, loc="upper left", bbox_to_anchor=at, ncols=num, **LEGEND)
 
 
 def draw_name(
@@ -114,20 +120,6 @@ def draw_name(
     ink, weight = (style.ink, "bold") if is_begun else (MUTED, "normal")
     text = figure.text(x + 0.2 / width, y, shortened(label), va="center", color=ink)
     text.set(fontsize=SMALL_POINTS, weight=weight)
-
-
-def _draw_legend(axes: Axes, looks: Mapping[str, Look]) -> None:
-    """Draw a legend of two lines below the ticks."""
-    figure: Any = axes.figure
-    left, bottom = axes.bbox.p0 / figure.dpi
-    names, half = list(looks), (len(looks) + 1) // 2
-    inches: Look = {"transform": figure.dpi_scale_trans}
-    for line, down in ((names[:half], 0.38), (names[half:], 0.59)):
-        x, y = left, bottom - down
-        for name in line:
-            figure.add_artist(Rectangle((x, y), 0.13, 0.12, **inches, **looks[name]))
-            figure.text(x + 0.18, y, name, fontsize=SMALL_POINTS, color=MUTED, **inches)
-            x += 0.27 + width_inches(name)
 
 
 def _bar(axes: Axes, left: float, low: float, width: float, height: float, **look: Any) -> None:

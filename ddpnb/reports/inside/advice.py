@@ -5,11 +5,10 @@ and whether GPUs are connected faster to the host or to each other.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.reports.kit import RANK_COLOURS, Shown
+from ddpnb.reports.kit import RANK_COLOURS
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
 CONNECTIONS = (
@@ -43,56 +42,34 @@ CHOICES: Mapping[str, Sequence[Choice]] = {
 """By place, one for each of the ``CONNECTIONS``."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Advice(Shown):
-    """What is recommended, and why: a table with this machine's cell marked."""
+def advice(ranks: Sequence[RankState]) -> Table:
+    """Return the known table with this machine's cell marked; the caption recommends, and why."""
+    place = list(CHOICES)[len({each.host for each in ranks}) > 1]
+    connection, reason = _connection(ranks[0])
+    choice = CHOICES[place][connection]
+    if len(ranks) == 1:
+        choice = Choice("single", "no wrapper", "OneDeviceStrategy")
+        reason = "There is one rank, and nothing to exchange."
 
-    cell: tuple[str, int]
-    """Place and connection of this machine."""
-    choice: Choice
-    reason: str
+    def cell(is_here: bool, choice: Choice) -> Cell:
+        mark = "  ◀ this machine" if is_here else ""
+        quiet = f"{choice.torch}; {choice.tensorflow}"
+        dot = RANK_COLOURS[0] if is_here else ""
+        return Cell(text=choice.ddpnb + mark, quiet=quiet, dot=dot)
 
-    @classmethod
-    def of(cls, ranks: Sequence[RankState]) -> "Advice":
-        """Return the recommendation for where the ranks live."""
-        place = list(CHOICES)[len({each.host for each in ranks}) > 1]
-        connection, reason = _connection(ranks[0])
-        choice = CHOICES[place][connection]
-        if len(ranks) == 1:
-            choice = Choice("single", "no wrapper", "OneDeviceStrategy")
-            reason = "There is one rank, and nothing to exchange."
-        return cls(cell=(place, connection), choice=choice, reason=reason)
-
-    def table(self) -> Table:
-        """Return the recommendation above the known table, in which this machine is marked."""
-        ours, torch, tensorflow = self.choice
-        rows = []
-        for place, choices in CHOICES.items():
-            cells = []
-            for number, choice in enumerate(choices):
-                is_here = (place, number) == self.cell
-                text = f"{choice.ddpnb}  ◀ this machine" if is_here else choice.ddpnb
-                quiet = f"{choice.torch}; {choice.tensorflow}"
-                cells.append(Cell(text=text, quiet=quiet, dot=RANK_COLOURS[0] if is_here else ""))
-            rows.append(table_row(place, *cells))
-        return Table(
-            caption=f"Use {ours} here (in PyTorch {torch}, in TensorFlow {tensorflow}). "
-            f"{self.reason}",
-            columns=(
-                Column(title=""),
-                *(Column(title=each, is_prose=True) for each in CONNECTIONS),
-            ),
-            rows=tuple(rows),
-            notes=(
-                "A cell: here; in PyTorch; in TensorFlow.  Where workers differ in speed, or come "
-                "and go: async (ParameterServerStrategy), on any machine.",
-            ),
-        )
-
-    def text(self) -> str:
-        """Return the table."""
-        return self.table().text()
+    return Table(
+        caption=f"Use {choice.ddpnb} here (in PyTorch {choice.torch}, in TensorFlow "
+        f"{choice.tensorflow}). {reason}",
+        columns=(Column(title=""), *(Column(title=each, is_prose=True) for each in CONNECTIONS)),
+        rows=tuple(
+            table_row(head, *(cell((head, n) == (place, connection), c) for n, c in enumerate(row)))
+            for head, row in CHOICES.items()
+        ),
+        notes=(
+            "A cell: here; in PyTorch; in TensorFlow.  Where workers differ in speed, or come "
+            "and go: async (ParameterServerStrategy), on any machine.",
+        ),
+    )
 
 
 def _connection(rank: RankState) -> tuple[int, str]:

@@ -12,14 +12,13 @@ from typing import NamedTuple, final
 from ddpnb.protocol.inspection import Bucket, CapReport
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.trace import Span
-from ddpnb.reports.formatting import NOTHING, counted, listed, percent, size
-from ddpnb.reports.inside.spans import bounds, in_units
-from ddpnb.reports.inside.timeline import draw_timeline
+from ddpnb.reports.formatting import counted, in_units, listed, size
+from ddpnb.reports.inside.timeline import bounds, draw_timeline
 from ddpnb.reports.kit import Picture, Shown
 from ddpnb.reports.table import Column, Table, columns, table_row
 
-MAX_ROWS, MAX_NAMES = 12, 3
-"""Buckets in the table, and parameters that are named in a row or a sentence."""
+MAX_BUCKETS, MAX_NAMES = 4, 3
+"""Buckets in a row of the table, and parameters that are named in a sentence."""
 FORMULA = (
     "Hidden: a bucket is on its way while this rank computes.  Exposed: one is, and this rank is "
     "idle.  An all-reduce lasts from when this rank's bucket is full until the slowest rank's has "
@@ -46,7 +45,6 @@ class DdpInspection(Shown):
     """Parameters that had no part in the loss, and on which ranks."""
     reports: tuple[tuple[CapReport, ...], ...]
     """Of each rank, on each value of ``bucket_cap_mb``: the model's own first."""
-    devices: str = ""
 
     @property
     def caps(self) -> tuple[CapReport, ...]:
@@ -74,77 +72,57 @@ class DdpInspection(Shown):
 
     def _picture(self, index: int, cap_mb: float) -> Picture:
         steps = sorted(self.steps(index), key=_length)
-        over = f", on {self.devices}" if self.devices else ""
-        title = f"One step of {self.title} with bucket_cap_mb={cap_mb:g}{over}"
+        title = f"One step of {self.title} with bucket_cap_mb={cap_mb:g}"
         notes = [f"The median of {counted(len(steps), 'step')}.  {QUEUED}"]
         spans = one_by_one(steps[len(steps) // 2])
         return Picture(draw_timeline(title, spans, len(self.reports), notes), title)
 
-    def tables(self) -> tuple[Table, ...]:
-        """Return a row for each value of ``bucket_cap_mb``; then one for each bucket."""
-        return self._caps_table(), self._buckets_table()
-
-    def _caps_table(self) -> Table:
+    def table(self) -> Table:
+        """Return a row for each value of ``bucket_cap_mb``: what hides, and the buckets."""
         rows = []
         for index, cap in enumerate(self.caps):
             head = f"{cap.cap_mb:g} MB" + (" (its own)" if index == 0 else "")
-            largest = size(max(bucket.num_bytes for bucket in cap.buckets))
-            seconds = map(in_units, self.split(index))
-            rows.append(table_row(head, len(cap.buckets), largest, *seconds))
-        return Table(
-            caption=f"{self.title}: all-reduces hidden behind the backward pass",
-            columns=columns("bucket_cap_mb", "buckets", "largest", "step", "exposed", "hidden"),
-            rows=tuple(rows),
-            notes=(FORMULA,),
-        )
-
-    def _buckets_table(self) -> Table:
-        own = self.caps[0]
-        rows = []
-        for number, bucket in enumerate(own.buckets[:MAX_ROWS]):
-            full = _full_seconds(own, bucket)
-            names = [
-                f"{name} (no gradient)" if name in self.unused else name for name in bucket.names
-            ]
+            shown = [_described(cap, bucket) for bucket in cap.buckets[:MAX_BUCKETS]]
+            rest = len(cap.buckets) - len(shown)
             rows.append(
                 table_row(
-                    f"bucket {number}",
-                    size(bucket.num_bytes),
-                    percent(bucket.num_bytes / self.gradient_bytes),
-                    in_units(full) if full else NOTHING,
-                    _first(names),
+                    head,
+                    *map(in_units, self.split(index)),
+                    len(cap.buckets),
+                    "; ".join([*shown, f"and {rest} more"] if rest else shown),
                 )
             )
-        rest = len(own.buckets) - MAX_ROWS
         return Table(
-            caption=f"{self.title}: {size(self.gradient_bytes)} of gradients in "
-            f"{counted(len(own.buckets), 'bucket')}, as they are sent, and when "
-            "each is full in the backward pass",
+            caption=f"{self.title}: {size(self.gradient_bytes)} of gradients, whose all-reduces "
+            "hide behind the backward pass or are exposed",
             columns=(
-                *columns("", "bytes", "of all", "full"),
-                Column(title="parameters", is_prose=True),
+                *columns("bucket_cap_mb", "step", "exposed", "hidden", "buckets"),
+                Column(title="bytes, when it is full, first parameter", is_prose=True),
             ),
             rows=tuple(rows),
-            notes=(*([f"And {counted(rest, 'more bucket')}."] if rest > 0 else []), *self.words()),
+            notes=(FORMULA, *self.notes()),
         )
 
-    def words(self) -> list[str]:
-        """Return what the buckets show: which one matters, and which parameters had no part."""
-        said = [_about_largest(self.caps[0])]
-        if self.unused:
-            ranks = {rank for ranks in self.unused.values() for rank in ranks}
-            said.append(
-                f"No part in the loss on {spoken_ranks(sorted(ranks))}: "
-                f"{_first(list(self.unused))}.  Plain DDP would raise an error in its second step, "
-                "so find_unused_parameters=True was used here; zeros are sent for what is missing."
-            )
-        if self.devices:
-            said.append(f"On {self.devices} time is computed; the gradients are real.")
-        return said
+    def notes(self) -> list[str]:
+        """Return which parameters had no part in the loss, if there are any."""
+        if not self.unused:
+            return []
+        ranks = {rank for ranks in self.unused.values() for rank in ranks}
+        names = [*self.unused][:MAX_NAMES]
+        rest = len(self.unused) - len(names)
+        return [
+            f"No part in the loss on {spoken_ranks(sorted(ranks))}: "
+            f"{listed([*names, f'{rest} more'] if rest else names)}.  "
+            "Plain DDP would raise an error in its second step, so find_unused_parameters=True "
+            "was used here; zeros are sent for what is missing."
+        ]
 
-    def text(self) -> str:
-        """Return the tables."""
-        return "\n\n".join(table.text() for table in self.tables())
+
+def _described(cap: CapReport, bucket: Bucket) -> str:
+    """Return a bucket's size, when it is full since the backward pass began, and its first name."""
+    full = max((cap.ready_seconds.get(name, 0.0) for name in bucket.names), default=0.0)
+    when = f" at {in_units(full)}" if full else ""  # else it has no gradient
+    return f"{size(bucket.num_bytes)}{when} ({bucket.names[0]})"
 
 
 def split_of(spans: Sequence[Span], num_ranks: int) -> Split:
@@ -187,32 +165,3 @@ def one_by_one(spans: Sequence[Span]) -> list[Span]:
             span = replace(span, start=max(span.start, ahead)) if span.end > ahead else span
         found.append(span)
     return found
-
-
-def _full_seconds(cap: CapReport, bucket: Bucket) -> float:
-    """Return when a bucket is full, since the backward pass began; 0: it has no gradient."""
-    return max((cap.ready_seconds.get(name, 0.0) for name in bucket.names), default=0.0)
-
-
-def _about_largest(cap: CapReport) -> str:
-    """Return how much the largest bucket holds, and when it is full."""
-    if len(cap.buckets) == 1:
-        return (
-            "All gradients share one bucket, so none is sent before the last is there: a smaller "
-            "bucket_cap_mb makes more buckets."
-        )
-    number, largest = max(enumerate(cap.buckets), key=lambda each: each[1].num_bytes)
-    share = largest.num_bytes / sum(bucket.num_bytes for bucket in cap.buckets)
-    end = max(cap.ready_seconds.values())
-    return (
-        f"The largest bucket, {number}, holds {percent(share)} of the bytes and is full after "
-        f"{percent(_full_seconds(cap, largest) / end)} of the backward pass.  The last one, "
-        f"{len(cap.buckets) - 1}, is full at its end, so it is exposed."
-    )
-
-
-def _first(names: Sequence[str]) -> str:
-    """Return the first few of some names."""
-    if len(names) <= MAX_NAMES:
-        return listed(names)
-    return f"{', '.join(names[:MAX_NAMES])} and {len(names) - MAX_NAMES} more"

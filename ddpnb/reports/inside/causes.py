@@ -10,7 +10,6 @@ from ddpnb.reports.inside.replicas import Finding, Verdict
 
 NO_DDP = "no variable leads to a DDP that holds the model"
 ROUNDING = "So small that it may be rounding: sums were made in another order."
-STATISTICS = "BatchNorm's statistics are of each rank's own samples"
 
 
 def with_causes(
@@ -53,24 +52,24 @@ def _cause(
         case _, Part.BUFFERS:
             return _of_buffers(finding, is_ddp=is_ddp)
         case _, Part.STATE:
-            return _of_state(finding, findings, skipped)
+            return _of_state(finding, skipped)
     return "Each rank has computed its own, from its own samples or random numbers."
 
 
 def _of_parameters(
     finding: Finding, gradients: Verdict | None, skipped: str, *, is_ddp: bool
 ) -> str:
-    if finding.first.texts or finding.first.lacking:
+    if finding.texts or finding.lacking:
         return "The ranks have built different models."
     if skipped:
         return skipped
     if is_ddp and gradients is Verdict.DIFFERENT:
         return "Steps were made with gradients that DDP had not averaged."
-    if is_ddp and finding.first.is_rounding:
+    if is_ddp and finding.is_rounding:
         return ROUNDING
     if is_ddp:
         return (
-            f"DDP averages gradients, not weights: after it had copied rank 0's, {_odd(finding)} "
+            "DDP averages gradients, not weights: after it had copied rank 0's, a rank "
             "skipped a step, or changed its own weights (load_state_dict, if rank == 0)."
         )
     if gradients is None:
@@ -86,22 +85,15 @@ def _of_parameters(
     return f"Nothing averages the gradients, as {NO_DDP}: each rank trains by itself."
 
 
-def _odd(finding: Finding) -> str:
-    """Return the ranks that are alone against most others; ``"a rank"`` if none are."""
-    groups = sorted(finding.first.groups, key=len)
-    is_clear = len(groups) == 2 and len(groups[0]) < len(groups[1])
-    return spoken_ranks(groups[0]) if is_clear else "a rank"
-
-
 def _of_gradients(finding: Finding, *, is_ddp: bool) -> str:
-    if finding.first.lacking:
+    if finding.lacking:
         return (
-            f"{spoken_ranks(finding.first.lacking).capitalize()} made no backward pass, or called "
+            f"{spoken_ranks(finding.lacking).capitalize()} made no backward pass, or called "
             "zero_grad() before the check."
         )
     if not is_ddp:
         return f"Nothing averages them, as {NO_DDP}: each rank's are those of its own samples."
-    if finding.first.is_rounding:
+    if finding.is_rounding:
         return ROUNDING
     return (
         "The last backward pass was made under no_sync() or by the module inside DDP, or a rank "
@@ -110,17 +102,15 @@ def _of_gradients(finding: Finding, *, is_ddp: bool) -> str:
 
 
 def _of_buffers(finding: Finding, *, is_ddp: bool) -> str:
-    if not _is_statistic(finding.first.tensor):
+    if not _is_statistic(finding.tensor):
         return "Each rank has updated it by itself; DDP averages gradients alone."
     if finding.verdict is Verdict.FACT:
-        return (
-            f"{STATISTICS} after a forward pass in training, by design: DDP sends rank 0's before "
-            "the next one. Save and evaluate rank 0's."
-        )
-    why = f"nothing sends rank 0's, as {NO_DDP}"
-    if is_ddp:
+        why = "by design: DDP sends rank 0's before the next forward pass. Save and evaluate those"
+    elif is_ddp:
         why = "DDP was made with broadcast_buffers=False, so rank 0's are never sent"
-    return f"{STATISTICS}: {why}. SyncBatchNorm, on GPUs, has common ones."
+    else:
+        why = f"nothing sends rank 0's, as {NO_DDP}"
+    return f"BatchNorm's statistics are of each rank's own samples: {why}."
 
 
 def _is_by_design(finding: Finding, held: Sequence[Held]) -> bool:
@@ -138,15 +128,10 @@ def _is_statistic(buffer: str) -> bool:
     return buffer.endswith(("running_mean", "running_var", "num_batches_tracked"))
 
 
-def _of_state(finding: Finding, findings: Sequence[Finding], skipped: str) -> str:
-    if finding.first.lacking:
-        return f"{spoken_ranks(finding.first.lacking).capitalize()} has made no step yet."
-    if skipped:
-        return skipped
-    different = {each.part for each in findings if each.verdict is Verdict.DIFFERENT}
-    if different & {Part.GRADIENTS, Part.PARAMETERS}:
-        return "It is made of gradients, and those of the ranks differ, or have differed."
-    return "Averaged from gradients that differed once, or loaded on some ranks only."
+def _of_state(finding: Finding, skipped: str) -> str:
+    if finding.lacking:
+        return f"{spoken_ranks(finding.lacking).capitalize()} has made no step yet."
+    return skipped or "It is made of gradients, and those of the ranks differ, or have differed."
 
 
 def _skipped_step(replicas: Sequence[RankReplica]) -> str:

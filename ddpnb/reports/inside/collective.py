@@ -6,9 +6,18 @@ from typing import TYPE_CHECKING, final
 
 from ddpnb.protocol.costs import Algorithm, algorithm_of
 from ddpnb.protocol.trace import REDUCING, ROOTED, Chunks, CollectiveShown, CollectiveSpec
-from ddpnb.reports.formatting import NOTHING, counted, size
-from ddpnb.reports.inside.spans import MAX_RANKS, in_units
-from ddpnb.reports.kit import LEFT, Look, Picture, Sheet, Shown, ink_on, rank_colour, write
+from ddpnb.reports.formatting import NOTHING, counted, in_units, size
+from ddpnb.reports.kit import (
+    LEFT,
+    MAX_RANKS,
+    Look,
+    Picture,
+    Sheet,
+    Shown,
+    ink_on,
+    rank_colour,
+    write,
+)
 from ddpnb.reports.style import FONT_POINTS, MUTED, PAPER, SMALL_POINTS
 
 if TYPE_CHECKING:

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from ddpnb.reports.formatting import NOTHING, counted, percent, short, tick
-from ddpnb.reports.inside.spans import in_units
+from ddpnb.reports.formatting import NOTHING, counted, in_units, percent, short, tick
 from ddpnb.reports.kit import Picture, Sheet, Shown, dress, write
-from ddpnb.reports.style import INK, MUTED, PAPER, style_of
+from ddpnb.reports.style import INK, LINES, MUTED, PAPER, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
 from ddpnb.scaling.model import Point
 from ddpnb.scaling.predict import Prediction, parse_step
@@ -33,22 +32,16 @@ class PredictionResult(Shown):
 
     def table(self) -> Table:
         """Return one row per strategy: throughput, step and efficiency at each number of ranks."""
-        ranks, searched = self.prediction.question.ranks, self.prediction.searched
-        rows = []
+        ranks, rows = self.prediction.question.ranks, []
         for name, points in self.prediction.points.items():
             at = {each.num_ranks: each for each in points}
-            stop = self.prediction.stops[name]
-            stops = f"> {searched:,}" if stop is None else f"{stop:,}"
             head = Cell(text=name, dot=style_of(name, tuple(self.prediction.points)).colour)
-            cells = [_cell(at.get(n)) for n in ranks]
-            rows.append(table_row(head, *cells, stops, self.prediction.limits[name]))
+            rows.append(table_row(head, *(_cell(at.get(n)) for n in ranks)))
         return Table(
             caption=self.sentence(),
             columns=(
                 Column(title="strategy"),
                 *(Column(title=counted(n, "rank"), is_number=True) for n in ranks),
-                Column(title="stops at", is_number=True),
-                Column(title="held up by"),
             ),
             rows=tuple(rows),
             notes=(*assumptions(self.prediction), CELLS),
@@ -70,10 +63,6 @@ class PredictionResult(Shown):
     def pictures(self) -> list[Picture]:
         """Return the picture."""
         return [Picture(draw(self.prediction), self.sentence())]
-
-    def text(self) -> str:
-        """Return the table."""
-        return self.table().text()
 
 
 def _cell(found: Point | None) -> Cell:
@@ -172,11 +161,13 @@ def draw(prediction: Prediction) -> "Figure":
     axes.yaxis.set_minor_formatter("")
     names = tuple(prediction.points)
     axes.plot(*zip(*prediction.ideal, strict=True), color=MUTED, linewidth=1.2, zorder=1.5)
+    look: dict[str, Any]
     for name in names:
         style = style_of(name, names)
         line, points = prediction.lines[name], prediction.points[name]
-        axes.plot(*_xy(line), color=style.colour, linestyle=style.dashes, linewidth=2.2, zorder=2)
-        look: dict[str, Any] = {"marker": style.marker, "edgecolors": style.colour, "zorder": 3}
+        look = {"color": style.colour, "linestyle": LINES[style.dashes]}
+        axes.plot(*_xy(line), linewidth=2.2, zorder=2, **look)
+        look = {"marker": style.marker, "edgecolors": style.colour, "zorder": 3}
         axes.scatter(*_xy(points), s=45, facecolors=PAPER, linewidths=1.6, **look)
     for name, rate in prediction.measured.items():
         style = style_of(name, names)

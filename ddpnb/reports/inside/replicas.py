@@ -38,40 +38,6 @@ COLOURS = {Verdict.SAME: "#2b7a3d", Verdict.DIFFERENT: "#d1495b"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """The first tensor of a part that is not the same on all ranks."""
-
-    tensor: str = ""
-    groups: tuple[tuple[int, ...], ...] = ()
-    """Ranks with the same values, one group for each; empty: no tensor differs."""
-    lacking: tuple[int, ...] = ()
-    """Ranks that have no such tensor."""
-    texts: tuple[str, ...] = ()
-    """What each group has in place of equal shapes, such as ``"float32 [2]"``."""
-    chunks: tuple[int, ...] = ()
-    """Those to be measured; empty: there is nothing to measure."""
-    num_elements: int = 0
-    """Of the whole tensor."""
-    num_measured: int = 0
-    num_different: int = 0
-    """Of the elements measured."""
-    largest: float = math.nan
-    """The largest distance between two ranks' elements."""
-    scale: float = math.nan
-    """The largest absolute value among the elements measured."""
-
-    @property
-    def measured_ranks(self) -> tuple[int, ...]:
-        """The first rank of each group that is measured."""
-        return tuple(ranks[0] for ranks in self.groups[:MAX_CHUNKS])
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether it may come from sums in another order."""
-        return self.largest <= ROUNDING * self.scale
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """What was found in one part of what one name stands for."""
 
@@ -81,13 +47,41 @@ class Finding:
     num_tensors: int = 0
     num_different: int = 0
     num_sharded: int = 0
-    first: Difference = Difference()
     cause: str = ""
+
+    tensor: str = ""
+    """The first that is not the same on all ranks; what follows is about it."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Ranks with the same values, one group for each; empty: no tensor differs."""
+    lacking: tuple[int, ...] = ()
+    """Ranks that have no such tensor."""
+    texts: tuple[str, ...] = ()
+    """What each group has in place of equal shapes, such as ``"float32 [2]"``."""
+    chunks: tuple[int, ...] = ()
+    """Those to be measured; empty: there is nothing to measure."""
+    num_elements: int = 0
+    num_measured: int = 0
+    num_unequal: int = 0
+    """Of the elements measured."""
+    largest: float = math.nan
+    """The largest distance between two ranks' elements."""
+    scale: float = math.nan
+    """The largest absolute value among the elements measured."""
 
     @property
     def label(self) -> str:
         """Which part of what."""
         return self.name if self.part is Part.VALUES else f"{self.part} of {self.name}"
+
+    @property
+    def measured_ranks(self) -> tuple[int, ...]:
+        """The first rank of each group that is measured."""
+        return tuple(ranks[0] for ranks in self.groups[:MAX_CHUNKS])
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the difference may come from sums in another order."""
+        return self.largest <= ROUNDING * self.scale
 
 
 def find(replicas: Sequence[RankReplica]) -> tuple[Finding, ...]:
@@ -119,11 +113,12 @@ def _compare(name: str, part: Part, held: Mapping[int, Held]) -> Finding:
     )
     if not different:
         return finding
-    first = _difference(different[0], {rank: e.get(different[0]) for rank, e in tensors.items()})
-    return replace(finding, verdict=Verdict.DIFFERENT, first=first)
+    finding = replace(finding, verdict=Verdict.DIFFERENT, tensor=different[0])
+    return _grouped(finding, {rank: each.get(different[0]) for rank, each in tensors.items()})
 
 
-def _difference(key: str, tensors: Mapping[int, TensorDigest | None]) -> Difference:
+def _grouped(finding: Finding, tensors: Mapping[int, TensorDigest | None]) -> Finding:
+    """Return a finding with what each rank has of its first tensor that differs."""
     groups: dict[TensorDigest, list[int]] = {}
     lacking: list[int] = []
     for rank, each in sorted(tensors.items()):
@@ -135,8 +130,8 @@ def _difference(key: str, tensors: Mapping[int, TensorDigest | None]) -> Differe
     elif others:
         numbers = range(one.num_chunks)
         chunks = [n for n in numbers if len({each.chunk(n) for each in groups}) > 1]
-    return Difference(
-        tensor=key,
+    return replace(
+        finding,
         groups=tuple(map(tuple, groups.values())),
         lacking=tuple(lacking),
         texts=tuple(texts),
@@ -149,7 +144,7 @@ def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
     """Return a finding with the size of its first difference.
 
     Args:
-        finding: one of which the first difference has chunks.
+        finding: one with chunks.
         values: those in its chunks, of each of its ``measured_ranks``.
     """
     stacked = np.stack(values)
@@ -158,17 +153,17 @@ def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
         differs = ~same.all(axis=0)
         apart = np.ptp(stacked[:, differs], axis=0)
         sizes = np.abs(stacked)
-    first = replace(
-        finding.first,
+    found = replace(
+        finding,
         num_measured=stacked.shape[1],
-        num_different=int(differs.sum()),
+        num_unequal=int(differs.sum()),
         largest=float(apart.max(initial=0)),
         scale=float(np.max(sizes[np.isfinite(sizes)], initial=0)),
     )
-    is_same = first.num_different == 0 and first.num_measured == first.num_elements
-    if is_same and finding.num_different == 1 and len(first.groups) <= MAX_CHUNKS:  # 0.0 and -0.0
-        return replace(finding, verdict=Verdict.SAME, first=Difference(), num_different=0)
-    return replace(finding, first=first)
+    is_same = found.num_unequal == 0 and found.num_measured == found.num_elements
+    if is_same and found.num_different == 1 and len(found.groups) <= MAX_CHUNKS:  # 0.0 and -0.0
+        return replace(finding, verdict=Verdict.SAME, num_different=0, groups=())
+    return found
 
 
 # -- what is shown -------------------------------------------------------------------------
@@ -240,36 +235,36 @@ def _count(finding: Finding) -> str:
 def described(finding: Finding) -> str:
     """Return where the first difference is, between whom, and how large it is."""
     parts = []
-    if (first := finding.first).groups:
-        parts.append(f"{first.tensor}: {_between(first)}{_size(first)}")
+    if finding.groups:
+        parts.append(f"{finding.tensor}: {_between(finding)}{_size(finding)}")
     if finding.num_sharded:
         what = counted(finding.num_sharded, "tensor")
         parts.append(f"{what} sharded, or without values: not comparable")
     return "; ".join(parts)
 
 
-def _between(first: Difference) -> str:
+def _between(finding: Finding) -> str:
     """Return who has what: ``"ranks 0,2 against rank 1"``, ``"float32 [2] on rank 0 and ..."``."""
-    if first.lacking:
-        return f"missing on {spoken_ranks(first.lacking)}"
-    if len(first.groups) > MAX_SHOWN:
-        return f"{len(first.groups)} different ones on {spoken_ranks(sum(first.groups, ()))}"
-    groups = [spoken_ranks(ranks) for ranks in first.groups]
-    if first.texts:
-        return listed([f"{text} on {who}" for text, who in zip(first.texts, groups, strict=True)])
+    if finding.lacking:
+        return f"missing on {spoken_ranks(finding.lacking)}"
+    if len(finding.groups) > MAX_SHOWN:
+        return f"{len(finding.groups)} different ones on {spoken_ranks(sum(finding.groups, ()))}"
+    groups = [spoken_ranks(ranks) for ranks in finding.groups]
+    if finding.texts:
+        return listed([f"{text} on {who}" for text, who in zip(finding.texts, groups, strict=True)])
     return " against ".join(groups)
 
 
-def _size(first: Difference) -> str:
+def _size(finding: Finding) -> str:
     """Return how many of the elements that were measured differ, and by how much."""
-    if not first.num_measured:
+    if not finding.num_measured:
         return ""
-    if first.num_different == 0:
+    if finding.num_unequal == 0:
         return ", equal in all elements that were measured"
-    of = f"{first.num_measured:,} element{'s' if first.num_measured > 1 else ''}"
-    if first.num_measured < first.num_elements:
-        of += f" measured, of {first.num_elements:,}"
+    of = f"{finding.num_measured:,} element{'s' if finding.num_measured > 1 else ''}"
+    if finding.num_measured < finding.num_elements:
+        of += f" measured, of {finding.num_elements:,}"
     largest = "some are NaN or infinite"
-    if math.isfinite(first.largest):
-        largest = f"{first.largest:.3g} at most, among values up to {first.scale:.3g}"
-    return f", {first.num_different:,} of {of}: {largest}"
+    if math.isfinite(finding.largest):
+        largest = f"{finding.largest:.3g} at most, among values up to {finding.scale:.3g}"
+    return f", {finding.num_unequal:,} of {of}: {largest}"

@@ -21,7 +21,7 @@ from ddpnb.reports.kit import (
     rank_colour,
     write,
 )
-from ddpnb.reports.style import INK, MUTED, PAPER, RULE
+from ddpnb.reports.style import MUTED, PAPER, RULE
 from ddpnb.reports.table import Column, Table, table_row
 
 if TYPE_CHECKING:
@@ -110,10 +110,6 @@ class Handout(Shown):
             notes=(*rest, *self.notes),
         )
 
-    def text(self) -> str:
-        """Return the table."""
-        return self.table().text()
-
 
 def _numbers(indices: Indices) -> str:
     """Return the first of some numbers, and how many more there are."""
@@ -180,11 +176,7 @@ def draw(handout: Handout) -> "Figure":
     rows = handout.rows
     num_columns = min(max(row.num_cells for row in rows), MAX_CELLS)
     num_ranks = len(rows[0].handed_out)
-    key = "The number in a cell is its rank's."
-    if any(len(row.repeated()) for row in rows):
-        key += "  Ringed: handed out more than once."
-    if any(len(row.absent()) for row in rows):
-        key += "  ×: left out."
+    key = "The number in a cell is its rank's.  Pale: handed out more than once.  ×: left out."
     height = ROW * len(rows)
     sheet = Sheet(handout.title, height + TICKS, [key])
     axes = sheet.axes(height, left=LABELS)
@@ -214,20 +206,13 @@ def draw(handout: Handout) -> "Figure":
 def _draw_cell(
     axes: "Axes", left: float, middle: float, width: float, owners: Sequence[int]
 ) -> None:
-    """Draw a cell: halved and ringed where two ranks get it, crossed where none does."""
-    parts = [(f"{rank}", rank_colour(rank)) for rank in owners] or [("×", PAPER)]
-    if len(parts) > 2:
-        parts = [(f"{len(owners)}×", RULE)]
+    """Draw a cell in its rank's colour: pale where several get it, dashed where none does."""
+    colour = rank_colour(owners[0]) if len(owners) == 1 else RULE if owners else PAPER
+    text = ",".join(map(str, owners)) if len(owners) <= 2 else f"{len(owners)}×"
     x, wide, high = left + GAP, width - 2 * GAP, ROW - 4 * GAP
-    top, part = middle - high / 2, high / len(parts)
-    for number, (text, colour) in enumerate(parts):
-        bottom = top + number * part
-        axes.bar(x, part, wide, bottom, color=colour, align="edge", linewidth=0)
-        points = min(POINTS, wide * 92 / len(text), part * 50)
-        look: Look = {"points": points, "colour": ink_on(colour), "ha": "center"}
-        write(axes, left + width / 2, bottom + part / 2, text, **look)
-    if len(owners) != 1:
-        rim: Look = {"edgecolor": INK, "linewidth": 1.8}
-        if not owners:
-            rim = {"edgecolor": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2))}
-        axes.bar(x, high, wide, top, align="edge", facecolor="none", **rim)
+    rim: Look = {"linewidth": 0}
+    if not owners:
+        text, rim = "×", {"edgecolor": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2))}
+    axes.bar(x, high, wide, middle - high / 2, color=colour, align="edge", **rim)
+    look: Look = {"points": min(POINTS, wide * 92 / len(text)), "colour": ink_on(colour)}
+    write(axes, left + width / 2, middle, text, ha="center", **look)

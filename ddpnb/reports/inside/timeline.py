@@ -5,17 +5,17 @@ ranks of a group make the same call, those that come early are hatched until the
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpnb.protocol.trace import Span
-from ddpnb.reports.formatting import counted, size
-from ddpnb.reports.inside.spans import MAX_RANKS, bounds, last_arrivals, time_unit
+from ddpnb.reports.formatting import counted, size, time_unit
 from ddpnb.reports.kit import (
     DPI,
+    MAX_RANKS,
     RIGHT,
     ROW_NAMES,
     WAITING,
@@ -101,6 +101,41 @@ def draw_timeline(
     if looks:
         legend(axes, looks)
     return sheet.figure
+
+
+def last_arrivals(spans: Sequence[Span]) -> list[float]:
+    """Return for each span until when it waited for the last rank to make the same call.
+
+    The k-th call of one rank in a group meets the k-th call of each other rank there; a ``send``
+    meets the receiver's ``recv``.  A span that did not wait, or of which the others' calls are not
+    known, has its own start.
+    """
+    found = [span.start for span in spans]
+    numbers: Counter[Any] = Counter()
+    meetings: dict[Any, list[int]] = defaultdict(list)
+    for index in sorted(range(len(spans)), key=found.__getitem__):
+        span = spans[index]
+        if span.lane == "communication" and len(span.group) > 1:
+            place = span.group, span.name in ("send", "recv")
+            meetings[place, numbers[place, span.rank]].append(index)
+            numbers[place, span.rank] += 1
+    for ((group, is_message), _), indices in meetings.items():
+        names = {spans[index].name for index in indices}
+        if len(indices) < len(group) or (len(names) > 1 and not is_message):
+            continue
+        last = spans[indices[-1]].start
+        for index in indices:
+            span = spans[index]
+            if span.name != "send" and last <= span.end:  # else it has not waited for the last
+                found[index] = last
+    return found
+
+
+def bounds(spans: Sequence[Span]) -> tuple[float, float]:
+    """Return the first start and the last end; a moment apart where nothing takes time."""
+    begin = min((span.start for span in spans), default=0.0)
+    end = max((span.end for span in spans), default=0.0)
+    return begin, end if end > begin else begin + 1e-6
 
 
 def _rows(rank: int, bars: Sequence[Bar]) -> dict[str, list[Bar]]:

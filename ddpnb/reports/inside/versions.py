@@ -4,6 +4,7 @@ The server reports with each gradient which version it has made and how stale th
 which version it was computed with is known too.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -15,9 +16,9 @@ from ddpnb.history.model import COMPUTED, RunSnapshot
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, MarkKind
 from ddpnb.protocol.notation import parse_strategy
-from ddpnb.reports.formatting import NOTHING, counted, number
-from ddpnb.reports.inside.spans import MAX_RANKS, in_units, time_unit
+from ddpnb.reports.formatting import counted, number, time_unit
 from ddpnb.reports.kit import (
+    MAX_RANKS,
     ROW_NAMES,
     WAITING,
     Look,
@@ -31,7 +32,6 @@ from ddpnb.reports.kit import (
     write,
 )
 from ddpnb.reports.style import INK, MUTED, PAPER, PART_COLOURS, RULE, SMALL_POINTS
-from ddpnb.reports.table import Table, columns, table_row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,33 +76,11 @@ class AsyncInspection(Shown):
         first = max(0, min(first, len(self.updates) - num))
         return self.updates[first : first + num]
 
-    def mean_staleness(self, rank: int) -> str:
-        """Return the mean over all gradients of a worker, drawn or not."""
+    def about(self, rank: int) -> str:
+        """Return how many gradients of a worker there are, drawn or not, and how stale."""
         own = self.updates.staleness[self.updates.rank == rank]
-        return number(own.mean(), 2) if len(own) else NOTHING
-
-    def table(self) -> Table:
-        """Return a row for each worker, with what they show as notes."""
-        rows = []
-        for rank in range(self.num_ranks):
-            own = self.updates[self.updates.rank == rank]
-            waited = float(np.sum(own.released - own.pushed))
-            rows.append(
-                table_row(
-                    f"rank {rank}",
-                    len(own),
-                    in_units(float(np.median(own.end - own.start))) if len(own) else NOTHING,
-                    self.mean_staleness(rank),
-                    int(own.staleness.max()) if len(own) else NOTHING,
-                    in_units(waited) if waited > SHOWN_WAIT_SECONDS else NOTHING,
-                )
-            )
-        return Table(
-            caption=f"{self.title}: what the workers read and wrote, all steps",
-            columns=columns("worker", "gradients", "step", "mean staleness", "oldest", "waited"),
-            rows=tuple(rows),
-            notes=tuple(self.words()),
-        )
+        mean = own.mean() if len(own) else math.nan
+        return f"{counted(len(own), 'gradient')}, mean staleness {number(mean, 2)}"
 
     def words(self) -> list[str]:
         """Return what the updates show, one sentence or two each."""
@@ -126,23 +104,22 @@ class AsyncInspection(Shown):
         return [Picture(draw_versions(self), self.title)]
 
     def text(self) -> str:
-        """Return the table."""
-        return self.table().text()
+        """Return a line for each worker, and what the updates show."""
+        workers = [f"rank {rank}: {self.about(rank)}" for rank in range(self.num_ranks)]
+        return "\n".join([self.title, *workers, *self.words()])
 
 
 def async_inspection(comparison: Comparison) -> AsyncInspection:
     """Return what the workers of a run have read and written; the last one, if there are several.
 
     Raises:
-        UserError: no run in the comparison is of async, or it has no versions.
+        UserError: no run in the comparison is of async.
     """
     runs = [run for run in comparison.runs if parse_strategy(run.name).name == "async"]
     if not runs:
         names = ", ".join(dict.fromkeys(run.name for run in comparison.runs)) or "no run"
         raise UserError(f"Versions are those of async, and {comparison.name} has {names}.")
     run = runs[-1]
-    if not run.events["version"].any():
-        raise UserError(f"{run.name} has no versions in its record: train it again to have them.")
     task = f" on {comparison.task}" if comparison.task not in ("", "cell") else ""
     return AsyncInspection(
         title=f"{run.name}{task}",
@@ -245,7 +222,7 @@ def _draw_arrows(
     dress(axes, x_label="version: an arrow from the one that was read to the one that was updated")
     low, high = shown.read.min(), shown.version.max()
     axes.set(ylim=(len(ranks), 0), yticks=[])
-    axes.set_xlim(low - 0.6, high + 0.6 + 0.13 * (high - low))  # room for a text
+    axes.set_xlim(low - 0.6, high + 0.6 + 0.25 * (high - low))  # room for a text
     for rank in ranks:
         colour = rank_colour(rank)
         for index, each in enumerate(shown[shown.rank == rank]):
@@ -256,8 +233,8 @@ def _draw_arrows(
                 arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 1.6, "shrinkB": 2}
                 axes.annotate("", (updated, y), (each.read, y), arrowprops=arrow)
         look: Look = {"transform": axes.get_yaxis_transform(), "ha": "right"}
-        text = f"mean of all steps: {inspection.mean_staleness(rank)}"
-        write(axes, 1.0, rank + 0.5, text, points=SMALL, colour=MUTED, **look)
+        about = inspection.about(rank)
+        write(axes, 1.0, rank + 0.5, about, points=SMALL, colour=MUTED, **look)
         name_row(axes, rank + 0.5, f"rank {rank}", rank=rank)
         if rank:
             axes.axhline(rank, color=RULE, linewidth=1.0)

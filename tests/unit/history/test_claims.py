@@ -6,12 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ddpnb.history.claims import Ratio, accuracies_differ, ratio, ratios_of, standard_error
-from ddpnb.history.model import Status
+from ddpnb.history.claims import Ratio, ratio, ratios_of
+from ddpnb.history.model import Run, Status
 from ddpnb.history.summary import summarise
-from ddpnb.reports.findings import results_table
 from ddpnb.reports.sentence import sentence
-from tests.unit.history.fake_runs import fake_comparison
+from tests.unit.history.fake_runs import fake_comparison, fake_run
 from tests.unit.history.test_summary import compared, repeated
 
 NUM_COMPARISONS = 2_000
@@ -80,32 +79,20 @@ def test_less_than_two_percent_is_not_worth_words():
     assert not just.is_claim
     assert more.is_claim
     assert not Ratio(middle=1.4, low=0.99, high=1.9, num_repeats=5).is_claim
-    assert not Ratio(middle=2.0, num_repeats=1).is_claim
+    assert not ratio({0: 2.0, 1: 1.9}, {0: 1.0, 1: 1.0}).is_claim
 
 
-def test_one_run_and_two_claim_nothing_but_say_what_they_span():
-    one = ratios_of(summarise(fake_comparison(("single", "ddp"))))
-    assert one is not None
-    (found,) = one.speed.values()
-    assert found.middle > 1
-    assert 1 < found.low < found.middle < found.high, "ddp is 1.6 times as fast"
-    two = ratio({0: 2.0, 1: 1.5}, {0: 1.0, 1: 1.0})
-    assert (two.low, two.high) == (pytest.approx(1.5), pytest.approx(2.0))
-    assert not any(each.is_claim for each in (found, two))
+def speeds(*runs: Run) -> dict[str, Ratio]:
+    found = ratios_of(summarise(compared(*runs)))
+    assert found is not None
+    return {name: ratio for (_, name), ratio in found[1].items()}
 
 
 def test_emulated_strategies_and_the_ceiling_are_not_compared_by_speed():
-    rates = {"single": (1, 1, 1), "no_comm": (2, 2, 2), "ddp": (3, 3, 3)}
-    found = ratios_of(summarise(compared(*repeated(**rates))))
-    assert found is not None
-    ((key, speed),) = found.speed.items()
-    assert (key, speed.num_claims) == (("digits-1", "ddp"), 1)
-    alone = ratios_of(summarise(compared(*repeated(**rates)[:6])))
-    assert alone is not None
-    assert alone.speed["digits-1", "no-comm"].middle == pytest.approx(2)
-    emulated = ratios_of(summarise(fake_comparison(("single", "dp"))))
-    assert emulated is not None
-    assert emulated.speed == {}
+    runs = repeated(single=(1, 1, 1), no_comm=(2, 2, 2), ddp=(3, 3, 3))
+    assert {name: each.num_claims for name, each in speeds(*runs).items()} == {"ddp": 1}
+    assert speeds(*runs[:6])["no-comm"].middle == pytest.approx(2)
+    assert speeds(fake_run("single"), fake_run("dp")) == {}
 
 
 @pytest.mark.parametrize("is_by_hand", [False, True])
@@ -116,21 +103,6 @@ def test_repeats_are_paired_and_what_one_of_the_two_lacks_is_left_out(is_by_hand
         single[1].end(Status.FAILED, "rank 0 was killed")
     runs = [run.snapshot() for run in (*single, *ddp)]
     runs = [replace(run, spec=None) for run in runs] if is_by_hand else runs
-    found = ratios_of(summarise(fake_comparison(()).with_runs(runs)))
-    assert found is not None
-    ((_, paired),) = found.speed.items()
+    _, found = ratios_of(summarise(fake_comparison(()).with_runs(runs)))
+    (paired,) = found.values()
     assert (paired.num_repeats, paired.middle) == (4 if is_by_hand else 3, pytest.approx(2))
-
-
-def test_the_table_gives_the_interval():
-    runs = compared(*repeated(single=(100, 101, 99), ddp=(150, 149, 152)))
-    (note,) = [note for note in results_table(runs).notes if "interval" in note]
-    assert note.startswith("samples/s over those of single, 95 % interval over 3 repeats: ddp 1.4")
-
-
-def test_accuracies_differ_by_more_than_the_error_of_their_samples():
-    assert 100 * standard_error(0.975, 360) == pytest.approx(0.8, abs=0.05)
-    assert not accuracies_differ([0.972, 0.956], 360)
-    assert accuracies_differ([0.972, 0.9], 360)
-    assert not accuracies_differ([1.0, 0.99], 360)
-    assert not accuracies_differ([0.99, 0.5], 0), "their number is not known"

@@ -93,7 +93,7 @@ def test_comparisons_are_numbered_and_found_by_name(store: Store):
         begun(store, number, "mine")
     assert [run.run_id for run in store.load("mine").runs] == ["r4"]
     assert [run.run_id for run in store.load("digits-3/mine").runs] == ["r3"]
-    with pytest.raises(UserError, match=r"closest are: digits-\d"):
+    with pytest.raises(UserError, match=r"did you mean digits-\d"):
         store.load("digit-1")
 
 

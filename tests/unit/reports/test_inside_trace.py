@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.protocol.costs import COLLECTIVES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec, RankSpans, Span
 from ddpnb.reports.inside.collective import CollectiveResult
-from ddpnb.reports.inside.spans import last_arrivals
+from ddpnb.reports.inside.timeline import last_arrivals
 from ddpnb.reports.inside.traces import TraceResult, chrome_trace, joined
 
 
@@ -25,20 +24,6 @@ def trace_of(*spans: Span, num_ranks: int = 2) -> TraceResult:
 
 HERE = ["here", "here"]
 TWO = trace_of(call(0, 1.0, 1.5), call(1, 1.3, 1.5), call(0, 1.6, 1.7), call(1, 1.6, 1.7))
-
-
-def many_ranks(num_ranks: int) -> TraceResult:
-    group = tuple(range(num_ranks))
-    spans = [
-        replace(each, group=group)
-        for rank in group
-        for each in (
-            call(rank, 1.0 + 0.4 * rank / num_ranks, 1.5),
-            call(rank, 1.55, 1.6, "broadcast"),
-            Span(rank=rank, lane="compute", name="forward", start=0.5, end=1.0),
-        )
-    ]
-    return trace_of(*spans, num_ranks=num_ranks)
 
 
 def ranks_in(figure) -> list[str]:
@@ -66,7 +51,10 @@ def test_until_when_each_call_waited(spans: list[Span], until: list[float]):
 
 @pytest.mark.parametrize("num_ranks", [1, 64])
 def test_every_rank_has_its_row_up_to_sixteen(num_ranks: int):
-    figure = many_ranks(num_ranks).plot().figure
+    group = tuple(range(num_ranks))
+    spans = [call(rank, 1.0 + rank / 100, 1.9, group=group) for rank in group]
+    spans += [replace(span, lane="compute", start=0.5, end=1.0) for span in spans]
+    figure = trace_of(*spans, num_ranks=num_ranks).plot().figure
     assert ranks_in(figure) == [f"rank {rank}" for rank in range(min(num_ranks, 16))]
     assert figure.get_size_inches()[1] < 14
 
@@ -108,41 +96,25 @@ def test_a_trace_is_saved_as_the_ending_says(tmp_path: Path):
 
 def test_a_cell_without_collectives_is_one_sentence():
     result = joined("Cell 1", [RankSpans(rank=0, spans=())], hosts=HERE)
-    assert result._repr_mimebundle_() == {"text/plain": repr(result)}
-    assert repr(result).startswith("No rank called a collective")
+    assert list(result._repr_mimebundle_()) == ["text/plain"]
     with pytest.raises(UserError, match="nothing to draw"):
         result.plot()
 
 
-def test_what_is_not_known_is_said():
+def test_what_is_not_known_is_said_and_clocks_of_several_hosts_are_brought_together():
     open_one = RankSpans(rank=0, spans=(call(0, 1, 2),), num_open=1)
     notes = joined("Cell 1", [open_one], hosts=HERE).notes
     assert notes[1:3] == ("Nothing is known of rank 1.", "1 call had not ended when the cell did.")
     assert len(joined("Cell 1", [open_one], hosts=HERE, ranks=[0]).notes) == len(notes) - 1
-
-
-def test_clocks_of_several_hosts_are_brought_together():
     recorded = [
         RankSpans(rank=0, spans=(call(0, 100.0, 101.0),), clock_at=1000.0),
         RankSpans(rank=1, spans=(call(1, 5.5, 6.0),), clock_at=1095.0),
     ]
     trace = joined("Cell 1", recorded, hosts=["one", "two"])
     assert [span.start for span in trace.spans] == [100.0, 100.5]
-    assert "time of day" in trace.notes[1]
 
 
 # -- one collective ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num", range(1, 17))
-def test_formulas_add_up_to_what_the_ranks_receive(num):
-    """A tensor of B bytes must reach each rank that it is for: the least that all send."""
-    least = {"broadcast": num - 1, "gather": num - 1, "scatter": num - 1, "all_gather": num - 1}
-    for name, share in least.items():
-        total = sum(COLLECTIVES[name].bytes_sent(1.0, num, place) for place in range(num))
-        assert total == pytest.approx(share * (num if name == "all_gather" else 1))
-    sent = COLLECTIVES["all_reduce"].bytes_sent(1000.0, num, 0)
-    assert sent == pytest.approx(2 * (num - 1) / num * 1000)
 
 
 def shown(num_ranks: int) -> CollectiveResult:
@@ -164,7 +136,7 @@ def shown(num_ranks: int) -> CollectiveResult:
     return CollectiveResult(spec, of_rank)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 64])
+@pytest.mark.parametrize("num_ranks", [1, 64])
 def test_a_collective_is_drawn_up_to_sixteen_ranks(num_ranks: int):
     result = shown(num_ranks)
     assert len(ranks_in(result.plot().figure)) == min(num_ranks, 16)
@@ -176,8 +148,6 @@ def test_a_collective_is_drawn_up_to_sixteen_ranks(num_ranks: int):
     [
         ("all_redduce", {}, "did you mean all_reduce"),
         ("broadcast", {"op": "max"}, "leave --op out"),
-        ("all_reduce", {"op": "median"}, "no --op 'median'"),
-        ("all_reduce", {"root": 1}, "leave --root out"),
         ("reduce", {"root": 7}, "--root 7"),
         ("all_reduce", {"num_bytes": 4 * 10**9}, "at most 256,000,000"),
     ],

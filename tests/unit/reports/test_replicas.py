@@ -26,10 +26,10 @@ def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> Re
         replicas.append(replace(found, held=held))
     findings = []
     for each in find(replicas):
-        if each.first.chunks:
-            wanted = each.name, each.part, each.first.tensor, each.first.chunks
-            ranks = each.first.measured_ranks
-            each = measured(each, [on_rank.elements(namespaces[rank], *wanted) for rank in ranks])
+        if each.chunks:
+            wanted = each.name, each.part, each.tensor, each.chunks
+            values = [on_rank.elements(namespaces[r], *wanted) for r in each.measured_ranks]
+            each = measured(each, values)
         findings.append(each)
     ranks = tuple(range(len(namespaces)))
     return ReplicaCheck(findings=with_causes(findings, replicas), ranks=ranks)
@@ -66,10 +66,9 @@ def test_the_first_difference_is_named_with_its_size():
     result = checked(namespaces, "model")
     finding = next(each for each in result.findings if each.part is Part.PARAMETERS)
     assert (finding.num_different, finding.num_tensors) == (1, 6)
-    first = finding.first
-    assert first.groups == ((0, 2), (1,))
-    assert (first.tensor, first.num_different, first.num_elements) == ("2.weight", 3, 16)
-    assert first.largest == pytest.approx(0.25)
+    assert finding.groups == ((0, 2), (1,))
+    assert (finding.tensor, finding.num_unequal, finding.num_elements) == ("2.weight", 3, 16)
+    assert finding.largest == pytest.approx(0.25)
     shown = "2.weight: ranks 0,2 against rank 1, 3 of 16 elements: 0.25 at most"
     assert shown in result.text()
     assert shown in result.table().html()

@@ -14,11 +14,13 @@ from ddpnb.protocol.notation import Target
 from ddpnb.reports.export.data import runs_frame
 from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import duration, number, percent, short, size
+from ddpnb.reports.inside.advice import advice
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.reading import five_columns, how_to_read
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import Cell, Column, Table
+from tests.rank.ranks import make_state
 from tests.unit.history.fake_runs import (
     STEP_SECONDS,
     batch,
@@ -135,6 +137,27 @@ def test_ranks_that_share_a_device_say_with_whom():
     assert "2 ranks ready" in text
     assert re.search(r"^0 +4000 .* shares cuda:0 with rank 1$", text, re.MULTILINE)
     assert "shares" not in ranks_table([replace(state, shares_device=False)]).text()
+
+
+CPU = make_state(0, 2)
+GPU = replace(CPU, device="cuda:0", has_peer_access=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recommended", "tensorflow"),
+    [
+        ([GPU, GPU], "ddp", "MirroredStrategy"),
+        ([replace(GPU, has_peer_access=False)] * 2, "central", "CentralStorageStrategy"),
+        ([GPU, replace(GPU, host="other")], "ddp", "MultiWorkerMirroredStrategy"),
+        ([CPU, CPU], "ddp-shm", "MirroredStrategy on CPUs"),
+        ([CPU], "single", "OneDeviceStrategy"),
+    ],
+)
+def test_advice_marks_a_cell_for_every_machine(ranks, recommended, tensorflow):
+    table = advice(ranks)
+    assert table.caption.startswith(f"Use {recommended} here ")
+    assert f" {tensorflow})" in table.caption
+    assert table.html().count("◀ this machine") == 1
 
 
 def test_stored_runs_are_listed_newest_first_with_repeats_together():

@@ -25,7 +25,7 @@ OFFERED = {
     "%ddp_compare ddp --task synthetic:compute=1,p": ["synthetic:compute=1,parameters="],
     "%ddp_inspect --loss f --": ["--batch", "--bucket-cap"],
     "%ddp_source ddp-b": ["ddp-by-hand"],
-    "%ddp_plot small --x ": ["samples", "seconds"],
+    "%ddp_plot small --panels ": ["all"],
     "%ddp_push he": ["here"],
     "%time he": [],
 }

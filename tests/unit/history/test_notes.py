@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpnb.history.model import Status
-from ddpnb.history.notes import notes_of
-from ddpnb.history.stability import stable_fraction, stable_rate
+from ddpnb.history.notes import notes_of, stable_fraction, stable_rate
 from ddpnb.rank.strategies.asynchronous import ParameterStore
 from tests.rank.fit import packed
 from tests.unit.history.fake_runs import fake_run
@@ -34,34 +32,27 @@ def grows(rate: float, momentum: float, staleness: int) -> bool:
     return largest[-1] > largest[1]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
-@pytest.mark.parametrize("staleness", [0, 1, 3, 20])
+@pytest.mark.parametrize(("momentum", "staleness"), [(0.0, 0), (0.5, 3), (0.9, 1), (0.99, 20)])
 def test_the_limit_is_where_the_recurrence_begins_to_grow(momentum, staleness):
     limit = stable_rate(momentum, staleness)
     assert not grows(0.97 * limit, momentum, staleness)
     assert grows(1.03 * limit, momentum, staleness)
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
-def test_the_server_itself_leaves_the_minimum_beyond_the_limit(num_workers):
-    """Workers in turns; the loss is w^2 / 2, the learning rate a part of the limit."""
-
-    def end(part: float) -> float:
-        limit = num_workers * stable_rate(0.9, num_workers - 1)
-        parameter = nn.Parameter(torch.ones(1, dtype=torch.float64))
-        store = ParameterStore(
-            packed([parameter], num_workers),
-            lambda parameters: torch.optim.SGD(parameters, lr=part * limit, momentum=0.9),
-        )
-        held = [store.copies[store.read(rank)].tensors[0].clone() for rank in range(num_workers)]
-        for step in range(1000):
-            rank = step % num_workers
-            store.write(rank, [held[rank]], 1 / num_workers)
-            held[rank] = store.copies[store.read(rank)].tensors[0].clone()
-        return abs(store.tensors[0].item())
-
-    assert end(0.8) < 1e-2
-    assert end(1.2) > 1e2
+@pytest.mark.parametrize(("part", "low", "high"), [(0.8, 0, 1e-2), (1.2, 1e2, math.inf)])
+def test_the_server_itself_leaves_the_minimum_beyond_the_limit(part, low, high):
+    """Four workers in turns; the loss is w^2 / 2, the learning rate a part of the limit."""
+    rate = part * 4 * stable_rate(0.9, 3)
+    parameter = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    store = ParameterStore(
+        packed([parameter], 4), lambda params: torch.optim.SGD(params, lr=rate, momentum=0.9)
+    )
+    held = [store.copies[store.read(rank)].tensors[0].clone() for rank in range(4)]
+    for step in range(1000):
+        rank = step % 4
+        store.write(rank, [held[rank]], 1 / 4)
+        held[rank] = store.copies[store.read(rank)].tensors[0].clone()
+    assert low <= abs(store.tensors[0].item()) < high
 
 
 def test_the_fractions_are_those_of_the_table():
@@ -73,12 +64,10 @@ def test_the_fractions_are_those_of_the_table():
     assert found == [100, 89, 84, 33, 27, 26, 5, 4, 3]
 
 
-def notes(strategy: str, momentum: float, staleness: float, **changes: object) -> tuple[str, ...]:
+def notes(strategy: str, momentum: float, staleness: float) -> tuple[str, ...]:
     run = fake_run("async", num_steps=4).snapshot()
-    assert run.spec is not None
-    assert run.header is not None
     spec, header = replace(run.spec, strategy=strategy), replace(run.header, momentum=momentum)
-    runs = [replace(run, spec=spec, header=header, **changes)]
+    runs = [replace(run, spec=spec, header=header)]
     return notes_of(runs, runs, staleness)
 
 
@@ -86,12 +75,9 @@ def test_a_small_limit_is_said_and_nothing_where_the_equation_is_another():
     (note,) = notes("async", 0.9, 1.0)
     assert "5 % of the synchronous learning rate" in note
     for strategy, momentum, staleness in (
-        ("async", 0.0, 1.0),
         ("async", 0.2, 1.0),
         ("async", 0.9, math.nan),
         ("async:compensate=on", 0.9, 1.0),
-        ("hogwild", 0.9, 1.0),
         ("Own", 0.9, 1.0),
     ):
         assert notes(strategy, momentum, staleness) == ()
-    assert notes("async", 0.9, 1.0, status=Status.RUNNING) == ()
