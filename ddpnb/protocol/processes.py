@@ -52,8 +52,6 @@ class ForkServerEvent(StrEnum):
     READY = "ready"
     FAILED = "failed"
     EXITED = "exited"
-    STOPPED = "stopped"
-    """A rank received SIGSTOP, or SIGCONT after it: ``is_stopped``."""
     ANSWER = "answer"
     """A request's ``value``, or its ``failure``."""
 

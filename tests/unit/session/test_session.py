@@ -40,7 +40,7 @@ class FakeCluster(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(states=STATES, ranks=(0, 1), living=(0, 1), exits={}, lost=None)
         self.is_local, self.busy, self.missing, self.is_stopped = True, set(), (), False
-        self.processes = SimpleNamespace(stopped_members=frozenset(), command=self.command)
+        self.processes = SimpleNamespace(command=self.command)
         self.commands: list[tuple[int, RankCommand]] = []
 
     def require(self, ranks: object) -> None:
