@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Call, Timeouts
 from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings, torchrun_environment
-from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses
+from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, wait_until
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.cluster.wording import remedy
 from ddpnb.compat.probe import missing_features
@@ -36,10 +36,6 @@ CRASH = "Fatal Python error"
 """The first words of a stack that faulthandler writes."""
 BEFORE_CRASH = 3
 """How many lines of a log are shown before these: native code often gives its reason there."""
-
-
-class NoGroupError(UserError):
-    """Ranks cannot form a process group, but can run cells without one."""
 
 
 class Cluster:
@@ -236,18 +232,12 @@ class Cluster:
             The variables that still refer to the old group, each with its ranks.
 
         Raises:
-            NoGroupError: hosts do not reach each other.
             UserError: a rank runs a cell, or the ranks could have formed one, and did not.
         """
         is_fit = not self._is_aborted and self._is_checked == is_checked
         if is_fit or self.living != self.ranks:
             return {}
         self.require_idle(self.ranks)
-        if links := self.processes.unreachable():
-            raise NoGroupError(
-                f"There is no process group, for {links}; the first cell after that is mended "
-                "forms one. Variables are kept."
-            )
         self._begin_generation()
         call = self.submit(calls.form_group(self.generation, is_checked), self.ranks)
         try:
@@ -276,18 +266,12 @@ class Cluster:
             The others' variables that still refer to the old group, each with its ranks.
 
         Raises:
-            UserError: hosts do not reach each other, or another rank runs a cell; then no rank is
-                ended.
+            UserError: another rank runs a cell; then no rank is ended.
         """
         self.require_idle(set(self.ranks) - set(ranks))
-        if links := self.processes.unreachable():
-            raise UserError(f"{links[0].upper()}{links[1:]}: no rank was restarted.")
         self.kill(ranks)
-        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
-        while set(ranks) & set(self.living):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {format_ranks(ranks)} did not end")
-            time.sleep(0.002)
+        ended = f"rank {format_ranks(ranks)} did not end"
+        wait_until(lambda: not set(ranks) & set(self.living), CALL_TIMEOUT_SECONDS, ended)
         for rank in ranks:
             self.restart_alone(rank)
         self._note(self.client.wait_for(len(ranks), self.raise_if_dead))
@@ -388,12 +372,12 @@ class Cluster:
 
         Every abort must be done: a late one would end the next group's connections.
         """
-        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
         aborts = self._aborts
-        while pending := {r for r in self.living if r in aborts and not aborts[r].done()}:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {format_ranks(pending)} does not leave its group")
-            time.sleep(0.002)
+        wait_until(
+            lambda: all(aborts[rank].done() for rank in self.living if rank in aborts),
+            CALL_TIMEOUT_SECONDS,
+            "a rank did not leave its group",
+        )
         aborts.clear()
         self.generation += 1
         self._is_aborted = True

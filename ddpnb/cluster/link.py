@@ -70,8 +70,6 @@ class ForkServerLink:
         """
         self.ready: Future[list[str]] = Future()
         """Resolves to the names of the GPUs once ranks can be started."""
-        self.stopped_members: set[Member] = set()
-        """The processes that received SIGSTOP and have not gone on."""
         self.is_over = threading.Event()
         """Set once the fork server has ended."""
         self._pipe = pipe
@@ -158,20 +156,11 @@ class ForkServerLink:
                         answer.set_exception(RuntimeError(failure))
                     else:
                         answer.set_result(event["value"])
-            case ForkServerEvent.STOPPED if event["is_stopped"]:
-                self.stopped_members.add(member_of(event["name"]))
-            case ForkServerEvent.STOPPED:
-                self.stopped_members.discard(member_of(event["name"]))
             case ForkServerEvent.EXITED:
-                member = member_of(event["name"])
-                self.stopped_members.discard(member)
+                name = event["name"]
+                member = int(name) if name.isdigit() else Service(name)
                 self._note(Exit(member=member, code=event["code"], log=event["log"]))
 
     def _note(self, exit_: Exit) -> None:
         if not self._is_stopping:
             self._on_exit(exit_)
-
-
-def member_of(name: str) -> Member:
-    """Return the process that the fork server reports under ``name``."""
-    return int(name) if name.isdigit() else Service(name)

@@ -201,28 +201,23 @@ class Forkserver:
         self.report(**answer)
 
     def on_sigchld(self, wakeup: int) -> None:
-        """Reap children and report how each ended, was stopped, or went on."""
+        """Reap children and report how each ended."""
         os.read(wakeup, 4096)
         while self.children:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
-            if (child := self.children.get(pid)) is None:
+            if (child := self.children.pop(pid, None)) is None:
                 continue
-            name, is_stopped = child.name, os.WIFSTOPPED(status)
-            if is_stopped or os.WIFCONTINUED(status):
-                self.report(event=ForkServerEvent.STOPPED, name=name, is_stopped=is_stopped)
-                continue
-            del self.children[pid]
             if child.pipe is not None:
                 with contextlib.suppress(KeyError):
                     self.selector.unregister(child.pipe)
                 child.pipe.close()
-            code, log = os.waitstatus_to_exitcode(status), self.log_of(name)
-            self.report(event=ForkServerEvent.EXITED, name=name, code=code, log=log)
+            code, log = os.waitstatus_to_exitcode(status), self.log_of(child.name)
+            self.report(event=ForkServerEvent.EXITED, name=child.name, code=code, log=log)
 
     def log_of(self, name: str) -> str:
         """Return the end of a rank's log where the kernel cannot read it."""

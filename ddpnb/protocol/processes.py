@@ -52,8 +52,6 @@ class ForkServerEvent(StrEnum):
     READY = "ready"
     FAILED = "failed"
     EXITED = "exited"
-    STOPPED = "stopped"
-    """A rank received SIGSTOP, or SIGCONT after it: ``is_stopped``."""
     ANSWER = "answer"
     """A request's ``value``, or its ``failure``."""
 
@@ -69,8 +67,6 @@ class RankCommand(StrEnum):
     """Answered with the fields of a ``messages.RankStatus``."""
     STACK = "stack"
     """Answered with the lines of the user's stack."""
-    EXPECT_STOP = "expect_stop"
-    """Look for the last step, which a rank of another host may choose; not needed on one host."""
     STOP = "stop"
     """End the run in progress after its current step; not answered with anything."""
 

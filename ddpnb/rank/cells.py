@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import IPython
 from IPython.core.interactiveshell import ExecutionInfo
 
-from ddpnb.compat import torch_internals
 from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, CellSpec, Failure
@@ -57,7 +56,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     return CellReport(
         rank=rank,
         failure=failure,
-        num_collectives=torch_internals.num_collectives(),
+        num_collectives=engine.group.collective_checks.num_made,
         trace=None if recorder is None else recorder.spans(),
         is_silent=engine.sending.end_cell(cell, num_outputs),
     )

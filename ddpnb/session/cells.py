@@ -10,7 +10,7 @@ from pathlib import Path
 from IPython.display import display
 
 from ddpnb.cluster.call import Asked, CallEvent, Events, Lost, Output, OutputEnded
-from ddpnb.cluster.cluster import Cluster, NoGroupError
+from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
@@ -92,10 +92,7 @@ class RunningCell(Background):
         self._prompt = None if spec.debug_rank is None else Prompt(cluster, spec.debug_rank)
         self._live: Live | None = None
         self._output = CellOutput(ranks, self._appear)
-        try:
-            warn_stale(cluster.ensure_group(is_checked=is_checked))
-        except NoGroupError as error:
-            print(error, file=sys.stderr)
+        warn_stale(cluster.ensure_group(is_checked=is_checked))
         self._dead = cluster.dead
         """The ranks that had ended before; then the others are in a group with them."""
         self._watch = Watch(

@@ -149,9 +149,9 @@ def inspect_step(
     }
     unused = {name: ranks for name, ranks in unused.items() if ranks}
     reports = ask(cluster, calls.inspect_ddp(replace(spec, finds_unused=bool(unused))))
+    over = "" if spec.devices is None else f" on {spec.devices.text}"
     return DdpInspection(
-        title=spec.title,
+        title=f"{spec.title}{over}",
         unused=unused,
         reports=tuple(reports[rank] for rank in sorted(reports)),
-        devices="" if spec.devices is None else spec.devices.text,
     )

@@ -5,7 +5,6 @@ import math
 import sys
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,8 +58,6 @@ class Training:
     _is_stopped: bool = False
     _next_stop_at: float = 0.0
     _interrupt_at: float = math.inf
-    _expecting: "dict[tuple[int, int], Future[Any]]" = field(default_factory=dict)
-    """What each rank's process, by its id, answers that was asked to expect a stop."""
 
     def stop(self) -> None:
         """End the current run early and start no other; from any thread, also twice.
@@ -226,18 +223,10 @@ class Training:
         self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
         if self._watch is not None and now >= self._interrupt_at:
             self._watch.stop_requested = True
-        if now >= self._next_stop_at and self._all_expect_stop():
+        if now >= self._next_stop_at:
             self._next_stop_at = now + STOP_INTERVAL_SECONDS  # before the first step it was ignored
             for rank in self.cluster.living:
                 self.cluster.processes.command(rank, RankCommand.STOP)
-
-    def _all_expect_stop(self) -> bool:
-        """Return whether all ranks, those that were started anew too, look for the last step."""
-        living = {(rank, self.cluster.states[rank].pid) for rank in self.cluster.living}
-        for process in living - set(self._expecting):
-            command = self.cluster.processes.command
-            self._expecting[process] = command(process[0], RankCommand.EXPECT_STOP)
-        return all(self._expecting[process].done() for process in living)
 
     def _print_lost_samples(self, recovery: RankRecovery, report: object) -> None:
         if recovery.restarted and isinstance(report, RunReport):

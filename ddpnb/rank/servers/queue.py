@@ -24,7 +24,7 @@ from ddpnb.rank.servers.memory import Gradients
 
 NO_BOUND = -1
 NO_RANK = -1
-REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqqdqqd")
+REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqqdqd")
 """A request's kind and weight, and the fields of ``Reply``, as bytes."""
 
 
@@ -56,8 +56,6 @@ class Reply(NamedTuple):
     """How long the reply had to wait for other workers."""
     lost_rank: int = NO_RANK
     """The lost rank that ended the run; then there are no parameters."""
-    copy: int = 0
-    """The copy of the parameters to train on."""
     now: float = 0.0
     """The virtual time at which an emulated worker has the reply."""
 
@@ -79,19 +77,15 @@ class UpdateCounter:
         """Updates so far."""
         self._version_read: dict[int, int] = {}
 
-    def read(self, rank: int) -> int:
-        """Return the copy that a worker trains on until its ``write``; note its updates so far."""
+    def read(self, rank: int) -> None:
+        """Give a worker the parameters as they are now; note their updates so far."""
         self._version_read[rank] = self.version
-        return 0
 
     def write(self, rank: int, gradients: Gradients, weight: float) -> int:
         """Count an update; return how many others were made since the worker's last read."""
         staleness = self.version - self._version_read[rank]
         self.version += 1
         return staleness
-
-    def release(self, rank: int) -> None:
-        """Note that a worker no longer trains on any copy; may be called twice."""
 
     def apply(self) -> None:
         """Make an update with the gradients that have come since the last one, if any."""
@@ -278,13 +272,13 @@ class WorkQueue:
 
     def _finish(self, rank: int, worker: _Worker) -> Reply:
         """Wait until all workers are done; what a stopped worker still holds is not lost."""
-        self._updates.release(rank)
         worker.is_leaving = True
         worker.shards.clear()
         self._note_done(rank, worker)
         self._wait(lambda: all(each.is_leaving for each in self._workers.values()))
         self._updates.apply()
-        return Reply(copy=self._updates.read(rank), now=self._order.now if self._order else 0.0)
+        self._updates.read(rank)
+        return Reply(now=self._order.now if self._order else 0.0)
 
     def _note_done(self, rank: int, worker: _Worker) -> None:
         worker.is_done = True
@@ -317,7 +311,8 @@ class WorkQueue:
         *,
         is_first: bool = False,
     ) -> Reply:
-        copy, now, worker = self._updates.read(rank), 0.0, self._workers[rank]
+        self._updates.read(rank)
+        now, worker = 0.0, self._workers[rank]
         if rank == SERVER_RANK:
             self.num_shards_done = self._num_trained
         if self._order is not None:
@@ -327,7 +322,7 @@ class WorkQueue:
             if num is None:  # known here and now: the request that says so may come at any time
                 self._note_done(rank, worker)
         parts = shards.start, len(shards), shards.step
-        return Reply(staleness, version, *parts, waited_seconds, copy=copy, now=now)
+        return Reply(staleness, version, *parts, waited_seconds, now=now)
 
     def _slowest_clock(self) -> int:
         """Return the clock of the slowest worker that still trains."""
@@ -374,7 +369,6 @@ class WorkQueue:
         if not self._has_begun or rank == SERVER_RANK:
             self._fail(rank)
         elif (worker := self._workers.pop(rank, None)) is not None:
-            self._updates.release(rank)
             self.lost_shards.extend(worker.shards)
             if self._order is not None:
                 self._order.lose(rank)

@@ -60,7 +60,6 @@ def run(
     publish: Publish,
     namespace: Mapping[str, object],
     should_stop: Callable[[], bool],
-    expects_stop: Callable[[], bool] = lambda: True,
     filename: str = UNNAMED,
     rejoin_info: RejoinInfo | None = None,
     cancellation: CancellationToken | None = None,
@@ -79,7 +78,6 @@ def run(
         namespace: the user's variables on this rank; left as they are.
         should_stop: called before each step; if it is true on one rank, the run ends on all.
             Workers that never wait for each other end each for itself.
-        expects_stop: true on every rank some time before: only then ranks look for the last step.
         filename: what tracebacks call the comparison's cell.
         rejoin_info: where this rank joins if the others train already; it is in no group then.
         cancellation: ends waits that are not the group's.
@@ -108,7 +106,7 @@ def run(
             opened.callback(release_memory, context.device)
         # -- rehearse ... finish ----------------------------------------------------------
         try:
-            model, snapshots = _trained(metrics, should_stop, expects_stop)
+            model, snapshots = _trained(metrics, should_stop)
         except RunOverError:
             return no_part
         # -- evaluate ---------------------------------------------------------------------
@@ -117,11 +115,7 @@ def run(
         return judged(model, metrics, snapshots, keep, should_stop)
 
 
-def _trained(
-    metrics: RunMetrics,
-    should_stop: Callable[[], bool],
-    expects_stop: Callable[[], bool],
-) -> tuple[nn.Module, Snapshots]:
+def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.Module, Snapshots]:
     """Return the trained model and the copies that were made on the way."""
     context = metrics.context
     with contextlib.ExitStack() as opened:
@@ -132,7 +126,7 @@ def _trained(
         # -- prepare ----------------------------------------------------------------------
         fault_injector = FaultInjector(context, metrics.clock, metrics.publish)
         strategy = opened.enter_context(closing(context.strategy()))
-        stop = Stop(context, metrics.clock, should_stop, expects_stop)
+        stop = Stop(context, metrics.clock, should_stop)
         worker = context.worker(
             "t",
             num_steps=context.schedule.num_steps,

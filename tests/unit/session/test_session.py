@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.session import Session
-from ddpnb.session.training import Training
 
 SPEC = ComparisonSpec(strategies=("ddp",), training=TrainingSpec(task="digits"))
 STATES = tuple(
@@ -41,7 +39,7 @@ class FakeCluster(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(states=STATES, ranks=(0, 1), living=(0, 1), exits={}, lost=None)
         self.is_local, self.busy, self.missing, self.is_stopped = True, set(), (), False
-        self.processes = SimpleNamespace(stopped_members=frozenset(), command=self.command)
+        self.processes = SimpleNamespace(command=self.command)
         self.commands: list[tuple[int, RankCommand]] = []
 
     def require(self, ranks: object) -> None:
@@ -114,12 +112,3 @@ def test_ranks_that_the_panel_started_are_busy_while_they_train(
     trains.set()
     with pytest.raises(AttributeError):  # there is nothing to train
         running.wait(20)
-
-
-def test_a_rank_that_was_replaced_is_asked_anew_to_expect_a_stop():
-    cluster = FakeCluster()
-    training = Training(cluster=cluster, recorder=None, specs=(), survivors=(), live=None)
-    assert training._all_expect_stop()
-    cluster.states = (STATES[0], replace(STATES[1], pid=300))
-    assert training._all_expect_stop()
-    assert sorted(cluster.commands) == [(rank, RankCommand.EXPECT_STOP) for rank in (0, 1, 1)]
