@@ -8,12 +8,14 @@ repeat r the ratio of their numbers, x_r.  Over n repeats, with m comparisons in
 the geometric mean and its 95 % interval: Student's t, widened by Bonferroni so that all m intervals
 together hold in 95 % of sentences.  A difference is claimed where the interval excludes 1 and the
 ratio differs from 1 by ``SMALLEST_EFFECT`` or more.
+
+Two accuracies on n held-out samples differ by chance too: see ``accuracies_differ``.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, stdev
 
 from ddpnb.history.model import Status
 from ddpnb.history.summary import StrategyKey, StrategySummary, log_ratios
@@ -39,7 +41,8 @@ class Ratio:
     middle: float = math.nan
     """The geometric mean over the repeats."""
     low: float = math.nan
-    """The ends of the interval; NaN of fewer repeats than ``FEWEST_REPEATS``."""
+    """The ends of the interval.  Of two repeats: the ratio within each.  Of one: the slowest tenth
+    of one run over the quickest of the other, and the reverse; NaN if not known."""
     high: float = math.nan
     num_repeats: int = 0
     """Repeats in which both have the number."""
@@ -101,7 +104,16 @@ def ratios_of(
     reference = next((s for s in rivals if s.name == BASELINE), rivals[0])
     others = [s for s in rivals if s is not reference]
     others = [s for s in others if s.name != CEILING] or others
-    return reference, {s.key: ratio(s.rates, reference.rates, len(others)) for s in others}
+    found = {s.key: ratio(s.rates, reference.rates, len(others)) for s in others}
+    return reference, {s.key: _within_runs(found[s.key], s, reference) for s in others}
+
+
+def _within_runs(found: Ratio, ours: StrategySummary, theirs: StrategySummary) -> Ratio:
+    """Return the ratio of two single runs with what their tenths span."""
+    one, other = ours.tenths, theirs.tenths
+    if found.num_repeats != 1 or not one or not other:
+        return found
+    return replace(found, low=min(one) / max(other), high=max(one) / min(other))
 
 
 def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: int = 1) -> Ratio:
@@ -117,7 +129,10 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: in
         return Ratio()
     middle, num = fmean(logs), len(logs)
     if num < FEWEST_REPEATS:
-        return Ratio(middle=math.exp(middle), num_repeats=num)
+        low, high = (min(logs), max(logs)) if num > 1 else (math.nan, math.nan)
+        return Ratio(
+            middle=math.exp(middle), low=math.exp(low), high=math.exp(high), num_repeats=num
+        )
     deviation = stdev(logs)
     half = _quantile(num, num_claims) * deviation / math.sqrt(num)
     return Ratio(
@@ -135,3 +150,23 @@ def _quantile(num_repeats: int, num_claims: int) -> float:
     from scipy.special import stdtrit  # noqa: PLC0415  takes 0.1 s
 
     return float(stdtrit(num_repeats - 1, 1 - (1 - LEVEL) / 2 / num_claims))
+
+
+def standard_error(share: float, num_samples: int) -> float:
+    """Return the standard error of an accuracy that was measured on so many samples."""
+    return math.sqrt(share * (1 - share) / num_samples)
+
+
+def accuracies_differ(shares: Sequence[float], num_samples: int) -> bool:
+    """Return whether the highest and the lowest accuracy differ by more than the samples' chance.
+
+    By the test of two proportions with a common standard error; at 95 %, widened by Bonferroni for
+    all pairs.  Models that are measured on the same samples err on many of the same ones, and their
+    true error is smaller: this claims too little, not too much.
+    """
+    num_pairs = math.comb(len(shares), 2)
+    if num_pairs == 0:
+        return False
+    z = NormalDist().inv_cdf(1 - (1 - LEVEL) / 2 / num_pairs)
+    low, high = min(shares), max(shares)
+    return high - low > z * math.sqrt(2) * standard_error((low + high) / 2, num_samples)

@@ -11,7 +11,9 @@ from ddpnb.history.claims import (
     LEVEL,
     SMALLEST_EFFECT,
     Ratio,
+    accuracies_differ,
     ratios_of,
+    standard_error,
 )
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
@@ -110,12 +112,22 @@ def _between(ratio: Ratio) -> str:
 
 def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bool) -> str:
     """Return the speeds of one run or two, of which those of emulated devices do not vary."""
-    texts = [f"{name} at {r.middle:.2f}×" for name, r in few]
+    texts = [f"{name} at {r.middle:.2f}×{'' if is_computed else _span(r)}" for name, r in few]
     speeds = f"{listed(texts)} the samples/s of {base}"
     if is_computed:
         return speeds
     runs = "one run" if {r.num_repeats for _, r in few} == {1} else "two runs at most"
     return f"{runs}: trust large differences only; {speeds}"
+
+
+def _span(ratio: Ratio) -> str:
+    """Return the two ratios of two repeats, or what the tenths of one run span."""
+    if math.isnan(ratio.low):
+        return ""
+    ends = f"{ratio.low:.2f} to {ratio.high:.2f}"
+    if ratio.num_repeats > 1:
+        return f" ({ends})"
+    return f" (its tenths: {ends})" if ratio.excludes_one else f" (its tenths vary more: {ends})"
 
 
 def _reached(done: Sequence[StrategySummary], called: Names, target: Target) -> str:
@@ -156,11 +168,14 @@ def _scores(done: Sequence[StrategySummary], called: Names) -> Iterator[str]:
 
 
 def _error(done: Sequence[StrategySummary]) -> str:
-    """Return the standard error of their mean accuracy, if the number of samples is known."""
+    """Return what accuracies on so many samples show, if their number is known."""
     shares = [s.held_out_accuracy.middle for s in done]
-    share = fmean(share for share in shares if math.isfinite(share))
+    shares = [share for share in shares if math.isfinite(share)]
     num = min((s.num_held_out for s in done if s.num_held_out), default=0)
-    if num == 0:
+    high, low = (percent(end(shares, default=0.0), 1) for end in (max, min))
+    if num == 0 or high == low:
         return ""
-    error = 100 * math.sqrt(share * (1 - share) / num)
+    if not accuracies_differ(shares, num):
+        return f": {num:,} samples cannot tell {high} from {low}"
+    error = 100 * standard_error(fmean(shares), num)
     return f", with a standard error of {error:.1f} points ({num:,} samples)"

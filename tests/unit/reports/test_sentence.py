@@ -31,7 +31,8 @@ from tests.unit.history.test_summary import compared, repeated
         ),
         (
             {"single": (100, 100), "ddp": (101, 201)},
-            "Two runs at most: trust large differences only; ddp at 1.42× the samples/s of single.",
+            "Two runs at most: trust large differences only; "
+            "ddp at 1.42× (1.01 to 2.01) the samples/s of single.",
         ),
         (
             {"single": (100, 110, 90), "ddp": (150, 210, 110)},
@@ -71,7 +72,12 @@ def test_trouble_comes_first_and_emulation_last():
 
 
 @pytest.mark.parametrize(
-    ("num", "end"), [(0, ""), (360, ", with a standard error of 1.1 points (360 samples)")]
+    ("num", "end"),
+    [
+        (0, ""),
+        (360, ": 360 samples cannot tell 96.1 % from 94.7 %"),
+        (10_000, ", with a standard error of 0.2 points (10,000 samples)"),
+    ],
 )
 def test_accuracies_stand_beside_the_error_of_their_samples(num: int, end: str):
     runs = [
