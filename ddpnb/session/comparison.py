@@ -56,7 +56,6 @@ def _prepared(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live)
         for each in with_models(spec.run_specs(), store)
         if len(cluster.ranks) > 1 or not each.is_ceiling  # a rank alone never communicates
     )
-    warn_stale(cluster.ensure_group())
     if spec.functions is not None:
         spec.functions.send(cluster, cluster.ranks)
     printed = PrintedLines()
@@ -107,6 +106,7 @@ def _check_each(
             f"Checking {name}, strategy {number} of {len(by_strategy)}: the model, the data "
             f"and a step on {counted(len(cluster.ranks), 'rank')} ..."
         )
+        warn_stale(cluster.ensure_group())  # the last check may have freed slow ranks
         is_optional = _is_dispensable(name, spec)
         try:
             found = ask(cluster, calls.validate(each), printed=printed)
