@@ -45,7 +45,6 @@ def prepare(
         specs = spec.run_specs(store.models)
         if len(cluster.ranks) == 1:  # a rank alone never communicates
             specs = tuple(each for each in specs if not each.is_ceiling)
-        warn_stale(cluster.ensure_group())
         if spec.functions is not None:
             spec.functions.send(cluster, cluster.ranks)
         checked = _check_each(cluster, spec, specs, shown, printed)
@@ -96,6 +95,7 @@ def _check_each(
             f"Checking {name}, strategy {number} of {len(by_strategy)}: the model, the data "
             f"and a step on {counted(len(cluster.ranks), 'rank')} ..."
         )
+        warn_stale(cluster.ensure_group())  # the last check may have freed slow ranks
         is_optional = _is_dispensable(name, spec)
         try:
             found = ask(cluster, calls.validate(each), printed=printed)

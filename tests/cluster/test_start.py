@@ -109,6 +109,9 @@ def test_no_key_stands_in_the_environment_or_command_line_of_a_process(cluster: 
 
 def test_the_run_folder_is_closed_to_others(cluster: Cluster):
     assert stat.S_IMODE(cluster.folder.stat().st_mode) == 0o700
+    files = [path for path in cluster.folder.rglob("*") if not path.is_symlink()]
+    assert {path.lstat().st_uid for path in files} == {os.getuid()}
+    assert not [path for path in files if stat.S_IMODE(path.lstat().st_mode) & 0o022]
     keys = list((cluster.profile / "security").iterdir())
     assert keys
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in keys} == {0}
