@@ -9,7 +9,9 @@ from typing import Any
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml
-from IPython.lib.lexers import IPython3Lexer
+from pygments.lexers.python import PythonLexer
+from pygments.token import Keyword, Text
+from pygments.lexer import bygroups
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +32,7 @@ html_extra_path = ["root"]
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
-html_theme_options: dict[str, Any] = {"show_navbar_depth": 1, "show_toc_level": 2}
+html_theme_options: dict[str, Any] = {"show_toc_level": 2, "navbar_persistent": []}
 if repository:
     html_theme_options |= {
         "repository_url": f"https://github.com/{repository}",
@@ -51,9 +53,25 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 200
 nb_merge_streams = True
+nb_render_error_lexer = "text"
+nb_code_prompt_show = "Show a solution"
+nb_code_prompt_hide = "Hide it"
 
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
+
+
+class NotebookLexer(PythonLexer):
+    """Python with magics."""
+
+    magic = bygroups(Keyword, Text)
+    tokens = PythonLexer.tokens | {
+        "root": [
+            (r"^(\s*[%!]+\w+)(.*\n)", magic),
+            (r"(%ddp_\w+)(.*\n)", magic),
+            *PythonLexer.tokens["root"],
+        ]
+    }
 
 
 def change_source(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -85,5 +103,6 @@ def setup(app: Sphinx) -> None:
     """Register the above, and write the pages that are made from the code."""
     reference.write(ROOT / "docs/reference")
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
-    app.add_lexer("python", IPython3Lexer)
+    for language in ("python", "ipython3"):
+        app.add_lexer(language, NotebookLexer)
     app.connect("source-read", change_source)

@@ -34,7 +34,7 @@ def magics() -> Iterator[str]:
                 mark for kind, mark in (("line", "%"), ("cell", "%%")) if name in owner.magics[kind]
             ]
             if marks:
-                yield f"## {' and '.join(f'`{mark}{name}`' for mark in marks)}\n"
+                yield f"## {' and '.join(f'{mark}{name}' for mark in marks)}\n"
                 yield from magic(getattr(owner, name))
 
 
@@ -42,14 +42,15 @@ def magic(function: object) -> Iterator[str]:
     """Yield what a magic does, and its options as a table for each group."""
     parser: argparse.ArgumentParser | None = getattr(function, "parser", None)
     yield inspect.cleandoc((parser.description if parser else function.__doc__) or "") + "\n"
-    for group in parser._action_groups if parser else ():
+    for group in parser._action_groups[1:] if parser else ():
+        is_first = group.title == "options"
+        actions = [*(parser._positionals._group_actions if is_first else ()), *group._group_actions]
         rows = []
-        for each in group._group_actions:
+        for each in actions:
             value = each.metavar or each.dest if each.nargs != 0 else ""
             named = " ".join((", ".join(each.option_strings), str(value))).strip()
-            rows.append((f"`{named}`", (each.help or "") % {"default": each.default}))
-        known = ("positional arguments", "options")
-        yield from table(("" if group.title in known else str(group.title), ""), rows)
+            rows.append((f"`{named}`", (each.help or "").replace("%%", "%")))
+        yield from table(("" if is_first else str(group.title), ""), rows)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
