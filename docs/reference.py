@@ -82,7 +82,7 @@ def strategies() -> Iterator[str]:
     yield "From the head of each strategy's file; `%ddp_source NAME` shows the whole of it."
     yield "[Strategies](../strategies.md) has them on one screen.\n"
     for name, entry in STRATEGIES.items():
-        yield f"## `{name}`\n"
+        yield f"## {name}\n"
         yield (ast.get_docstring(ast.parse(entry.file.read_text())) or "") + "\n"
         yield from options(name, entry.options)
     yield "## Tasks\n"
