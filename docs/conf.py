@@ -38,6 +38,7 @@ if repository:
         "repository_url": f"https://github.com/{repository}",
         "use_repository_button": True,
         "launch_buttons": {
+            "notebook_interface": "jupyterlab",
             "binderhub_url": "https://mybinder.org",
             "colab_url": "https://colab.research.google.com",
         },
