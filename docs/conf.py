@@ -9,9 +9,9 @@ from typing import Any
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml
+from pygments.lexer import bygroups
 from pygments.lexers.python import PythonLexer
 from pygments.token import Keyword, Text
-from pygments.lexer import bygroups
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +36,7 @@ html_theme_options: dict[str, Any] = {"show_toc_level": 2, "navbar_persistent": 
 if repository:
     html_theme_options |= {
         "repository_url": f"https://github.com/{repository}",
+        "repository_branch": "main",
         "use_repository_button": True,
         "launch_buttons": {
             "notebook_interface": "jupyterlab",
@@ -88,9 +89,15 @@ def change_source(app: Sphinx, docname: str, source: list[str]) -> None:
                 cell["metadata"] = {"tags": ["hide-input"]}
         source[0] = json.dumps(notebook)
     else:
-        target = rf"[\1](https://github.com/{repository}/blob/main/\2)" if repository else r"\1"
-        links = r"\[([^\]]+)\]\((?:\.\./)*((?:ddpnb/|benchmarks/results|solutions/)[^)]*)\)"
-        source[0] = re.sub(links, target, source[0])
+        links = r"\[([^\]]+)\]\(((?:\.\./)*(?:ddpnb/|benchmarks/results|solutions/)[^)]*)\)"
+        source[0] = re.sub(links, lambda link: code_link(link, Path(docname).parent), source[0])
+
+
+def code_link(link: re.Match[str], folder: Path) -> str:
+    """Return a link to code as one to GitHub, or as its text where the repository has no name."""
+    path = os.path.normpath(folder / link[2])
+    address = f"https://github.com/{repository}/blob/main/{path}"
+    return f"[{link[1]}]({address})" if repository else link[1]
 
 
 def visit_math(translator: Any, node: nodes.Element) -> None:

@@ -35,9 +35,7 @@ def main() -> None:
     """Train on eight emulated devices, predict more of them, and look into a step of three."""
     FOLDER.mkdir(exist_ok=True)
     ddpnb.start(devices="8xV100", as_="resnet50")
-    race = ddpnb.compare(
-        "dp", "ddp", "async", task="digits", epochs=6, batch_size=256, name="race"
-    )
+    race = ddpnb.compare("dp", "ddp", "async", task="digits", epochs=6, batch_size=256, name="race")
     race.save(FOLDER.parent / "comparison.png")  # the README's
     save(race, "comparison")
     question = {"strategies": "ddp,async", "link": "25GbE", "hosts": 8, "batch_per_worker": 32}

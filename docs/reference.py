@@ -16,41 +16,37 @@ RESULTS = ("ddpnb.reports.result.ComparisonResult", "ddpnb.reports.inside.traces
 
 
 def write(folder: Path) -> None:
-    """Write the pages; one that has not changed stays as it is, so that it is not built again."""
+    """Write the three pages."""
     folder.mkdir(exist_ok=True)
     for name, lines in {"magics": magics(), "api": api(), "strategies": strategies()}.items():
-        page, text = folder / f"{name}.md", "\n".join(lines) + "\n"
-        if not page.exists() or page.read_text() != text:
-            page.write_text(text)
+        (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
 
 
 def magics() -> Iterator[str]:
-    """Yield the lines of the page of magics, in the order of the source."""
+    """Yield the lines of the page of magics: what each does, and its options."""
     yield "# Magics: all options\n"
     yield "As `%magic?` shows them in the notebook. [Magics](../magics.md) has them by task.\n"
     for owner in (DdpMagics, InsideMagics):
-        for name in vars(owner):
-            marks = [
-                mark for kind, mark in (("line", "%"), ("cell", "%%")) if name in owner.magics[kind]
-            ]
-            if marks:
-                yield f"## {' and '.join(f'{mark}{name}' for mark in marks)}\n"
-                yield from magic(getattr(owner, name))
+        for name, function in vars(owner).items():
+            kinds = {"%": "line", "%%": "cell"}
+            names = [f"{mark}{name}" for mark, kind in kinds.items() if name in owner.magics[kind]]
+            if names:
+                yield f"## {' and '.join(names)}\n"
+                parser = getattr(function, "parser", None)
+                yield inspect.cleandoc(parser.description if parser else function.__doc__) + "\n"
+                yield from arguments(parser) if parser else ()
 
 
-def magic(function: object) -> Iterator[str]:
-    """Yield what a magic does, and its options as a table for each group."""
-    parser: argparse.ArgumentParser | None = getattr(function, "parser", None)
-    yield inspect.cleandoc((parser.description if parser else function.__doc__) or "") + "\n"
-    for group in parser._action_groups[1:] if parser else ():
-        is_first = group.title == "options"
-        actions = [*(parser._positionals._group_actions if is_first else ()), *group._group_actions]
-        rows = []
-        for each in actions:
+def arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield a table for each group of a magic's arguments; the first has those without dashes."""
+    without_dashes, first, *others = parser._action_groups
+    for group in (first, *others):
+        rows, named_first = [], without_dashes._group_actions if group is first else []
+        for each in (*named_first, *group._group_actions):
             value = each.metavar or each.dest if each.nargs != 0 else ""
             named = " ".join((", ".join(each.option_strings), str(value))).strip()
             rows.append((f"`{named}`", (each.help or "").replace("%%", "%")))
-        yield from table(("" if is_first else str(group.title), ""), rows)
+        yield from table(("" if group is first else str(group.title), ""), rows)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -66,11 +62,9 @@ def api() -> Iterator[str]:
     yield "The twin of each magic in Python, and what they return.\n"
     yield "```{eval-rst}\n.. py:currentmodule:: ddpnb\n"
     for name in ddpnb.__all__:
-        if name == "UserError":
-            yield ".. autoexception:: ddpnb.protocol.errors.UserError\n"
-        else:
-            place = "ddpnb.rank.publisher" if name == "log" else "ddpnb"
-            yield f".. autofunction:: {place}.{name}\n"
+        kind = "exception" if name == "UserError" else "function"
+        place = "ddpnb.rank.publisher" if name == "log" else "ddpnb"  # log is the ranks' alone
+        yield f".. auto{kind}:: {place}.{name}\n"
     for result in RESULTS:
         yield f".. autoclass:: {result}\n   :members:\n   :inherited-members:\n"
     yield "```"
@@ -81,13 +75,12 @@ def strategies() -> Iterator[str]:
     yield "# Strategies: update rules and messages\n"
     yield "From the head of each strategy's file; `%ddp_source NAME` shows the whole of it."
     yield "[Strategies](../strategies.md) has them on one screen.\n"
-    for name, entry in STRATEGIES.items():
-        yield f"## {name}\n"
-        yield (ast.get_docstring(ast.parse(entry.file.read_text())) or "") + "\n"
-        yield from options(name, entry.options)
+    for name, strategy in STRATEGIES.items():
+        yield f"## {name}\n\n{ast.get_docstring(ast.parse(strategy.file.read_text()))}\n"
+        yield from options(name, strategy.options)
     yield "## Tasks\n"
-    yield from table(("task", ""), ((f"`{name}`", each.about) for name, each in TASKS.items()))
     for name, task in TASKS.items():
+        yield f"`{name}`: {task.about}.\n"
         yield from options(name, task.options)
 
 
