@@ -99,7 +99,7 @@ class InsideMagics(Magics):
         """Predict throughput on other numbers of ranks, and over other networks.
 
         ``%ddp_predict --ranks 1,2,4,8,64,1024 --link 100GbE``.  Calibrated on a stored comparison
-        that has ``single`` and ``no-comm``; docs/prediction.md has every formula.
+        that has ``single`` and ``no-comm``; docs/prediction-method.md has every formula.
         """
         return inside.predict(**vars(arguments(self.ddp_predict, line)))
 

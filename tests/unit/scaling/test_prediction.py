@@ -21,7 +21,7 @@ from tests.rank.test_laboratory import EXCHANGE, LATENCY, S
 from tests.unit.history.fake_runs import fake_comparison
 from tests.unit.scaling.machines import CROWDED, FIXED, PER_SAMPLE, measured
 
-PAGE = Path(__file__).parents[3] / "docs" / "prediction.md"
+PAGE = Path(__file__).parents[3] / "docs" / "prediction-method.md"
 SLOW = parse_link("1Mbit,3ms")
 INSTANT = Workload(alone=Cost(0, 0), together=Cost(0, 0), batch_size=64, num_bytes=float(S))
 FOUND = calibrate(measured())
