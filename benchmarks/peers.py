@@ -109,7 +109,7 @@ PX_TUNED = Peer(
     load=PX.load,
     begin=_PX_BEGIN.replace(
         "{options}",
-        ", controller_args=['--transport=ipc', '--ping=200']",
+        ", controller_args=['--ping=200']",
     ),
     cell="%%px --no-stream\n{source}",
     group=_PX_GROUP,
@@ -140,6 +140,7 @@ class Runner(Actor):
 
     @endpoint
     def run(self, source):
+        self.names["torch"] = torch
         exec(source, self.names)
 
     @endpoint
@@ -159,7 +160,7 @@ MONARCH = Peer(
     name="Monarch",
     packages=("torchmonarch",),
     load=(
-        "from monarch.actor import Actor, endpoint, this_host\n"
+        "import torch\nfrom monarch.actor import Actor, endpoint, this_host\n"
         "from monarch.spmd import setup_torch_elastic_env"
     ),
     begin=_MONARCH_BEGIN,
