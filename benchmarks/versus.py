@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, field
 
 import psutil
 
-from benchmarks.comparison import COMPARE, SCRIPT
-from benchmarks.loop import LOOP, rate_in
-from benchmarks.memory import pss
+from benchmarks.measure import pss
 from benchmarks.peers import DDPNB, PEERS, CannotError, NotebookOf, Peer, notebook
 from benchmarks.table import README, RESULTS, machine
+from benchmarks.work import COMPARE, LOOP, SCRIPT, rate_in
 
 RESULT = RESULTS / "versus.json"
 READMES = (README, README.parents[1] / "README.md")
@@ -213,7 +212,7 @@ def _left_behind(opened: NotebookOf) -> float:
 def _comparison_rate(opened: NotebookOf) -> float:
     """Return what ``ddp`` trains in a comparison, and by hand with torchrun elsewhere."""
     if opened.peer is DDPNB:
-        opened.run(COMPARE.removeprefix("%%local\n"))
+        opened.run(COMPARE)
         return rate_in(opened.printed)
     opened.cell(SCRIPT.replace("dist.init_process_group", "# dist.init_process_group", 1))
     return rate_in(opened.printed)
