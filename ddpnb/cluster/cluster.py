@@ -216,9 +216,10 @@ class Cluster:
     def abort(self, ranks: Sequence[int]) -> None:
         """Free ranks from the collectives they wait in, which ends the process group."""
         self._is_aborted = True
-        self.processes.list_connections()
         for rank in set(ranks) & set(self.living):
-            self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT)
+            neighbours = self.placement.ranks_of(self.placement.host_of[rank])
+            peers = [self.states[each].pid for each in neighbours if each != rank]
+            self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT, peers)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
         """Form a new process group if the old one was aborted, or is of another kind.

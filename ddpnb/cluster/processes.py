@@ -150,11 +150,6 @@ class Processes(abc.ABC):
         fields = {"rank": rank, "command": command, "arguments": arguments}
         return self._link_of(rank).request(KernelRequest.FORWARD, **fields)
 
-    def list_connections(self) -> None:
-        """Have it listed which ranks are connected, before some of them are freed."""
-        for link in self.links:
-            link.request(KernelRequest.LIST_CONNECTIONS)
-
     def signal(self, ranks: list[int], number: int) -> "list[Future[Any]]":
         """Send a signal to those of the ranks that are alive; what is returned is done then."""
         fields = {"ranks": ranks, "number": number}

@@ -33,8 +33,6 @@ class KernelRequest(StrEnum):
     START_RANK = "start_rank"
     FORWARD = "forward"
     """A ``RankCommand``."""
-    LIST_CONNECTIONS = "list_connections"
-    """Which ranks are connected, before the commands that free some of them."""
     SIGNAL = "signal"
     """To a rank's process: an interrupt, a kill, or SIGCONT."""
     STOP = "stop"
@@ -60,7 +58,7 @@ class RankCommand(StrEnum):
     """A command of the kernel to a rank's control thread, which is never busy for long."""
 
     ABORT = "abort"
-    """Answered with how many waits were ended; the fork server adds the peers' connections."""
+    """Answered with how many waits were ended; takes the processes of the host's other ranks."""
     ANSWER = "answer"
     """Give a rank that is debugged the user's line, or None: there is no prompt any more."""
     STATUS = "status"
