@@ -344,8 +344,8 @@ class Cluster:
 
     def raise_if_dead(self) -> None:
         """Raise a RuntimeError, with the end of the log, if a process ended while starting."""
-        ready = self.processes.server.link.ready
-        if ready.done() and (cause := ready.exception()):
+        prepared = self.processes.server.prepared
+        if prepared.done() and (cause := prepared.exception()):
             raise RuntimeError(f"The ranks could not be prepared: {cause}")
         if exits := list(self.exits.values()):
             member = exits[0].member
@@ -360,7 +360,7 @@ class Cluster:
         for rank in range(num_ranks):
             self.start_rank(rank, generation=self.generation)
         self._client = client = EngineClient(self.profile, self.raise_if_dead)
-        self.processes.server.link.ready.result(START_TIMEOUT_SECONDS)
+        self.processes.server.prepared.result(START_TIMEOUT_SECONDS)
         progress(f"{num_ranks} ranks form a process group")
         self.states = tuple(client.wait_for(num_ranks, self.raise_if_dead))
 

@@ -85,6 +85,7 @@ class Forkserver:
 
     def __post_init__(self) -> None:
         self.handlers = {
+            KernelRequest.PREPARE: preload,
             KernelRequest.START_RANK: self.start_rank,
             KernelRequest.SIGNAL: self.signal,
         }
@@ -250,15 +251,19 @@ def sigchld_wakeup() -> Iterator[int]:
         signal.set_wakeup_fd(-1)
 
 
-def preload() -> None:
+def preload() -> list[str]:
     """Import what every rank needs, and freeze it so that the ranks share its memory.
 
     ``DDPNB_PRELOAD`` names further modules, with spaces between them.
+
+    Returns:
+        The names of the GPUs.
     """
     for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
         importlib.import_module(name)
     gc.enable()
     gc.freeze()
+    return describe_gpus()
 
 
 def describe_gpus() -> list[str]:
@@ -275,24 +280,15 @@ def describe_gpus() -> list[str]:
     return list(json.loads(result.stdout)) if result.returncode == 0 else []
 
 
-def main(kernel_fd: str, folder: str, ranks: str, *controller_arguments: str) -> None:
-    """Be the fork server of the kernel at the other end of a socket.
-
-    ``ranks`` is empty where only the controller is forked.
-    """
+def main(kernel_fd: str, folder: str, *controller_arguments: str) -> None:
+    """Be the fork server of the kernel at the other end of a socket."""
     server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         server.more_ends.append(hold(server.folder / SERVER_LOCK))
         server.start_controller(list(controller_arguments))
-        if ranks:
-            preload()
-        gpus = describe_gpus() if ranks else []
-        server.report(event=ForkServerEvent.READY, gpus=gpus)
         server.serve()
-    except Exception:  # noqa: BLE001  the edge of the process: the kernel shows the cause
-        server.report(event=ForkServerEvent.FAILED, cause=traceback.format_exc())
     finally:
         server.stop()
 

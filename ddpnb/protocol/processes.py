@@ -36,19 +36,18 @@ class KernelRequest(StrEnum):
     SIGNAL = "signal"
     """To a rank's process: an interrupt, a kill, or SIGCONT."""
     STOP = "stop"
+    PREPARE = "prepare"
+    """Import torch; answered with the names of the GPUs.  An agent also takes the engines'
+    connection file."""
     CHECK = "check"
-    """This and the next are for the agent of another host: describe that host."""
+    """For the agent of another host, as the next: describe that host."""
     PROBE = "probe"
     """Connect to the other hosts."""
-    PREPARE = "prepare"
-    """Take the engines' connection file, and import torch."""
 
 
 class ForkServerEvent(StrEnum):
     """What the fork server, or a rank through it, reports to the kernel: ``event`` of a frame."""
 
-    READY = "ready"
-    FAILED = "failed"
     EXITED = "exited"
     ANSWER = "answer"
     """A request's ``value``, or its ``failure``."""
