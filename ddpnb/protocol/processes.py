@@ -144,34 +144,31 @@ def parent_folder() -> Path:
     return Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
 
 
-KERNEL_LOCK = "kernel.lock"
 SERVER_LOCK = "server.lock"
-"""Files of a run folder, locked by its kernel, and by its fork server or agent, while they live."""
+"""A file of a run folder, locked by its fork server or agent while that lives."""
 
 
 def hold(path: Path) -> TextIO:
-    """Lock a file until it is closed or this process has ended; the file has the process id.
+    """Lock a file until it is closed or this process has ended.
 
     The operating system keeps the lock.  So processes see it that share the folder and not their
     process ids, as containers may.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     file = draft.open("w")
-    file.write(str(os.getpid()))
-    file.flush()
     fcntl.flock(file, fcntl.LOCK_EX)
     draft.replace(path)  # it appears as a locked file
     return file
 
 
-def holder_of(path: Path) -> int | None:
-    """Return the process that holds a file; None if none does.  Raises OSError without the file."""
+def is_held(path: Path) -> bool:
+    """Return whether a process holds a file.  Raises OSError without the file."""
     with path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return int(file.read())
-    return None
+            return True
+    return False
 
 
 def working_folder() -> Path:
