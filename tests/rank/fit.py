@@ -163,6 +163,8 @@ def by_strategy(
     if state.rank >= strategy.plan(state).num_ranks:
         return fit_of(nn.Module(), [])
     own = folder / f"own-{state.rank}" if way == "hosts" else folder
+    if way == "hosts":
+        fields |= {"local_world_size": 1}
     own.mkdir(exist_ok=True)
     try:
         fit = drive(strategy, state, own, problem, before_step, **fields)
