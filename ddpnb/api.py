@@ -16,7 +16,7 @@ from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import CollectiveSpec
-from ddpnb.protocol.training_options import TRAINING_OPTIONS, TrainingSpec, make_training_spec
+from ddpnb.protocol.training_options import TRAINING_OPTIONS, TrainingSpec
 from ddpnb.reports.inside.advice import advice
 from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.collective import CollectiveResult
@@ -448,24 +448,18 @@ def inspect(
         UserError: there is nothing to inspect, or the model does not fit the batch.
         RankError: the user's code failed on a rank.
     """
-    given = {name: choices[name] for name in INSPECTED if choices.get(name)}
-    task = choices.get("task") or ("" if source else "digits")
-    training = make_training_spec(
-        given | ({"task": task} if task else {}),
-        source=source,
-        cell=this_cell_number() if source else 0,
-    )
     request = InspectionRequest(
         model=model,
-        training=training,
-        has_task=bool(choices.get("task") or source),
-        given=tuple(given),
+        task=choices.get("task", ""),
+        source=source,
+        given=read_options(TrainingSpec, {k: choices[k] for k in INSPECTED if choices.get(k)}),
         **read_options(InspectionRequest, choices),
     )
     session = this_session()
     if request.run:
         return async_inspection(session.load([request.run]).comparison)
-    return inspect_step(session.idle_cluster(), request, session.last_training)
+    training = request.training(this_cell_number(), session.last_training)
+    return inspect_step(session.idle_cluster(), request, training)
 
 
 @twin(options_of(Question))
