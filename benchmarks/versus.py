@@ -213,7 +213,7 @@ def _left_behind(opened: NotebookOf) -> float:
 def _comparison_rate(opened: NotebookOf) -> float:
     """Return what ``ddp`` trains in a comparison, and by hand with torchrun elsewhere."""
     if opened.peer is DDPNB:
-        opened.run(COMPARE.removeprefix("%%local\n"))
+        opened.run(COMPARE)
         return rate_in(opened.printed)
     opened.cell(SCRIPT.replace("dist.init_process_group", "# dist.init_process_group", 1))
     return rate_in(opened.printed)
