@@ -28,9 +28,6 @@ SMALLEST_EFFECT = 0.02
 FEWEST_REPEATS = 3
 """With two repeats an interval has one degree of freedom: 12.7 standard errors to each side."""
 
-MOST_REPEATS = 30
-"""No more repeats are advised."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
@@ -43,10 +40,6 @@ class Ratio:
     high: float = math.nan
     num_repeats: int = 0
     """Repeats in which both have the number."""
-    deviation: float = math.nan
-    """The standard deviation of the logarithm over the repeats."""
-    num_claims: int = 1
-    """How many comparisons are made in the same sentence."""
 
     @property
     def has_interval(self) -> bool:
@@ -71,17 +64,6 @@ class Ratio:
 
     def _has_effect(self, ratio: float) -> bool:
         return abs(math.log(ratio)) >= math.log1p(SMALLEST_EFFECT)
-
-    @property
-    def num_repeats_needed(self) -> int:
-        """Repeats that would show this ratio if they vary as these; 0: too many, or no effect."""
-        if not (self.has_interval and self._has_effect(self.middle)):
-            return 0
-        half = [
-            (num, self.deviation * _quantile(num, self.num_claims) / math.sqrt(num))
-            for num in range(self.num_repeats + 1, MOST_REPEATS + 1)
-        ]
-        return next((num for num, each in half if each < abs(math.log(self.middle))), 0)
 
 
 def ratios_of(
@@ -118,15 +100,12 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: in
     middle, num = fmean(logs), len(logs)
     if num < FEWEST_REPEATS:
         return Ratio(middle=math.exp(middle), num_repeats=num)
-    deviation = stdev(logs)
-    half = _quantile(num, num_claims) * deviation / math.sqrt(num)
+    half = _quantile(num, num_claims) * stdev(logs) / math.sqrt(num)
     return Ratio(
         middle=math.exp(middle),
         low=math.exp(middle - half),
         high=math.exp(middle + half),
         num_repeats=num,
-        deviation=deviation,
-        num_claims=num_claims,
     )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import Spread, StrategySummary, summarise
-from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.protocol.catalogue import CEILING
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import (
     NOTHING,
@@ -70,8 +70,6 @@ def _is_redundant(name: str, cells: Sequence[Cell], summaries: Sequence[Strategy
     match name:
         case "held-out loss" if any(math.isfinite(s.held_out_accuracy.middle) for s in summaries):
             return True  # still in to_frame()
-        case "workers":
-            return len({s.num_workers for s in summaries if s.name != BASELINE} - {0}) < 2
         case "memory per rank" if len({cell.text for cell in cells}) == 1:
             return True
     return all(cell.text == NOTHING for cell in cells)
@@ -207,7 +205,6 @@ class Quantity(NamedTuple):
 
 
 QUANTITIES: Mapping[str, Quantity] = {
-    "workers": Quantity("ranks that train", lambda s: Cell(text=str(s.num_workers or NOTHING))),
     "samples/s": Quantity(
         "samples of all ranks / seconds of the slowest rank, warm-up left out", _speed
     ),
@@ -236,7 +233,7 @@ def quantities_of(
     summaries: Sequence[StrategySummary], target: Target | None = None
 ) -> Mapping[str, Quantity]:
     """Return all columns after the first, with those of a target and of the cell's own metrics."""
-    found = {name: QUANTITIES[name] for name in ("workers", "samples/s")}
+    found = {"samples/s": QUANTITIES["samples/s"]}
     if target is not None:
         about = f"training time and samples until {target.text} was first reached"
         found[f"to {target.text}"] = Quantity(about, _reached)

@@ -96,16 +96,11 @@ def _speeds(done: Sequence[StrategySummary], called: Names) -> str:
     if small:
         least = percent(SMALLEST_EFFECT)
         parts.append(f"no difference of {least} or more from {base} is shown for {listed(small)}")
-    parts += [f"cannot tell {name} from {base}: {_between(r)}" for name, r in rest]
+    parts += [
+        f"cannot tell {name} from {base}: between {r.low:.2f}× and {r.high:.2f}×"
+        for name, r in rest
+    ]
     return "; ".join(parts)
-
-
-def _between(ratio: Ratio) -> str:
-    """Return an interval, and how many repeats would show the ratio that was seen."""
-    text = f"between {ratio.low:.2f}× and {ratio.high:.2f}×"
-    if num := ratio.num_repeats_needed:
-        text += f" (about {num} repeats would show {ratio.middle:.2f}×)"
-    return text
 
 
 def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bool) -> str:

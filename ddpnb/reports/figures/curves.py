@@ -30,8 +30,6 @@ from ddpnb.reports.figures.axes import (
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS
 
-UPDATES_IN_WINDOW, THROUGHPUT_POINTS = 10, 160
-"""The least number of updates in a window of throughput; the number of windows."""
 GRID_POINTS = 240
 """Number of points of the median of repeats."""
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
@@ -95,11 +93,6 @@ def losses(runs: Sequence[RunSnapshot], x: str) -> Line:
     return replace(line, bad_x=np.concatenate([np.empty(0), *bad]))
 
 
-def throughputs(runs: Sequence[RunSnapshot]) -> Line:
-    """Return the samples per second of some repeats by time."""
-    return _line([points for points in map(_throughput, runs) if len(points[0])])
-
-
 def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
     """Return the held-out ``"loss"`` or ``"accuracy"`` of some repeats by samples or seconds."""
     across = {"samples": "num_samples", "seconds": "seconds"}[x]
@@ -111,22 +104,6 @@ def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
         return line
     medians = [np.median(np.array(each), axis=0) for each in zip(*lines, strict=True)]
     return replace(line, x=medians[0], y=medians[1])  # the n-th point of all repeats together
-
-
-def _throughput(run: RunSnapshot) -> Points:
-    """Return samples/s over the time before each moment: a twelfth of what has passed.
-
-    It spans several updates, as two workers can update at almost the same time.
-    """
-    curve = run.curve
-    if len(curve) == 0 or curve.samples[-1] == 0 or curve.seconds[-1] == 0:
-        return np.empty(0), np.empty(0)
-    end = float(curve.seconds[-1])
-    window = end * min(max(1 / 12, UPDATES_IN_WINDOW / curve.num_updates), 1.0)
-    at = np.linspace(window, end, THROUGHPUT_POINTS)
-    seconds, samples = np.append(0.0, curve.seconds), np.append(0.0, curve.samples)
-    seen = np.interp(at, seconds, samples) - np.interp(at - window, seconds, samples)
-    return at, seen / window
 
 
 def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:

@@ -18,7 +18,6 @@ from ddpnb.reports.figures.curves import (
     draw_curves,
     held_out,
     losses,
-    throughputs,
 )
 from ddpnb.reports.figures.rows import (
     MEMORY,
@@ -161,13 +160,7 @@ def _panels(
     scores = [panel for panel in scores if panel.lines]
     if not is_all:
         return [[loss_panels[0], scores[1]] if scores else loss_panels]
-    rate = CurvePanel(
-        title="Samples per second by time, s",
-        lines=[(each, throughputs(each.runs)) for each in begun],
-        x="seconds",
-        right=ends["seconds"],
-    )
-    return [[*loss_panels, rate], *([scores[:MOST_HELD_OUT]] if scores else [])]
+    return [loss_panels, *([scores[:MOST_HELD_OUT]] if scores else [])]
 
 
 def _columns(

@@ -51,20 +51,6 @@ def test_a_difference_of_ten_percent_is_found():
     assert found >= 0.8 * 500
 
 
-def test_as_many_repeats_as_are_advised_would_show_the_ratio():
-    three = ratio({0: 1.1, 1: 1.8, 2: 2.2}, {0: 1.0, 1: 1.0, 2: 1.0}, 5)
-    assert not three.is_claim
-    num = three.num_repeats_needed
-    for repeats, is_shown in ((num, True), (num - 1, False)):
-        spread = np.linspace(-1, 1, repeats)
-        logs = math.log(three.middle) + three.deviation * spread / spread.std(ddof=1)
-        rates = dict(enumerate(np.exp(logs).tolist()))
-        assert ratio(rates, dict.fromkeys(rates, 1.0), 5).is_claim == is_shown
-    assert ratio({0: 1.0, 1: 1.01, 2: 0.99}, {0: 1.0, 1: 1.0, 2: 1.0}).num_repeats_needed == 0
-    wild = ratio({0: 0.5, 1: 1.0, 2: 2.2}, {0: 1.0, 1: 1.0, 2: 1.0})
-    assert wild.num_repeats_needed == 0, "more than anybody would make"
-
-
 def test_the_interval_is_that_of_the_t_distribution():
     found = ratio({0: 1.0, 1: 1.1, 2: 1.21}, {0: 1.0, 1: 1.0, 2: 1.0})
     assert found.middle == pytest.approx(1.1)
@@ -90,7 +76,7 @@ def speeds(*runs: Run) -> dict[str, Ratio]:
 
 def test_emulated_strategies_and_the_ceiling_are_not_compared_by_speed():
     runs = repeated(single=(1, 1, 1), no_comm=(2, 2, 2), ddp=(3, 3, 3))
-    assert {name: each.num_claims for name, each in speeds(*runs).items()} == {"ddp": 1}
+    assert list(speeds(*runs)) == ["ddp"]
     assert speeds(*runs[:6])["no-comm"].middle == pytest.approx(2)
     assert speeds(fake_run("single"), fake_run("dp")) == {}
 

@@ -95,14 +95,6 @@ def test_a_class_sees_five_columns_and_the_others_folded():
         assert five.notes == ()
 
 
-def test_workers_have_a_column_where_the_title_does_not_tell_them():
-    assert "workers" not in heads(results_table(fake_comparison()))
-    ddp, alone = of_runs(fake_run("ddp", num_steps=20), fake_run("dp", num_steps=20)).runs
-    alone = replace(alone, header=replace(alone.header, num_workers=1))
-    unlike = Comparison(comparison_id="c", name="c", runs=(ddp, alone))
-    assert "workers" in heads(results_table(unlike))
-
-
 def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():
     runs = []
     for name, num_samples in (("single", 32), ("dp", 64)):  # one process reports both shards
@@ -156,7 +148,7 @@ GPU = replace(CPU, device="cuda:0", has_peer_access=True)
 def test_advice_marks_a_cell_for_every_machine(ranks, recommended, tensorflow):
     table = advice(ranks)
     assert table.caption.startswith(f"Use {recommended} here ")
-    assert f" {tensorflow})" in table.caption
+    assert f"; {tensorflow})" in table.caption
     assert table.html().count("◀ this machine") == 1
 
 
