@@ -108,17 +108,6 @@ def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():
     assert runs_frame(of_runs(*runs))["batch_size"].tolist() == [32, 64]
 
 
-def test_what_is_long_is_given_in_full():
-    long = "a_module_of_mine.with_a_very_long_name:build_task"
-    table = Table(
-        caption="",
-        columns=(Column(title="name"), Column(title="task"), Column(title="n", is_prose=True)),
-        rows=((Cell(text=long), Cell(text=long), Cell(text=long)),),
-    )
-    assert table.html().count(f">{long}<") == 3
-    assert table.text().count(long) == 3
-
-
 def test_ranks_that_share_a_device_say_with_whom():
     state = RankState(
         **{"rank": 0, "local_rank": 0, "world_size": 2, "pid": 4000, "host": "lab"},
@@ -174,19 +163,18 @@ def test_progress_from_start_to_end():
     start, middle, end = (progress_of(fake_comparison(share=share)).text for share in (0, 0.6, 1))
     assert start == "single: starting"
     assert re.fullmatch(
-        r"ddp: 40 % · [\d,]+ samples/s · loss \d\.\d+ \| run 3 of 4: \d s left, "
-        r"about \d+ s in all",
+        r"ddp: 40 % · [\d,]+ samples/s · loss \d\.\d+ \| run 3 of 4: \d s left, about \d+ s in all",
         middle,
     )
     assert end.startswith("async: finished · ")
-    empty, run = fake_comparison(()), run_of(spec("ddp"), created=1.0)
-    assert progress_of(empty.with_runs([run.snapshot()])).text == "ddp: starting"
     done = replace(fake_run("ddp", num_steps=20).snapshot(), status=Status.RUNNING)
-    assert "ddp: evaluating" in progress_of(empty.with_runs([done])).text
     judged = replace(done, evaluating=Evaluating(2, 10, seconds=3.0))
-    line = progress_of(empty.with_runs([judged]))
-    assert "evaluating 3 of 10 · 12 s left" in line.text
-    assert line.share == pytest.approx(0.2)
+    for run, text in (
+        (run_of(spec("ddp"), created=1.0).snapshot(), "ddp: starting"),
+        (done, "ddp: evaluating"),
+        (judged, "evaluating 3 of 10 · 12 s left"),
+    ):
+        assert text in progress_of(fake_comparison(()).with_runs([run])).text
 
 
 def reported(strategy: str, **changes: object) -> Run:
