@@ -72,15 +72,10 @@ class StrategySummary:
     share_of_ceiling: float
     """What communication leaves: samples/s over ``ceiling``."""
     split: StepSplit
-    final_loss: Spread
-    held_out_loss: Spread
-    held_out_accuracy: Spread
+    scores: Mapping[str, Spread]
+    """What was measured of the models, by the titles of columns; see ``_scores``."""
     num_held_out: int
     """Held-out samples that the model was evaluated on; 0 if not known."""
-    held_out_metrics: Mapping[str, Spread]
-    """What the cell's own functions measured, by name."""
-    last_metrics: Mapping[str, Spread]
-    """Where the curve of each further number ends that the steps measured."""
     bytes_received: float
     """What one worker received in one step; NaN if nothing."""
     staleness_median: float
@@ -105,8 +100,6 @@ class StrategySummary:
     """Whether it was added as the ceiling, for its speed alone."""
     is_emulated: bool
     """Whether it is emulated, so that its speed says nothing about the real strategy's."""
-    has_even_shares: bool
-    """Whether all workers train on equally many samples, as those of ``no-comm`` do."""
     is_short: bool
     """Whether a run was over before its speed could be measured."""
     notes: tuple[str, ...]
@@ -274,11 +267,6 @@ def _summary(
     reports = [report for run in counted for report in run.reports]
     num_steps = sum(report.num_steps for report in reports)
     received = sum(report.num_bytes_received for report in reports)
-    ends = [
-        {name: end_of(curve_of(run.events, run.header, field)) for name, field in metrics.items()}
-        for run in counted
-        for metrics in [metrics_of(run.events)]
-    ]
     headers = [run.header for run in counted if run.header is not None]
     is_computed = any(run.spec is not None and run.spec.is_emulated for run in counted)
     return StrategySummary(
@@ -296,12 +284,8 @@ def _summary(
         machine=math.nan if name == BASELINE else ceiling / ideal,
         share_of_ceiling=math.nan if name == BASELINE else level / ceiling,
         split=step_split(counted),
-        final_loss=spread([run.reported("final_loss") for run in counted]),
-        held_out_loss=spread([run.reported("held_out_loss") for run in counted]),
-        held_out_accuracy=spread([run.reported("held_out_accuracy") for run in counted]),
+        scores=_spreads([_scores(run) for run in counted]),
         num_held_out=max((report.num_held_out for report in reports), default=0),
-        held_out_metrics=_spreads([reported_metrics(run) for run in counted]),
-        last_metrics=_spreads(ends),
         bytes_received=received / num_steps if received else math.nan,
         staleness_median=median,
         staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
@@ -315,7 +299,6 @@ def _summary(
         is_computed=is_computed,
         is_ceiling=any(run.is_ceiling for run in counted),
         is_emulated=is_emulated(runs),
-        has_even_shares=all(header.synchronous for header in headers),
         is_short=not is_computed
         and any(
             run.status is Status.FINISHED and run.spec and 0 < run.seconds < SHORT_SECONDS
@@ -323,6 +306,21 @@ def _summary(
         ),
         notes=notes_of(runs, counted, median),
     )
+
+
+def _scores(run: RunSnapshot) -> dict[str, float]:
+    """Return what the evaluations say, and where the curve of each further number ends."""
+    lasts = {
+        f"last {name}": end_of(curve_of(run.events, run.header, field))
+        for name, field in metrics_of(run.events).items()
+    }
+    return {
+        "final loss": run.reported("final_loss"),
+        "held-out loss": run.reported("held_out_loss"),
+        "held-out accuracy": run.reported("held_out_accuracy"),
+        **{f"held-out {name}": value for name, value in reported_metrics(run).items()},
+        **lasts,
+    }
 
 
 def _reached(runs: Sequence[RunSnapshot], target: Target) -> list[tuple[float, float]]:

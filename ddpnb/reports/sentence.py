@@ -17,7 +17,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import StrategyKey, StrategySummary, summarise
 from ddpnb.protocol.notation import Target
-from ddpnb.reports.findings import quantities_of
+from ddpnb.reports.findings import accuracy_of, quantities_of
 from ddpnb.reports.formatting import (
     NOTHING,
     emulated_devices,
@@ -152,7 +152,7 @@ def _scores(done: Sequence[StrategySummary], called: Names) -> Iterator[str]:
 
 def _error(done: Sequence[StrategySummary]) -> str:
     """Return the standard error of their mean accuracy, if the number of samples is known."""
-    shares = [s.held_out_accuracy.middle for s in done]
+    shares = [accuracy_of(s) for s in done]
     share = fmean(share for share in shares if math.isfinite(share))
     num = min((s.num_held_out for s in done if s.num_held_out), default=0)
     if num == 0:

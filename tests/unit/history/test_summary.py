@@ -122,10 +122,10 @@ def test_scores_follow_from_the_evaluations(result: ComparisonResult):
     last = result.evaluations().groupby(["strategy", "repeat"]).last()
     for name, found in summaries(result).items():
         own = last.loc[name]
-        assert found.final_loss.middle == own.final_loss.median()
-        assert found.held_out_loss.middle == own.loss.median()
-        assert found.held_out_accuracy.middle == own.accuracy.median()
-        assert found.held_out_metrics["f1"].middle == pytest.approx(own.held_out_f1.median())
+        assert found.scores["final loss"].middle == own.final_loss.median()
+        assert found.scores["held-out loss"].middle == own.loss.median()
+        assert found.scores["held-out accuracy"].middle == own.accuracy.median()
+        assert found.scores["held-out f1"].middle == pytest.approx(own.held_out_f1.median())
 
 
 def test_when_a_loss_was_reached_follows_from_the_steps():
