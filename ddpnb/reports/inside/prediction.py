@@ -173,8 +173,8 @@ def draw(prediction: Prediction) -> "Figure":
         look = {"color": style.colour, "linestyle": LINES[style.dashes]}
         axes.plot(ranks, line, linewidth=2.2, zorder=2, **look)
         look = {"marker": style.marker, "edgecolors": style.colour, "zorder": 3}
-        places = [(each.num_ranks, each.samples_per_second) for each in points]
-        axes.scatter(*zip(*places, strict=True), s=45, facecolors=PAPER, linewidths=1.6, **look)
+        x, y = [each.num_ranks for each in points], [each.samples_per_second for each in points]
+        axes.scatter(x, y, s=45, facecolors=PAPER, linewidths=1.6, **look)
     for name, rate in prediction.measured.items():
         style = style_of(name, names)
         num = 1 if name == "single" else found.num_ranks
