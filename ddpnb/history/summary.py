@@ -51,6 +51,10 @@ class StrategySummary:
 
     name: str
     comparison: str
+    label: str
+    """Its name, with that of its comparison where there are several; says if it is emulated."""
+    runs: tuple[RunSnapshot, ...]
+    """All its repeats."""
     num_runs: int
     """Repeats that finished; as long as none has, all that began."""
     num_workers: int
@@ -128,8 +132,11 @@ def summarise(comparison: Comparison, target: Target | None = None) -> tuple[Str
         for key in linked
         if not any(run.is_running for run in _counted(groups[key]))
     }
+    several = len({comparison for comparison, _ in groups}) > 1
     return tuple(
-        _summary(key, runs, rates[key], levels[key], settled if key in linked else {}, target)
+        _summary(
+            key, runs, rates[key], levels[key], settled if key in linked else {}, target, several
+        )
         for key, runs in groups.items()
     )
 
@@ -255,9 +262,12 @@ def _summary(
     level: float,
     settled: Mapping[StrategyKey, float],
     target: Target | None,
+    is_one_of_several: bool,
 ) -> StrategySummary:
     comparison, name = key
     counted = _counted(runs)
+    is_emulated = any(run.header is not None and run.header.is_emulated for run in runs)
+    label = f"{comparison}/{name}" if is_one_of_several and comparison not in ("", name) else name
     stale = staleness_counts(counted)
     median = float(np.median(np.repeat(np.arange(len(stale)), stale))) if stale.any() else math.nan
     reached = [] if target is None else _reached(counted, target)
@@ -272,6 +282,8 @@ def _summary(
     return StrategySummary(
         name=name,
         comparison=comparison,
+        label=f"{label} (emulated)" if is_emulated else label,
+        runs=tuple(runs),
         num_runs=len(counted),
         num_workers=max(map(_num_workers, counted), default=0),
         status=counted[-1].status,
@@ -298,7 +310,7 @@ def _summary(
         sees_exposed=all(header.sees_exposed for header in headers),
         is_computed=is_computed,
         is_ceiling=any(run.is_ceiling for run in counted),
-        is_emulated=is_emulated(runs),
+        is_emulated=is_emulated,
         is_short=not is_computed
         and any(
             run.status is Status.FINISHED and run.spec and 0 < run.seconds < SHORT_SECONDS
@@ -344,11 +356,6 @@ def _over_repeats(middle: float, values: Sequence[float]) -> Spread:
 def _spreads(found: Sequence[Mapping[str, float]]) -> Mapping[str, Spread]:
     names = dict.fromkeys(name for each in found for name in each)
     return {name: spread([each.get(name, math.nan) for each in found]) for name in names}
-
-
-def is_emulated(runs: Sequence[RunSnapshot]) -> bool:
-    """Return whether the strategy itself is emulated where these runs were trained."""
-    return any(run.header is not None and run.header.is_emulated for run in runs)
 
 
 def _num_workers(run: RunSnapshot) -> int:

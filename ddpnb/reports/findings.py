@@ -13,7 +13,6 @@ from ddpnb.protocol.catalogue import CEILING
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import (
     NOTHING,
-    labels,
     learning_rates,
     listed,
     notes,
@@ -38,12 +37,12 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
         target: a column shows when it was reached.  None: no such column.
     """
     summaries = summarise(comparison, target)
-    names, look, rates = labels(comparison), styles(comparison), learning_rates(comparison)
+    look, rates = styles(comparison, summaries), learning_rates(comparison)
 
     def head_of(summary: StrategySummary) -> Cell:
         style, state = look[summary.key], _state(summary)
-        text, is_hollow = names[summary.key], style.is_hollow
-        return Cell(text=text, quiet=state, dot=style.colour, is_hollow=is_hollow)
+        hollow = style.is_hollow
+        return Cell(text=summary.label, quiet=state, dot=style.colour, is_hollow=hollow)
 
     quantities = {
         "strategy": Quantity("how the ranks share the work; docs/strategies.md", head_of),

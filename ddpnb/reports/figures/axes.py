@@ -1,7 +1,6 @@
 """What curves and rows share: their strategies, the look of axes, the ends of scales (kernel)."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -12,7 +11,6 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import StrategySummary
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import DPI, dress
@@ -37,11 +35,8 @@ Look = dict[str, Any]
 class Strategy:
     """One strategy of the figure."""
 
-    label: str
     style: Style
     summary: StrategySummary
-    runs: Sequence[RunSnapshot]
-    """Its repeats."""
 
 
 def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"], num_ticks: int) -> None:

@@ -217,7 +217,7 @@ def _draw_labels(axes: Axes, shown: Sequence[tuple[Strategy, Line]], is_log: boo
         axes.plot(at[:3], leader, color=style.colour, linewidth=1.0, alpha=0.7, zorder=1, **whole)
         axes.plot(*end, markersize=8, zorder=4, clip_on=False, **marker(style))
         label: Look = {"fontsize": SMALL_POINTS, "color": style.ink, "va": "center", **whole}
-        axes.text(at[3], label_at, shortened(each.label), **label)
+        axes.text(at[3], label_at, shortened(each.summary.label), **label)
 
 
 def spread_out(
@@ -245,7 +245,7 @@ def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str) -> tuple[st
     at_x: Look = {"transform": axes.get_xaxis_transform(), "color": strategy.style.colour}
     marks = {
         f" rank {mark.rank}: {mark.text} ": float(np.interp(mark.seconds, seconds, quantity))
-        for run in strategy.runs
+        for run in strategy.summary.runs
         for seconds, quantity in [(run.curve.seconds, getattr(run.curve, x))]
         for mark in run.marks
         if mark.seconds > 0 and len(seconds)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.summary import group_runs, summarise
+from ddpnb.history.summary import summarise
 from ddpnb.reports import kit
 from ddpnb.reports.figures.axes import (
     Strategy,
@@ -29,7 +29,7 @@ from ddpnb.reports.figures.rows import (
     draw_column,
     draw_name,
 )
-from ddpnb.reports.formatting import labels, styles, title
+from ddpnb.reports.formatting import styles, title
 from ddpnb.reports.kit import Sheet
 from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 
@@ -68,14 +68,12 @@ def draw(
         options: how it is drawn.
         is_live: whether it trains; then what may come has its place already.
     """
-    called, looks, groups = labels(comparison), styles(comparison), group_runs(comparison.runs)
-    begun = [
-        Strategy(label=called[s.key], style=looks[s.key], summary=s, runs=groups[s.key])
-        for s in summarise(comparison, options.target)
-    ]
+    summaries = summarise(comparison, options.target)
+    looks = styles(comparison, summaries)
+    begun = [Strategy(style=looks[each.key], summary=each) for each in summaries]
     bands = _panels(comparison, begun, options, is_live=is_live)
     columns = _columns(comparison, begun, options, is_live=is_live)
-    names = [(each.label, each.style) for each in begun]
+    names = [(each.summary.label, each.style) for each in begun]
     done = {each.summary.name for each in begun}
     to_come = [name for name in comparison.strategies if name not in done]
     names += [(name, style_of(name, comparison.strategies)) for name in to_come]
@@ -131,7 +129,7 @@ def _panels(
     loss_panels = [
         CurvePanel(
             title=f"Training loss by {called}",
-            lines=[(each, losses(each.runs, x)) for each in rivals],
+            lines=[(each, losses(each.summary.runs, x)) for each in rivals],
             x=x,
             right=ends[x],
             log=options.log,
@@ -155,7 +153,7 @@ def _panels(
         )
         for y in ("accuracy", "loss")
         for x, called in ACROSS.items()
-        for lines in [[(each, held_out(each.runs, x, y)) for each in begun]]
+        for lines in [[(each, held_out(each.summary.runs, x, y)) for each in begun]]
     ]
     scores = [panel for panel in scores if panel.lines]
     if not is_all:
