@@ -131,7 +131,8 @@ class Store:
             json.dumps(dict(comparison.environment)),
         )
         with self._write() as connection:
-            name = query.free_name(wanted_name, comparison.name, _names(connection))
+            taken = {name for (name,) in connection.execute("SELECT name FROM comparisons")}
+            name = query.free_name(wanted_name, comparison.name, taken)
             row = (comparison.comparison_id, name, comparison.created, *texts)
             connection.execute("INSERT INTO comparisons VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         return dataclasses.replace(comparison, name=name)
@@ -310,10 +311,6 @@ def runs_folder(start: Path | None = None) -> Path:
 def _is_project(folder: Path) -> bool:
     is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
     return is_marked and (folder / "data").is_dir()
-
-
-def _names(connection: sqlite3.Connection) -> set[str]:
-    return {name for (name,) in connection.execute("SELECT name FROM comparisons")}
 
 
 def _stored_run(row: sqlite3.Row) -> StoredRun:

@@ -75,10 +75,7 @@ def _is_redundant(name: str, cells: Sequence[Cell], summaries: Sequence[Strategy
 
 
 def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) -> tuple[str, ...]:
-    has_range = any(math.isfinite(s.samples_per_second.low) for s in summaries)
-    found = ["samples/s: geometric mean and range over the repeats"] * has_range
-    if "efficiency" in shown and any(math.isfinite(s.machine) for s in summaries):
-        found.append("efficiency = machine (no-comm / ideal) × communication (strategy / no-comm)")
+    found = []
     rivals = [s for s in summaries if s.num_workers > 1 and not s.is_emulated]
     if quicker := [s.name for s in rivals if _outran_ceiling(s)]:
         found.append(
@@ -204,13 +201,17 @@ class Quantity(NamedTuple):
 
 QUANTITIES: Mapping[str, Quantity] = {
     "samples/s": Quantity(
-        "samples of all ranks / seconds of the slowest rank, warm-up left out", _speed
+        "samples of all ranks / seconds of the slowest rank, warm-up left out; of repeats the "
+        "geometric mean, and the range",
+        _speed,
     ),
     "speed-up": Quantity(
         "samples/s over those of single, the same training on one device", _speed_up
     ),
     "efficiency": Quantity(
-        "speed-up / number of devices. Below it: machine × communication", _efficiency
+        "speed-up / number of devices. Below it: machine (no-comm / ideal) × communication "
+        "(strategy / no-comm)",
+        _efficiency,
     ),
     "exposed": Quantity("share of a step in which a rank exchanges tensors or waits", _exposed),
     "sent per step": Quantity("by one worker", lambda s: Cell(text=size(s.split.num_bytes_sent))),

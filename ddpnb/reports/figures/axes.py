@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.summary import StrategySummary
 from ddpnb.reports.formatting import tick
-from ddpnb.reports.kit import DPI, dress
+from ddpnb.reports.kit import DPI, Look, dress
 from ddpnb.reports.style import SMALL_POINTS, Style
 
 LABEL_CHARACTERS = 26
@@ -26,9 +26,6 @@ LEAST_SHARE = 0.02
 """Once this share of a run is done, the axes show all that is planned."""
 SLACK = 1.1
 """The length of an axis over what is estimated, because rates vary."""
-
-Look = dict[str, Any]
-"""Arguments for matplotlib."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

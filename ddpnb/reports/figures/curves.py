@@ -19,7 +19,6 @@ from ddpnb.history.model import RunSnapshot
 from ddpnb.history.rows import Floats
 from ddpnb.history.summary import evaluations
 from ddpnb.reports.figures.axes import (
-    Look,
     Strategy,
     marker,
     prepare,
@@ -28,6 +27,7 @@ from ddpnb.reports.figures.axes import (
     shortened,
 )
 from ddpnb.reports.formatting import tick
+from ddpnb.reports.kit import Look
 from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS
 
 GRID_POINTS = 240

@@ -16,7 +16,6 @@ from ddpnb.history.model import slowness
 from ddpnb.history.summary import staleness_counts
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.reports.figures.axes import (
-    Look,
     Strategy,
     marker,
     prepare,
@@ -24,7 +23,7 @@ from ddpnb.reports.figures.axes import (
     shortened,
 )
 from ddpnb.reports.formatting import number, percent, short, size
-from ddpnb.reports.kit import DPI, legend
+from ddpnb.reports.kit import DPI, Look, legend
 from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, Style
 
 BAR = 0.6
