@@ -47,23 +47,10 @@ class Ratio:
         return self.num_repeats >= FEWEST_REPEATS
 
     @property
-    def excludes_one(self) -> bool:
-        """Whether all that is between the ends is above 1, or below."""
-        return self.low > 1 or self.high < 1
-
-    @property
     def is_claim(self) -> bool:
         """Whether a difference is shown, and is worth words."""
-        return self.has_interval and self.excludes_one and self._has_effect(self.middle)
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the interval shows that there is no difference worth words, or hardly one."""
-        is_narrow = not (self._has_effect(self.low) or self._has_effect(self.high))
-        return self.has_interval and not self.is_claim and (self.excludes_one or is_narrow)
-
-    def _has_effect(self, ratio: float) -> bool:
-        return abs(math.log(ratio)) >= math.log1p(SMALLEST_EFFECT)
+        has_effect = abs(math.log(self.middle)) >= math.log1p(SMALLEST_EFFECT)
+        return self.has_interval and (self.low > 1 or self.high < 1) and has_effect
 
 
 def ratios_of(

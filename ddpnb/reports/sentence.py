@@ -9,7 +9,6 @@ from statistics import fmean
 
 from ddpnb.history.claims import (
     LEVEL,
-    SMALLEST_EFFECT,
     Ratio,
     ratios_of,
 )
@@ -72,8 +71,7 @@ def _speeds(done: Sequence[StrategySummary]) -> str:
     found.sort(key=lambda each: each[1].middle, reverse=True)
     few = [(name, r) for name, r in found if not r.has_interval]
     claims = [(name, r) for name, r in found if r.is_claim]
-    small = [name for name, r in found if r.is_small]
-    rest = [(name, r) for name, r in found if r.has_interval and not (r.is_claim or r.is_small)]
+    rest = [(name, r) for name, r in found if r.has_interval and not r.is_claim]
     parts = []
     if few:
         is_computed = all(s.is_computed for s in done)
@@ -85,13 +83,9 @@ def _speeds(done: Sequence[StrategySummary]) -> str:
             for (name, r), verb in zip(claims, verbs, strict=False)
         ]
         parts.append(f"in samples/s, {listed(texts)}")
-    if small:
-        least = percent(SMALLEST_EFFECT)
-        parts.append(f"no difference of {least} or more from {base} is shown for {listed(small)}")
-    parts += [
-        f"cannot tell {name} from {base}: between {r.low:.2f}× and {r.high:.2f}×"
-        for name, r in rest
-    ]
+    if rest:
+        texts = [f"{name} ({r.low:.2f}× to {r.high:.2f}×)" for name, r in rest]
+        parts.append(f"no difference from {base} is shown for {listed(texts)}")
     return "; ".join(parts)
 
 

@@ -65,8 +65,6 @@ class CurvePanel:
     lines: Sequence[tuple[Strategy, Line]]
     x: str
     """The quantity on the x axis, ``"samples"`` or ``"seconds"``."""
-    right: float
-    """The end of the x axis; it goes on where a line is longer."""
     log: bool = False
     target: float | None = None
     """The height of a line across."""
@@ -148,7 +146,7 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
         _draw_target(axes, panel.target, is_reached_from_below=panel.is_share)
     shown = [each for each in panel.lines if _can_show(each[1], panel.log).any()]
     longest = max((float(np.nanmax(line.x)) for _, line in shown), default=0.0)
-    right = (panel.right if longest <= panel.right * 1.001 else round_up(longest)) or 1.0
+    right = round_up(longest) or 1.0
     axes.set(xlim=(0.0, right), ylim=_y_limits(panel, [line for _, line in shown]))
     if not shown:
         look: Look = {"ha": "center", "va": "center", "fontsize": SMALL_POINTS, "color": MUTED}

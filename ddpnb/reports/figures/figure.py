@@ -9,9 +9,7 @@ from ddpnb.history.summary import summarise
 from ddpnb.reports import kit
 from ddpnb.reports.figures.axes import (
     Strategy,
-    planned_ends,
     shortened,
-    width_inches,
 )
 from ddpnb.reports.figures.curves import (
     CurvePanel,
@@ -43,6 +41,8 @@ PANEL_HEIGHT, PANELS_GAP = 1.95, 0.78
 """The gap is for the ticks of the panels above and the heads of those below."""
 LABEL_HEIGHT, LEAST_LABEL_WIDTH = 0.225, 0.74
 """For one label at the end of a line."""
+CHARACTER, BOLD = 0.1, 1.12
+"""Of a label, about; and how much wider it is in bold."""
 TICKS_WIDTH = 0.56
 """At the left of each panel, for the numbers on its y axis."""
 ROWS_BOTTOM = 0.86
@@ -86,7 +86,7 @@ def draw(
     sheet = Sheet(title(comparison), height - kit.TOP - kit.FOOT, width=WIDTH)
 
     down = TOP - kit.TOP
-    room = max([LEAST_LABEL_WIDTH, *map(width_inches, texts)])
+    room = max(LEAST_LABEL_WIDTH, CHARACTER * max(map(len, texts), default=0))
     for panels in bands:
         whole = (WIDTH - 2 * MARGIN) / len(panels)
         for index, panel in enumerate(panels):
@@ -94,7 +94,7 @@ def draw(
             right = WIDTH - MARGIN - (index + 1) * whole + 0.3 + room
             draw_curves(sheet.axes(curve_height, down=down, left=left, right=right), panel)
         down += curve_height + PANELS_GAP
-    room = max([LEAST_LABEL_WIDTH, *(width_inches(text, "bold") for text in texts)])
+    room *= BOLD
     for kinds in columns:
         for index, (name, style) in enumerate(names):
             up = height - kit.TOP - down - row_height * (index + 0.5) / num
@@ -123,7 +123,6 @@ def _panels(
 
     By default there are two: losses by samples, and at the end a held-out score by time.
     """
-    ends = dict(zip(ACROSS, planned_ends(comparison), strict=True))
     target = options.target
     rivals = [each for each in begun if not each.summary.is_ceiling]  # that one is there for speed
     loss_panels = [
@@ -131,7 +130,6 @@ def _panels(
             title=f"Training loss by {called}",
             lines=[(each, losses(each.summary.runs, x)) for each in rivals],
             x=x,
-            right=ends[x],
             log=options.log,
             target=target.value if target and not target.is_accuracy else None,
         )
@@ -146,7 +144,6 @@ def _panels(
             title=f"Held-out {y} by {called}",
             lines=[(each, line) for each, line in lines if len(line.y)],
             x=x,
-            right=ends[x],
             log=options.log and y == "loss",
             target=target.value if target and target.is_accuracy and y == "accuracy" else None,
             is_share=y == "accuracy",

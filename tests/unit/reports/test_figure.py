@@ -12,7 +12,6 @@ from ddpnb.history.summary import time_to_target
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluation, Mark
 from ddpnb.protocol.notation import Target
-from ddpnb.reports.figures.axes import planned_ends
 from ddpnb.reports.figures.curves import held_out, losses, spread_out
 from ddpnb.reports.figures.figure import draw
 from ddpnb.reports.formatting import notes, title
@@ -289,21 +288,3 @@ def test_when_an_accuracy_was_reached():
 )
 def test_labels_are_spread_out(wanted: list[float], gap: float, placed: list[float]):
     assert spread_out(wanted, gap) == pytest.approx(placed)
-
-
-def trained(num_steps: int, status: Status = Status.RUNNING) -> Comparison:
-    """Return a run of 200 steps, each of 0.1 s, so many of which it has made."""
-    run = run_of(spec("single"))
-    rows = [step(i, (i + 1) * 0.1, samples=256) for i in range(num_steps)]
-    run.add(batch(run.run_id, rows, header=header(spec("single"), 200)))
-    run.end(status)
-    return compared(run)
-
-
-def test_axes_reach_to_the_end_that_is_foreseen():
-    for num, samples, seconds in ((20, 200, 20), (100, 200, 20), (180, 200, 20), (3, 3, 0.3)):
-        ends = planned_ends(trained(num))
-        assert 256 * samples <= ends[0] <= 1.3 * 256 * samples
-        assert seconds <= ends[1] <= 1.5 * seconds
-    assert planned_ends(trained(50, Status.STOPPED)) == (50 * 256, 5.0)
-    assert planned_ends(compared()) == (0, 0)

@@ -35,7 +35,7 @@ from tests.unit.history.test_summary import compared, repeated
         ),
         (
             {"single": (100, 110, 90), "ddp": (150, 210, 110)},
-            "Cannot tell ddp from single: between 0.87× and 2.64×.",
+            "No difference from single is shown for ddp (0.87× to 2.64×).",
         ),
         (
             {"zero": (1, 1, 1), "ddp": (2, 2, 2)},
@@ -49,8 +49,8 @@ from tests.unit.history.test_summary import compared, repeated
                 "zero": (50.7, 48.7, 45.6),
             },
             "In samples/s, ddp is 1.97× single (1.69 to 2.30 at 95 %); "
-            "no difference of 2 % or more from single is shown for zero; "
-            "cannot tell hogwild from single: between 0.70× and 1.37×.",
+            "no difference from single is shown for zero (1.01× to 1.02×) and hogwild "
+            "(0.70× to 1.37×).",
         ),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
