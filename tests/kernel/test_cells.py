@@ -12,6 +12,19 @@ def test_each_rank_knows_its_place(kernel: Kernel):
     assert cell.by_rank == {0: ["0 0 2 cpu"], 1: ["1 1 2 cpu"]}
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os; _ = os.write(1, b'here\\n')",
+        "import ctypes; c = ctypes.CDLL(None); _ = c.puts(b'here'), c.fflush(None)",
+        "import subprocess; _ = subprocess.run(['echo', 'here'])",
+    ],
+)
+def test_what_is_printed_past_python_at_a_cells_end_is_not_lost(kernel: Kernel, source: str):
+    found = [kernel.run(f"%%ddp\n{source}").by_rank for _ in range(50)]
+    assert found == [both("here")] * 50
+
+
 def test_bars_redraw_in_one_place_and_their_last_state_stays(kernel: Kernel):
     cell = kernel.run(
         "%%ddp\nimport time\nfrom tqdm import tqdm\n"
