@@ -173,6 +173,8 @@ def test_some_ranks_only(kernel: Kernel):
         ("%ddp_status now", "'now'"),
         ("%ddp_push nothing", "variable nothing"),
         ("%ddp_pull 1 +", "SyntaxError"),
+        ("%ddp_export out", "%ddp_export? explains it."),
+        ("%ddp_export nobody x.csv", "There is no run 'nobody'"),
         ("import ddpnb\nddpnb.log(loss=1)", "ddpnb.log works on the ranks"),
     ],
 )
