@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import ddpnb
-from ddpnb.magics.inside import InsideMagics
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.catalogue import STRATEGIES, TASKS
 from ddpnb.protocol.options import Option
@@ -26,15 +25,14 @@ def magics() -> Iterator[str]:
     """Yield the lines of the page of magics: what each does, and its options."""
     yield "# Magics: all options\n"
     yield "As `%magic?` shows them in the notebook. [Magics](../magics.md) has them by task.\n"
-    for owner in (DdpMagics, InsideMagics):
-        for name, function in vars(owner).items():
-            kinds = {"%": "line", "%%": "cell"}
-            names = [f"{mark}{name}" for mark, kind in kinds.items() if name in owner.magics[kind]]
-            if names:
-                yield f"## {' and '.join(names)}\n"
-                parser = getattr(function, "parser", None)
-                yield inspect.cleandoc(parser.description if parser else function.__doc__) + "\n"
-                yield from arguments(parser) if parser else ()
+    for name, function in vars(DdpMagics).items():
+        kinds = {"%": "line", "%%": "cell"}
+        names = [f"{mark}{name}" for mark, kind in kinds.items() if name in DdpMagics.magics[kind]]
+        if names:
+            yield f"## {' and '.join(names)}\n"
+            parser = getattr(function, "parser", None)
+            yield inspect.cleandoc(parser.description if parser else function.__doc__) + "\n"
+            yield from arguments(parser) if parser else ()
 
 
 def arguments(parser: argparse.ArgumentParser) -> Iterator[str]:

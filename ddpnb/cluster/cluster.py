@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Call, Timeouts
 from ddpnb.cluster.link import Exit, Member, Service
@@ -22,7 +22,7 @@ from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
-from ddpnb.protocol.processes import KERNEL_LOCK, RankCommand, hold, working_folder
+from ddpnb.protocol.processes import RankCommand, working_folder
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
@@ -70,8 +70,6 @@ class Cluster:
         self._aborts: dict[int, Future[Any]] = {}
         """The last abort that each rank was sent; done when the rank has carried it out."""
         self._client: EngineClient | None = None
-        self._lock: TextIO = hold(folder / KERNEL_LOCK)
-        """Held for as long as this kernel needs the folder."""
         self._interrupts: list[Future[Any]] = []
         """Interrupts that may be on their way to the ranks."""
 
@@ -96,7 +94,7 @@ class Cluster:
         try:
             cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
         except BaseException:
-            cluster._remove_folder()
+            shutil.rmtree(cluster.folder, ignore_errors=True)
             raise
         try:
             cluster._start_ranks(progress)
@@ -216,9 +214,10 @@ class Cluster:
     def abort(self, ranks: Sequence[int]) -> None:
         """Free ranks from the collectives they wait in, which ends the process group."""
         self._is_aborted = True
-        self.processes.list_connections()
         for rank in set(ranks) & set(self.living):
-            self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT)
+            neighbours = self.placement.ranks_of(self.placement.host_of[rank])
+            peers = [self.states[each].pid for each in neighbours if each != rank]
+            self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT, peers)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
         """Form a new process group if the old one was aborted, or is of another kind.
@@ -311,7 +310,7 @@ class Cluster:
         try:
             self.processes.stop()
         finally:
-            self._remove_folder()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def client(self) -> "EngineClient":
@@ -343,8 +342,8 @@ class Cluster:
 
     def raise_if_dead(self) -> None:
         """Raise a RuntimeError, with the end of the log, if a process ended while starting."""
-        ready = self.processes.server.link.ready
-        if ready.done() and (cause := ready.exception()):
+        prepared = self.processes.server.prepared
+        if prepared.done() and (cause := prepared.exception()):
             raise RuntimeError(f"The ranks could not be prepared: {cause}")
         if exits := list(self.exits.values()):
             member = exits[0].member
@@ -359,13 +358,9 @@ class Cluster:
         for rank in range(num_ranks):
             self.start_rank(rank, generation=self.generation)
         self._client = client = EngineClient(self.profile, self.raise_if_dead)
-        self.processes.server.link.ready.result(START_TIMEOUT_SECONDS)
+        self.processes.server.prepared.result(START_TIMEOUT_SECONDS)
         progress(f"{num_ranks} ranks form a process group")
         self.states = tuple(client.wait_for(num_ranks, self.raise_if_dead))
-
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.close()
 
     def _begin_generation(self) -> None:
         """Number a new process group, unusable until all ranks have joined it.

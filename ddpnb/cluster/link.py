@@ -68,8 +68,6 @@ class ForkServerLink:
         Its thread calls ``on_exit`` when a process has ended, and ``on_end`` when the fork server
         has, without being asked to.
         """
-        self.ready: Future[list[str]] = Future()
-        """Resolves to the names of the GPUs once ranks can be started."""
         self.is_over = threading.Event()
         """Set once the fork server has ended."""
         self._pipe = pipe
@@ -137,8 +135,6 @@ class ForkServerLink:
             unanswered, self._answers = self._answers, {}
         self._pipe.close()
         self._socket.close()
-        if not self.ready.done():
-            self.ready.set_exception(RuntimeError("the fork server ended before it was ready"))
         if not self._is_stopping:
             self._on_end()
         for answer in unanswered.values():
@@ -146,10 +142,6 @@ class ForkServerLink:
 
     def _handle(self, event: Event) -> None:
         match event.pop("event"):
-            case ForkServerEvent.READY:
-                self.ready.set_result(event["gpus"])
-            case ForkServerEvent.FAILED:
-                self.ready.set_exception(RuntimeError(event["cause"]))
             case ForkServerEvent.ANSWER:
                 if (answer := self._answers.pop(event["id"], None)) is not None:
                     if failure := event.get("failure"):

@@ -75,7 +75,7 @@ class ForkServer:
             preload: modules that the fork server imports, with those that the user names.
         """
         pipe, theirs = Pipe()
-        words = [str(theirs.fileno()), str(folder), "ranks" * has_ranks, *controller_arguments]
+        words = [str(theirs.fileno()), str(folder), *controller_arguments]
         self._on_exit = on_exit
         self._server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.launcher.forkserver", *words],
@@ -87,6 +87,12 @@ class ForkServer:
         theirs.close()
         self.pid = self._server.pid
         self.link = ForkServerLink(pipe, on_exit=on_exit, on_end=self._note_end)
+        self.prepared: Future[list[str]] = Future()
+        """Resolves to the names of the GPUs once ranks can be started."""
+        if has_ranks:
+            self.prepared = self.link.request(KernelRequest.PREPARE)
+        else:
+            self.prepared.set_result([])
 
     def stop(self) -> None:
         """End it and its children, and wait for it; may be called twice."""
@@ -150,11 +156,6 @@ class Processes(abc.ABC):
         fields = {"rank": rank, "command": command, "arguments": arguments}
         return self._link_of(rank).request(KernelRequest.FORWARD, **fields)
 
-    def list_connections(self) -> None:
-        """Have it listed which ranks are connected, before some of them are freed."""
-        for link in self.links:
-            link.request(KernelRequest.LIST_CONNECTIONS)
-
     def signal(self, ranks: list[int], number: int) -> "list[Future[Any]]":
         """Send a signal to those of the ranks that are alive; what is returned is done then."""
         fields = {"ranks": ranks, "number": number}
@@ -202,7 +203,7 @@ class LocalProcesses(Processes):
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Place the ranks, once the GPUs are known if they may be used."""
         progress("importing torch")
-        gpus = [] if self._planned else self.server.link.ready.result(START_TIMEOUT_SECONDS)
+        gpus = [] if self._planned else self.server.prepared.result(START_TIMEOUT_SECONDS)
         self.placement = self._planned or self._place(len(gpus))
         return self.placement
 

@@ -67,10 +67,6 @@ class RankTotals:
         return own / max(self.num_steps, 1)
 
 
-def _no_counts() -> NDArray[np.int64]:
-    return np.empty(0, dtype=np.int64)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSnapshot:
     """A run at one moment: plots, tables and the store read it.
@@ -94,7 +90,7 @@ class RunSnapshot:
     """Why it failed or stopped, in one clause."""
     num_bad: int = 0
     """Losses that are NaN or infinite."""
-    staleness: NDArray[np.int64] = field(default_factory=_no_counts)
+    staleness: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """How many updates had staleness 0, 1, 2 ..."""
     curve: Curve = field(default_factory=Curve)
     """The loss."""

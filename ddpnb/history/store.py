@@ -136,7 +136,7 @@ class Store:
             json.dumps(dict(comparison.environment)),
         )
         with self._write() as connection:
-            taken = _names(connection)
+            taken = {each for (each,) in connection.execute("SELECT name FROM comparisons")}
             name = wanted_name or query.numbered(comparison.name, taken)
             if name in taken:
                 earlier = (query.numbered(name, taken), name)
@@ -319,10 +319,6 @@ def runs_folder(start: Path | None = None) -> Path:
 def _is_project(folder: Path) -> bool:
     is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
     return is_marked and (folder / "data").is_dir()
-
-
-def _names(connection: sqlite3.Connection) -> set[str]:
-    return {name for (name,) in connection.execute("SELECT name FROM comparisons")}
 
 
 def _stored_run(row: sqlite3.Row) -> StoredRun:

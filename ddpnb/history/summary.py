@@ -51,6 +51,10 @@ class StrategySummary:
 
     name: str
     comparison: str
+    label: str
+    """Its name, with that of its comparison where there are several; says if it is emulated."""
+    runs: tuple[RunSnapshot, ...]
+    """All its repeats."""
     num_runs: int
     """Repeats that finished; as long as none has, all that began."""
     num_workers: int
@@ -74,15 +78,10 @@ class StrategySummary:
     share_of_ceiling: float
     """What communication leaves: samples/s over ``ceiling``."""
     split: StepSplit
-    final_loss: Spread
-    held_out_loss: Spread
-    held_out_accuracy: Spread
+    scores: Mapping[str, Spread]
+    """What was measured of the models, by the titles of columns; see ``_scores``."""
     num_held_out: int
     """Held-out samples that the model was evaluated on; 0 if not known."""
-    held_out_metrics: Mapping[str, Spread]
-    """What the cell's own functions measured, by name."""
-    last_metrics: Mapping[str, Spread]
-    """Where the curve of each further number ends that the steps measured."""
     bytes_received: float
     """What one worker received in one step; NaN if nothing."""
     staleness_median: float
@@ -107,8 +106,6 @@ class StrategySummary:
     """Whether it was added as the ceiling, for its speed alone."""
     is_emulated: bool
     """Whether it is emulated, so that its speed says nothing about the real strategy's."""
-    has_even_shares: bool
-    """Whether all workers train on equally many samples, as those of ``no-comm`` do."""
     is_short: bool
     """Whether a run was over before its speed could be measured."""
     notes: tuple[str, ...]
@@ -137,8 +134,11 @@ def summarise(comparison: Comparison, target: Target | None = None) -> tuple[Str
         for key in linked
         if not any(run.is_running for run in _counted(groups[key]))
     }
+    several = len({comparison for comparison, _ in groups}) > 1
     return tuple(
-        _summary(key, runs, rates[key], levels[key], settled if key in linked else {}, target)
+        _summary(
+            key, runs, rates[key], levels[key], settled if key in linked else {}, target, several
+        )
         for key, runs in groups.items()
     )
 
@@ -264,9 +264,12 @@ def _summary(
     level: float,
     settled: Mapping[StrategyKey, float],
     target: Target | None,
+    is_one_of_several: bool,
 ) -> StrategySummary:
     comparison, name = key
     counted = _counted(runs)
+    is_emulated = any(run.header is not None and run.header.is_emulated for run in runs)
+    label = f"{comparison}/{name}" if is_one_of_several and comparison not in ("", name) else name
     stale = staleness_counts(counted)
     median = float(np.median(np.repeat(np.arange(len(stale)), stale))) if stale.any() else math.nan
     reached = [] if target is None else _reached(counted, target)
@@ -276,16 +279,13 @@ def _summary(
     reports = [report for run in counted for report in run.reports]
     num_steps = sum(report.num_steps for report in reports)
     received = sum(report.num_bytes_received for report in reports)
-    ends = [
-        {name: end_of(curve_of(run.events, run.header, field)) for name, field in metrics.items()}
-        for run in counted
-        for metrics in [metrics_of(run.events)]
-    ]
     headers = [run.header for run in counted if run.header is not None]
     is_computed = any(run.spec is not None and run.spec.is_emulated for run in counted)
     return StrategySummary(
         name=name,
         comparison=comparison,
+        label=f"{label} (emulated)" if is_emulated else label,
+        runs=tuple(runs),
         num_runs=len(counted),
         num_workers=max(map(_num_workers, counted), default=0),
         status=counted[-1].status,
@@ -299,12 +299,8 @@ def _summary(
         machine=math.nan if name == BASELINE else ceiling / ideal,
         share_of_ceiling=math.nan if name == BASELINE else level / ceiling,
         split=step_split(counted),
-        final_loss=spread([run.reported("final_loss") for run in counted]),
-        held_out_loss=spread([run.reported("held_out_loss") for run in counted]),
-        held_out_accuracy=spread([run.reported("held_out_accuracy") for run in counted]),
+        scores=_spreads([_scores(run) for run in counted]),
         num_held_out=max((report.num_held_out for report in reports), default=0),
-        held_out_metrics=_spreads([reported_metrics(run) for run in counted]),
-        last_metrics=_spreads(ends),
         bytes_received=received / num_steps if received else math.nan,
         staleness_median=median,
         staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
@@ -317,8 +313,7 @@ def _summary(
         sees_exposed=all(header.sees_exposed for header in headers),
         is_computed=is_computed,
         is_ceiling=any(run.is_ceiling for run in counted),
-        is_emulated=is_emulated(runs),
-        has_even_shares=all(header.synchronous for header in headers),
+        is_emulated=is_emulated,
         is_short=not is_computed
         and any(
             run.status is Status.FINISHED and run.spec and 0 < run.seconds < SHORT_SECONDS
@@ -326,6 +321,21 @@ def _summary(
         ),
         notes=notes_of(runs, counted, median),
     )
+
+
+def _scores(run: RunSnapshot) -> dict[str, float]:
+    """Return what the evaluations say, and where the curve of each further number ends."""
+    lasts = {
+        f"last {name}": end_of(curve_of(run.events, run.header, field))
+        for name, field in metrics_of(run.events).items()
+    }
+    return {
+        "final loss": run.reported("final_loss"),
+        "held-out loss": run.reported("held_out_loss"),
+        "held-out accuracy": run.reported("held_out_accuracy"),
+        **{f"held-out {name}": value for name, value in reported_metrics(run).items()},
+        **lasts,
+    }
 
 
 def _reached(runs: Sequence[RunSnapshot], target: Target) -> list[tuple[float, float]]:
@@ -349,11 +359,6 @@ def _over_repeats(middle: float, values: Sequence[float]) -> Spread:
 def _spreads(found: Sequence[Mapping[str, float]]) -> Mapping[str, Spread]:
     names = dict.fromkeys(name for each in found for name in each)
     return {name: spread([each.get(name, math.nan) for each in found]) for name in names}
-
-
-def is_emulated(runs: Sequence[RunSnapshot]) -> bool:
-    """Return whether the strategy itself is emulated where these runs were trained."""
-    return any(run.header is not None and run.header.is_emulated for run in runs)
 
 
 def _num_workers(run: RunSnapshot) -> int:

@@ -160,12 +160,16 @@ class HostProcesses(Processes):
             self._on_exit(Exit(member=rank, code=None, cause=cause))
 
     def _ask(
-        self, hosts: Sequence[RemoteHost], operation: KernelRequest, **fields: object
+        self,
+        hosts: Sequence[RemoteHost],
+        operation: KernelRequest,
+        seconds: float = ANSWER_SECONDS,
+        /,
+        **fields: object,
     ) -> list[Any]:
         """Have agents carry out a request, all at once; return the answer of each."""
         asked = [host.link.request(operation, **fields) for host in hosts]
-        pairs = zip(hosts, asked, strict=True)
-        return [self._result(host, answer, ANSWER_SECONDS) for host, answer in pairs]
+        return [self._result(*pair, seconds) for pair in zip(hosts, asked, strict=True)]
 
     def _result(self, host: RemoteHost, answer: "Future[Any]", seconds: float) -> Any:
         """Wait for an answer; a UserError says why there is none."""
@@ -197,10 +201,9 @@ class HostProcesses(Processes):
         path = self._folder / "profile/security/ipcontroller-engine.json"
         wait_for_file(path, START_TIMEOUT_SECONDS, self._require_controller)
         fields = {"environment": self._environment, "connection": json.loads(path.read_text())}
-        for host in hosts:
-            host.link.request(KernelRequest.PREPARE, **fields)
-        for host in hosts:
-            self._result(host, host.link.ready, PREPARE_SECONDS)
+        found = self._ask(hosts, KernelRequest.PREPARE, PREPARE_SECONDS, **fields)
+        for host, gpus in zip(hosts, found, strict=True):
+            host.report["num_gpus"] = len(gpus)
 
     def _check_links(self) -> None:
         """Raise a UserError unless each host reaches each other one."""
@@ -223,6 +226,6 @@ class HostProcesses(Processes):
 
 def _described(host: RemoteHost) -> Host:
     """Return what the placement of ranks needs to know."""
-    known = {name: host.report[name] for name in ("address", "interface", "num_cores")}
-    num_gpus = len(host.link.ready.result())
-    return Host(name=host.name, num_gpus=num_gpus, size=host.size, **known)
+    names = ("address", "interface", "num_cores", "num_gpus")
+    known = {name: host.report[name] for name in names}
+    return Host(name=host.name, size=host.size, **known)

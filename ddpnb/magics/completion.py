@@ -49,10 +49,10 @@ class RankNames:
 
     Args:
         shell: the notebook's IPython.
-        magics: what has the magics.
+        magics: has the magics as methods.
     """
 
-    def __init__(self, shell: InteractiveShell, magics: Sequence[object]) -> None:
+    def __init__(self, shell: InteractiveShell, magics: object) -> None:
         self._shell = shell
         self._magics = magics
         self._kernel: Any = getattr(shell, "kernel", None)
@@ -143,7 +143,7 @@ class Place(NamedTuple):
 
 
 def following(
-    magics: Sequence[object], words: list[str], namespace: dict[str, object], prefix: str
+    magics: object, words: list[str], namespace: dict[str, object], prefix: str
 ) -> Iterator[SimpleCompletion]:
     """Yield what may follow in a line, names before options; nothing in lines of other magics.
 
@@ -155,7 +155,7 @@ def following(
         return
     if name == "ddp_run" and any(word.endswith(".py") for word in words):
         return  # the script's own arguments
-    magic = next((getattr(each, name) for each in magics if hasattr(each, name)), None)
+    magic = getattr(magics, name, None)
     found: Offered | None = ("", ())
     with contextlib.suppress(UserError):  # the store cannot be read, or has no such run
         found = values(words, prefix)

@@ -21,7 +21,6 @@ from itertools import accumulate
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import psutil
 
 from ddpnb.compat.cloudpickle_internals import Namespace, use_namespace
@@ -86,10 +85,8 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
             use_namespace(self, vars(sys.modules["__main__"]), Namespace(main_namespace))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Take the memory of arrays and tensors as it lies, and refuse open files."""
+        """Take the memory of tensors as it lies, and refuse open files."""
         kind = type(obj)
-        if kind is np.ndarray:
-            return reduce_array(obj)
         torch = sys.modules.get("torch")  # the kernel need not have it
         if torch is not None and isinstance(obj, torch.Tensor):
             return reduce_tensor(obj, torch, stays=self._for_ranks)
@@ -120,15 +117,6 @@ _namespace: ContextVar[dict[str, Any] | None] = ContextVar("namespace", default=
 def own_class(name: str) -> Any:
     """Return the class of ``__main__`` with a name."""
     return vars(sys.modules["__main__"])[name]
-
-
-def reduce_array(array: "np.ndarray[Any, Any]") -> Any:
-    """Reduce an array as numpy does, after copying one that would not arrive whole or writable."""
-    flags = array.flags
-    if array.dtype.hasobject or (flags.writeable and flags.forc):
-        return NotImplemented
-    whole = array.copy("F") if flags.fnc else array.copy("C")
-    return whole.__reduce_ex__(5)
 
 
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:

@@ -9,7 +9,6 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import zip_longest
 from typing import Any, final
 
@@ -124,9 +123,4 @@ def without_widget(data: Content) -> Content:
 
 def label_of(ranks: Iterable[int]) -> str:
     """Return e.g. ``"[0-3]"``."""
-    return _label(tuple(ranks))
-
-
-@cache
-def _label(ranks: tuple[int, ...]) -> str:
-    return f"[{format_ranks(ranks)}]"  # most lines of a cell have the same ranks
+    return f"[{format_ranks(tuple(ranks))}]"

@@ -1,7 +1,7 @@
 """The findings of a comparison as a table with one row per strategy (kernel)."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -9,11 +9,10 @@ from typing import NamedTuple
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import Spread, StrategySummary, summarise
-from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.protocol.catalogue import CEILING
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import (
     NOTHING,
-    labels,
     learning_rates,
     listed,
     notes,
@@ -38,12 +37,12 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
         target: a column shows when it was reached.  None: no such column.
     """
     summaries = summarise(comparison, target)
-    names, look, rates = labels(comparison), styles(comparison), learning_rates(comparison)
+    look, rates = styles(comparison, summaries), learning_rates(comparison)
 
     def head_of(summary: StrategySummary) -> Cell:
         style, state = look[summary.key], _state(summary)
-        text, is_hollow = names[summary.key], style.is_hollow
-        return Cell(text=text, quiet=state, dot=style.colour, is_hollow=is_hollow)
+        hollow = style.is_hollow
+        return Cell(text=summary.label, quiet=state, dot=style.colour, is_hollow=hollow)
 
     quantities = {
         "strategy": Quantity("how the ranks share the work; docs/strategies.md", head_of),
@@ -68,35 +67,25 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
 def _is_redundant(name: str, cells: Sequence[Cell], summaries: Sequence[StrategySummary]) -> bool:
     """Return whether a column says nothing that others or the title do not."""
     match name:
-        case "held-out loss" if any(math.isfinite(s.held_out_accuracy.middle) for s in summaries):
+        case "held-out loss" if any(math.isfinite(accuracy_of(s)) for s in summaries):
             return True  # still in to_frame()
-        case "workers":
-            return len({s.num_workers for s in summaries if s.name != BASELINE} - {0}) < 2
         case "memory per rank" if len({cell.text for cell in cells}) == 1:
             return True
     return all(cell.text == NOTHING for cell in cells)
 
 
 def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) -> tuple[str, ...]:
-    has_range = any(math.isfinite(s.samples_per_second.low) for s in summaries)
-    found = ["samples/s: geometric mean and range over the repeats"] * has_range
-    if "efficiency" in shown and any(math.isfinite(s.machine) for s in summaries):
-        found.append("efficiency = machine (no-comm / ideal) × communication (strategy / no-comm)")
-    alike = [s for s in summaries if s.num_workers > 1 and s.has_even_shares and not s.is_emulated]
-    if quicker := [s.name for s in alike if _outran_ceiling(s)]:
-        remedy = "more repeats even out" if has_range else "--repeats 3 evens out"
+    found = []
+    rivals = [s for s in summaries if s.num_workers > 1 and not s.is_emulated]
+    if quicker := [s.name for s in rivals if _outran_ceiling(s)]:
         found.append(
             f"no-comm was measured slower than {listed(quicker)}, so its efficiency is not split: "
-            f"the machine may have been busier then, which {remedy}"
+            "the machine was busier then, which --repeats evens out, or no rank waits for slow ones"
         )
     if any(s.is_emulated for s in summaries):
         found.append(
             "in brackets: emulated on CPU threads, which says little about the real one's speed"
         )
-    for name in _own_metrics(summaries):
-        judged = [s for s in summaries if name in s.held_out_metrics]
-        if unknown := [s.name for s in judged if math.isnan(s.held_out_metrics[name].middle)]:
-            found.append(f"held-out {name} is NaN for {listed(unknown)}")
     if "memory per rank" in shown:
         is_known = any(s.memory.activations for s in summaries)
         is_published = not is_known and any(s.is_computed for s in summaries)
@@ -175,17 +164,21 @@ def _reached(summary: StrategySummary) -> Cell:
     return Cell(text=f"{number(seconds)} s", quiet=quiet)
 
 
-def _own(kind: str, name: str, summary: StrategySummary) -> Cell:
-    return _of(getattr(summary, kind).get(name, Spread()))
+def _score(name: str, summary: StrategySummary) -> Cell:
+    found = summary.scores.get(name, Spread())
+    if name in summary.scores and name not in SCORES and math.isnan(found.middle):
+        return Cell(text="NaN")  # the cell's own metric returned it
+    return _of(found, partial(percent, decimals=1) if name == "held-out accuracy" else number)
+
+
+def accuracy_of(summary: StrategySummary) -> float:
+    """Return the median held-out accuracy; NaN if not known."""
+    return summary.scores.get("held-out accuracy", Spread()).middle
 
 
 def _speed_up(summary: StrategySummary) -> Cell:
     is_known = math.isfinite(summary.speed_up)
     return _judged(summary, f"{summary.speed_up:.2f}×" if is_known else NOTHING)
-
-
-def _accuracy(summary: StrategySummary) -> Cell:
-    return _of(summary.held_out_accuracy, lambda share: percent(share, 1))
 
 
 def _staleness(summary: StrategySummary) -> Cell:
@@ -207,48 +200,45 @@ class Quantity(NamedTuple):
 
 
 QUANTITIES: Mapping[str, Quantity] = {
-    "workers": Quantity("ranks that train", lambda s: Cell(text=str(s.num_workers or NOTHING))),
     "samples/s": Quantity(
-        "samples of all ranks / seconds of the slowest rank, warm-up left out", _speed
+        "samples of all ranks / seconds of the slowest rank, warm-up left out; of repeats the "
+        "geometric mean, and the range",
+        _speed,
     ),
     "speed-up": Quantity(
         "samples/s over those of single, the same training on one device", _speed_up
     ),
     "efficiency": Quantity(
-        "speed-up / number of devices. Below it: machine × communication", _efficiency
+        "speed-up / number of devices. Below it: machine (no-comm / ideal) × communication "
+        "(strategy / no-comm)",
+        _efficiency,
     ),
     "exposed": Quantity("share of a step in which a rank exchanges tensors or waits", _exposed),
     "sent per step": Quantity("by one worker", lambda s: Cell(text=size(s.split.num_bytes_sent))),
-    "final loss": Quantity(
-        "training loss at the end of the strong line", lambda s: _of(s.final_loss)
-    ),
-    "held-out loss": Quantity(
-        "mean loss on samples not trained on", lambda s: _of(s.held_out_loss)
-    ),
-    "held-out accuracy": Quantity("share of samples not trained on, classified right", _accuracy),
     "staleness": Quantity("updates by others between reading parameters and updating", _staleness),
     "samples lost": Quantity("handed out to a rank that died", _lost),
     "memory per rank": Quantity("bytes of the rank that holds most", _memory),
 }
 
 
+SCORES = {
+    "final loss": "training loss at the end of the strong line",
+    "held-out loss": "mean loss on samples not trained on",
+    "held-out accuracy": "share of samples not trained on, classified right",
+}
+"""What is measured of every model; a cell may measure more."""
+
+
 def quantities_of(
     summaries: Sequence[StrategySummary], target: Target | None = None
 ) -> Mapping[str, Quantity]:
     """Return all columns after the first, with those of a target and of the cell's own metrics."""
-    found = {name: QUANTITIES[name] for name in ("workers", "samples/s")}
+    found = {"samples/s": QUANTITIES["samples/s"]}
     if target is not None:
         about = f"training time and samples until {target.text} was first reached"
         found[f"to {target.text}"] = Quantity(about, _reached)
     found |= QUANTITIES
-    for own in _own_metrics(summaries):
-        about = "what the cell's own metric measured on held-out samples"
-        found[f"held-out {own}"] = Quantity(about, partial(_own, "held_out_metrics", own))
-    for own in dict.fromkeys(own for s in summaries for own in s.last_metrics):
-        found[f"last {own}"] = Quantity("where its curve ends", partial(_own, "last_metrics", own))
+    for name in dict.fromkeys(name for summary in summaries for name in summary.scores):
+        own = "where its curve ends" if name.startswith("last ") else "the cell's own metric"
+        found[name] = Quantity(SCORES.get(name, own), partial(_score, name))
     return found
-
-
-def _own_metrics(summaries: Sequence[StrategySummary]) -> Iterable[str]:
-    """Return the names of what the cell's own functions measure on held-out samples."""
-    return dict.fromkeys(name for summary in summaries for name in summary.held_out_metrics)

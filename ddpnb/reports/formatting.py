@@ -11,7 +11,6 @@ from ddpnb.history.summary import (
     StrategyKey,
     StrategySummary,
     group_runs,
-    is_emulated,
 )
 from ddpnb.history.tuning import has_diverged, tried
 from ddpnb.protocol.catalogue import CELL_TASK
@@ -100,28 +99,18 @@ def counted(num: int, noun: str) -> str:
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
-def labels(comparison: Comparison) -> dict[StrategyKey, str]:
-    """Return the label of each strategy, which says so if it is emulated."""
-    groups = group_runs(comparison.runs)
-    several = len({key[0] for key in groups}) > 1
-    return {
-        key: (f"{key[0]}/{key[1]}" if several and key[0] not in ("", key[1]) else key[1])
-        + (" (emulated)" if is_emulated(runs) else "")
-        for key, runs in groups.items()
-    }
-
-
-def styles(comparison: Comparison) -> dict[StrategyKey, Style]:
+def styles(
+    comparison: Comparison, summaries: Sequence[StrategySummary]
+) -> dict[StrategyKey, Style]:
     """Return the style of each strategy; where there are several comparisons, in darker shades.
 
     The marks of an emulated one are hollow, as those of a variant are.
     """
-    groups = group_runs(comparison.runs)
-    several = list(dict.fromkeys(name for name, _ in groups))
+    several = list(dict.fromkeys(each.comparison for each in summaries))
     made = {}
-    for (name, strategy), runs in groups.items():
-        style = style_of(strategy, comparison.strategies, several.index(name))
-        made[name, strategy] = replace(style, is_hollow=True) if is_emulated(runs) else style
+    for each in summaries:
+        style = style_of(each.name, comparison.strategies, several.index(each.comparison))
+        made[each.key] = replace(style, is_hollow=style.is_hollow or each.is_emulated)
     return made
 
 
@@ -159,11 +148,10 @@ def emulated_devices(comparison: Comparison) -> str:
 
 def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tuple[str, ...]:
     """Return the notes that a plot needs: emulations, failures, different settings."""
-    named = labels(comparison)
     strategies: dict[str, list[str]] = {}
     for summary in summaries:
         for note in summary.notes:
-            strategies.setdefault(note, []).append(named[summary.comparison, summary.name])
+            strategies.setdefault(note, []).append(summary.label)
     is_alone = len(summaries) == 1
     specs = [run.spec for run in comparison.runs if run.spec]
     differing = [*differences(specs), *(key for key in MACHINE if key in comparison.differing)]
@@ -173,9 +161,9 @@ def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tup
         for note, names in strategies.items()
     ]
     if groups := tried(comparison.all_runs):
-        each = [f"{named[key]} {', '.join(map(_at_rate, runs))}" for key, runs in groups.items()]
+        each = [f"{name} {', '.join(map(_at_rate, runs))}" for (_, name), runs in groups.items()]
         found.append(f"held-out loss by lr: {'; '.join(each)}")
-    if short_ones := [named[s.comparison, s.name] for s in summaries if s.is_short]:
+    if short_ones := [s.label for s in summaries if s.is_short]:
         which = "the runs" if len(short_ones) == len(summaries) else listed(short_ones)
         found.append(
             f"{which} took less than {SHORT_SECONDS:g} s, which is too short to time: "

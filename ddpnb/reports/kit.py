@@ -96,7 +96,7 @@ class Sheet:
         self.height = TOP + height + NOTE_HEIGHT * len(lines) + FOOT
         self.figure = Figure(figsize=(width, self.height), dpi=DPI, facecolor="none")
         FigureCanvasAgg(self.figure)
-        add_paper(self.figure)
+        _add_paper(self.figure)
         self.text(0.38, title, fontsize=TITLE_POINTS, color=INK, weight="bold")
         for number, line in enumerate(lines):
             y = TOP + height + NOTE_HEIGHT * (number + 0.5)
@@ -123,7 +123,7 @@ class Sheet:
         )
 
 
-def add_paper(figure: "Figure") -> None:
+def _add_paper(figure: "Figure") -> None:
     """Lay a white paper with round corners under a figure: it suits light and dark notebooks."""
     from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415  0.3 s
 

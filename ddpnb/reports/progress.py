@@ -9,7 +9,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.curve import end_of
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import samples_per_second
-from ddpnb.reports.formatting import duration, labels, number, percent
+from ddpnb.reports.formatting import duration, number, percent
 from ddpnb.reports.style import style_of
 from ddpnb.reports.table import QUIET, dot
 
@@ -85,7 +85,7 @@ def _share(run: RunSnapshot) -> float:
 
 def _what(run: RunSnapshot, comparison: Comparison) -> str:
     num = max((s.repeat + 1 for s in comparison.specs if s.strategy == run.name), default=1)
-    label = labels(comparison)[run.comparison, run.name]
+    label = run.name + " (emulated)" * bool(run.header and run.header.is_emulated)
     label += f" at lr {run.spec.learning_rate:g}" if run.spec and run.spec.rates else ""
     return f"{label}, repeat {run.repeat + 1} of {num}" if num > 1 else label
 

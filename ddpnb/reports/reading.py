@@ -9,7 +9,7 @@ from ddpnb.reports.table import QUIET, Table
 NUM_COLUMNS = 5
 SCORES = ("held-out accuracy", "held-out loss", "final loss")
 """Of these columns the first that there is stands among the five."""
-ORDER = ("lr", "samples/s", "speed-up", "efficiency", "exposed", "workers")
+ORDER = ("lr", "samples/s", "speed-up", "efficiency", "exposed")
 """What else does, after the target, the score and the cell's own scores, while there is room."""
 
 FIGURE = (

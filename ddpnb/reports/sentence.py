@@ -4,7 +4,7 @@ What it claims of speeds is in ``history.claims``; it claims nothing of accuraci
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from ddpnb.history.claims import (
@@ -17,22 +17,18 @@ from ddpnb.history.claims import (
 )
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
-from ddpnb.history.summary import StrategyKey, StrategySummary, summarise
+from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.notation import Target
-from ddpnb.reports.findings import quantities_of
+from ddpnb.reports.findings import accuracy_of, quantities_of
 from ddpnb.reports.formatting import (
     NOTHING,
     emulated_devices,
-    labels,
     listed,
     number,
     percent,
 )
 
 ENDED = {Status.FAILED: "failed", Status.STOPPED: "was stopped"}
-
-Names = Mapping[StrategyKey, str]
-"""What each strategy is called."""
 
 
 def sentence(comparison: Comparison, target: Target | None = None) -> str:
@@ -43,42 +39,38 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
         target: the sentence says when it was reached.  None: there is none.
     """
     summaries = summarise(comparison, target)
-    called = labels(comparison)
     done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
     parts = [
-        *(f"{called[s.key]}'s loss became NaN or infinite" for s in summaries if s.num_diverged),
-        *(f"{called[s.key]} {ENDED[s.status]}" for s in summaries if s.status in ENDED),
-        _speeds(done, called),
-        "" if target is None else _reached(done, called, target),
-        *_scores(done, called),
-        *(
-            f"{called[s.key]} says nothing about the speed of the real one"
-            for s in done
-            if s.is_emulated
-        ),
+        *(f"{s.label}'s loss became NaN or infinite" for s in summaries if s.num_diverged),
+        *(f"{s.label} {ENDED[s.status]}" for s in summaries if s.status in ENDED),
+        _speeds(done),
+        "" if target is None else _reached(done, target),
+        *_scores(done),
+        *(f"{s.label} says nothing about the speed of the real one" for s in done if s.is_emulated),
     ]
-    text = "; ".join(part for part in parts if part) or _alone(done, called)
+    text = "; ".join(part for part in parts if part) or _alone(done)
     if not text:
         return "Nothing has finished yet."
     if devices := emulated_devices(comparison):
         text += f"; all of it on {devices}"
-    is_name = text.startswith(tuple(called.values()))  # names keep their lower case
+    is_name = text.startswith(tuple(s.label for s in summaries))  # names keep their lower case
     return f"{text if is_name else text[0].upper() + text[1:]}."
 
 
-def _alone(done: Sequence[StrategySummary], called: Names) -> str:
+def _alone(done: Sequence[StrategySummary]) -> str:
     """Return the speeds of runs that cannot be compared with any other."""
-    rates = [(called[s.key], s.samples_per_second.middle) for s in done]
+    rates = [(s.label, s.samples_per_second.middle) for s in done]
     return listed([f"{name} ran at {number(r)} samples/s" for name, r in rates if math.isfinite(r)])
 
 
-def _speeds(done: Sequence[StrategySummary], called: Names) -> str:
+def _speeds(done: Sequence[StrategySummary]) -> str:
     """Return each speed over that of the reference: what is shown, what is not, what is open."""
     if (ratios := ratios_of(done)) is None:
         return ""
     reference, speeds = ratios
-    base = called[reference.key]
-    found = [(called[key], r) for key, r in speeds.items() if r.num_repeats]
+    base = reference.label
+    found = [(s.label, speeds[s.key]) for s in done if s.key in speeds]
+    found = [(name, r) for name, r in found if r.num_repeats]
     found.sort(key=lambda each: each[1].middle, reverse=True)
     few = [(name, r) for name, r in found if not r.has_interval]
     claims = [(name, r) for name, r in found if r.is_claim]
@@ -130,35 +122,35 @@ def _span(ratio: Ratio) -> str:
     return f" (its tenths: {ends})" if ratio.excludes_one else f" (its tenths vary more: {ends})"
 
 
-def _reached(done: Sequence[StrategySummary], called: Names, target: Target) -> str:
+def _reached(done: Sequence[StrategySummary], target: Target) -> str:
     """Return when each reached the target, and which did not."""
     reached = sorted(
         (s for s in done if math.isfinite(s.seconds_to_target.middle) and not s.is_emulated),
         key=lambda s: s.seconds_to_target.middle,
     )
-    never = [called[s.key] for s in done if s.num_missed_target == s.num_runs]
+    never = [s.label for s in done if s.num_missed_target == s.num_runs]
     goal = target.text if target.is_accuracy else f"a training loss of {target.value:g}"
     parts = []
     if reached:
-        times = [f"{number(s.seconds_to_target.middle)} s by {called[s.key]}" for s in reached]
+        times = [f"{number(s.seconds_to_target.middle)} s by {s.label}" for s in reached]
         parts.append(f"{goal} was reached after {listed(times)}")
     if never:
         parts.append(f"{listed(never)} never reached {goal}")
     parts += [
-        f"{called[s.key]} did not reach it in {s.num_missed_target} of {s.num_runs} repeats"
+        f"{s.label} did not reach it in {s.num_missed_target} of {s.num_runs} repeats"
         for s in done
         if 0 < s.num_missed_target < s.num_runs
     ]
     return "; ".join(parts)
 
 
-def _scores(done: Sequence[StrategySummary], called: Names) -> Iterator[str]:
+def _scores(done: Sequence[StrategySummary]) -> Iterator[str]:
     """Yield each held-out score side by side, without a claim about which is better."""
     for name, quantity in quantities_of(done).items():
         if name.startswith("held-out ") and name != "held-out loss":
             by_score: dict[str, list[str]] = {}
             for each in done:
-                by_score.setdefault(quantity.cell_of(each).text, []).append(called[each.key])
+                by_score.setdefault(quantity.cell_of(each).text, []).append(each.label)
             by_score.pop(NOTHING, None)
             scores = [f"{score} for {listed(names)}" for score, names in by_score.items()]
             if scores:
@@ -169,7 +161,7 @@ def _scores(done: Sequence[StrategySummary], called: Names) -> Iterator[str]:
 
 def _error(done: Sequence[StrategySummary]) -> str:
     """Return what accuracies on so many samples show, if their number is known."""
-    shares = [s.held_out_accuracy.middle for s in done]
+    shares = [accuracy_of(s) for s in done]
     shares = [share for share in shares if math.isfinite(share)]
     num = min((s.num_held_out for s in done if s.num_held_out), default=0)
     high, low = (percent(end(shares, default=0.0), 1) for end in (max, min))

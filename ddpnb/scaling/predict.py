@@ -1,7 +1,6 @@
 """What is asked of a prediction, and the answer: numbers to be shown.  (Kernel.)"""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ddpnb.protocol.costs import BEST
@@ -117,15 +116,13 @@ class Prediction:
     """That is asked about."""
     points: Mapping[str, tuple[Point, ...]]
     """By strategy, at those numbers of ranks asked for that have a sample each."""
-    lines: Mapping[str, tuple[Point, ...]]
-    """The same, close enough to be drawn as lines."""
     stops: Mapping[str, int | None]
     """From where twice the ranks bring less than a tenth more; None: not up to ``searched``."""
     searched: int
     limits: Mapping[str, str]
     """What holds each strategy up most at the most ranks."""
-    ideal: tuple[tuple[int, float], ...]
-    """Ranks, and N times the samples/s of one alone."""
+    alone: float
+    """Samples/s of one rank."""
 
     @property
     def measured(self) -> Mapping[str, float]:
@@ -163,23 +160,17 @@ def predict(found: Calibration, question: Question) -> Prediction:
             "ranks: ask for fewer, or give each its own with --batch-per-worker."
         )
 
-    def row(name: str, ranks: Sequence[int]) -> tuple[Point, ...]:
-        return tuple(point(name, work, machine, n) for n in ranks)
-
-    points = {name: row(name, able) for name in strategies}
-    ends, searched = _dense(max(able)), max(*question.ranks, SEARCHED)
-    one = point("single", work, machine, 1).samples_per_second
+    searched = max(*question.ranks, SEARCHED)
     return Prediction(
         found=found,
         question=question,
         work=work,
         machine=machine,
-        points=points,
-        lines={name: row(name, ends) for name in strategies},
+        points={name: tuple(point(name, work, machine, n) for n in able) for name in strategies},
         searched=searched,
         stops={name: stops_at(name, work, machine, searched) for name in strategies},
         limits={name: limit_of(name, work, machine, max(able)) for name in strategies},
-        ideal=tuple((n, n * one) for n in ends),
+        alone=point("single", work, machine, 1).samples_per_second,
     )
 
 
@@ -212,8 +203,3 @@ def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
     )
     work = replace(work, together=work.alone)
     return (work if is_emulated else replace(work, overlaps=True, factors={})), machine
-
-
-def _dense(most: int) -> list[int]:
-    """Return ranks at which lines are drawn: eight for each doubling, and the most."""
-    return sorted({*(round(2 ** (n / 8)) for n in range(int(8 * math.log2(most)) + 1)), most})

@@ -1,7 +1,8 @@
 """What looks inside: asks the ranks, and returns what a notebook shows (kernel)."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.recorder import new_id
@@ -73,16 +74,18 @@ class InspectionRequest:
         example="MB,MB",
     )
     run: str = option("", "in place of a step: versions in a stored run of async", example="NAME")
-    training: TrainingSpec
-    """The task, where ``has_task``, and the options named in ``given``."""
-    has_task: bool = False
-    given: tuple[str, ...] = ()
+    task: str = ""
+    source: str = ""
+    """A cell that defines the task."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Options of ``INSPECTED``, by the field."""
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.run and (self.model or self.has_task or self.given):
+        has_task = self.task or self.source
+        if self.run and (self.model or has_task or self.given):
             raise UserError(f"--run {self.run} draws what is stored: leave the other options out.")
-        if self.model and self.has_task:
+        if self.model and has_task:
             raise UserError(f"Inspect {self.model} or a task: leave one of them out.")
         if self.model and "batch_size" in self.given:
             raise UserError("--batch-size goes with a task: leave it out here.")
@@ -90,38 +93,43 @@ class InspectionRequest:
         if beside and not self.model:
             raise UserError(f"--{beside[0]} goes with a model: a task has its own.")
 
-    def trained(self, last: TrainingSpec | None) -> TrainingSpec:
-        """Return the training to inspect; ``last`` is that of the latest comparison.
+    def training(self, cell: int, last: TrainingSpec | None) -> TrainingSpec:
+        """Return the training to inspect; of a model, only the devices count.
+
+        Args:
+            cell: the ``n`` of ``source``'s ``In [n]``.
+            last: the training of the latest comparison.
 
         Raises:
             UserError: none is named, and nothing was compared before.
         """
-        if self.model or self.has_task:
-            return self.training
+        if self.source:
+            return TrainingSpec(source=self.source, cell=cell, **self.given)
+        if self.task or self.model:
+            return TrainingSpec(task=self.task or "digits", **self.given)
         if last is None:
             raise UserError(
                 'Name what to inspect: a model of the ranks, %ddp_inspect model --batch "x, y", '
                 "or a task, %ddp_inspect --task digits."
             )
-        return replace(last, **{name: getattr(self.training, name) for name in self.given})
+        return replace(last, **self.given)
 
 
 def inspect_step(
-    cluster: Cluster, request: InspectionRequest, last: TrainingSpec | None
+    cluster: Cluster, request: InspectionRequest, training: TrainingSpec
 ) -> DdpInspection:
     """Make steps of DDP on all ranks; return what happened in them.
 
     Args:
         cluster: its ranks are idle.
         request: what to inspect.
-        last: the training of the latest comparison.
+        training: of the task, or what counts of one beside a model.
 
     Raises:
         UserError: there is no such model on some ranks, or it differs, or does not fit the batch;
             nothing has been sent then.
         RankError: the user's code failed in a step.
     """
-    training = request.trained(last)
     if len(cluster.ranks) == 1:
         raise UserError(
             "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."

@@ -150,14 +150,7 @@ class Session:
             is_traced=options.trace,
         )
         recorder = self._record_cell(options.name, spec) if options.name else None
-        cell = RunningCell(
-            cluster,
-            spec,
-            chosen,
-            recorder=recorder,
-            timeout=options.timeout,
-            is_checked=options.check,
-        )
+        cell = RunningCell(cluster, spec, chosen, options, recorder)
         self._traced = cell if options.trace else self._traced
         if not options.wait:
             self._cells = [other for other in self._cells if not other.done] + [cell]

@@ -39,7 +39,6 @@ from ddpnb.rank.servers.rendezvous import (
     Server,
     bound_waits,
     connection_over,
-    hosts_of,
     server_address,
     shut_down,
     socket_path,
@@ -164,11 +163,11 @@ class Client:
     def _meet(self, make_updates: MakeUpdates, bound: int, opened: contextlib.ExitStack) -> None:
         """Have rank 0 listen, and the others connect; takes part: every rank."""
         worker = self._worker
-        hosts = hosts_of(worker)
-        num_remote = sum(host != hosts[SERVER_RANK] for host in hosts)
-        assert not num_remote or self._num_copies > 1, "all ranks would update the same memory"
-        port = [0]
+        place = [0, 0]
         if worker.rank == SERVER_RANK:
+            num_local = worker.local_world_size
+            num_remote = worker.world_size - num_local
+            assert not num_remote or self._num_copies > 1, "all ranks would update the same memory"
             self._memory = SharedMemory.create(self._trained, self._num_copies)
             opened.callback(self._memory.close)
             self._copy = self._memory.copy_of(SERVER_RANK)
@@ -183,12 +182,13 @@ class Client:
                 order=laboratory and laboratory.order(worker.world_size, worker.shard),
                 bound=bound,
             )
-            port = [self._serve(self.queue, num_remote, opened)]
-        dist.broadcast_object_list(port, src=SERVER_RANK)  # takes part: every rank
+            place = [self._serve(self.queue, num_remote, opened), num_local]
+        dist.broadcast_object_list(place, src=SERVER_RANK)  # takes part: every rank
         if worker.rank == SERVER_RANK:
             return
         try:
-            self._connect(opened, 0 if hosts[worker.rank] == hosts[SERVER_RANK] else port[0])
+            port, num_local = place  # rank 0's host has the first ranks
+            self._connect(opened, port if worker.rank >= num_local else 0)
         except OSError as error:
             raise RankLostError(SERVER_RANK) from error
 

@@ -26,19 +26,6 @@ def socket_path(worker: Worker, rank: int) -> Path:
     return worker.folder / f"{worker.name}.{rank}.s"
 
 
-def hosts_of(worker: Worker) -> list[str]:
-    """Return a text for each rank's host; takes part: every rank of the default group.
-
-    Two ranks have the same text if and only if they share a folder.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # hosts may have the same name
-    status = worker.folder.stat()
-    hosts = [""] * worker.world_size
-    own = f"{socket.gethostname()} {boot} {status.st_dev} {status.st_ino}"
-    dist.all_gather_object(hosts, own)
-    return hosts
-
-
 def server_address() -> str:
     """Return the address at which other hosts reach rank 0's: that of the group's own store."""
     store = torch_internals.group_store()

@@ -24,14 +24,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec
+from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec, StepEvent
 from ddpnb.rank.activations import Activations
 from ddpnb.rank.cancellation import CancellationToken, RunCancelledError
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges
-from ddpnb.rank.meter import StepReport
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
@@ -199,12 +198,16 @@ def _train(
         clock.begin_step(batch.num_samples)
         loss = strategy.step(batch)
         fault_injector.delay()  # if the strategy itself has not called it
-        traffic, numbers = worker.meter.take(), worker.metrics
-        worker.metrics = {}
-        report = StepReport(
-            loss, batch.num_samples, traffic, worker.staleness, numbers, worker.version
+        traffic = worker.meter.take()
+        made = StepEvent(
+            num_samples=batch.num_samples,
+            staleness=worker.staleness,
+            version=worker.version,
+            num_bytes_sent=traffic.sent,
+            num_bytes_received=traffic.received,
         )
-        metrics.add(clock.timing(report))
+        metrics.add(clock.timing(made, {"loss": loss, **worker.metrics}))
+        worker.metrics = {}
         snapshots.after(shard)
         # a ceiling has no other ranks to end with
         if clock.seconds >= most_seconds or step + 1 >= most_steps:

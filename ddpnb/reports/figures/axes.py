@@ -1,21 +1,15 @@
 """What curves and rows share: their strategies, the look of axes, the ends of scales (kernel)."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import RendererAgg
-from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import StrategySummary
 from ddpnb.reports.formatting import tick
-from ddpnb.reports.kit import DPI, dress
+from ddpnb.reports.kit import DPI, Look, dress
 from ddpnb.reports.style import SMALL_POINTS, Style
 
 LABEL_CHARACTERS = 26
@@ -24,24 +18,14 @@ ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 """An axis ends at one of these times a power of ten, so that it seldom changes."""
 TICK_WIDTH = 3.0
 """Least distance of the ticks of an x axis, as a multiple of their numbers' height."""
-LEAST_SHARE = 0.02
-"""Once this share of a run is done, the axes show all that is planned."""
-SLACK = 1.1
-"""The length of an axis over what is estimated, because rates vary."""
-
-Look = dict[str, Any]
-"""Arguments for matplotlib."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategy:
     """One strategy of the figure."""
 
-    label: str
     style: Style
     summary: StrategySummary
-    runs: Sequence[RunSnapshot]
-    """Its repeats."""
 
 
 def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"], num_ticks: int) -> None:
@@ -81,14 +65,6 @@ def shortened(label: str) -> str:
     return label if is_whole else f"{label[: LABEL_CHARACTERS - 1]}…"
 
 
-@lru_cache(maxsize=1000)
-def width_inches(text: str, weight: Literal["normal", "bold"] = "normal") -> float:
-    """Return the width of a line of small text in inches."""
-    canvas: Any = RendererAgg(1, 1, DPI)  # type: ignore[no-untyped-call]
-    look = FontProperties(size=SMALL_POINTS, weight=weight)
-    return float(canvas.get_text_width_height_descent(text, look, ismath=False)[0]) / DPI
-
-
 # -- ends of scales ------------------------------------------------------------------------
 
 
@@ -104,20 +80,3 @@ def round_up(value: float) -> float:
         return 0.0
     unit = 10.0 ** math.floor(math.log10(value))
     return next((step * unit for step in ROUND if step * unit >= value * (1 - 1e-9)), 10 * unit)
-
-
-def planned_ends(comparison: Comparison) -> tuple[float, float]:
-    """Return the ends of the axes of samples and of seconds: of the longest run, as planned.
-
-    Of a plan that has only just begun, so much is shown as there is to see.
-    """
-    samples = seconds = 0.0
-    for run in comparison.runs:
-        seen, passed = float(run.num_samples), run.seconds
-        if run.is_running:
-            planned = run.header.num_samples if run.header else 0
-            is_begun = seen > LEAST_SHARE * planned > 0
-            whole = max(planned / seen, 1.0) if is_begun else SLACK
-            seen, passed = seen * whole, SLACK * passed * whole
-        samples, seconds = max(samples, seen), max(seconds, passed)
-    return samples, round_up(seconds)

@@ -19,7 +19,6 @@ from ddpnb.history.model import RunSnapshot
 from ddpnb.history.rows import Floats
 from ddpnb.history.summary import evaluations
 from ddpnb.reports.figures.axes import (
-    Look,
     Strategy,
     marker,
     prepare,
@@ -28,10 +27,9 @@ from ddpnb.reports.figures.axes import (
     shortened,
 )
 from ddpnb.reports.formatting import tick
+from ddpnb.reports.kit import Look
 from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS
 
-UPDATES_IN_WINDOW, THROUGHPUT_POINTS = 10, 160
-"""The least number of updates in a window of throughput; the number of windows."""
 GRID_POINTS = 240
 """Number of points of the median of repeats."""
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
@@ -67,8 +65,6 @@ class CurvePanel:
     lines: Sequence[tuple[Strategy, Line]]
     x: str
     """The quantity on the x axis, ``"samples"`` or ``"seconds"``."""
-    right: float
-    """The end of the x axis; it goes on where a line is longer."""
     log: bool = False
     target: float | None = None
     """The height of a line across."""
@@ -95,11 +91,6 @@ def losses(runs: Sequence[RunSnapshot], x: str) -> Line:
     return replace(line, bad_x=np.concatenate([np.empty(0), *bad]))
 
 
-def throughputs(runs: Sequence[RunSnapshot]) -> Line:
-    """Return the samples per second of some repeats by time."""
-    return _line([points for points in map(_throughput, runs) if len(points[0])])
-
-
 def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
     """Return the held-out ``"loss"`` or ``"accuracy"`` of some repeats by samples or seconds."""
     across = {"samples": "num_samples", "seconds": "seconds"}[x]
@@ -111,22 +102,6 @@ def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
         return line
     medians = [np.median(np.array(each), axis=0) for each in zip(*lines, strict=True)]
     return replace(line, x=medians[0], y=medians[1])  # the n-th point of all repeats together
-
-
-def _throughput(run: RunSnapshot) -> Points:
-    """Return samples/s over the time before each moment: a twelfth of what has passed.
-
-    It spans several updates, as two workers can update at almost the same time.
-    """
-    curve = run.curve
-    if len(curve) == 0 or curve.samples[-1] == 0 or curve.seconds[-1] == 0:
-        return np.empty(0), np.empty(0)
-    end = float(curve.seconds[-1])
-    window = end * min(max(1 / 12, UPDATES_IN_WINDOW / curve.num_updates), 1.0)
-    at = np.linspace(window, end, THROUGHPUT_POINTS)
-    seconds, samples = np.append(0.0, curve.seconds), np.append(0.0, curve.samples)
-    seen = np.interp(at, seconds, samples) - np.interp(at - window, seconds, samples)
-    return at, seen / window
 
 
 def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:
@@ -171,7 +146,7 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
         _draw_target(axes, panel.target, is_reached_from_below=panel.is_share)
     shown = [each for each in panel.lines if _can_show(each[1], panel.log).any()]
     longest = max((float(np.nanmax(line.x)) for _, line in shown), default=0.0)
-    right = (panel.right if longest <= panel.right * 1.001 else round_up(longest)) or 1.0
+    right = round_up(longest) or 1.0
     axes.set(xlim=(0.0, right), ylim=_y_limits(panel, [line for _, line in shown]))
     if not shown:
         look: Look = {"ha": "center", "va": "center", "fontsize": SMALL_POINTS, "color": MUTED}
@@ -240,7 +215,7 @@ def _draw_labels(axes: Axes, shown: Sequence[tuple[Strategy, Line]], is_log: boo
         axes.plot(at[:3], leader, color=style.colour, linewidth=1.0, alpha=0.7, zorder=1, **whole)
         axes.plot(*end, markersize=8, zorder=4, clip_on=False, **marker(style))
         label: Look = {"fontsize": SMALL_POINTS, "color": style.ink, "va": "center", **whole}
-        axes.text(at[3], label_at, shortened(each.label), **label)
+        axes.text(at[3], label_at, shortened(each.summary.label), **label)
 
 
 def spread_out(
@@ -268,7 +243,7 @@ def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str) -> tuple[st
     at_x: Look = {"transform": axes.get_xaxis_transform(), "color": strategy.style.colour}
     marks = {
         f" rank {mark.rank}: {mark.text} ": float(np.interp(mark.seconds, seconds, quantity))
-        for run in strategy.runs
+        for run in strategy.summary.runs
         for seconds, quantity in [(run.curve.seconds, getattr(run.curve, x))]
         for mark in run.marks
         if mark.seconds > 0 and len(seconds)

@@ -5,20 +5,17 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.summary import group_runs, summarise
+from ddpnb.history.summary import summarise
 from ddpnb.reports import kit
 from ddpnb.reports.figures.axes import (
     Strategy,
-    planned_ends,
     shortened,
-    width_inches,
 )
 from ddpnb.reports.figures.curves import (
     CurvePanel,
     draw_curves,
     held_out,
     losses,
-    throughputs,
 )
 from ddpnb.reports.figures.rows import (
     MEMORY,
@@ -30,7 +27,7 @@ from ddpnb.reports.figures.rows import (
     draw_column,
     draw_name,
 )
-from ddpnb.reports.formatting import labels, styles, title
+from ddpnb.reports.formatting import styles, title
 from ddpnb.reports.kit import Sheet
 from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 
@@ -44,6 +41,8 @@ PANEL_HEIGHT, PANELS_GAP = 1.95, 0.78
 """The gap is for the ticks of the panels above and the heads of those below."""
 LABEL_HEIGHT, LEAST_LABEL_WIDTH = 0.225, 0.74
 """For one label at the end of a line."""
+CHARACTER, BOLD = 0.1, 1.12
+"""Of a label, about; and how much wider it is in bold."""
 TICKS_WIDTH = 0.56
 """At the left of each panel, for the numbers on its y axis."""
 ROWS_BOTTOM = 0.86
@@ -69,14 +68,12 @@ def draw(
         options: how it is drawn.
         is_live: whether it trains; then what may come has its place already.
     """
-    called, looks, groups = labels(comparison), styles(comparison), group_runs(comparison.runs)
-    begun = [
-        Strategy(label=called[s.key], style=looks[s.key], summary=s, runs=groups[s.key])
-        for s in summarise(comparison, options.target)
-    ]
+    summaries = summarise(comparison, options.target)
+    looks = styles(comparison, summaries)
+    begun = [Strategy(style=looks[each.key], summary=each) for each in summaries]
     bands = _panels(comparison, begun, options, is_live=is_live)
     columns = _columns(comparison, begun, options, is_live=is_live)
-    names = [(each.label, each.style) for each in begun]
+    names = [(each.summary.label, each.style) for each in begun]
     done = {each.summary.name for each in begun}
     to_come = [name for name in comparison.strategies if name not in done]
     names += [(name, style_of(name, comparison.strategies)) for name in to_come]
@@ -89,7 +86,7 @@ def draw(
     sheet = Sheet(title(comparison), height - kit.TOP - kit.FOOT, width=WIDTH)
 
     down = TOP - kit.TOP
-    room = max([LEAST_LABEL_WIDTH, *map(width_inches, texts)])
+    room = max(LEAST_LABEL_WIDTH, CHARACTER * max(map(len, texts), default=0))
     for panels in bands:
         whole = (WIDTH - 2 * MARGIN) / len(panels)
         for index, panel in enumerate(panels):
@@ -97,7 +94,7 @@ def draw(
             right = WIDTH - MARGIN - (index + 1) * whole + 0.3 + room
             draw_curves(sheet.axes(curve_height, down=down, left=left, right=right), panel)
         down += curve_height + PANELS_GAP
-    room = max([LEAST_LABEL_WIDTH, *(width_inches(text, "bold") for text in texts)])
+    room *= BOLD
     for kinds in columns:
         for index, (name, style) in enumerate(names):
             up = height - kit.TOP - down - row_height * (index + 0.5) / num
@@ -126,15 +123,13 @@ def _panels(
 
     By default there are two: losses by samples, and at the end a held-out score by time.
     """
-    ends = dict(zip(ACROSS, planned_ends(comparison), strict=True))
     target = options.target
     rivals = [each for each in begun if not each.summary.is_ceiling]  # that one is there for speed
     loss_panels = [
         CurvePanel(
             title=f"Training loss by {called}",
-            lines=[(each, losses(each.runs, x)) for each in rivals],
+            lines=[(each, losses(each.summary.runs, x)) for each in rivals],
             x=x,
-            right=ends[x],
             log=options.log,
             target=target.value if target and not target.is_accuracy else None,
         )
@@ -149,25 +144,18 @@ def _panels(
             title=f"Held-out {y} by {called}",
             lines=[(each, line) for each, line in lines if len(line.y)],
             x=x,
-            right=ends[x],
             log=options.log and y == "loss",
             target=target.value if target and target.is_accuracy and y == "accuracy" else None,
             is_share=y == "accuracy",
         )
         for y in ("accuracy", "loss")
         for x, called in ACROSS.items()
-        for lines in [[(each, held_out(each.runs, x, y)) for each in begun]]
+        for lines in [[(each, held_out(each.summary.runs, x, y)) for each in begun]]
     ]
     scores = [panel for panel in scores if panel.lines]
     if not is_all:
         return [[loss_panels[0], scores[1]] if scores else loss_panels]
-    rate = CurvePanel(
-        title="Samples per second by time, s",
-        lines=[(each, throughputs(each.runs)) for each in begun],
-        x="seconds",
-        right=ends["seconds"],
-    )
-    return [[*loss_panels, rate], *([scores[:MOST_HELD_OUT]] if scores else [])]
+    return [loss_panels, *([scores[:MOST_HELD_OUT]] if scores else [])]
 
 
 def _columns(

@@ -16,7 +16,6 @@ from ddpnb.history.model import slowness
 from ddpnb.history.summary import staleness_counts
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.reports.figures.axes import (
-    Look,
     Strategy,
     marker,
     prepare,
@@ -24,7 +23,7 @@ from ddpnb.reports.figures.axes import (
     shortened,
 )
 from ddpnb.reports.formatting import number, percent, short, size
-from ddpnb.reports.kit import DPI, legend
+from ddpnb.reports.kit import DPI, Look, legend
 from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, Style
 
 BAR = 0.6
@@ -212,19 +211,19 @@ SPLIT = Column(
 
 def _dead(strategy: Strategy) -> list[int]:
     """Return the ranks that died in the latest repeat."""
-    marks = strategy.runs[-1].marks
+    marks = strategy.summary.runs[-1].marks
     return sorted({mark.rank for mark in marks if mark.kind.is_death})
 
 
 def _is_uneven(strategy: Strategy) -> bool:
     """Return whether a rank was slow or died."""
-    times = slowness(strategy.runs[-1].ranks)
+    times = slowness(strategy.summary.runs[-1].ranks)
     return bool(_dead(strategy)) or max(times.values(), default=0.0) >= SLOW
 
 
 def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
     """Draw one lane per rank, as long as it trained: the slower its own work, the darker."""
-    latest = strategy.runs[-1]
+    latest = strategy.summary.runs[-1]
     times = slowness(latest.ranks)
     if len(times) < 2:
         return ""
@@ -247,7 +246,7 @@ def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
 
 
 def _ranks_reach(strategy: Strategy) -> float:
-    ranks = strategy.runs[-1].ranks
+    ranks = strategy.summary.runs[-1].ranks
     return max(rank.seconds for rank in ranks) if len(ranks) > 1 else 0.0
 
 
@@ -266,7 +265,7 @@ RANKS = Column(
 
 def _draw_staleness(axes: Axes, strategy: Strategy, middle: float) -> str:
     """Draw the number of updates by their staleness."""
-    counts = staleness_counts(strategy.runs)
+    counts = staleness_counts(strategy.summary.runs)
     if len(counts) == 0:
         return ""
     drawn = counts[: MAX_SHOWN_STALENESS + 1].astype(np.float64)
@@ -278,7 +277,7 @@ def _draw_staleness(axes: Axes, strategy: Strategy, middle: float) -> str:
 
 def _staleness_reach(strategy: Strategy) -> float:
     """Return the right end of the last bar, or a little more."""
-    num = len(staleness_counts(strategy.runs))
+    num = len(staleness_counts(strategy.summary.runs))
     return float(min(max(num, 4), MAX_SHOWN_STALENESS + 1)) if num else 0.0
 
 
@@ -286,7 +285,7 @@ STALENESS = Column(
     title="Staleness",
     draw=_draw_staleness,
     reach=_staleness_reach,
-    says=lambda strategies: any(staleness_counts(s.runs)[1:].any() for s in strategies),
+    says=lambda strategies: any(staleness_counts(s.summary.runs)[1:].any() for s in strategies),
     share=0.62,
     text_inches=0.84,
     below=lambda _: "updates by others",

@@ -5,7 +5,6 @@ and whether GPUs are connected faster to the host or to each other.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.reports.kit import RANK_COLOURS
@@ -18,51 +17,41 @@ CONNECTIONS = (
 )
 
 
-class Choice(NamedTuple):
-    """A cell of the table."""
-
-    ddpnb: str
-    torch: str
-    tensorflow: str
-
-
-ACROSS = Choice("ddp", "DistributedDataParallel over torchrun", "MultiWorkerMirroredStrategy")
-CHOICES: Mapping[str, Sequence[Choice]] = {
+ACROSS = ("ddp", "DistributedDataParallel over torchrun; MultiWorkerMirroredStrategy")
+CHOICES: Mapping[str, Sequence[tuple[str, str]]] = {
     "one machine": (
-        Choice("central", "none of its own: parameters on the CPU", "CentralStorageStrategy"),
-        Choice("ddp", "DistributedDataParallel", "MirroredStrategy"),
-        Choice("ddp-shm", "DistributedDataParallel (gloo)", "MirroredStrategy on CPUs"),
+        ("central", "none of its own: parameters on the CPU; CentralStorageStrategy"),
+        ("ddp", "DistributedDataParallel; MirroredStrategy"),
+        ("ddp-shm", "DistributedDataParallel (gloo); MirroredStrategy on CPUs"),
     ),
     "several machines": (
         ACROSS,
         ACROSS,
-        Choice("ddp", "DistributedDataParallel (gloo)", "MultiWorkerMirroredStrategy on CPUs"),
+        ("ddp", "DistributedDataParallel (gloo); MultiWorkerMirroredStrategy on CPUs"),
     ),
 }
-"""By place, one for each of the ``CONNECTIONS``."""
+"""By place, one for each of the ``CONNECTIONS``: here; in PyTorch and in TensorFlow."""
 
 
 def advice(ranks: Sequence[RankState]) -> Table:
     """Return the known table with this machine's cell marked; the caption recommends, and why."""
     place = list(CHOICES)[len({each.host for each in ranks}) > 1]
     connection, reason = _connection(ranks[0])
-    choice = CHOICES[place][connection]
+    ours, theirs = CHOICES[place][connection]
     if len(ranks) == 1:
-        choice = Choice("single", "no wrapper", "OneDeviceStrategy")
+        ours, theirs = "single", "no wrapper; OneDeviceStrategy"
         reason = "There is one rank, and nothing to exchange."
 
-    def cell(is_here: bool, choice: Choice) -> Cell:
-        mark = "  ◀ this machine" if is_here else ""
-        quiet = f"{choice.torch}; {choice.tensorflow}"
-        dot = RANK_COLOURS[0] if is_here else ""
-        return Cell(text=choice.ddpnb + mark, quiet=quiet, dot=dot)
+    def cell(at: tuple[str, int], name: str, quiet: str) -> Cell:
+        is_here = at == (place, connection)
+        text = f"{name}  ◀ this machine" if is_here else name
+        return Cell(text=text, quiet=quiet, dot=RANK_COLOURS[0] if is_here else "")
 
     return Table(
-        caption=f"Use {choice.ddpnb} here (in PyTorch {choice.torch}, in TensorFlow "
-        f"{choice.tensorflow}). {reason}",
+        caption=f"Use {ours} here ({theirs}). {reason}",
         columns=(Column(title=""), *(Column(title=each, is_prose=True) for each in CONNECTIONS)),
         rows=tuple(
-            table_row(head, *(cell((head, n) == (place, connection), c) for n, c in enumerate(row)))
+            table_row(head, *(cell((head, n), *choice) for n, choice in enumerate(row)))
             for head, row in CHOICES.items()
         ),
         notes=(

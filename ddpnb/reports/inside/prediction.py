@@ -1,7 +1,7 @@
 """A prediction as a picture, a table and text (kernel)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -9,7 +9,7 @@ from ddpnb.reports.formatting import NOTHING, counted, in_units, percent, short,
 from ddpnb.reports.kit import Picture, Sheet, Shown, dress, write
 from ddpnb.reports.style import INK, LINES, MUTED, PAPER, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
-from ddpnb.scaling.model import Point
+from ddpnb.scaling.model import Point, point
 from ddpnb.scaling.predict import Prediction, parse_step
 
 if TYPE_CHECKING:
@@ -94,8 +94,6 @@ def _computing(prediction: Prediction) -> str:
         f"Fitted to {measured.name}: a step costs {1e3 * alone.fixed:.3g} ms and "
         f"{1e6 * alone.per_sample:.3g} µs a sample on one rank; {sent}."
     )
-    if not measured.sized:
-        line += " All steps had one size: only the optimizer counts as fixed."
     if measured.short:
         line += f" Uncertain, as trained for less than 4 s: {', '.join(measured.short)}."
     slower = work.together.per_sample / alone.per_sample - 1
@@ -144,54 +142,58 @@ def _batches(prediction: Prediction) -> str:
 
 def draw(prediction: Prediction) -> "Figure":
     """Return throughput over ranks, both logarithmic; each line has its name at its end."""
-    rates = [each.samples_per_second for line in prediction.lines.values() for each in line]
-    rates += [*prediction.measured.values(), prediction.ideal[-1][1]]
-    most, found = max(prediction.question.ranks), prediction.found.measured
+    names, found = tuple(prediction.points), prediction.found.measured
+    most = max(each.num_ranks for points in prediction.points.values() for each in points)
+    ranks = sorted({*(round(2 ** (n / 8)) for n in range(int(8 * math.log2(most)) + 1)), most})
+    work, machine = prediction.work, prediction.machine
+    lines = {
+        name: [point(name, work, machine, num).samples_per_second for num in ranks]
+        for name in names
+    }
+    ideal = [num * prediction.alone for num in ranks]
+    rates = [rate for line in (*lines.values(), ideal) for rate in line]
+    rates += prediction.measured.values()
     kind = "emulated" if found.devices else "measured"
     filled = f" (filled: {kind})" if prediction.measured else ""
-    title = f"Predicted: {found.name} on up to {most:,} ranks, samples/s{filled}"
+    asked = max(prediction.question.ranks)
+    title = f"Predicted: {found.name} on up to {asked:,} ranks, samples/s{filled}"
     sheet = Sheet(title, HEIGHT + TICKS, width=WIDTH)
     axes = sheet.axes(HEIGHT, left=0.85, right=NAMES)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(min(rates) / 1.5, max(rates) * 1.5)
-    axes.set_xlim(0.9, 1.1 * max(prediction.ideal[-1][0], found.num_ranks))
+    axes.set_xlim(0.9, 1.1 * max(most, found.num_ranks))
     dress(axes, x_label="ranks", grid="both")
     axes.yaxis.set_major_formatter(lambda value, _: tick(value))
     axes.yaxis.set_minor_formatter("")
-    names = tuple(prediction.points)
-    axes.plot(*zip(*prediction.ideal, strict=True), color=MUTED, linewidth=1.2, zorder=1.5)
+    axes.plot(ranks, ideal, color=MUTED, linewidth=1.2, zorder=1.5)
     look: dict[str, Any]
-    for name in names:
-        style = style_of(name, names)
-        line, points = prediction.lines[name], prediction.points[name]
+    for name, line in lines.items():
+        style, points = style_of(name, names), prediction.points[name]
         look = {"color": style.colour, "linestyle": LINES[style.dashes]}
-        axes.plot(*_xy(line), linewidth=2.2, zorder=2, **look)
+        axes.plot(ranks, line, linewidth=2.2, zorder=2, **look)
         look = {"marker": style.marker, "edgecolors": style.colour, "zorder": 3}
-        axes.scatter(*_xy(points), s=45, facecolors=PAPER, linewidths=1.6, **look)
+        x, y = [each.num_ranks for each in points], [each.samples_per_second for each in points]
+        axes.scatter(x, y, s=45, facecolors=PAPER, linewidths=1.6, **look)
     for name, rate in prediction.measured.items():
         style = style_of(name, names)
         num = 1 if name == "single" else found.num_ranks
         look = {"marker": style.marker, "color": style.colour, "edgecolors": INK, "zorder": 4}
         axes.scatter([num], [rate], s=90, **look)
-    _name_lines(axes, prediction)
+    texts = {
+        f"{name}: {percent(line[-1] / ideal[-1])}": (line[-1], style_of(name, names).ink)
+        for name, line in lines.items()
+    }
+    _name_lines(axes, {**texts, "ideal: 100 %": (ideal[-1], MUTED)})
     return sheet.figure
 
 
-def _xy(points: Sequence[Point]) -> tuple[list[int], list[float]]:
-    return [each.num_ranks for each in points], [each.samples_per_second for each in points]
-
-
-def _name_lines(axes: "Axes", prediction: Prediction) -> None:
-    """Write each name beside the end of its line, the ideal's too, and keep them apart."""
+def _name_lines(axes: "Axes", ends: Mapping[str, tuple[float, str]]) -> None:
+    """Write each text beside the height at which its line ends, in an ink, clear of the others."""
     from ddpnb.reports.figures.curves import spread_out  # noqa: PLC0415  matplotlib: 0.3 s
 
-    names = tuple(prediction.points)
-    ends = [prediction.lines[name][-1] for name in names]
-    rates = [*(end.samples_per_second for end in ends), prediction.ideal[-1][1]]
-    texts = [f"{name}: {percent(end.efficiency)}" for name, end in zip(names, ends, strict=True)]
-    inks = [style_of(name, names).ink for name in names]
-    heights = (axes.transData - axes.transAxes).transform([(1, rate) for rate in rates])[:, 1]
+    rates = [(1, rate) for rate, _ in ends.values()]
+    heights = (axes.transData - axes.transAxes).transform(rates)[:, 1]
     placed = spread_out(list(heights), LABEL_GAP)
-    for height, text, ink in zip(placed, [*texts, "ideal: 100 %"], [*inks, MUTED], strict=True):
+    for height, (text, (_, ink)) in zip(placed, ends.items(), strict=True):
         write(axes, 1.015, height, text, colour=ink, transform=axes.transAxes)

@@ -143,8 +143,6 @@ def _sampler_notes(
     kinds = dict.fromkeys(each.kind for each in found)
     if len(kinds) > 1:
         notes.append(f"The ranks have different samplers: {listed(list(kinds))}.")
-    if len({each.num_samples for each in found}) > 1:
-        notes.append("The ranks' data sets are not equally long.")
     whole = np.sort(first.handed_out[0])
     if len(found) > 1 and all(np.array_equal(np.sort(e), whole) for e in first.handed_out):
         notes.append(

@@ -31,15 +31,10 @@ RUNS = (
 @pytest.mark.parametrize(
     ("text", "last", "found"),
     [
-        ("", None, [0, 1, 2, 3, 4]),
         ("/ddp", None, [0, 2, 3]),
-        ("hook=fp16", 20, [2, 3]),
-        ("synthetic", None, [4]),
         ("RACE", None, [1, 2, 3]),
         ("stopped", None, [0]),
-        ("", 1, [4]),
-        ("", 2, [2, 3, 4]),
-        ("nothing like it", None, []),
+        ("", 2, [2, 3, 4]),  # repeats are one line
     ],
 )
 def test_only_what_is_asked_for_is_found(text: str, last: int | None, found: list[int]):

@@ -142,9 +142,8 @@ def test_two_notebooks_write_at_once(tmp_path: Path):
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(write_many, range(2)))
-    listed = stores[0].list()
-    assert {run.comparison for run in listed} == {"digits-1", "digits-2"}
-    assert [run.num_events for run in listed] == [40, 40]
+    found = {run.comparison: run.num_events for run in stores[0].list()}
+    assert found == {"digits-1": 40, "digits-2": 40}
 
 
 def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store):
@@ -156,7 +155,6 @@ def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store):
         for rank in range(2):
             events = [step(i, i + 1.0 + rank / 2, loss=1 / (i + 1 + rank)) for i in steps]
             recorder.add(batch("r1", events, rank=rank, sequence=sequence))
-        assert len(recorder.comparison.runs) == 1
     recorder.end("r1", Status.FINISHED)
     (live,), (loaded,) = recorder.comparison.runs, store.load("late").runs
     assert len(live.events) == len(loaded.events) == 8000
@@ -165,7 +163,6 @@ def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store):
     assert np.diff(loaded.curve.mean).max() < 0
     (now,), (later,) = summarise(recorder.comparison), summarise(store.load("late"))
     assert now.num_workers == later.num_workers == store.list()[0].num_workers == 2
-    assert now.samples_per_second == later.samples_per_second
 
 
 def test_a_file_that_is_no_database_or_no_folder_is_refused_in_one_sentence(tmp_path: Path):

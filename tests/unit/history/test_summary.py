@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from ddpnb.history.comparison import Comparison, environment, overlay
+from ddpnb.history.curve import smoothed
 from ddpnb.history.model import Run, Status
 from ddpnb.history.summary import StrategySummary, samples_per_second, summarise
 from ddpnb.protocol.messages import Evaluation, Mark, MarkKind
@@ -121,37 +122,23 @@ def test_scores_follow_from_the_evaluations(result: ComparisonResult):
     last = result.evaluations().groupby(["strategy", "repeat"]).last()
     for name, found in summaries(result).items():
         own = last.loc[name]
-        assert found.final_loss.middle == own.final_loss.median()
-        assert found.held_out_loss.middle == own.loss.median()
-        assert found.held_out_accuracy.middle == own.accuracy.median()
-        assert found.held_out_metrics["f1"].middle == pytest.approx(own.held_out_f1.median())
-
-
-def average(losses: list[float], samples: list[float]) -> list[float]:
-    """The moving average that is drawn: see ``curve.smooth``."""
-    update, averages, total, weight, before = samples[-1] / len(samples), [], 0.0, 0.0, 0.0
-    for loss, seen in zip(losses, samples, strict=True):
-        share = 1 - math.exp(-(seen - before) / (update + 0.05 * seen))
-        total, weight, before = total + share * (loss - total), weight + share * (1 - weight), seen
-        averages.append(total / weight)
-    return averages
+        assert found.scores["final loss"].middle == own.final_loss.median()
+        assert found.scores["held-out loss"].middle == own.loss.median()
+        assert found.scores["held-out accuracy"].middle == own.accuracy.median()
+        assert found.scores["held-out f1"].middle == pytest.approx(own.held_out_f1.median())
 
 
 def test_when_a_loss_was_reached_follows_from_the_steps():
     result = ComparisonResult(fake_comparison(("single", "ddp"), num_steps=300))
-    for name, each in summaries(result, Target(value=0.5)).items():
+    reached = summaries(result, Target(value=0.5))
+    for run in result.comparison.runs:
+        found = reached[run.name]
         steps = result.steps()
-        updates = steps[steps.strategy == name].groupby("step")
-        losses = updates.apply(lambda u: np.average(u.loss, weights=u.num_samples))
-        samples = updates.num_samples.sum().cumsum()
-        line = average(losses.tolist(), samples.tolist())
-        at = next(i for i, loss in enumerate(line) if loss <= 0.5)
-        ends = updates.seconds.max().tolist()
-        assert ends[at - 1] <= each.seconds_to_target.middle <= ends[at]
-        share = (line[at - 1] - 0.5) / (line[at - 1] - line[at])
-        seen = samples.tolist()
-        wanted = seen[at - 1] + share * (seen[at] - seen[at - 1])
-        assert each.samples_to_target.middle == pytest.approx(wanted)
+        updates = steps[steps.strategy == run.name].groupby("step")
+        at = int(np.argmax(smoothed(run.curve) <= 0.5))
+        ends, samples = updates.seconds.max().tolist(), updates.num_samples.sum().cumsum().tolist()
+        assert ends[at - 1] <= found.seconds_to_target.middle <= ends[at]
+        assert samples[at - 1] <= found.samples_to_target.middle <= samples[at]
 
 
 def test_a_repeat_that_misses_the_target_is_worse_than_any():
@@ -213,29 +200,19 @@ def test_a_ceiling_is_as_fast_as_if_all_workers_were_as_slow_as_the_slowest():
     assert samples_per_second(run(is_ceiling=False).snapshot()) == 400 / 4
 
 
-def test_a_run_of_less_than_four_seconds_is_too_short_to_time():
-    runs = compared(timed("single", (3.9,)), timed("ddp", (4.1, 4.0)))
-    assert [summary.is_short for summary in summarise(runs)] == [True, False]
-
-
-def test_a_failed_repeat_bends_no_mean_but_is_noted():
-    good, bad = timed("single", (1.0,)), timed("single", (50.0,), 1)
+def test_what_is_wrong_with_a_run_is_noted():
+    good, bad = timed("single", (4.0,)), timed("single", (50.0,), 1)
     bad.end(Status.FAILED, "rank 0 was killed")
-    (single,) = summarise(compared(good, bad))
-    assert single.samples_per_second.middle == pytest.approx(100.0)
+    short, diverged = timed("ddp", (3.9,)), fake_run("async", num_steps=20, nan_from=17)
+    empty = run_of(spec("zero"), comparison="digits-1")
+    single, ddp, async_, zero = summarise(compared(good, bad, short, diverged, empty))
+    assert single.samples_per_second.middle == pytest.approx(25.0), "it bends no mean"
     assert single.notes == ("failed: rank 0 was killed",)
-
-
-def test_nan_losses_are_noted():
-    (summary,) = summarise(compared(fake_run("single", num_steps=20, nan_from=17)))
-    assert summary.num_diverged == 3
-    assert "3 losses were NaN or infinite" in summary.notes
-
-
-def test_an_empty_run_is_summarised_without_numbers():
-    (summary,) = summarise(compared(run_of(spec("ddp"), created=1.0)))
-    assert math.isnan(summary.samples_per_second.middle)
-    assert summary.status == "running"
+    assert (single.is_short, ddp.is_short) == (False, True)
+    assert async_.num_diverged == 6
+    assert "6 losses were NaN or infinite" in async_.notes
+    assert math.isnan(zero.samples_per_second.middle)
+    assert zero.status == "running"
 
 
 def test_overlaying_keeps_each_run_once_and_what_is_shared():

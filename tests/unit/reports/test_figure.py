@@ -12,8 +12,7 @@ from ddpnb.history.summary import time_to_target
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluation, Mark
 from ddpnb.protocol.notation import Target
-from ddpnb.reports.figures.axes import planned_ends
-from ddpnb.reports.figures.curves import held_out, losses, spread_out, throughputs
+from ddpnb.reports.figures.curves import held_out, losses, spread_out
 from ddpnb.reports.figures.figure import draw
 from ddpnb.reports.formatting import notes, title
 from ddpnb.reports.style import EVERYTHING, PlotOptions
@@ -124,18 +123,6 @@ def test_a_loop_without_samples_is_drawn_against_time_alone():
     assert draw(compared(run)).axes
 
 
-def test_a_long_training_has_a_curve_of_its_rate_from_its_beginning_and_when_stopped():
-    run = run_of(spec("single"), created=1.0)
-    steps = [step(i, (i + 1) * 0.1, samples=32) for i in range(60)]
-    run.add(batch(run.run_id, steps, header=header(spec("single"), 1_000_000)))
-    begun = throughputs([run.snapshot()])
-    assert begun.x[0] <= 2.1
-    run.end(Status.STOPPED)
-    for each in (begun, throughputs([run.snapshot()])):
-        assert len(each.x) > 100
-        np.testing.assert_allclose(each.y, 320)
-
-
 def test_runs_on_other_machines_and_of_other_cells_are_named():
     run = fake_run("ddp", num_steps=20).snapshot()
     where = {"ranks": "4", "CPU": "fast", "system": "Linux"}
@@ -185,8 +172,8 @@ def test_ranks_and_staleness_stand_where_they_say_something():
     assert titles(compared(run)) == LOSSES
     held = holding(curved(slowed("ddp", "async")), ddp=Memory(20), async_=Memory(20))
     assert titles(held, ALL) == [
-        *(*LOSSES, "Samples per second by time, s", "Held-out accuracy by samples"),
-        *("Held-out accuracy by time, s", "Held-out loss by samples", *ALWAYS),
+        *(*LOSSES, "Held-out accuracy by samples", "Held-out accuracy by time, s"),
+        *("Held-out loss by samples", *ALWAYS),
         *("Own work by rank", "Memory per rank, MB", "Staleness"),
     ]
 
@@ -294,31 +281,10 @@ def test_when_an_accuracy_was_reached():
     ("wanted", "gap", "placed"),
     [
         ([0.9, 0.1, 0.5], 0.2, [0.9, 0.1, 0.5]),  # far apart: they stay
-        ([0.5, 0.52], 0.1, [0.46, 0.56]),  # around their mean
         ([0.0, 0.0, 0.0], 0.1, [0.0, 0.1, 0.2]),  # inside
         ([0.38, 0.31, 0.30, 0.40], 0.1, [0.4, 0.3, 0.2, 0.5]),
         ([0.5] * 5, 0.5, [0, 0.25, 0.5, 0.75, 1.0]),  # too many: packed evenly
-        ([], 0.1, []),
     ],
 )
 def test_labels_are_spread_out(wanted: list[float], gap: float, placed: list[float]):
     assert spread_out(wanted, gap) == pytest.approx(placed)
-
-
-def trained(num_steps: int, status: Status = Status.RUNNING) -> Comparison:
-    """Return a run of 200 steps, each of 0.1 s, so many of which it has made."""
-    run = run_of(spec("single"), created=1.0)
-    rows = [step(i, (i + 1) * 0.1, samples=256) for i in range(num_steps)]
-    run.add(batch(run.run_id, rows, header=header(spec("single"), 200)))
-    if status is not Status.RUNNING:
-        run.end(status)
-    return compared(run)
-
-
-def test_axes_reach_to_the_end_that_is_foreseen():
-    for num, samples, seconds in ((20, 200, 20), (100, 200, 20), (180, 200, 20), (3, 3, 0.3)):
-        ends = planned_ends(trained(num))
-        assert 256 * samples <= ends[0] <= 1.3 * 256 * samples
-        assert seconds <= ends[1] <= 1.5 * seconds
-    assert planned_ends(trained(50, Status.STOPPED)) == (50 * 256, 5.0)
-    assert planned_ends(compared()) == (0, 0)

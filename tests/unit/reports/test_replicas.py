@@ -53,7 +53,6 @@ def cause(result: ReplicaCheck, part: Part) -> str:
 
 def test_equal_replicas_are_the_same():
     result = checked([trained(), trained()])
-    assert result.is_same
     assert {each.verdict for each in result.findings} == {Verdict.SAME}
     assert "all ranks train on the same samples" in cause(result, Part.GRADIENTS)
 
@@ -113,18 +112,15 @@ def test_tensors_of_any_kind():
         "complex": torch.ones(2, dtype=torch.complex64).conj(),
         "nan": torch.tensor([float("nan")]),
         "turned": torch.arange(6).reshape(2, 3).T,
+        "zero": torch.tensor([0.0]),
     }
-    other = {**same, "half": torch.tensor([1, 2, 1], dtype=torch.bfloat16)}
-    assert checked([{"d": same}, {"d": dict(same)}], "d").is_same
-    assert "['half']: rank 0 against rank 1, 1 of 3 elements: 1 at most" in (
-        checked([{"d": same}, {"d": other}], "d").text()
-    )
-    shapes = [{"t": torch.zeros(2)}, {"t": torch.zeros(3)}]
-    assert "float32 [2] on rank 0 and float32 [3] on rank 1" in checked(shapes, "t").text()
-    zeros = [{"t": torch.tensor([0.0])}, {"t": torch.tensor([-0.0])}]
-    assert checked(zeros, "t").is_same
-    values = [{"t": torch.tensor([1.0])}, {"t": torch.tensor([float("nan")])}]
-    assert "some are NaN or infinite" in checked(values, "t").text()
+    assert checked([{"d": same}, {"d": {**same, "zero": torch.tensor([-0.0])}}], "d").is_same
+    for one, other, said in (
+        (torch.ones(3), torch.tensor([1.0, 2, 1]), "rank 0 against rank 1, 1 of 3 elements: 1 at"),
+        (torch.zeros(2), torch.zeros(3), "float32 [2] on rank 0 and float32 [3] on rank 1"),
+        (torch.ones(1), torch.tensor([float("nan")]), "some are NaN or infinite"),
+    ):
+        assert said in checked([{"t": one}, {"t": other}], "t").text()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +162,5 @@ def test_nothing_changes():
     on_rank.replica((), namespace, rank=0)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(weight.grad, grad)
-    assert weight._version == version
+    assert (weight._version, set(namespace)) == (version, names)
     assert added not in optimizer.state
-    assert torch.is_grad_enabled()
-    assert set(namespace) == names

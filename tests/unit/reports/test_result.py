@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from PIL import Image
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.figures.figure import WIDTH
-from ddpnb.reports.result import PAGE_DPI, ComparisonResult
+from ddpnb.reports.result import ComparisonResult
 from tests.unit.history.fake_runs import batch, fake_comparison, step
 from tests.unit.reports.test_tables import EVIL, check_html
 
@@ -35,7 +33,6 @@ def test_a_result_is_saved_as_page_picture_and_numbers(result: ComparisonResult,
     assert "def model(): ...  # &lt;script&gt;" in html
     assert "2.13.0" in html
     assert result.sentence() in html
-    assert Image.open(folder / "it.png").width == pytest.approx(PAGE_DPI * WIDTH, abs=1)
     rows = list(csv.DictReader((folder / "it.runs.csv").open()))
     assert [row["strategy"] for row in rows] == ["single", "dp", "ddp", "async"]
     assert len((folder / "it.csv").read_text().splitlines()) == 361
@@ -47,16 +44,14 @@ def test_a_result_is_saved_as_page_picture_and_numbers(result: ComparisonResult,
 
 def test_a_saved_notebook_holds_sentence_picture_table_and_text(result: ComparisonResult):
     bundle = result._repr_mimebundle_()
-    html, picture = bundle["text/html"], result.plot()
+    html = bundle["text/html"]
     check_html(html)
     places = [html.index(part) for part in (result.sentence(), "<img", "<table", "<details>")]
     assert places == sorted(places)
     assert html.count("<table") == 2
     assert "<script" not in html
     assert bundle["text/plain"].startswith(result.sentence())
-    assert "samples/s" in bundle["text/plain"]
-    assert picture._repr_png_() == bundle["image/png"]
-    assert repr(picture) == result.sentence()
+    assert bundle["image/png"].startswith(b"\x89PNG")
 
 
 def test_a_result_is_not_shown_twice_in_one_cell(result: ComparisonResult):
@@ -74,10 +69,8 @@ def test_a_result_is_not_shown_twice_in_one_cell(result: ComparisonResult):
 def test_frames_have_one_row_per_run_and_per_step(result: ComparisonResult):
     frame, steps = result.to_frame(), result.steps()
     assert frame["strategy"].tolist() == ["single", "dp", "ddp", "async"]
-    assert frame["repeat"].tolist() == [1] * 4
     assert frame["num_steps"].tolist() == [60, 60, 120, 120]
     assert frame["held_out_accuracy"].notna().all()
-    assert frame["speed_up"].tolist()[0] == 1
     ratio = frame["samples_per_second"] / frame["samples_per_second"][0]
     assert frame["speed_up"].tolist() == pytest.approx(ratio.tolist())
     assert len(steps) == 360

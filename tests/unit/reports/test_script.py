@@ -152,7 +152,6 @@ def test_a_built_in_task_is_written_with_its_options_and_files(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ("def load_checkpoint(): pass", "The cell defines load_checkpoint"),
         ("from numpy import random as os", "The cell defines os"),
         ("from torch.nn import *", "The cell imports \\* from torch.nn"),
         ("print(top_secret)", "The cell uses top_secret"),

@@ -72,7 +72,7 @@ def test_the_scores_in_text():
     assert re.search(rf"dp \(emulated\) +{speed}", dp)
     assert "in brackets: emulated on CPU threads" in text
     assert "emulated on CPU threads" in text
-    assert re.search(r"async .* 94\.7 % +1 / 3", text)
+    assert re.search(r"async .* 1 / 3 .* 94\.7 %", text)
 
 
 def test_a_class_sees_five_columns_and_the_others_folded():
@@ -95,14 +95,6 @@ def test_a_class_sees_five_columns_and_the_others_folded():
         assert five.notes == ()
 
 
-def test_workers_have_a_column_where_the_title_does_not_tell_them():
-    assert "workers" not in heads(results_table(fake_comparison()))
-    ddp, alone = of_runs(fake_run("ddp", num_steps=20), fake_run("dp", num_steps=20)).runs
-    alone = replace(alone, header=replace(alone.header, num_workers=1))
-    unlike = Comparison(comparison_id="c", name="c", runs=(ddp, alone))
-    assert "workers" in heads(results_table(unlike))
-
-
 def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():
     runs = []
     for name, num_samples in (("single", 32), ("dp", 64)):  # one process reports both shards
@@ -114,17 +106,6 @@ def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():
         runs.append(run)
     assert "global batch 32 per worker" in results_table(of_runs(*runs)).caption
     assert runs_frame(of_runs(*runs))["batch_size"].tolist() == [32, 64]
-
-
-def test_what_is_long_is_given_in_full():
-    long = "a_module_of_mine.with_a_very_long_name:build_task"
-    table = Table(
-        caption="",
-        columns=(Column(title="name"), Column(title="task"), Column(title="n", is_prose=True)),
-        rows=((Cell(text=long), Cell(text=long), Cell(text=long)),),
-    )
-    assert table.html().count(f">{long}<") == 3
-    assert table.text().count(long) == 3
 
 
 def test_ranks_that_share_a_device_say_with_whom():
@@ -156,7 +137,7 @@ GPU = replace(CPU, device="cuda:0", has_peer_access=True)
 def test_advice_marks_a_cell_for_every_machine(ranks, recommended, tensorflow):
     table = advice(ranks)
     assert table.caption.startswith(f"Use {recommended} here ")
-    assert f" {tensorflow})" in table.caption
+    assert f"; {tensorflow})" in table.caption
     assert table.html().count("◀ this machine") == 1
 
 
@@ -182,19 +163,18 @@ def test_progress_from_start_to_end():
     start, middle, end = (progress_of(fake_comparison(share=share)).text for share in (0, 0.6, 1))
     assert start == "single: starting"
     assert re.fullmatch(
-        r"ddp: 40 % · [\d,]+ samples/s · loss \d\.\d+ \| run 3 of 4: \d s left, "
-        r"about \d+ s in all",
+        r"ddp: 40 % · [\d,]+ samples/s · loss \d\.\d+ \| run 3 of 4: \d s left, about \d+ s in all",
         middle,
     )
     assert end.startswith("async: finished · ")
-    empty, run = fake_comparison(()), run_of(spec("ddp"), created=1.0)
-    assert progress_of(empty.with_runs([run.snapshot()])).text == "ddp: starting"
     done = replace(fake_run("ddp", num_steps=20).snapshot(), status=Status.RUNNING)
-    assert "ddp: evaluating" in progress_of(empty.with_runs([done])).text
     judged = replace(done, evaluating=Evaluating(2, 10, seconds=3.0))
-    line = progress_of(empty.with_runs([judged]))
-    assert "evaluating 3 of 10 · 12 s left" in line.text
-    assert line.share == pytest.approx(0.2)
+    for run, text in (
+        (run_of(spec("ddp"), created=1.0).snapshot(), "ddp: starting"),
+        (done, "ddp: evaluating"),
+        (judged, "evaluating 3 of 10 · 12 s left"),
+    ):
+        assert text in progress_of(fake_comparison(()).with_runs([run])).text
 
 
 def reported(strategy: str, **changes: object) -> Run:
@@ -204,11 +184,10 @@ def reported(strategy: str, **changes: object) -> Run:
     return run
 
 
-def test_a_metric_that_is_nan_or_that_no_run_measured_is_told():
-    scores = {"single": {"f1": 0.5}, "ddp": {"f1": math.nan}, "async": {"f1": math.nan}}
-    runs = [reported(name, held_out_metrics=found) for name, found in scores.items()]
-    assert "held-out f1 is NaN for ddp and async" in results_table(of_runs(*runs)).text()
-    assert "NaN" not in results_table(of_runs(runs[0])).text()
+def test_a_metric_that_is_nan_is_told_from_one_that_no_run_measured():
+    runs = reported("ddp", held_out_metrics={"f1": math.nan}), fake_run("dp")
+    table = results_table(of_runs(*runs))
+    assert column_texts(table, "held-out f1") == ["NaN", "–"]
 
 
 def of_runs(*runs: Run) -> Comparison:

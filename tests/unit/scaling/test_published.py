@@ -112,9 +112,3 @@ def test_the_page_has_all_of_them():
     names = {system.name for system, *_ in PUBLISHED}
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     assert [row for row in rows if row.split(" | ")[0][2:] in names] == shown
-
-
-def test_horovod_is_no_faster_than_byteps_has_found():
-    """BytePS was 1.44 times as fast over 20 Gbit/s of TCP: Horovod had at most 69 %."""
-    system = System("Horovod, V100, 20 Gbit/s TCP", 8, "NVLink-V100", "10.9Gbit,46us", 64)
-    assert computed(system, "ResNet-50", "185ms/64", 64) <= 100 / 1.44

@@ -3,7 +3,6 @@
 import pytest
 
 from ddpnb.magics.completion import following
-from ddpnb.magics.inside import InsideMagics
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.notation import LINKS
 
@@ -34,7 +33,7 @@ OFFERED = {
 def after(line: str) -> dict[str, str]:
     """Return what may follow, in order, and its kind."""
     *words, last = line.split(" ")
-    found = following((DdpMagics, InsideMagics), words, {"here": 1}, last)
+    found = following(DdpMagics, words, {"here": 1}, last)
     return {each.text: each.type for each in found if each.text.startswith(last)}
 
 
