@@ -46,6 +46,7 @@ def exchange_ms(
     own = folder / f"rank-{state.rank}" if way == "TCP" else folder
     own.mkdir(exist_ok=True)
     worker = _ready_worker(state, own, num_floats, rounds)
+    worker.local_world_size = 1 if way == "TCP" else 2
 
     def make_store(copies: Sequence[PackedTensors]) -> ParameterStore:
         return ParameterStore(copies, worker.make_optimizer)
@@ -81,6 +82,7 @@ def _ready_worker(state: RankState, folder: Path, num_floats: int, num_steps: in
         device=torch.device("cpu"),
         rank=state.rank,
         world_size=2,
+        local_world_size=2,
         num_parts=2,
         num_steps=num_steps,
         folder=folder,
@@ -137,6 +139,7 @@ def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[
         device=torch.device("cpu"),
         rank=state.rank,
         world_size=2,
+        local_world_size=2,
         num_parts=2,
         num_steps=NUM_SYNCHRONOUS_STEPS if strategy == "ddp" else order.num_steps,
         folder=folder,

@@ -151,6 +151,7 @@ class Trainer:
                 device=torch.device("cpu"),
                 rank=rank,
                 world_size=NUM_RANKS,
+                local_world_size=NUM_RANKS,
                 num_parts=NUM_RANKS,
                 num_steps=1,
                 folder=folder,
