@@ -304,13 +304,11 @@ def runs_folder(start: Path | None = None) -> Path:
         start: where to look from; the working directory if not given.
     """
     here = (start or working_folder()).resolve()
-    project = next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
-    return project / "data" / "runs"
-
-
-def _is_project(folder: Path) -> bool:
-    is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
-    return is_marked and (folder / "data").is_dir()
+    for folder in (here, *here.parents):
+        is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
+        if is_marked and (folder / "data").is_dir():
+            return folder / "data" / "runs"
+    return here / "data" / "runs"
 
 
 def _stored_run(row: sqlite3.Row) -> StoredRun:

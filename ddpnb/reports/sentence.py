@@ -7,23 +7,13 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from ddpnb.history.claims import (
-    LEVEL,
-    Ratio,
-    ratios_of,
-)
+from ddpnb.history.claims import LEVEL, Ratio, ratios_of
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.findings import accuracy_of, quantities_of
-from ddpnb.reports.formatting import (
-    NOTHING,
-    emulated_devices,
-    listed,
-    number,
-    percent,
-)
+from ddpnb.reports.formatting import NOTHING, emulated_devices, listed, number, percent
 
 ENDED = {Status.FAILED: "failed", Status.STOPPED: "was stopped"}
 
