@@ -12,7 +12,7 @@ COMPAT := $(VENV)/.compat-installed
 PYTEST := $(BIN)/pytest -n 3 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help lab demo student quick test compat mutants check bench soak gpu clean
+.PHONY: help lab demo docs student quick test compat mutants check bench soak gpu clean
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -32,7 +32,11 @@ lab: $(STAMP)  ## Open JupyterLab on the first lesson
 	$(BIN)/jupyter lab $(ALLOW_ROOT) --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks/01_first_comparison.ipynb
 
 demo: $(STAMP)  ## Run the main comparison without a browser; writes build/demo
-	$(BIN)/python notebooks/demo.py build/demo
+	$(BIN)/python -m ddpnb.demo build/demo
+
+docs: $(STAMP)  ## Build the site, with the lessons executed; writes build/docs
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/sphinx-build -c docs -W --keep-going --quiet . build/docs
 
 student: $(STAMP)  ## Write notebooks/ from notebooks/solutions: without solutions and outputs
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course]'

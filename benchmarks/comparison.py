@@ -38,7 +38,6 @@ TASK = textwrap.dedent(
 )
 COMPARE = textwrap.dedent(
     f"""
-    %%local
     import ddpnb
     result = ddpnb.compare(
         "ddp", source={TASK!r}, epochs={NUM_EPOCHS}, batch_size=256, name="bench"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.claims import Unseen
+from benchmarks.delayed import INTERFACE, delayed_link
 from benchmarks.kernel import kernel
 from benchmarks.measure import Figure, in_turns
 from benchmarks.start import SCRIPT
@@ -30,7 +31,6 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from tests.cluster.two_hosts import TwoHosts, call, two_hosts
-from tests.delayed import INTERFACE, delayed_link
 
 STRATEGIES = ("ddp", "local-sgd", "diloco", "async")
 RATES = {"1gbit": ("128kb", 96), "100mbit": ("32kb", 24)}

@@ -21,7 +21,6 @@ EVERY = {"asked": 0.8, "never": 1e9, "often": 0.0}
 
 TAKE_TURNS = textwrap.dedent(
     f"""
-    %%local
     import threading, time
     from dataclasses import replace
     from ddpnb.session.session import this_session
@@ -37,7 +36,7 @@ TAKE_TURNS = textwrap.dedent(
 ).lstrip()
 """By the clock: the same for the kernel and for the ranks."""
 
-STOP_TURNS = "%%local\nis_over.set()"
+STOP_TURNS = "is_over.set()"
 PREPARE = "%%ddp\nimport json, time\nmoments = []"
 PRINT = "%%rank 0\nprint(json.dumps(moments))"
 

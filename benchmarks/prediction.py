@@ -49,7 +49,6 @@ os.mkdir("data")
 import ddpnb, json
 """
 COMPARE = """
-%%local
 try:
     result = ddpnb.compare(
         "ddp", {task}, batch_size=256, baseline={baseline}, name={name!r},

@@ -178,8 +178,7 @@ TRAIN = textwrap.dedent(
     """
 ).lstrip()
 
-STATE = """%%local
-import json, ddpnb
+STATE = """import json, ddpnb
 from ddpnb.session.session import this_session
 cluster = this_session()._cluster
 print(json.dumps({"pids": [state.pid for state in cluster.states],
@@ -188,8 +187,7 @@ print(json.dumps({"pids": [state.pid for state in cluster.states],
  "kept": list(ddpnb.pull("kept").values())}))
 """
 
-DEAD = """%%local
-exits = cluster.exits.items()
+DEAD = """exits = cluster.exits.items()
 print(json.dumps([[name, exit_.code, cluster.log_tail(name)] for name, exit_ in exits]))
 """
 
@@ -257,7 +255,7 @@ def kill_and_bring_back(running: Kernel, victim: int) -> tuple[float, float, boo
     others = [rank for rank in range(3) if rank != victim]
     are_kept = all(f"{rank}:{rank}" in kept for rank in others) and f"{victim}:None" in kept
     reached = max(
-        running.value("%%local\nimport ddpnb, json\nprint(json.dumps([int(n) for n in "
+        running.value("import ddpnb, json\nprint(json.dumps([int(n) for n in "
                       f"ddpnb.pull('num_done.item()', ranks='{others[0]},{others[1]}').values()]))")
     )  # fmt: skip
     running.run(BUILD.replace("%%ddp", f"%%rank {victim}"))

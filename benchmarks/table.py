@@ -1,10 +1,16 @@
 """Where are the newest figures of each benchmark, and which table do they make in README.md?"""
 
 import json
+import os
+import platform
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
+
+import torch
 
 from benchmarks.measure import HEAD, Figure
 
@@ -13,10 +19,35 @@ README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- what follows is written by: python -m benchmarks table -->\n", "<!-- end -->\n"
 
 
-def keep(name: str, machine: dict[str, str], figures: Sequence[Figure]) -> Path:
+def machine() -> dict[str, str]:
+    """Return hardware and versions."""
+    model = subprocess.run(
+        ["sh", "-c", "grep -m1 'model name' /proc/cpuinfo | cut -d: -f2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    return {
+        "cpu": model or platform.processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "ipyparallel", "ipykernel")},
+        **gpus(),
+    }
+
+
+def gpus() -> dict[str, str]:
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if not names:
+        return {}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"gpus": ", ".join(names), "cuda": str(torch.version.cuda), "nccl": nccl}
+
+
+def keep(name: str, figures: Sequence[Figure]) -> Path:
     """Write the figures of a benchmark in the place of its earlier ones, and the table."""
     lines = ",\n".join(f"  {json.dumps(asdict(figure))}" for figure in figures)
-    head = f'"date": "{time.strftime("%Y-%m-%d")}",\n "machine": {json.dumps(machine)}'
+    head = f'"date": "{time.strftime("%Y-%m-%d")}",\n "machine": {json.dumps(machine())}'
     path = RESULTS / f"{name}.json"
     path.write_text(f'{{\n {head},\n "figures": [\n{lines}\n ]\n}}\n')
     write()
@@ -40,6 +71,6 @@ def table() -> str:
     for path in sorted(RESULTS.glob("*.json")):
         content = json.loads(path.read_text())
         cpu = content["machine"]["cpu"].replace("(R)", "").partition(" Processor")[0]
-        found = [Figure(**each) for each in content["figures"]]
+        found = [Figure(**each) for each in content.get("figures", [])]
         rows += [f"{each.row()} {content['date']}, {cpu} |" for each in found if each.limit]
     return "\n".join(rows) + "\n"

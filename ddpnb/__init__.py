@@ -15,34 +15,32 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddpnb.api import (
+        advise,
+        check,
         compare,
         debug,
         delete,
         details,
         export,
+        inspect,
         interrupt,
+        last_trace,
         load,
         plot,
+        predict,
         pull,
         push,
         restart,
         run_cell,
         run_script,
         runs,
+        samples,
+        show_collective,
         source,
         start,
         status,
         stop,
         why,
-    )
-    from ddpnb.inside import (
-        advise,
-        check,
-        inspect,
-        last_trace,
-        predict,
-        samples,
-        show_collective,
     )
     from ddpnb.rank.publisher import log
 
@@ -87,11 +85,10 @@ def __getattr__(name: str) -> Any:
     if name == "log" and not on_rank:
         raise UserError("ddpnb.log works on the ranks: call it in a %%ddp --name NAME cell.")
     if name != "log" and on_rank:
-        raise UserError(f"ddpnb.{name} works in the notebook, not on the ranks: use %%local.")
+        raise UserError(f"ddpnb.{name} works in the notebook, not on the ranks.")
     if on_rank:
         return importlib.import_module("ddpnb.rank.publisher").log
-    api = importlib.import_module("ddpnb.api")
-    return getattr(api if hasattr(api, name) else importlib.import_module("ddpnb.inside"), name)
+    return getattr(importlib.import_module("ddpnb.api"), name)
 
 
 def __dir__() -> list[str]:
@@ -104,5 +101,5 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
 
 
 def unload_ipython_extension(shell: "InteractiveShell") -> None:
-    """Stop the cluster and switch ``%ddp_auto`` off: ``%unload_ext ddpnb``."""
+    """Stop the cluster: ``%unload_ext ddpnb``."""
     importlib.import_module("ddpnb.magics.magics").unload(shell)

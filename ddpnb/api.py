@@ -8,21 +8,40 @@ from IPython.display import Code
 
 from ddpnb.history.query import matching
 from ddpnb.hosts.spec import HostsSpec
+from ddpnb.protocol import calls
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import Script
+from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.options import options_of, read_options
-from ddpnb.protocol.training_options import TRAINING_OPTIONS
+from ddpnb.protocol.replicas import SamplerSpec
+from ddpnb.protocol.trace import CollectiveSpec
+from ddpnb.protocol.training_options import TRAINING_OPTIONS, TrainingSpec
+from ddpnb.reports.inside.advice import advice
+from ddpnb.reports.inside.buckets import DdpInspection
+from ddpnb.reports.inside.collective import CollectiveResult
+from ddpnb.reports.inside.prediction import PredictionResult
+from ddpnb.reports.inside.replicas import ReplicaCheck
+from ddpnb.reports.inside.samples import Handout, handout_of
 from ddpnb.reports.inside.traces import TraceResult
+from ddpnb.reports.inside.versions import AsyncInspection, async_inspection
 from ddpnb.reports.listing import Details, runs_table
+from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
+from ddpnb.scaling.predict import Question
+from ddpnb.session.asking import ask
 from ddpnb.session.cells import CellOptions, RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
+from ddpnb.session.inside import INSPECTED, InspectionRequest, check_replicas, inspect_step
 from ddpnb.session.jobs import RunningComparison
-from ddpnb.session.session import this_session
+from ddpnb.session.scaling import predicted
+from ddpnb.session.session import this_cell_number, this_session
+from ddpnb.session.status import describe_ranks, status_table, with_notes
 from ddpnb.session.variables import NotebookFunctions
+from ddpnb.session.variables import pull as pull_from
+from ddpnb.session.variables import push as push_to
 from ddpnb.twins import twin
 
 
@@ -71,13 +90,20 @@ def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
 @twin()
 def why() -> str:
     """Say where every rank is at this moment, with stacks; the twin of ``%ddp_why``."""
-    return this_session().why()
+    return describe_ranks(this_session().cluster())
 
 
 @twin()
 def status() -> Table:
     """Return the table of what every rank is doing; the twin of ``%ddp_status``."""
-    return this_session().status()
+    session = this_session()
+    cluster, running = session.cluster(allow_lost=True), session.comparison
+    if running is None:
+        return with_notes(status_table(cluster, cluster.busy), cluster)
+    training = running.training
+    progress = progress_of(training.recorder.comparison) if training else "being checked"
+    note = f"a comparison is training: {progress}"
+    return with_notes(status_table(cluster, cluster.ranks, [note]), cluster)
 
 
 @twin()
@@ -156,7 +182,7 @@ def run_script(
 @twin()
 def push(ranks: str | None = None, **variables: object) -> None:
     """Copy variables to the ranks: ``push(a=1, b=2)``; the twin of ``%ddp_push``."""
-    this_session().push(variables, ranks)
+    push_to(this_session().free_cluster(), variables, ranks)
 
 
 @twin()
@@ -166,7 +192,12 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
     Returns:
         A dict from rank to value; if ``ranks`` names one rank, its value.
     """
-    return this_session().pull(expression, ranks)
+    cluster = this_session().free_cluster()
+    chosen = parse_ranks(ranks, len(cluster.ranks))
+    values = pull_from(cluster, expression, chosen)
+    if ranks is not None and len(chosen) == 1:
+        return values[0]
+    return dict(zip(chosen, values, strict=True))
 
 
 @twin(
@@ -286,7 +317,8 @@ def plot(*names: str, **choices: Any) -> ComparisonResult:
     """Return stored runs as one comparison that a notebook draws; the twin of ``%ddp_plot``.
 
     Args:
-        *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.
+        *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.  Without
+            names, the latest comparison.
         **choices: as listed.
     """
     return this_session().load(names, PlotOptions(**read_options(PlotOptions, choices)))
@@ -316,3 +348,149 @@ def export(name: str, path: Path | str) -> str:
         A sentence about what was written; after that of a script, the lines that run it.
     """
     return this_session().load([name]).save(path)
+
+
+# -- looking inside -------------------------------------------------------------------------
+
+
+@twin()
+def check(*names: str) -> ReplicaCheck:
+    """Compare the replicas of all ranks; the twin of ``%ddp_check``.
+
+    Nothing on the ranks changes, and no collective is called.
+
+    Args:
+        *names: models, optimizers, tensors, dicts of tensors, or expressions that lead to one;
+            by default all models and optimizers among the ranks' variables.
+
+    Returns:
+        The result: ``.is_same``, ``.sentence()``, ``.table()``.
+
+    Raises:
+        UserError: there is nothing to compare, or a rank is busy.
+    """
+    return check_replicas(this_session().idle_cluster(), names)
+
+
+@twin(options_of(SamplerSpec))
+def samples(name: str = "", **choices: Any) -> Handout:
+    """Show which rank gets which samples; the twin of ``%ddp_samples``.
+
+    Args:
+        name: a sampler or a ``DataLoader`` on the ranks, which is read and not consumed.  By
+            default torch's ``DistributedSampler`` is made there.
+        **choices: as listed.
+
+    Returns:
+        The result: ``.plot()``, ``.table()``, ``.text()``, and ``.rows``, an epoch each.
+    """
+    spec = SamplerSpec(expression=name, **read_options(SamplerSpec, choices))
+    cluster = this_session().idle_cluster()
+    found = ask(cluster, calls.samples(spec))
+    return handout_of(spec, [found[rank] for rank in cluster.ranks])
+
+
+@twin(options_of(CollectiveSpec))
+def show_collective(name: str, *, ranks: str | None = None, **choices: Any) -> CollectiveResult:
+    """Run one collective on the ranks and show what it does; the twin of ``%ddp_show``.
+
+    Args:
+        name: ``"all_reduce"``, ``"broadcast"``, ``"reduce"``, ``"scatter"``, ``"gather"``,
+            ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` or ``"barrier"``.
+        ranks: those that take part, e.g. ``"0,2-3"``; by default all.
+        **choices: as listed.
+
+    Returns:
+        The result, with ``.plot()`` and ``.text()``.
+
+    Raises:
+        UserError: there is no such collective, or an option does not suit it.
+    """
+    cluster, chosen = this_session().free_cluster(), read_options(CollectiveSpec, choices)
+    spec = CollectiveSpec(name=name, ranks=parse_ranks(ranks, len(cluster.ranks)), **chosen)
+    cluster.ensure_group()
+    found = ask(cluster, calls.show_collective(spec))
+    return CollectiveResult(spec, [each for rank in spec.ranks if (each := found[rank])])
+
+
+@twin()
+def last_trace() -> TraceResult:
+    """Return the trace of the latest cell of ``%%ddp --trace``.
+
+    Returns:
+        With ``.plot()``, ``.text()``, and ``.save("trace.json")`` for Perfetto.
+
+    Raises:
+        UserError: no cell has been traced.
+    """
+    if (trace := this_session().last_trace) is None:
+        raise UserError("No cell has been traced: begin one with %%ddp --trace.")
+    return trace
+
+
+@twin(options_of(InspectionRequest), options_of(TrainingSpec, "task", *INSPECTED))
+def inspect(
+    model: str = "", *, source: str = "", **choices: Any
+) -> DdpInspection | AsyncInspection:
+    """Return what happens in a training step; the twin of ``%ddp_inspect``.
+
+    All is measured on a copy: models, gradients, optimizers and random numbers stay as they are.
+
+    Args:
+        model: a model, or a DDP, of the ranks' cells; by default a task is inspected.
+        source: a cell that defines ``model()`` and ``data(split)``.
+        **choices: as listed.
+
+    Returns:
+        The numbers, with ``.pictures()``, ``.text()`` and ``.save(path)``.
+
+    Raises:
+        UserError: there is nothing to inspect, or the model does not fit the batch.
+        RankError: the user's code failed on a rank.
+    """
+    request = InspectionRequest(
+        model=model,
+        task=choices.get("task", ""),
+        source=source,
+        given=read_options(TrainingSpec, {k: choices[k] for k in INSPECTED if choices.get(k)}),
+        **read_options(InspectionRequest, choices),
+    )
+    session = this_session()
+    if request.run:
+        return async_inspection(session.load([request.run]).comparison)
+    training = request.training(this_cell_number(), session.last_training)
+    return inspect_step(session.idle_cluster(), request, training)
+
+
+@twin(options_of(Question))
+def predict(
+    ranks: str | Sequence[int] = "1,2,4,8", *, run: str = "", **choices: Any
+) -> PredictionResult:
+    """Predict throughput on other numbers of ranks; the twin of ``%ddp_predict``.
+
+    Args:
+        ranks: numbers of ranks, ``[1, 2, 64]`` or ``"1,2,64"``.
+        run: the comparison to calibrate on; by default the last that can be used.
+        **choices: as listed.
+
+    Returns:
+        The result, with ``.table()``, ``.plot()``, ``.save(path)``, ``.prediction``.
+
+    Raises:
+        UserError: there is nothing to calibrate on, or the question makes no sense.
+    """
+    question = Question(**read_options(Question, {"ranks": ranks} | choices))
+    return predicted(this_session().store, question, run)
+
+
+@twin()
+def advise() -> Table:
+    """Recommend a strategy for where the ranks live; the twin of ``%ddp_advise``.
+
+    Returns:
+        The known table, in which this machine is marked.
+
+    Raises:
+        UserError: no cluster is running.
+    """
+    return advice(this_session().idle_cluster().states)

@@ -2,13 +2,12 @@
 
 import functools
 import inspect
-import typing
 from collections.abc import Callable, Mapping
 from inspect import Parameter
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from ddpnb.protocol.errors import UserError, closest
-from ddpnb.protocol.options import Option, as_kind
+from ddpnb.protocol.options import Option
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -20,15 +19,15 @@ CHOICES = "    **choices: as listed."
 def twin(
     *groups: Mapping[str, Option],
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Have a function take the options of specs as ``**choices``, and check its arguments.
+    """Have a function take the options of specs as ``**choices``.
 
-    The options are in its signature and its help.  An argument that is unknown, is missing or does
-    not fit its annotation raises a ``UserError``; the function reads the options itself.
+    The options are in its signature and its help.  An argument that is unknown or missing raises a
+    ``UserError``; the function reads the options itself.
     """
     options = {name: each for group in groups for name, each in group.items()}
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        own, hints = inspect.signature(function), typing.get_type_hints(function)
+        own = inspect.signature(function)
         added = [each for each in options.values() if each.keyword not in own.parameters]
         signature = own.replace(
             parameters=[
@@ -40,7 +39,7 @@ def twin(
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             try:
-                bound = signature.bind(*args, **kwargs)
+                signature.bind(*args, **kwargs)
             except TypeError as error:
                 unknown = next((name for name in kwargs if name not in signature.parameters), "")
                 if unknown in options:  # the name of the spec's field, as in a DataFrame
@@ -50,13 +49,7 @@ def twin(
                 name = function.__name__
                 advice = f"did you mean {near}?" if near else f"ddpnb.{name}? explains it."
                 raise UserError(f"{name}: {error}; {advice}") from None
-            for name, value in bound.arguments.items():
-                if signature.parameters[name].kind is Parameter.VAR_POSITIONAL:
-                    each = (as_kind(f"each of {name}", one, hints[name]) for one in value)
-                    bound.arguments[name] = tuple(each)
-                else:
-                    bound.arguments[name] = _as_annotated(name, value, hints.get(name, object))
-            return function(*bound.args, **bound.kwargs)
+            return function(*args, **kwargs)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         lines = (f"    {each.keyword}: {_help_in_python(each)}." for each in added)
@@ -73,13 +66,3 @@ def _help_in_python(option: Option) -> str:
         return f"False: {option.meaning}"
     is_value = any(map(str.isdigit, option.example))  # else a word in capitals
     return f'"{option.example}": {option.meaning}' if is_value else option.meaning
-
-
-def _as_annotated(name: str, value: Any, hint: Any) -> Any:
-    """Return a value as the type that it is annotated with; see ``as_kind``."""
-    kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
-    if object in kinds or any(type(value) is kind for kind in kinds):
-        return value
-    if isinstance(value, kinds) and not isinstance(value, bool | str | float):
-        return value  # such as a path
-    return as_kind(name, value, next(kind for kind in (int, float, str, bool) if kind in kinds))

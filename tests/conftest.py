@@ -47,8 +47,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def group_of(nodeid: str) -> str:
     """Return which tests run in the same process as this one, one after the other."""
-    path, *_ = nodeid.split("::")
-    if path.startswith("tests/unit/"):  # they start nothing: any process runs any of them
+    path, name = nodeid.split("::", 1)
+    starts_its_own = name.startswith("test_a_lesson_runs")
+    if path.startswith("tests/unit/") or starts_its_own:  # any process runs any of them
         return nodeid
     if path.startswith("tests/browser/"):  # one JupyterLab, one Chromium
         return "browser"

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Call, Timeouts
 from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings, torchrun_environment
-from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses
+from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, wait_until
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.cluster.wording import remedy
 from ddpnb.compat.probe import missing_features
@@ -22,7 +22,7 @@ from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
-from ddpnb.protocol.processes import KERNEL_LOCK, RankCommand, hold, working_folder
+from ddpnb.protocol.processes import RankCommand, working_folder
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
@@ -36,10 +36,6 @@ CRASH = "Fatal Python error"
 """The first words of a stack that faulthandler writes."""
 BEFORE_CRASH = 3
 """How many lines of a log are shown before these: native code often gives its reason there."""
-
-
-class NoGroupError(UserError):
-    """Ranks cannot form a process group, but can run cells without one."""
 
 
 class Cluster:
@@ -61,8 +57,6 @@ class Cluster:
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}
         """Processes that ended without being asked to."""
-        self.names: dict[int, tuple[str, ...]] = {}
-        """The variables that each rank had after its last cell."""
         self.is_over = False
         """Whether this kernel has ended the cluster."""
         self.supervised: list[Call] = []
@@ -76,8 +70,6 @@ class Cluster:
         self._aborts: dict[int, Future[Any]] = {}
         """The last abort that each rank was sent; done when the rank has carried it out."""
         self._client: EngineClient | None = None
-        self._lock: TextIO = hold(folder / KERNEL_LOCK)
-        """Held for as long as this kernel needs the folder."""
         self._interrupts: list[Future[Any]] = []
         """Interrupts that may be on their way to the ranks."""
 
@@ -102,7 +94,7 @@ class Cluster:
         try:
             cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
         except BaseException:
-            cluster._remove_folder()
+            shutil.rmtree(cluster.folder, ignore_errors=True)
             raise
         try:
             cluster._start_ranks(progress)
@@ -222,9 +214,10 @@ class Cluster:
     def abort(self, ranks: Sequence[int]) -> None:
         """Free ranks from the collectives they wait in, which ends the process group."""
         self._is_aborted = True
-        self.processes.list_connections()
         for rank in set(ranks) & set(self.living):
-            self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT)
+            neighbours = self.placement.ranks_of(self.placement.host_of[rank])
+            peers = [self.states[each].pid for each in neighbours if each != rank]
+            self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT, peers)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
         """Form a new process group if the old one was aborted, or is of another kind.
@@ -238,18 +231,12 @@ class Cluster:
             The variables that still refer to the old group, each with its ranks.
 
         Raises:
-            NoGroupError: hosts do not reach each other.
             UserError: a rank runs a cell, or the ranks could have formed one, and did not.
         """
         is_fit = not self._is_aborted and self._is_checked == is_checked
         if is_fit or self.living != self.ranks:
             return {}
         self.require_idle(self.ranks)
-        if links := self.processes.unreachable():
-            raise NoGroupError(
-                f"There is no process group, for {links}; the first cell after that is mended "
-                "forms one. Variables are kept."
-            )
         self._begin_generation()
         call = self.submit(calls.form_group(self.generation, is_checked), self.ranks)
         try:
@@ -278,18 +265,12 @@ class Cluster:
             The others' variables that still refer to the old group, each with its ranks.
 
         Raises:
-            UserError: hosts do not reach each other, or another rank runs a cell; then no rank is
-                ended.
+            UserError: another rank runs a cell; then no rank is ended.
         """
         self.require_idle(set(self.ranks) - set(ranks))
-        if links := self.processes.unreachable():
-            raise UserError(f"{links[0].upper()}{links[1:]}: no rank was restarted.")
         self.kill(ranks)
-        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
-        while set(ranks) & set(self.living):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {format_ranks(ranks)} did not end")
-            time.sleep(0.002)
+        ended = f"rank {format_ranks(ranks)} did not end"
+        wait_until(lambda: not set(ranks) & set(self.living), CALL_TIMEOUT_SECONDS, ended)
         for rank in ranks:
             self.restart_alone(rank)
         self._note(self.client.wait_for(len(ranks), self.raise_if_dead))
@@ -329,7 +310,7 @@ class Cluster:
         try:
             self.processes.stop()
         finally:
-            self._remove_folder()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def client(self) -> "EngineClient":
@@ -344,7 +325,6 @@ class Cluster:
         """
         self.processes.prepare(rank)  # where it fails, the rank is dead
         self.exits.pop(rank, None)
-        self.names.pop(rank, None)
         self.processes.start_rank(
             rank,
             torchrun_environment(self.placement, rank),
@@ -362,8 +342,8 @@ class Cluster:
 
     def raise_if_dead(self) -> None:
         """Raise a RuntimeError, with the end of the log, if a process ended while starting."""
-        ready = self.processes.server.link.ready
-        if ready.done() and (cause := ready.exception()):
+        prepared = self.processes.server.prepared
+        if prepared.done() and (cause := prepared.exception()):
             raise RuntimeError(f"The ranks could not be prepared: {cause}")
         if exits := list(self.exits.values()):
             member = exits[0].member
@@ -378,25 +358,21 @@ class Cluster:
         for rank in range(num_ranks):
             self.start_rank(rank, generation=self.generation)
         self._client = client = EngineClient(self.profile, self.raise_if_dead)
-        self.processes.server.link.ready.result(START_TIMEOUT_SECONDS)
+        self.processes.server.prepared.result(START_TIMEOUT_SECONDS)
         progress(f"{num_ranks} ranks form a process group")
         self.states = tuple(client.wait_for(num_ranks, self.raise_if_dead))
-
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.close()
 
     def _begin_generation(self) -> None:
         """Number a new process group, unusable until all ranks have joined it.
 
         Every abort must be done: a late one would end the next group's connections.
         """
-        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
         aborts = self._aborts
-        while pending := {r for r in self.living if r in aborts and not aborts[r].done()}:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {format_ranks(pending)} does not leave its group")
-            time.sleep(0.002)
+        wait_until(
+            lambda: all(aborts[rank].done() for rank in self.living if rank in aborts),
+            CALL_TIMEOUT_SECONDS,
+            "a rank did not leave its group",
+        )
         aborts.clear()
         self.generation += 1
         self._is_aborted = True

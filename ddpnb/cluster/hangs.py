@@ -22,8 +22,6 @@ class Hang:
     """Ranks that have finished the cell, each with its number of collectives."""
     idle: tuple[int, ...] = ()
     """Ranks that do not run it at all."""
-    links: str = ""
-    """Which hosts do not reach each other; empty: all do."""
 
     def __str__(self) -> str:
         """Say where the ranks wait, and what the others do in place of meeting them."""
@@ -34,7 +32,7 @@ class Hang:
             reasons += [say(self.idle, "does not run this cell")] if self.idle else []
         if not reasons and len(places) > 1:
             reasons = ["they wait for different calls"]
-        return "; ".join(filter(None, [", ".join(places), *reasons, self.links]))
+        return "; ".join([", ".join(places), *reasons])
 
     def _by_place(self) -> Iterator[tuple[RankStatus, list[int]]]:
         """Group ranks that wait in the same call, at the same line, with the same tensor."""

@@ -68,10 +68,6 @@ class ForkServerLink:
         Its thread calls ``on_exit`` when a process has ended, and ``on_end`` when the fork server
         has, without being asked to.
         """
-        self.ready: Future[list[str]] = Future()
-        """Resolves to the names of the GPUs once ranks can be started."""
-        self.stopped_members: set[Member] = set()
-        """The processes that received SIGSTOP and have not gone on."""
         self.is_over = threading.Event()
         """Set once the fork server has ended."""
         self._pipe = pipe
@@ -139,8 +135,6 @@ class ForkServerLink:
             unanswered, self._answers = self._answers, {}
         self._pipe.close()
         self._socket.close()
-        if not self.ready.done():
-            self.ready.set_exception(RuntimeError("the fork server ended before it was ready"))
         if not self._is_stopping:
             self._on_end()
         for answer in unanswered.values():
@@ -148,30 +142,17 @@ class ForkServerLink:
 
     def _handle(self, event: Event) -> None:
         match event.pop("event"):
-            case ForkServerEvent.READY:
-                self.ready.set_result(event["gpus"])
-            case ForkServerEvent.FAILED:
-                self.ready.set_exception(RuntimeError(event["cause"]))
             case ForkServerEvent.ANSWER:
                 if (answer := self._answers.pop(event["id"], None)) is not None:
                     if failure := event.get("failure"):
                         answer.set_exception(RuntimeError(failure))
                     else:
                         answer.set_result(event["value"])
-            case ForkServerEvent.STOPPED if event["is_stopped"]:
-                self.stopped_members.add(member_of(event["name"]))
-            case ForkServerEvent.STOPPED:
-                self.stopped_members.discard(member_of(event["name"]))
             case ForkServerEvent.EXITED:
-                member = member_of(event["name"])
-                self.stopped_members.discard(member)
+                name = event["name"]
+                member = int(name) if name.isdigit() else Service(name)
                 self._note(Exit(member=member, code=event["code"], log=event["log"]))
 
     def _note(self, exit_: Exit) -> None:
         if not self._is_stopping:
             self._on_exit(exit_)
-
-
-def member_of(name: str) -> Member:
-    """Return the process that the fork server reports under ``name``."""
-    return int(name) if name.isdigit() else Service(name)

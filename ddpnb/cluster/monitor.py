@@ -1,8 +1,11 @@
 """Looks at the ranks while a call runs: where they are, who is stopped, who is silent (kernel)."""
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, final
+
+import psutil
 
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
@@ -64,8 +67,9 @@ class Monitor:
         timeouts = self._cluster.timeouts
         asked = {rank for rank, answer in self._answers.items() if not answer.done()}
         silent = asked & set(running) - self._named
-        stopped = stopped_ranks(self._cluster, silent)
-        if stopped and self._waited > timeouts.stopped_after_seconds:
+        if self._waited < timeouts.stopped_after_seconds:
+            return
+        if stopped := stopped_ranks(self._cluster, silent):
             self._named.update(stopped)
             yield f"{describe_stopped(self._cluster, stopped)} An interrupt ends the cell."
         if (silent := silent - set(stopped)) and self._waited > timeouts.silent_after_seconds:
@@ -90,18 +94,18 @@ class Monitor:
 
 
 def stopped_ranks(cluster: Cluster, ranks: Iterable[int]) -> list[int]:
-    """Return those of the ranks that received SIGSTOP, as the fork server of each reports."""
-    stopped = cluster.processes.stopped_members
-    return [rank for rank in sorted(set(ranks) & set(cluster.living)) if rank in stopped]
+    """Return those of the ranks on this host that received SIGSTOP and have not gone on."""
+    found = []
+    for rank in sorted(set(ranks) & set(cluster.living)) if cluster.is_local else ():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(cluster.states[rank].pid).status() == psutil.STATUS_STOPPED:
+                found.append(rank)
+    return found
 
 
 def describe_stopped(cluster: Cluster, ranks: Collection[int]) -> str:
     """Say that ranks are stopped, and what can be done."""
-    states = [cluster.states[rank] for rank in ranks]
-    pids = ", ".join(
-        f"`kill -CONT {state.pid}`" + ("" if cluster.is_local else f" on host {state.host}")
-        for state in states
-    )
+    pids = ", ".join(f"`kill -CONT {cluster.states[rank].pid}`" for rank in ranks)
     return sentence(
         f"{say(ranks, 'is stopped')} (SIGSTOP). To let {them(ranks)} go on: {pids}; to start "
         f"{them(ranks)} anew: {restart(ranks)}"

@@ -1,5 +1,6 @@
 """The cluster that a user asks for: each rank's device, threads and settings (kernel)."""
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +9,13 @@ from typing import Any
 
 from ddpnb.protocol.devices import CARDS, MODELS, num_devices
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.options import check_options, option
+from ddpnb.protocol.options import Option, check_options, option
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 MAX_RANKS = 256
+MAX_THREADS = 1024
+"""Of each rank, as for the number of ranks where no environment variable says less."""
 MAX_DEFAULT_CPU_RANKS = 4
 MAX_RANKS_PER_CORE = 4
 """With more, ranks on CPUs far outnumber the cores."""
@@ -65,8 +68,22 @@ class ClusterSpec:
             object.__setattr__(self, "num_ranks", num)
         elif self.as_:
             raise UserError(f"--as {self.as_} describes emulated devices: add --devices 8xV100.")
+        check_num_ranks(self.num_ranks or 1)
         if self.is_on_cpu and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
+
+
+def check_num_ranks(num: int) -> None:
+    """Raise a UserError if these are too many ranks, for ddpnb or for who runs this machine."""
+    if num > (most := limit("DDPNB_MAX_RANKS", MAX_RANKS)):
+        why = "DDPNB_MAX_RANKS allows" if most < MAX_RANKS else "is possible"
+        raise UserError(f"{num} ranks are more than {why}: start {most} or fewer.")
+
+
+def limit(variable: str, default: int) -> int:
+    """Return the limit that an environment variable sets, as the administrator of a hub may."""
+    option = Option(default=default, about="", least=1)
+    return int(option.read(variable, os.environ.get(variable, default)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,18 +156,18 @@ def place_ranks(
     for number, host in enumerate(hosts):
         num_gpus = host.num_gpus if on_gpus else 0
         default = num_gpus or max(fewest, min(host.num_cores, MAX_DEFAULT_CPU_RANKS))
+        default = min(default, limit("DDPNB_MAX_RANKS", MAX_RANKS))
         size = host.size or (spec.num_ranks if len(hosts) == 1 else None) or default
         backends.append(_choose_backend(spec, host, size, num_gpus))
         sizes.append(size)
         host_of += [number] * size
         devices += [f"cuda:{n % num_gpus}" if num_gpus else "cpu" for n in range(size)]
-    if len(devices) > MAX_RANKS:
-        raise UserError(f"--hosts asks for {len(devices)} ranks: at most {MAX_RANKS} are possible.")
+    check_num_ranks(len(devices))
     shares = [max(1, host.num_cores // size) for host, size in zip(hosts, sizes, strict=True)]
     return Placement(
         devices=tuple(devices),
         backend="nccl" if set(backends) == {"nccl"} else "gloo",
-        num_threads=spec.num_threads or min(shares),
+        num_threads=min(spec.num_threads or min(shares), limit("DDPNB_MAX_THREADS", MAX_THREADS)),
         hosts=tuple(hosts),
         host_of=tuple(host_of),
         master_port=free_port() if master_port is None else master_port,

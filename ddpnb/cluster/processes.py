@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpnb.cluster.call import START_TIMEOUT_SECONDS
-from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
+from ddpnb.cluster.link import Exit, ForkServerLink, Service
 from ddpnb.cluster.placement import (
     MAX_RANKS_PER_CORE,
     ClusterSpec,
@@ -75,7 +75,7 @@ class ForkServer:
             preload: modules that the fork server imports, with those that the user names.
         """
         pipe, theirs = Pipe()
-        words = [str(theirs.fileno()), str(folder), "ranks" * has_ranks, *controller_arguments]
+        words = [str(theirs.fileno()), str(folder), *controller_arguments]
         self._on_exit = on_exit
         self._server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.launcher.forkserver", *words],
@@ -87,6 +87,12 @@ class ForkServer:
         theirs.close()
         self.pid = self._server.pid
         self.link = ForkServerLink(pipe, on_exit=on_exit, on_end=self._note_end)
+        self.prepared: Future[list[str]] = Future()
+        """Resolves to the names of the GPUs once ranks can be started."""
+        if has_ranks:
+            self.prepared = self.link.request(KernelRequest.PREPARE)
+        else:
+            self.prepared.set_result([])
 
     def stop(self) -> None:
         """End it and its children, and wait for it; may be called twice."""
@@ -131,18 +137,9 @@ class Processes(abc.ABC):
     def prepare(self, rank: int) -> None:  # noqa: B027  not abstract: there may be nothing to do
         """Have a rank's host ready to start it, where what starts it may have been lost."""
 
-    def unreachable(self) -> str:
-        """Return which hosts do not reach each other, as a part of a sentence; empty if all do."""
-        return ""
-
     def stop(self) -> None:
         """End every process of the cluster and wait for it; may be called twice."""
         self.server.stop()
-
-    @property
-    def stopped_members(self) -> frozenset[Member]:
-        """The processes that received SIGSTOP and have not gone on."""
-        return frozenset().union(*(link.stopped_members for link in self.links))
 
     def start_rank(
         self, rank: int, environment: Mapping[str, str], settings: Mapping[str, object]
@@ -158,11 +155,6 @@ class Processes(abc.ABC):
         """
         fields = {"rank": rank, "command": command, "arguments": arguments}
         return self._link_of(rank).request(KernelRequest.FORWARD, **fields)
-
-    def list_connections(self) -> None:
-        """Have it listed which ranks are connected, before some of them are freed."""
-        for link in self.links:
-            link.request(KernelRequest.LIST_CONNECTIONS)
 
     def signal(self, ranks: list[int], number: int) -> "list[Future[Any]]":
         """Send a signal to those of the ranks that are alive; what is returned is done then."""
@@ -211,7 +203,7 @@ class LocalProcesses(Processes):
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Place the ranks, once the GPUs are known if they may be used."""
         progress("importing torch")
-        gpus = [] if self._planned else self.server.link.ready.result(START_TIMEOUT_SECONDS)
+        gpus = [] if self._planned else self.server.prepared.result(START_TIMEOUT_SECONDS)
         self.placement = self._planned or self._place(len(gpus))
         return self.placement
 
@@ -219,16 +211,26 @@ class LocalProcesses(Processes):
         return place_ranks(self._spec, [Host(num_cores=num_cores(), num_gpus=num_gpus)])
 
 
-def wait_for_file(path: Path, timeout: float, while_waiting: Callable[[], None]) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
+    """Poll until something is so; a TimeoutError says ``what`` did not happen within the time."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} within {seconds:.0f} s")
+        time.sleep(0.003)
+
+
+def wait_for_file(path: Path, seconds: float, while_waiting: Callable[[], None]) -> None:
     """Wait until a file exists and is complete JSON; a TimeoutError if it does not appear.
 
     ``while_waiting`` is called repeatedly, and raises to give up.
     """
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+
+    def is_complete() -> bool:
+        while_waiting()
         with contextlib.suppress(FileNotFoundError, ValueError):
             json.loads(path.read_text())
-            return
-        while_waiting()
-        time.sleep(0.005)
-    raise TimeoutError(f"{path} did not appear within {timeout:.0f} s")
+            return True
+        return False
+
+    wait_until(is_complete, seconds, f"{path} did not appear")

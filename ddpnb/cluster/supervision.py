@@ -8,7 +8,7 @@ user is notified.  ``outcome`` and ``hangs`` decide when each of this is due, ``
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ddpnb.cluster.call import OUTPUT_TIMEOUT_SECONDS, Call, CallEvent
 from ddpnb.cluster.cluster import Cluster
@@ -122,7 +122,7 @@ class Watch:
         if (hang := self._monitor.hang(self.call, self.outcome.num_collectives, now)) is None:
             return
         if not self._num_aborts:
-            self.outcome.hang = replace(hang, links=self.cluster.processes.unreachable())
+            self.outcome.hang = hang
         if self._num_aborts < MAX_ABORTS:
             self._abort()
         else:

@@ -4,7 +4,6 @@ Names without an underscore that torch's documentation does not list, such as th
 ``ProcessGroup`` and the operations in the dispatcher, count as private too.
 """
 
-import contextlib
 import functools
 import json
 import re
@@ -252,22 +251,6 @@ def _described(entry: dict[str, Any]) -> PendingCollective:
     pairs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     tensor = ", ".join(f"{kind} {size}" for kind, size in pairs)
     return PendingCollective(entry["profiling_name"].partition(":")[2], tensor)
-
-
-@Probe("torch", "the number of calls that a rank has left out is not shown")
-def counts_collectives() -> bool:
-    """Whether a process group counts its collectives."""
-    return callable(ProcessGroup._get_sequence_number_for_group)
-
-
-def num_collectives() -> int:
-    """Return how many collectives of the default group have begun here; 0: not known."""
-    if not dist.is_initialized() or not counts_collectives.works:
-        return 0
-    group: Any = dist.group.WORLD
-    with contextlib.suppress(RuntimeError):  # the backend does not count them
-        return int(group._get_sequence_number_for_group())
-    return 0
 
 
 @Probe("torch", "on GPUs, waits in sub-groups cannot be ended, only those in the default group")

@@ -8,12 +8,14 @@ repeat r the ratio of their numbers, x_r.  Over n repeats, with m comparisons in
 the geometric mean and its 95 % interval: Student's t, widened by Bonferroni so that all m intervals
 together hold in 95 % of sentences.  A difference is claimed where the interval excludes 1 and the
 ratio differs from 1 by ``SMALLEST_EFFECT`` or more.
+
+Two accuracies on n held-out samples differ by chance too: see ``accuracies_differ``.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, stdev
 
 from ddpnb.history.model import Status
 from ddpnb.history.summary import StrategyKey, StrategySummary, log_ratios
@@ -28,6 +30,9 @@ SMALLEST_EFFECT = 0.02
 FEWEST_REPEATS = 3
 """With two repeats an interval has one degree of freedom: 12.7 standard errors to each side."""
 
+MOST_REPEATS = 30
+"""No more repeats are advised."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
@@ -36,10 +41,15 @@ class Ratio:
     middle: float = math.nan
     """The geometric mean over the repeats."""
     low: float = math.nan
-    """The ends of the interval; NaN of fewer repeats than ``FEWEST_REPEATS``."""
+    """The ends of the interval.  Of two repeats: the ratio within each.  Of one: the slowest tenth
+    of one run over the quickest of the other, and the reverse; NaN if not known."""
     high: float = math.nan
     num_repeats: int = 0
     """Repeats in which both have the number."""
+    deviation: float = math.nan
+    """The standard deviation of the logarithm over the repeats."""
+    num_claims: int = 1
+    """How many comparisons are made in the same sentence."""
 
     @property
     def has_interval(self) -> bool:
@@ -47,10 +57,34 @@ class Ratio:
         return self.num_repeats >= FEWEST_REPEATS
 
     @property
+    def excludes_one(self) -> bool:
+        """Whether all that is between the ends is above 1, or below."""
+        return self.low > 1 or self.high < 1
+
+    @property
     def is_claim(self) -> bool:
         """Whether a difference is shown, and is worth words."""
-        has_effect = abs(math.log(self.middle)) >= math.log1p(SMALLEST_EFFECT)
-        return self.has_interval and (self.low > 1 or self.high < 1) and has_effect
+        return self.has_interval and self.excludes_one and self._has_effect(self.middle)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the interval shows that there is no difference worth words, or hardly one."""
+        is_narrow = not (self._has_effect(self.low) or self._has_effect(self.high))
+        return self.has_interval and not self.is_claim and (self.excludes_one or is_narrow)
+
+    def _has_effect(self, ratio: float) -> bool:
+        return abs(math.log(ratio)) >= math.log1p(SMALLEST_EFFECT)
+
+    @property
+    def num_repeats_needed(self) -> int:
+        """Repeats that would show this ratio if they vary as these; 0: too many, or no effect."""
+        if not (self.has_interval and self._has_effect(self.middle)):
+            return 0
+        half = [
+            (num, self.deviation * _quantile(num, self.num_claims) / math.sqrt(num))
+            for num in range(self.num_repeats + 1, MOST_REPEATS + 1)
+        ]
+        return next((num for num, each in half if each < abs(math.log(self.middle))), 0)
 
 
 def ratios_of(
@@ -70,7 +104,16 @@ def ratios_of(
     reference = next((s for s in rivals if s.name == BASELINE), rivals[0])
     others = [s for s in rivals if s is not reference]
     others = [s for s in others if s.name != CEILING] or others
-    return reference, {s.key: ratio(s.rates, reference.rates, len(others)) for s in others}
+    found = {s.key: ratio(s.rates, reference.rates, len(others)) for s in others}
+    return reference, {s.key: _within_runs(found[s.key], s, reference) for s in others}
+
+
+def _within_runs(found: Ratio, ours: StrategySummary, theirs: StrategySummary) -> Ratio:
+    """Return the ratio of two single runs with what their tenths span."""
+    one, other = ours.tenths, theirs.tenths
+    if found.num_repeats != 1 or not one or not other:
+        return found
+    return replace(found, low=min(one) / max(other), high=max(one) / min(other))
 
 
 def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: int = 1) -> Ratio:
@@ -86,14 +129,44 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: in
         return Ratio()
     middle, num = fmean(logs), len(logs)
     if num < FEWEST_REPEATS:
-        return Ratio(middle=math.exp(middle), num_repeats=num)
-    from scipy.special import stdtrit  # noqa: PLC0415  takes 0.1 s
-
-    quantile = float(stdtrit(num - 1, 1 - (1 - LEVEL) / 2 / num_claims))  # Student's t
-    half = quantile * stdev(logs) / math.sqrt(num)
+        low, high = (min(logs), max(logs)) if num > 1 else (math.nan, math.nan)
+        return Ratio(
+            middle=math.exp(middle), low=math.exp(low), high=math.exp(high), num_repeats=num
+        )
+    deviation = stdev(logs)
+    half = _quantile(num, num_claims) * deviation / math.sqrt(num)
     return Ratio(
         middle=math.exp(middle),
         low=math.exp(middle - half),
         high=math.exp(middle + half),
         num_repeats=num,
+        deviation=deviation,
+        num_claims=num_claims,
     )
+
+
+def _quantile(num_repeats: int, num_claims: int) -> float:
+    """Return Student's t for an interval over so many repeats, widened for all claims."""
+    from scipy.special import stdtrit  # noqa: PLC0415  takes 0.1 s
+
+    return float(stdtrit(num_repeats - 1, 1 - (1 - LEVEL) / 2 / num_claims))
+
+
+def standard_error(share: float, num_samples: int) -> float:
+    """Return the standard error of an accuracy that was measured on so many samples."""
+    return math.sqrt(share * (1 - share) / num_samples)
+
+
+def accuracies_differ(shares: Sequence[float], num_samples: int) -> bool:
+    """Return whether the highest and the lowest accuracy differ by more than the samples' chance.
+
+    By the test of two proportions with a common standard error; at 95 %, widened by Bonferroni for
+    all pairs.  Models that are measured on the same samples err on many of the same ones, and their
+    true error is smaller: this claims too little, not too much.
+    """
+    num_pairs = math.comb(len(shares), 2)
+    if num_pairs == 0:
+        return False
+    z = NormalDist().inv_cdf(1 - (1 - LEVEL) / 2 / num_pairs)
+    low, high = min(shares), max(shares)
+    return high - low > z * math.sqrt(2) * standard_error((low + high) / 2, num_samples)

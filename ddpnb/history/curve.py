@@ -170,6 +170,17 @@ def end_of(curve: Curve) -> float:
     return known[-1] if known else math.nan
 
 
+def tenths(curve: Curve) -> Floats:
+    """Return samples/s in each tenth of a run's samples; empty below ten updates."""
+    if curve.num_updates < 10 or curve.samples[-1] <= 0:
+        return np.empty(0)
+    bounds = np.linspace(0.0, curve.samples[-1], 11)
+    at = np.interp(bounds, np.append(0.0, curve.samples), np.append(0.0, curve.seconds))
+    seconds = np.diff(at)
+    rates: Floats = (curve.samples[-1] / 10) / seconds[seconds > 0]
+    return rates
+
+
 def first_reached(y: Floats, x: Floats, target: float) -> float:
     """Return the ``x`` at which ``y`` first is as low as ``target``; NaN if it never is.
 

@@ -80,27 +80,20 @@ def all_names(runs: Sequence[StoredRun]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def free_name(wanted: str, base: str, taken: Collection[str]) -> str:
-    """Return a new name for a comparison: the wanted one, or ``base`` with a number.
-
-    Args:
-        wanted: the user's name, or ``""``; gets a number if it is taken.
-        base: used where the user gave no name, e.g. the task.
-        taken: names that exist.
-
-    Raises:
-        UserError: the user's name cannot be one.
-    """
-    if wanted in STRATEGIES:
-        raise UserError(f"{wanted!r} is a strategy; give the comparison a name of its own.")
-    if wanted and not re.fullmatch(r"\w[\w.+-]{0,59}", wanted):
+def check_name(name: str) -> None:
+    """Raise a UserError if a name that the user gives to a comparison cannot be one."""
+    if name in STRATEGIES:
+        raise UserError(f"{name!r} is a strategy; give the comparison a name of its own.")
+    if not re.fullmatch(r"\w[\w.+-]{0,59}", name):
         raise UserError(
-            f"{wanted!r} cannot be a name: use up to 60 letters, digits, '-', '_', '.' or '+'."
+            f"{name!r} cannot be a name: use up to 60 letters, digits, '-', '_', '.' or '+'."
         )
-    if wanted and wanted not in taken:
-        return wanted
-    numbered = (f"{wanted or base}-{number}" for number in itertools.count(2 if wanted else 1))
-    return next(name for name in numbered if name not in taken)
+
+
+def numbered(name: str, taken: Collection[str]) -> str:
+    """Return a name with the first number with which it is not taken."""
+    names = (f"{name}-{number}" for number in itertools.count(1))
+    return next(each for each in names if each not in taken)
 
 
 def _latest(name: str, runs: Sequence[StoredRun]) -> list[StoredRun]:

@@ -121,8 +121,13 @@ class Store:
 
         Args:
             comparison: its ``name``, e.g. the task, gets a number if ``wanted_name`` is empty.
-            wanted_name: the user's name for it.
+            wanted_name: the user's name for it.  An earlier comparison of that name gets a number.
+
+        Raises:
+            UserError: the user's name cannot be one.
         """
+        if wanted_name:
+            query.check_name(wanted_name)
         specs = json.dumps([dataclasses.asdict(spec) for spec in comparison.specs])
         texts = (
             comparison.task,
@@ -131,8 +136,11 @@ class Store:
             json.dumps(dict(comparison.environment)),
         )
         with self._write() as connection:
-            taken = {name for (name,) in connection.execute("SELECT name FROM comparisons")}
-            name = query.free_name(wanted_name, comparison.name, taken)
+            taken = _names(connection)
+            name = wanted_name or query.numbered(comparison.name, taken)
+            if name in taken:
+                earlier = (query.numbered(name, taken), name)
+                connection.execute("UPDATE comparisons SET name = ? WHERE name = ?", earlier)
             row = (comparison.comparison_id, name, comparison.created, *texts)
             connection.execute("INSERT INTO comparisons VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         return dataclasses.replace(comparison, name=name)
@@ -309,6 +317,10 @@ def runs_folder(start: Path | None = None) -> Path:
         if is_marked and (folder / "data").is_dir():
             return folder / "data" / "runs"
     return here / "data" / "runs"
+
+
+def _names(connection: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in connection.execute("SELECT name FROM comparisons")}
 
 
 def _stored_run(row: sqlite3.Row) -> StoredRun:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.curve import curve_of, end_of, first_reached, smoothed
+from ddpnb.history.curve import curve_of, end_of, first_reached, smoothed, tenths
 from ddpnb.history.model import RunSnapshot, Status, StepSplit, step_split
 from ddpnb.history.notes import notes_of
 from ddpnb.history.rows import metrics_of
@@ -60,6 +60,8 @@ class StrategySummary:
     samples_per_second: Spread
     rates: Mapping[int, float]
     """Samples/s by repeat, where it is known."""
+    tenths: tuple[float, ...]
+    """Samples/s in each tenth of the only run; empty of several repeats."""
     ideal: float
     """Samples/s of as many devices, each as fast as ``single``."""
     ceiling: float
@@ -286,6 +288,7 @@ def _summary(
         status=counted[-1].status,
         samples_per_second=_over_repeats(level, list(rates.values())),
         rates=rates,
+        tenths=tuple(tenths(counted[0].curve)) if len(counted) == 1 else (),
         ideal=ideal,
         ceiling=ceiling,
         speed_up=level / single,

@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +31,6 @@ from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.launcher import forkserver
 from ddpnb.protocol.processes import (
     SERVER_LOCK,
-    ForkServerEvent,
     KernelRequest,
     atomic_write,
     hold,
@@ -87,26 +85,24 @@ class Agent:
             "master_port": self.master.getsockname()[1] if self.master else 0,
         }
 
-    def prepare(self, *, environment: dict[str, str], connection: dict[str, Any]) -> None:
+    def prepare(self, *, environment: dict[str, str], connection: dict[str, Any]) -> list[str]:
         """Write the engines' connection file; import torch, which finds this environment.
 
         Forwarded sockets get the names that the file gives them.
+
+        Returns:
+            The names of the GPUs.
         """
-        try:
-            profile = self.server.folder / "profile"
-            (profile / "security").mkdir(parents=True)
-            if self.sockets:
-                connection["interface"] = f"ipc://{profile / 'socket'}"
-                for n in range(1, NUM_SOCKETS + 1):
-                    (profile / f"socket:{n}").symlink_to(f"{self.sockets}.{n}")
-            path = profile / "security/ipcontroller-engine.json"
-            atomic_write(path, json.dumps(connection).encode(), mode=0o600)
-            os.environ.update(environment)
-            forkserver.preload()
-        except Exception:  # noqa: BLE001  of a module of the user's, say: the kernel shows it
-            cause = traceback.format_exc()
-            return self.server.report(event=ForkServerEvent.FAILED, cause=cause)
-        self.server.report(event=ForkServerEvent.READY, gpus=forkserver.describe_gpus())
+        profile = self.server.folder / "profile"
+        (profile / "security").mkdir(parents=True)
+        if self.sockets:
+            connection["interface"] = f"ipc://{profile / 'socket'}"
+            for n in range(1, NUM_SOCKETS + 1):
+                (profile / f"socket:{n}").symlink_to(f"{self.sockets}.{n}")
+        path = profile / "security/ipcontroller-engine.json"
+        atomic_write(path, json.dumps(connection).encode(), mode=0o600)
+        os.environ.update(environment)
+        return forkserver.preload()
 
 
 def refuse(listener: socket.socket) -> None:

@@ -1,15 +1,12 @@
 """Addresses, ports and software of this host; whether it reaches others (kernel, agents)."""
 
 import contextlib
-import errno
 import importlib.metadata
 import ipaddress
 import os
 import platform
 import random
-import selectors
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,26 +92,13 @@ def free_ports(address: str, num: int) -> list[int]:
     raise OSError(f"there are no {num} free ports at {address}")
 
 
-def probe(others: Sequence[tuple[str, int]]) -> list[str]:
-    """Connect to all addresses at once; return the error of each, empty where it worked."""
-    found = [f"no answer within {PROBE_SECONDS:g} s"] * len(others)
-    deadline = time.monotonic() + PROBE_SECONDS
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        for number, (address, port) in enumerate(others):
-            connection = stack.enter_context(socket.socket())
-            connection.setblocking(False)
-            try:
-                code = connection.connect_ex((address, port))
-            except OSError as error:
-                code = error.errno or 0
-            if code in (0, errno.EINPROGRESS):
-                selector.register(connection, selectors.EVENT_WRITE, number)
-            else:
-                found[number] = os.strerror(code)
-        while selector.get_map() and (seconds := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(seconds):
-                assert isinstance(key.fileobj, socket.socket)
-                code = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                found[key.data] = os.strerror(code) if code else ""
-                selector.unregister(key.fileobj)
-    return found
+def probe(others: Sequence[tuple[str, int]]) -> tuple[int, str] | None:
+    """Connect to addresses; return the number of the first that fails, and its error."""
+    for number, address in enumerate(others):
+        try:
+            socket.create_connection(address, PROBE_SECONDS).close()
+        except TimeoutError:
+            return number, f"no answer within {PROBE_SECONDS:g} s"
+        except OSError as error:
+            return number, os.strerror(error.errno or 0)
+    return None

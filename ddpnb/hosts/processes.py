@@ -90,12 +90,7 @@ class HostProcesses(Processes):
             self._hosts.append(host)
         progress("checking the hosts")
         self._check(self._hosts)
-        for one, other, error in self._broken_links(self._hosts):
-            raise UserError(
-                f"Host {one.name} does not reach host {other.name} at its address "
-                f"{other.report['address']} ({error.lower()}): open the ports between the hosts, "
-                "or choose another network with --interface."
-            )
+        self._check_links()
         progress("importing torch")
         shares = [
             max(1, host.report["num_cores"] // (host.size or host.report["num_cores"]))
@@ -126,15 +121,6 @@ class HostProcesses(Processes):
         except BaseException:
             host.link.close()
             raise
-
-    def unreachable(self) -> str:
-        """Return which hosts do not reach each other, as a part of a sentence; empty if all do."""
-        there = [host for host in self._hosts if not host.link.is_over.is_set()]
-        try:
-            broken = self._broken_links(there)
-        except UserError:  # it is being lost, which its end reports
-            return ""
-        return "; ".join(f"host {a.name} does not reach host {b.name}" for a, b, _ in broken)
 
     def stop(self) -> None:
         """End every process on every host and wait for it; may be called twice."""
@@ -174,12 +160,16 @@ class HostProcesses(Processes):
             self._on_exit(Exit(member=rank, code=None, cause=cause))
 
     def _ask(
-        self, hosts: Sequence[RemoteHost], operation: KernelRequest, **fields: object
+        self,
+        hosts: Sequence[RemoteHost],
+        operation: KernelRequest,
+        seconds: float = ANSWER_SECONDS,
+        /,
+        **fields: object,
     ) -> list[Any]:
         """Have agents carry out a request, all at once; return the answer of each."""
         asked = [host.link.request(operation, **fields) for host in hosts]
-        pairs = zip(hosts, asked, strict=True)
-        return [self._result(host, answer, ANSWER_SECONDS) for host, answer in pairs]
+        return [self._result(*pair, seconds) for pair in zip(hosts, asked, strict=True)]
 
     def _result(self, host: RemoteHost, answer: "Future[Any]", seconds: float) -> Any:
         """Wait for an answer; a UserError says why there is none."""
@@ -211,23 +201,23 @@ class HostProcesses(Processes):
         path = self._folder / "profile/security/ipcontroller-engine.json"
         wait_for_file(path, START_TIMEOUT_SECONDS, self._require_controller)
         fields = {"environment": self._environment, "connection": json.loads(path.read_text())}
-        for host in hosts:
-            host.link.request(KernelRequest.PREPARE, **fields)
-        for host in hosts:
-            self._result(host, host.link.ready, PREPARE_SECONDS)
+        found = self._ask(hosts, KernelRequest.PREPARE, PREPARE_SECONDS, **fields)
+        for host, gpus in zip(hosts, found, strict=True):
+            host.report["num_gpus"] = len(gpus)
 
-    def _broken_links(
-        self, hosts: Sequence[RemoteHost]
-    ) -> list[tuple[RemoteHost, RemoteHost, str]]:
-        """Return each pair of hosts of which the first does not reach the second, and the error."""
+    def _check_links(self) -> None:
+        """Raise a UserError unless each host reaches each other one."""
+        hosts = self._hosts
         where = [(host.report["address"], host.report["port"]) for host in hosts]
-        errors = self._ask(hosts, KernelRequest.PROBE, others=where)
-        return [
-            (one, other, error)
-            for one, found in zip(hosts, errors, strict=True)
-            for other, error in zip(hosts, found, strict=True)
-            if error
-        ]
+        found = self._ask(hosts, KernelRequest.PROBE, others=where)
+        for host, failed in zip(hosts, found, strict=True):
+            if failed is not None:
+                number, error = failed
+                raise UserError(
+                    f"Host {host.name} does not reach host {hosts[number].name} at its address "
+                    f"{where[number][0]} ({error.lower()}): open the ports between the hosts, or "
+                    "choose another network with --interface."
+                )
 
     def _require_controller(self) -> None:
         if self.server.link.is_over.is_set():
@@ -236,6 +226,6 @@ class HostProcesses(Processes):
 
 def _described(host: RemoteHost) -> Host:
     """Return what the placement of ranks needs to know."""
-    known = {name: host.report[name] for name in ("address", "interface", "num_cores")}
-    num_gpus = len(host.link.ready.result())
-    return Host(name=host.name, num_gpus=num_gpus, size=host.size, **known)
+    names = ("address", "interface", "num_cores", "num_gpus")
+    known = {name: host.report[name] for name in names}
+    return Host(name=host.name, size=host.size, **known)

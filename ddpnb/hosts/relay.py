@@ -27,7 +27,7 @@ from typing import Any
 import zmq
 
 from ddpnb.hosts.network import address_of_ssh
-from ddpnb.hosts.wire import LOST_MS, Word, keep_alive
+from ddpnb.hosts.wire import COME_MS, Word, keep_alive
 from ddpnb.protocol.processes import RUN_FOLDER, limit_waits, parent_folder
 
 SHARED_SECONDS = 10.0
@@ -54,7 +54,7 @@ def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:
     kernel.identity = name.encode()
     kernel.curve_publickey, kernel.curve_secretkey = zmq.curve_keypair()
     kernel.curve_serverkey = place["key"].encode()
-    keep_alive(kernel)
+    keep_alive(kernel, place["lost_ms"])
     kernel.reconnect_ivl = -1
     end_of_kernel = kernel.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     kernel.connect(place["endpoint"])
@@ -92,7 +92,7 @@ def pass_on(
     pipe: Connection, kernel: "zmq.Socket[bytes]", end_of_kernel: "zmq.Socket[bytes]"
 ) -> bool:
     """Pass frames on until the agent or the kernel has gone; return whether that ever answered."""
-    is_known, deadline = False, time.monotonic() + LOST_MS / 1000
+    is_known, deadline = False, time.monotonic() + COME_MS / 1000
     poller = zmq.Poller()
     for each in (kernel, end_of_kernel, pipe.fileno()):
         poller.register(each, zmq.POLLIN)

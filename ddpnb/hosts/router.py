@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from ddpnb.cluster.link import ForkServerLink
-from ddpnb.hosts.wire import Word, keep_alive
+from ddpnb.hosts.wire import LOST_MS, Word, keep_alive
 from ddpnb.protocol.processes import limit_waits
 
 PROBE_SECONDS = 1.0
@@ -67,7 +67,7 @@ class Router:
         self._key, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.curve_server = True
         self._socket.router_mandatory = True  # to send to a relay that is lost is an error then
-        keep_alive(self._socket)
+        keep_alive(self._socket, LOST_MS)
         self._socket.bind(endpoint)
         self._control, theirs = Pipe()
         self._thread = threading.Thread(
@@ -75,7 +75,7 @@ class Router:
         )
         self._thread.start()
 
-    def place(self, *, name: str = "", endpoint: str = "", sockets: str = "") -> dict[str, str]:
+    def place(self, *, name: str = "", endpoint: str = "", sockets: str = "") -> dict[str, Any]:
         """Return what a relay needs to come; whoever reads it may come too.
 
         Without a name it chooses one.  It connects to ``endpoint``, by default where this host
@@ -87,6 +87,7 @@ class Router:
             "key": self._key.decode(),
             "token": self._token,
             "sockets": sockets,
+            "lost_ms": LOST_MS,
         }
 
     def stop(self) -> None:

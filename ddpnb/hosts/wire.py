@@ -4,9 +4,10 @@ from enum import Enum
 
 import zmq
 
-HEARTBEAT_MS = 5_000
 LOST_MS = 15_000
 """After so long without a heartbeat, which ZMQ's own thread answers, the other end is lost."""
+COME_MS = 15_000
+"""How long a new connection may take to be of use, and a stranger may hold one."""
 
 NUM_SOCKETS = 12
 """Sockets or ports of the controller that engines reach; ipyparallel has eight."""
@@ -25,9 +26,9 @@ class Word(bytes, Enum):
     """Kernel: the relay is known; this cannot be sent to one that is lost."""
 
 
-def keep_alive(end: "zmq.Socket[bytes]") -> None:
+def keep_alive(end: "zmq.Socket[bytes]", lost_ms: int) -> None:
     """Have a lost connection noticed, and no message dropped because there are many."""
-    end.heartbeat_ivl, end.heartbeat_timeout, end.heartbeat_ttl = HEARTBEAT_MS, LOST_MS, LOST_MS
-    end.handshake_ivl = LOST_MS  # how long a stranger may hold a connection
+    end.heartbeat_ivl, end.heartbeat_timeout, end.heartbeat_ttl = lost_ms // 3, lost_ms, lost_ms
+    end.handshake_ivl = COME_MS
     end.sndhwm = end.rcvhwm = 0
     end.linger = 1000

@@ -40,12 +40,10 @@ from ddpnb.launcher.child import (  # noqa: E402
     run_child,
     run_rank,
 )
-from ddpnb.protocol.connections import Ends, ends_of  # noqa: E402
 from ddpnb.protocol.processes import (  # noqa: E402
     SERVER_LOCK,
     ForkServerEvent,
     KernelRequest,
-    RankCommand,
     hold,
     limit_waits,
 )
@@ -84,13 +82,11 @@ class Forkserver:
     """What carries out each request and returns its answer; an agent has more of them."""
     more_ends: list[socket.socket | TextIO] = field(default_factory=list)
     """What a forked child closes besides the pipes."""
-    _ends: dict[int, set[Ends]] = field(default_factory=dict)
-    """The connections of each rank, by pid, when they were last listed."""
 
     def __post_init__(self) -> None:
         self.handlers = {
+            KernelRequest.PREPARE: preload,
             KernelRequest.START_RANK: self.start_rank,
-            KernelRequest.LIST_CONNECTIONS: self.list_connections,
             KernelRequest.SIGNAL: self.signal,
         }
 
@@ -164,22 +160,9 @@ class Forkserver:
         """Pass a command on to a rank's control thread, which answers it unless it is dead."""
         for child in self.children.values():
             if child.name == str(rank) and child.pipe is not None:
-                if command == RankCommand.ABORT:
-                    arguments = [self.peers_ends(child)]
                 message = {"id": request_id, "command": command, "arguments": arguments}
                 with contextlib.suppress(OSError):
                     child.pipe.send_bytes(json.dumps(message).encode())
-
-    def list_connections(self) -> None:
-        """List which ranks are connected: once, before the first of them is freed."""
-        ranks = [each.pid for each in self.children.values() if each.pipe is not None]
-        self._ends = ends_of(ranks)
-
-    def peers_ends(self, child: Child) -> list[Ends]:
-        """Return the other ranks' ends of their connections with one rank."""
-        turned = {(there, here) for here, there in self._ends.get(child.pid, ())}
-        others = (ends for pid, ends in self._ends.items() if pid != child.pid)
-        return sorted(set().union(*(turned & ends for ends in others)))
 
     def signal(self, *, ranks: list[int], number: int) -> None:
         """Send a signal to those of the ranks that are alive."""
@@ -201,28 +184,23 @@ class Forkserver:
         self.report(**answer)
 
     def on_sigchld(self, wakeup: int) -> None:
-        """Reap children and report how each ended, was stopped, or went on."""
+        """Reap children and report how each ended."""
         os.read(wakeup, 4096)
         while self.children:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
-            if (child := self.children.get(pid)) is None:
+            if (child := self.children.pop(pid, None)) is None:
                 continue
-            name, is_stopped = child.name, os.WIFSTOPPED(status)
-            if is_stopped or os.WIFCONTINUED(status):
-                self.report(event=ForkServerEvent.STOPPED, name=name, is_stopped=is_stopped)
-                continue
-            del self.children[pid]
             if child.pipe is not None:
                 with contextlib.suppress(KeyError):
                     self.selector.unregister(child.pipe)
                 child.pipe.close()
-            code, log = os.waitstatus_to_exitcode(status), self.log_of(name)
-            self.report(event=ForkServerEvent.EXITED, name=name, code=code, log=log)
+            code, log = os.waitstatus_to_exitcode(status), self.log_of(child.name)
+            self.report(event=ForkServerEvent.EXITED, name=child.name, code=code, log=log)
 
     def log_of(self, name: str) -> str:
         """Return the end of a rank's log where the kernel cannot read it."""
@@ -273,15 +251,19 @@ def sigchld_wakeup() -> Iterator[int]:
         signal.set_wakeup_fd(-1)
 
 
-def preload() -> None:
+def preload() -> list[str]:
     """Import what every rank needs, and freeze it so that the ranks share its memory.
 
     ``DDPNB_PRELOAD`` names further modules, with spaces between them.
+
+    Returns:
+        The names of the GPUs.
     """
     for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
         importlib.import_module(name)
     gc.enable()
     gc.freeze()
+    return describe_gpus()
 
 
 def describe_gpus() -> list[str]:
@@ -298,24 +280,15 @@ def describe_gpus() -> list[str]:
     return list(json.loads(result.stdout)) if result.returncode == 0 else []
 
 
-def main(kernel_fd: str, folder: str, ranks: str, *controller_arguments: str) -> None:
-    """Be the fork server of the kernel at the other end of a socket.
-
-    ``ranks`` is empty where only the controller is forked.
-    """
+def main(kernel_fd: str, folder: str, *controller_arguments: str) -> None:
+    """Be the fork server of the kernel at the other end of a socket."""
     server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         server.more_ends.append(hold(server.folder / SERVER_LOCK))
         server.start_controller(list(controller_arguments))
-        if ranks:
-            preload()
-        gpus = describe_gpus() if ranks else []
-        server.report(event=ForkServerEvent.READY, gpus=gpus)
         server.serve()
-    except Exception:  # noqa: BLE001  the edge of the process: the kernel shows the cause
-        server.report(event=ForkServerEvent.FAILED, cause=traceback.format_exc())
     finally:
         server.stop()
 

@@ -21,23 +21,28 @@ from ddpnb.hosts.spec import HostsSpec
 from ddpnb.magics.arguments import (
     arguments,
     catalogue_text,
-    complete_magics,
     magic_arguments,
     no_arguments,
     options,
 )
-from ddpnb.magics.inside import InsideMagics
-from ddpnb.magics.rank_cells import AutoCells, RankNames
+from ddpnb.magics.completion import RankNames
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import options_of, read_options
-from ddpnb.protocol.training_options import TRAINING_OPTIONS
+from ddpnb.protocol.replicas import SamplerSpec
+from ddpnb.protocol.trace import SHOWN, TRACE, CollectiveSpec
+from ddpnb.protocol.training_options import TRAINING_OPTIONS, TrainingSpec
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.live import LIVE, LiveDisplay, LiveFigureAndTable
+from ddpnb.reports.inside.replicas import ReplicaCheck
+from ddpnb.reports.inside.samples import Handout
+from ddpnb.reports.live import LiveDisplay, LiveFigureAndTable
 from ddpnb.reports.style import PlotOptions
+from ddpnb.scaling.predict import Question
 from ddpnb.session.cells import CellOptions
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
+from ddpnb.session.inside import INSPECTED, InspectionRequest
 from ddpnb.session.session import this_cell_number, this_session
+from ddpnb.session.variables import push
 
 if TYPE_CHECKING:
     from ddpnb.magics.panel import Panel
@@ -54,8 +59,7 @@ class DdpMagics(Magics):
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
-        self.auto = AutoCells(shell)
-        self.names = RankNames(shell, self.auto.redirects)
+        self.names = RankNames(shell, self)
         self.panel: Panel | None = None
         self._own_cell = ""
 
@@ -130,8 +134,7 @@ class DdpMagics(Magics):
         ``rank``, ``local_rank``, ``world_size`` and ``device`` are defined there.  Each
         line of output is labelled with its rank; equal lines are shown once, as [0-3].
         """
-        is_redirected = self.auto.has_redirected(cell)
-        source = cell if is_redirected else with_magic_line(f"%%ddp {line}", cell)
+        source = with_magic_line(f"%%ddp {line}", cell)
         return api.run_cell(source, **vars(arguments(self.ddp, line)))
 
     @magic_arguments()
@@ -173,27 +176,6 @@ class DdpMagics(Magics):
         """
         api.debug(arguments(self.ddp_debug, line).rank)
 
-    @line_magic
-    def ddp_auto(self, line: str) -> None:
-        """Run every cell on the ranks from now on: ``%ddp_auto on``, ``%ddp_auto off``.
-
-        Cells that begin with ``%%local``, or contain a magic of ddpnb, still run in the notebook.
-        """
-        messages = {
-            "on": "Every cell runs on the ranks; %%local keeps one in the notebook.",
-            "off": "Cells run in the notebook again.",
-        }
-        if line.strip() not in messages:
-            raise UserError("Write %ddp_auto on, or %ddp_auto off.")
-        self.auto.switch(line.strip() == "on")
-        print(messages[line.strip()])
-
-    @cell_magic
-    def local(self, line: str, cell: str) -> None:
-        """Run the cell in the notebook even while ``%ddp_auto`` is on."""
-        no_arguments("%%local", line)
-        self.shell.run_cell(with_magic_line("%%local", cell)).raise_error()
-
     @magic_arguments()
     @argument("names", nargs="+", metavar="variable", help="a variable of the notebook")
     @argument("--ranks", help=RANKS)
@@ -204,7 +186,7 @@ class DdpMagics(Magics):
         here = self.shell.user_ns
         if missing := [name for name in args.names if name not in here]:
             raise UserError(f"The notebook has no variable {', '.join(missing)}.")
-        this_session().push({name: here[name] for name in args.names}, args.ranks)
+        push(this_session().free_cluster(), {name: here[name] for name in args.names}, args.ranks)
 
     @magic_arguments()
     @argument("expression", nargs="+", help="evaluated on the ranks; usually a variable")
@@ -270,12 +252,12 @@ class DdpMagics(Magics):
     def ddp_plot(self, line: str) -> Any:
         """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``.
 
-        ``%ddp_plot live`` shows the comparison that trains, or else the latest one: for a page
-        that was loaded anew.
+        Without a name: the comparison that trains, as after the page was loaded anew, or else the
+        latest one.
         """
         choices = vars(arguments(self.ddp_plot, line))
         names = choices.pop("names")
-        if names == [LIVE] and this_session().show_live():
+        if not names and this_session().show_live():
             return None
         result = api.plot(*names, **choices)
         LiveFigureAndTable().show(result)
@@ -323,6 +305,92 @@ class DdpMagics(Magics):
         """
         display(api.source(arguments(self.ddp_source, line).strategy))
 
+    # -- looking inside --------------------------------------------------------------
+
+    @magic_arguments()
+    @argument("names", nargs="*", metavar="name", help="a model, optimizer or tensor on the ranks")
+    @line_magic
+    def ddp_check(self, line: str) -> ReplicaCheck:
+        """Compare the replicas of all ranks: ``%ddp_check model optimizer``.
+
+        Parameters, buffers, gradients and the optimizer's state: whether they are the same on all
+        ranks, what the first difference is, and what has probably led to it.
+        Without names all models and optimizers are compared.  Nothing on the ranks changes.
+        """
+        return api.check(*arguments(self.ddp_check, line).names)
+
+    @magic_arguments()
+    @argument("name", nargs="?", default="", help="a sampler or a DataLoader")
+    @options(options_of(SamplerSpec))
+    @line_magic
+    def ddp_samples(self, line: str) -> Handout:
+        """Show which rank gets which samples: ``%ddp_samples -n 30 --shuffle --no-set-epoch``.
+
+        Torch's own ``DistributedSampler`` hands them out, on the ranks.  ``%ddp_samples loader``
+        reads a sampler or a ``DataLoader`` of the ranks without consuming it; ``-n``,
+        ``--drop-last`` and ``--shuffle`` are its own then.
+        """
+        return api.samples(**vars(arguments(self.ddp_samples, line)))
+
+    @magic_arguments()
+    @argument("name", metavar="collective", help=" | ".join((*SHOWN, TRACE)))
+    @argument("--ranks", help="those that take part, e.g. 0,2-3; by default all")
+    @options(options_of(CollectiveSpec))
+    @argument("--save", metavar="FILE", default="", help="trace: .json for Perfetto, .png, .svg")
+    @line_magic
+    def ddp_show(self, line: str) -> Any:
+        """Run a collective on the ranks and draw what it does: ``%ddp_show all_reduce``.
+
+        Each rank's tensor before and after, time and bytes sent, beside the algorithm's formula.
+        ``%ddp_show trace`` draws the latest cell of ``%%ddp --trace`` again, ``--save FILE`` saves
+        it.
+        """
+        choices = vars(arguments(self.ddp_show, line))
+        path = choices.pop("save")
+        if choices["name"] == TRACE:
+            trace = api.last_trace()
+            return trace.save(path) if path else trace
+        if path:
+            raise UserError("--save belongs to %ddp_show trace.")
+        return api.show_collective(**choices)
+
+    @magic_arguments()
+    @argument("model", nargs="?", default="", help="a model, or a DDP, of the ranks' cells")
+    @options(options_of(InspectionRequest))
+    @options(options_of(TrainingSpec, "task", *INSPECTED))
+    @line_cell_magic
+    def ddp_inspect(self, line: str, cell: str = "") -> Any:
+        """Show what happens in a step: ``%ddp_inspect model --batch x --loss "f(output, y)"``.
+
+        DDP's buckets, and forward, backward, all-reduces and update of each rank on one time line.
+        All is measured on a copy: the model, its gradients and random numbers stay as they are.
+        Without a model: a task, the cell's own, or that of the last comparison.  ``--run race``
+        shows which versions the workers of a stored run of async read and wrote.
+        """
+        choices = vars(arguments(self.ddp_inspect, line, unquote=True))
+        source = f"# %%ddp_inspect {line}\n{cell}" if cell.strip() else ""
+        return api.inspect(source=source, **choices)
+
+    # -- scaling ---------------------------------------------------------------------
+
+    @magic_arguments()
+    @options(options_of(Question))
+    @argument("--run", metavar="NAME", default="", help="to calibrate on; by default the last")
+    @line_magic
+    def ddp_predict(self, line: str) -> Any:
+        """Predict throughput on other numbers of ranks, and over other networks.
+
+        ``%ddp_predict --ranks 1,2,4,8,64,1024 --link 100GbE``.  Calibrated on a stored comparison
+        that has ``single`` and ``no-comm``; docs/prediction-method.md has every formula.
+        """
+        return api.predict(**vars(arguments(self.ddp_predict, line)))
+
+    @line_magic
+    def ddp_advise(self, line: str) -> Any:
+        """Mark this machine in the table of strategies by topology, with the reason."""
+        no_arguments("%ddp_advise", line)
+        return api.advise()
+
 
 def with_magic_line(magic: str, cell: str) -> str:
     """Return a cell with its magic as a comment above it, so that line numbers stay right."""
@@ -339,19 +407,15 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
 def load(shell: InteractiveShell) -> None:
     """Register the magics and their completion."""
     magics = DdpMagics(shell)
-    magics.auto.install()
-    inside = InsideMagics(shell)
-    shell.register_magics(magics, inside)
-    complete_magics(shell, (magics, inside))
+    shell.register_magics(magics)
     magics.names.install()
     if removed := remove_leftovers():
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Stop the cluster and switch ``%ddp_auto`` off."""
+    """Stop the cluster, and take no part in completion any more."""
     magics = shell.magics_manager.registry["DdpMagics"]
-    magics.auto.remove()
     magics.names.remove()
     if magics.panel is not None:
         magics.panel.close()

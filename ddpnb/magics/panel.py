@@ -133,7 +133,7 @@ class Panel:
                 this_session().compare_in_background,
                 self._parse(self.line(), cell),
                 cluster=ClusterSpec(num_ranks=self.ranks.value),
-                shown_by=self._output,
+                live=self._output,
                 on_end=self._show_end,
             )
         except UserError as error:

@@ -1,8 +1,6 @@
-"""Which TCP connections do processes of this host have?  (fork server; ranks, for their own)
+"""Which TCP connections do processes of this host have?  (ranks)
 
-Two ranks are connected where each has a connection that is the other's turned round.  Gloo connects
-each rank with each other one, so the system's list is as long as the square of their number.  It is
-read once for all ranks.
+Two ranks are connected where each has a connection that is the other's turned round.
 """
 
 import contextlib
@@ -52,12 +50,10 @@ Ends = tuple[Address, Address]
 """A connection's own end and its other end."""
 
 
-def ends_of(pids: Collection[int]) -> dict[int, set[Ends]]:
-    """Return the ends of all connections of some processes of this user, by process."""
+def ends_of(pids: Collection[int]) -> set[Ends]:
+    """Return the ends of all connections of some processes of this user."""
     connections = _connections_by_inode()
-    return {
-        pid: {connections[each] for each in _inodes(pid) if each in connections} for pid in pids
-    }
+    return {connections[each] for pid in pids for each in _inodes(pid) if each in connections}
 
 
 def _inodes(pid: int) -> set[str]:

@@ -1,9 +1,10 @@
 """What does each collective exchange?  One table for clocks, predictions and what is shown.
 
-N ranks take part, of which each gives B bytes; a scatter gives each B.  L is log2 N, rounded up.
-Each rank has one link to all others, with a latency (one way) and a rate in each direction.  A
-message of n bytes takes latency + n / rate; messages that go through one end in one direction
-follow each other.  A collective takes what follows each other on its busiest link.
+N ranks take part, of which each gives B bytes; a scatter gives each B.  L is log2 N, rounded up:
+the rounds of a binomial tree, in which a rank passes a message on to K others, the root to L.  Each
+rank has one link to all others, with a latency (one way) and a rate in each direction.  A message
+of n bytes takes latency + n / rate; messages that go through one end in one direction follow each
+other.  A collective takes what follows each other on its busiest link.
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 19(1), 2005 (the model, in section 3; trees, doubling); Patarasuk and Yuan,
@@ -13,8 +14,10 @@ Parallel Computing 35(12), 2009 (double trees, as NCCL has them).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import CodeType
 from typing import NamedTuple
 
 from ddpnb.protocol.notation import LinkSpec
@@ -37,166 +40,90 @@ class Messages(NamedTuple):
         return self.number * link.latency_seconds + self.num_bytes * 8 / link.bits_per_second
 
 
-def depth(num_ranks: int) -> int:
-    """Return L, the rounds of a binomial tree."""
-    return math.ceil(math.log2(num_ranks))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    """How a collective is carried out."""
+class Algorithm(NamedTuple):
+    """How a collective is carried out, in formulas of N, L, B and K that users read too."""
 
     name: str
     messages: str
-    """How many follow each other on the busiest link: a formula, for users."""
+    """How many follow each other on the busiest link."""
     num_bytes: str
     """Bytes of these."""
-    cost: Callable[[float, int], Messages]
-    """Both formulas, of B and N."""
-    sent: str = ""
-    """The bytes that a rank sends; empty: ``num_bytes``."""
-    sent_by: Callable[[float, int, int], float] | None = None
-    """The same, of B, N and a rank's place after the root, which is 0."""
+    others_send: str = ""
+    """The bytes that a rank sends, where these are not ``num_bytes``."""
+    root_sends: str = ""
+    """The bytes that the root sends, where these are others."""
+
+    @property
+    def sent(self) -> str:
+        """The bytes that a rank sends, for users."""
+        sent = self.others_send or self.num_bytes
+        return f"{sent}; the root {self.root_sends}" if self.root_sends else sent
+
+    def cost(self, size: float, num_ranks: int) -> Messages:
+        """Return what follows each other on the busiest link."""
+        return Messages(*(_value(each, size, num_ranks) for each in self[1:3]))
 
     def bytes_sent(self, size: float, num_ranks: int, place: int) -> float:
         """Return how many bytes a rank sends; ``place``: after the root, which is 0."""
         if num_ranks == 1:
             return 0.0
-        if self.sent_by is not None:
-            return self.sent_by(size, num_ranks, place)
-        return self.cost(size, num_ranks).num_bytes
+        formula = self.others_send or self.num_bytes
+        return _value((place == 0 and self.root_sends) or formula, size, num_ranks, place)
 
 
-def _rooted(size: float, num_ranks: int) -> Messages:
-    """The root's link has a message for each other rank."""
-    return Messages(num_ranks - 1, (num_ranks - 1) * size)
+def _value(formula: str, size: float, num_ranks: int, place: int = 0) -> float:
+    """Compute a formula of the tables below."""
+    depth = math.ceil(math.log2(num_ranks))
+    children = sum(place < 2**k and place + 2**k < num_ranks for k in range(depth))
+    named = {"N": num_ranks, "L": depth, "B": size, "K": children}
+    return float(eval(_compiled(formula), named))
 
 
-def _once(size: float, num_ranks: int) -> Messages:
-    """An N-th of all bytes in each of N - 1 messages."""
-    return Messages(num_ranks - 1, (num_ranks - 1) * size / num_ranks)
+@cache
+def _compiled(formula: str) -> CodeType:
+    return compile(re.sub(r"(?<=[\dNLBK)]) (?=[(NLBK])", "*", formula), formula, "eval")
 
 
-def _down(size: float, num_ranks: int) -> Messages:
-    """Everything in each round of a tree."""
-    return Messages(depth(num_ranks), depth(num_ranks) * size)
-
-
-def _children(num_ranks: int, place: int) -> int:
-    """Return to how many ranks one passes a message on in a binomial tree."""
-    return sum(place < 2**k and place + 2**k < num_ranks for k in range(num_ranks.bit_length()))
-
-
-RING = Algorithm(
-    name="ring: a reduce-scatter, then an all-gather",
-    messages="2 (N - 1)",
-    num_bytes="2 (N - 1) B / N",
-    cost=lambda size, n: Messages(2 * (n - 1), 2 * (n - 1) * size / n),
-)
+_ALL_REDUCE_BYTES = "2 (N - 1) B / N"
+RING = Algorithm("ring: a reduce-scatter, then an all-gather", "2 (N - 1)", _ALL_REDUCE_BYTES)
 
 COLLECTIVES: Mapping[str, Algorithm] = {
     "all_reduce": RING,
-    "all_gather": Algorithm(name="ring", messages="N - 1", num_bytes="(N - 1) B", cost=_rooted),
-    "reduce_scatter": Algorithm(
-        name="ring", messages="N - 1", num_bytes="(N - 1) B / N", cost=_once
-    ),
-    "all_to_all": Algorithm(
-        name="each sends to each", messages="N - 1", num_bytes="(N - 1) B / N", cost=_once
-    ),
-    "broadcast": Algorithm(
-        name="binomial tree",
-        messages="L",
-        num_bytes="L B",
-        cost=_down,
-        sent="B for each rank that it passes the tensor on to; the root, to L",
-        sent_by=lambda size, n, place: size * _children(n, place),
-    ),
-    "reduce": Algorithm(
-        name="binomial tree",
-        messages="L",
-        num_bytes="L B",
-        cost=_down,
-        sent="B; the root 0",
-        sent_by=lambda size, _, place: size if place else 0.0,
-    ),
-    "gather": Algorithm(
-        name="each sends to the root",
-        messages="N - 1",
-        num_bytes="(N - 1) B",
-        cost=_rooted,
-        sent="B; the root 0",
-        sent_by=lambda size, _, place: size if place else 0.0,
-    ),
-    "scatter": Algorithm(
-        name="the root sends to each",
-        messages="N - 1",
-        num_bytes="(N - 1) B",
-        cost=_rooted,
-        sent="0; the root (N - 1) B",
-        sent_by=lambda size, n, place: 0.0 if place else (n - 1) * size,
-    ),
+    "all_gather": Algorithm("ring", "N - 1", "(N - 1) B"),
+    "reduce_scatter": Algorithm("ring", "N - 1", "(N - 1) B / N"),
+    "all_to_all": Algorithm("each sends to each", "N - 1", "(N - 1) B / N"),
+    "broadcast": Algorithm("binomial tree", "L", "L B", "K B"),
+    "reduce": Algorithm("binomial tree", "L", "L B", "B", "0"),
+    "gather": Algorithm("each sends to the root", "N - 1", "(N - 1) B", "B", "0"),
+    "scatter": Algorithm("the root sends to each", "N - 1", "(N - 1) B", "0", "(N - 1) B"),
     "barrier": Algorithm(
-        name="dissemination: in round k a rank notifies the one 2^k places further",
-        messages="L",
-        num_bytes="0",
-        cost=lambda _, n: Messages(depth(n)),
+        "dissemination: in round k a rank notifies the one 2^k places further", "L", "0"
     ),
-    "send": Algorithm(
-        name="one message", messages="1", num_bytes="B", cost=lambda size, _: Messages(1, size)
-    ),
-    "recv": Algorithm(
-        name="one message",
-        messages="1",
-        num_bytes="B",
-        cost=lambda size, _: Messages(1, size),
-        sent="0",
-        sent_by=lambda *_: 0.0,
-    ),
+    "send": Algorithm("one message", "1", "B"),
+    "recv": Algorithm("one message", "1", "B", "0"),
 }
 """By the name of the collective: what emulated devices take, and what predictions count."""
 
 GLOO: Mapping[str, Algorithm] = {
     "reduce": Algorithm(
-        name="ring: a reduce-scatter, then each sends its part to the root",
-        messages="2 (N - 1)",
-        num_bytes="2 (N - 1) B / N",
-        cost=RING.cost,
-        sent="B; the root (N - 1) B / N",
-        sent_by=lambda size, n, place: size if place else (n - 1) * size / n,
+        "ring: a reduce-scatter, then each sends its part to the root",
+        "2 (N - 1)",
+        _ALL_REDUCE_BYTES,
+        "B",
+        "(N - 1) B / N",
     ),
     "reduce_scatter": Algorithm(
-        name="an all-reduce of the whole by a ring, of which each rank keeps its part",
-        messages="2 (N - 1)",
-        num_bytes="2 (N - 1) B / N",
-        cost=RING.cost,
+        "an all-reduce of the whole by a ring, of which each rank keeps its part",
+        "2 (N - 1)",
+        _ALL_REDUCE_BYTES,
     ),
 }
 """Where gloo does something else, as bytes counted on its sockets confirm."""
 
-ALL_REDUCES: Mapping[str, Algorithm] = {
-    "ring": RING,
-    "tree": Algorithm(
-        name="a reduce up a binomial tree, then a broadcast down",
-        messages="2 L",
-        num_bytes="2 L B",
-        cost=lambda size, n: Messages(2 * depth(n), 2 * depth(n) * size),
-        sent="B up, and B down for each rank below it",
-    ),
-    "doubling": Algorithm(
-        name="in round k all bytes to and from the rank 2^k places further",
-        messages="L",
-        num_bytes="L B",
-        cost=_down,
-    ),
-    "double-tree": Algorithm(
-        name="half of the bytes along each of two trees, in small parts",
-        messages="2 L",
-        num_bytes="2 B",
-        cost=lambda size, n: Messages(2 * depth(n), 2 * size),
-        sent="on average 2 (N - 1) B / N",
-    ),
-}
-"""By the name that users give.  Nothing counts what a rank sends in trees."""
+DOUBLE_TREE = Algorithm(
+    "half of the bytes along each of two trees, in small parts", "2 L", "2 B", _ALL_REDUCE_BYTES
+)
+"""An all-reduce of NCCL; ranks send as much on average."""
 
 BEST = "best"
 """The faster of ring and double trees, as NCCL chooses by size."""

@@ -185,11 +185,11 @@ class StepEvent:
 
     step: int = 0
     """0, 1, 2 ... on this worker."""
-    seconds: float
+    seconds: float = math.nan
     """Training time at the end of the step, since the run began; without warm-up and evaluation."""
     num_samples: int
     """Samples this worker trained on in this step."""
-    loss: float
+    loss: float = math.nan
     """Mean loss over those samples, before the step's update; NaN if none is known."""
     staleness: int | None = None
     """Updates by others between the pull of the parameters and the use of the gradient."""
@@ -401,8 +401,6 @@ class CellReport:
     failure: Failure | None = None
     num_collectives: int = 0
     """Collectives of the default group that had begun here when the cell ended."""
-    names: tuple[str, ...] = ()
-    """The variables here, for Tab while the rank is busy."""
     trace: RankSpans | None = None
     """What was recorded; None: nothing was to be."""
     is_silent: bool = False

@@ -33,27 +33,22 @@ class KernelRequest(StrEnum):
     START_RANK = "start_rank"
     FORWARD = "forward"
     """A ``RankCommand``."""
-    LIST_CONNECTIONS = "list_connections"
-    """Which ranks are connected, before the commands that free some of them."""
     SIGNAL = "signal"
     """To a rank's process: an interrupt, a kill, or SIGCONT."""
     STOP = "stop"
+    PREPARE = "prepare"
+    """Import torch; answered with the names of the GPUs.  An agent also takes the engines'
+    connection file."""
     CHECK = "check"
-    """This and the next are for the agent of another host: describe that host."""
+    """For the agent of another host, as the next: describe that host."""
     PROBE = "probe"
     """Connect to the other hosts."""
-    PREPARE = "prepare"
-    """Take the engines' connection file, and import torch."""
 
 
 class ForkServerEvent(StrEnum):
     """What the fork server, or a rank through it, reports to the kernel: ``event`` of a frame."""
 
-    READY = "ready"
-    FAILED = "failed"
     EXITED = "exited"
-    STOPPED = "stopped"
-    """A rank received SIGSTOP, or SIGCONT after it: ``is_stopped``."""
     ANSWER = "answer"
     """A request's ``value``, or its ``failure``."""
 
@@ -62,15 +57,13 @@ class RankCommand(StrEnum):
     """A command of the kernel to a rank's control thread, which is never busy for long."""
 
     ABORT = "abort"
-    """Answered with how many waits were ended; the fork server adds the peers' connections."""
+    """Answered with how many waits were ended; takes the processes of the host's other ranks."""
     ANSWER = "answer"
     """Give a rank that is debugged the user's line, or None: there is no prompt any more."""
     STATUS = "status"
     """Answered with the fields of a ``messages.RankStatus``."""
     STACK = "stack"
     """Answered with the lines of the user's stack."""
-    EXPECT_STOP = "expect_stop"
-    """Look for the last step, which a rank of another host may choose; not needed on one host."""
     STOP = "stop"
     """End the run in progress after its current step; not answered with anything."""
 
@@ -151,34 +144,31 @@ def parent_folder() -> Path:
     return Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
 
 
-KERNEL_LOCK = "kernel.lock"
 SERVER_LOCK = "server.lock"
-"""Files of a run folder, locked by its kernel, and by its fork server or agent, while they live."""
+"""A file of a run folder, locked by its fork server or agent while that lives."""
 
 
 def hold(path: Path) -> TextIO:
-    """Lock a file until it is closed or this process has ended; the file has the process id.
+    """Lock a file until it is closed or this process has ended.
 
     The operating system keeps the lock.  So processes see it that share the folder and not their
     process ids, as containers may.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     file = draft.open("w")
-    file.write(str(os.getpid()))
-    file.flush()
     fcntl.flock(file, fcntl.LOCK_EX)
     draft.replace(path)  # it appears as a locked file
     return file
 
 
-def holder_of(path: Path) -> int | None:
-    """Return the process that holds a file; None if none does.  Raises OSError without the file."""
+def is_held(path: Path) -> bool:
+    """Return whether a process holds a file.  Raises OSError without the file."""
     with path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return int(file.read())
-    return None
+            return True
+    return False
 
 
 def working_folder() -> Path:

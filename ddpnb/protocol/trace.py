@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpnb.protocol.costs import COLLECTIVES
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.notation import parse_size
 from ddpnb.protocol.options import check_options, option
 
@@ -91,6 +91,8 @@ class CollectiveSpec:
     op: str = option("sum", "what is computed", choices=REDUCTIONS, example="NAME")
 
     def __post_init__(self) -> None:
+        if self.name not in SHOWN:
+            raise one_of("collective", self.name, (*SHOWN, TRACE))
         check_options(self)
         if self.op != "sum" and self.name not in REDUCING:
             raise UserError(f"{self.name} computes nothing: leave --op out.")

@@ -2,7 +2,8 @@
 
 (Kernel, ranks.)  Cloudpickle takes what notebooks hold: classes and functions of cells travel with
 their code.  The memory of large arrays and tensors stays out of the pickle: the sender writes it
-once, and the receiver maps it, so that a page is copied only when it is changed.
+once, and the receiver maps it, so that a page is copied only when it is changed: whatever arrives
+together stays until the last of it is dropped.
 """
 
 import importlib
@@ -11,14 +12,15 @@ import math
 import mmap
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import psutil
 
 from ddpnb.compat.cloudpickle_internals import Namespace, use_namespace
@@ -26,7 +28,9 @@ from ddpnb.compat.cloudpickle_internals import Namespace, use_namespace
 LARGE_BYTES = 2**16
 """Arrays of as many bytes stay out of the pickle, and variables of as many travel in a file."""
 MAPPED_BYTES = 2**24
-"""Arrays of as many bytes are mapped; each mapping holds a file descriptor.  Others are copied."""
+"""Files of as many bytes are mapped; each mapping holds a file descriptor.  Others are read."""
+ALIGNED_BYTES = 64
+"""Each part of a file begins at a multiple of it."""
 
 NOTEBOOK_FUNCTIONS = ("ddpnb.rank.variables", "notebook_functions")
 """What a cell imports, from where, that stands for functions of the notebook."""
@@ -42,7 +46,7 @@ class Parcel:
     parts: tuple[bytes, ...] = ()
     """The pickle, then the arrays that are not in it; empty if they are in a file."""
     path: str = ""
-    """The file; each part begins at a multiple of the page size."""
+    """The file."""
     sizes: tuple[int, ...] = ()
     """The bytes of each part in the file."""
 
@@ -81,10 +85,8 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
             use_namespace(self, vars(sys.modules["__main__"]), Namespace(main_namespace))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Take the memory of arrays and tensors as it lies, and refuse open files."""
+        """Take the memory of tensors as it lies, and refuse open files."""
         kind = type(obj)
-        if kind is np.ndarray:
-            return reduce_array(obj)
         torch = sys.modules.get("torch")  # the kernel need not have it
         if torch is not None and isinstance(obj, torch.Tensor):
             return reduce_tensor(obj, torch, stays=self._for_ranks)
@@ -115,15 +117,6 @@ _namespace: ContextVar[dict[str, Any] | None] = ContextVar("namespace", default=
 def own_class(name: str) -> Any:
     """Return the class of ``__main__`` with a name."""
     return vars(sys.modules["__main__"])[name]
-
-
-def reduce_array(array: "np.ndarray[Any, Any]") -> Any:
-    """Reduce an array as numpy does, after copying one that would not arrive whole or writable."""
-    flags = array.flags
-    if array.dtype.hasobject or (flags.writeable and flags.forc):
-        return NotImplemented
-    whole = array.copy("F") if flags.fnc else array.copy("C")
-    return whole.__reduce_ex__(5)
 
 
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
@@ -160,42 +153,34 @@ def rebuild_tensor(
 # -- sending and receiving -----------------------------------------------------------------
 
 
-def size_of(parts: Sequence[Part]) -> int:
-    """Return the bytes of a pickle and its arrays."""
-    return sum(part.nbytes for part in parts)
+def packed(parts: Sequence[Part], path: str, *, num_copies: int = 1) -> Parcel:
+    """Return a parcel of what was pickled: in the file ``path``, which exists, or in itself.
 
-
-def in_message(parts: Sequence[Part]) -> Parcel:
-    """Return a parcel that holds its parts."""
-    return Parcel(parts=tuple(map(bytes, parts)))
-
-
-def in_file(parts: Sequence[Part], file: int, path: str, *, num_copies: int = 1) -> Parcel:
-    """Write the parts into an open file, and return the parcel that names it.
-
-    Where the file's folder has no room for all copies, the parcel holds its parts.
+    It is in itself if it is small, if no file is named, or if the file's folder has no room.
 
     Raises:
         MemoryError: memory has no room for as many such files as there will be.
+        FileNotFoundError: the file has been removed.
     """
     sizes = tuple(part.nbytes for part in parts)
-    free = psutil.virtual_memory().available
-    if (size := sum(sizes)) * num_copies > free:
+    size = num_copies * sum(map(_aligned, sizes))
+    is_large = bool(path) and sum(sizes) >= LARGE_BYTES
+    if is_large and size > (free := psutil.virtual_memory().available):
         times = f" from each of {num_copies} ranks" if num_copies > 1 else ""
-        raise MemoryError(f"{size / 1e9:.1f} GB{times}, and {free / 1e9:.1f} GB of memory are free")
-    room = os.fstatvfs(file)
-    if sum(map(next_page, sizes)) * num_copies > room.f_bavail * room.f_frsize:
-        return in_message(parts)
-    with open(file, "wb", closefd=False) as target:
+        each = size / num_copies / 1e9
+        raise MemoryError(f"{each:.1f} GB{times}, and {free / 1e9:.1f} GB of memory are free")
+    if not is_large or size > shutil.disk_usage(path).free:
+        return Parcel(parts=tuple(map(bytes, parts)))
+    with open(path, "r+b") as file:  # not created: where it is gone, nobody waits
         for part in parts:
-            target.seek(next_page(target.tell()))
-            target.write(part)
+            file.write(part)
+            file.seek(_aligned(part.nbytes) - part.nbytes, os.SEEK_CUR)
+        file.truncate()
     return Parcel(path=path, sizes=sizes)
 
 
-def next_page(place: int) -> int:
-    """Return the next multiple of the page size."""
-    return math.ceil(place / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+def _aligned(size: int) -> int:
+    return math.ceil(size / ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def receive(parcel: Parcel) -> Any:
@@ -206,22 +191,19 @@ def receive(parcel: Parcel) -> Any:
 def opened(parcel: Parcel) -> list[Any]:
     """Return the pickle in a parcel, and the memory of its arrays, writable and its own.
 
-    Large parts of a file are mapped while its folder is at most half full.
+    A large file is mapped while its folder is at most half full.
     """
-    parts: list[Any] = list(map(bytearray, parcel.parts))
     if not parcel.path:
-        return parts
+        return list(map(bytearray, parcel.parts))
     with open(parcel.path, "rb") as file:
-        room = os.fstatvfs(file.fileno())
-        for size in parcel.sizes:
-            begin = file.seek(next_page(file.tell()))
-            if size >= MAPPED_BYTES and 2 * room.f_bavail >= room.f_blocks:
-                parts.append(mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, offset=begin))
-                file.seek(size, os.SEEK_CUR)
-            else:
-                parts.append(bytearray(size))
-                file.readinto(parts[-1])
-    return parts
+        total, _, free = shutil.disk_usage(parcel.path)
+        is_mapped = sum(parcel.sizes) >= MAPPED_BYTES and 2 * free >= total
+        read = (
+            mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE) if is_mapped else bytearray(file.read())
+        )
+    begins = [0, *accumulate(map(_aligned, parcel.sizes))]
+    pairs = zip(begins, parcel.sizes, strict=False)
+    return [memoryview(read)[begin : begin + size] for begin, size in pairs]
 
 
 def load(parts: Sequence[Any], namespace: dict[str, Any] | None = None) -> Any:

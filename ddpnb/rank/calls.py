@@ -103,7 +103,6 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
                 **run_options(engine, spec),
                 publish=publisher.publish,
                 should_stop=engine.stop_wanted.is_set,
-                expects_stop=engine.stop_expected.is_set,
                 rejoin_info=rejoin_info,
                 cancellation=group.cancellation,
                 keep=functools.partial(trained.keep, spec),
@@ -127,7 +126,6 @@ def run_options(engine: RankEngine, spec: RunSpec | None) -> dict[str, Any]:
 def clean_up(engine: RankEngine) -> None:
     """Free the data of the comparison that has ended, and remove what it has left."""
     tasks.forget()
-    engine.stop_expected.clear()
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
 
 

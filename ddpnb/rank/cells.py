@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import IPython
 from IPython.core.interactiveshell import ExecutionInfo
 
-from ddpnb.compat import torch_internals
 from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, CellSpec, Failure
 from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_consequence, text_of
+from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
+from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.engine import RankEngine, id_of
 from ddpnb.rank.publisher import Publisher
@@ -47,22 +48,34 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     with contextlib.ExitStack() as opened:
         publisher = opened.enter_context(closing(Publisher(rank=rank, run_id=spec.run_id)))
         engine.publisher = publisher
+        if spec.run_id:
+            opened.enter_context(listening(ClockStart(publisher)))
         recorder = opened.enter_context(recording(rank)) if spec.is_traced else None
         opened.enter_context(engine.adopted_group.during())
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None
-    names = [name for name in engine.shell.user_ns if isinstance(name, str) and name[:1] != "_"]
     if errors and (isinstance(errors[0], KeyboardInterrupt) or is_consequence(errors[0])):
         for error in errors:
             release_frames(error)
     return CellReport(
         rank=rank,
         failure=failure,
-        num_collectives=torch_internals.num_collectives(),
-        names=tuple(names),
+        num_collectives=engine.group.collective_checks.num_made,
         trace=None if recorder is None else recorder.spans(),
         is_silent=engine.sending.end_cell(cell, num_outputs),
     )
+
+
+@final
+class ClockStart(Listener):
+    """Starts the clock of a hand-written loop with its first collective."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+
+    def begin(self, call: Call) -> None:
+        """Start the clock, if it does not run yet."""
+        self._publisher.seconds()
 
 
 def interruptible(call: Callable[[], Result]) -> Result:

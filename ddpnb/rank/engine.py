@@ -67,8 +67,6 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     """
     stop_wanted = Instance(threading.Event, ())
     """Set when the run in progress is to end early."""
-    stop_expected = Instance(threading.Event, ())
-    """Set when a rank of another host may end the run early; until the comparison ends."""
 
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the shell as soon as the engine has one."""
@@ -176,7 +174,6 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         RankCommand.ANSWER: engine.answers.put,
         RankCommand.STATUS: lambda: asdict(rank_status(group, engine.shell)),
         RankCommand.STACK: users_stack,
-        RankCommand.EXPECT_STOP: engine.stop_expected.set,
         RankCommand.STOP: engine.stop_wanted.set,
     }
     threading.Thread(

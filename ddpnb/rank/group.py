@@ -6,11 +6,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from ddpnb.protocol.connections import (
     Address,
     TcpConnection,
     as_socket,
+    ends_of,
     own_connections,
     traffic_of,
 )
@@ -173,11 +173,10 @@ class Group:
         """Whether the backend can abort a wait: all but gloo can."""
         return self.backend != "gloo"
 
-    def abort(self, peers_ends: Iterable[Sequence[Sequence[Any]]] = ()) -> int:
+    def abort(self, peers: Collection[int] = ()) -> int:
         """Free this rank from every wait for another rank; return how many waits were ended.
 
-        ``peers_ends``: the other ranks' ends of the connections with this one, each with the end
-        that lies here, as the fork server finds them.
+        ``peers``: the processes of this host's other ranks.
 
         Called from another thread than the one that waits.  Gloo offers no way to end a wait, so
         this shuts down the TCP connections between this process and its peers, whichever group
@@ -187,9 +186,9 @@ class Group:
         if self.can_abort and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
             print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
         num_aborted = self.cancellation.abort()
-        ends = {(Address(*there), Address(*here)) for there, here in peers_ends}
+        theirs = ends_of(peers)
         for own in own_connections():
-            if (own.raddr, own.laddr) in ends or self._leads_to_peer(own):
+            if (own.raddr, own.laddr) in theirs or self._leads_to_peer(own):
                 num_aborted += shut_down(own.fd)
         return num_aborted
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -47,33 +48,12 @@ class Traffic(NamedTuple):
     received: int = 0
 
 
-class StepReport(NamedTuple):
-    """What a step of one worker returned and exchanged."""
-
-    loss: Tensor
-    """Mean loss over the worker's samples before the update; shape (), on the device, detached."""
-    num_samples: int
-    traffic: Traffic = Traffic()
-    staleness: int | None = None
-    metrics: Mapping[str, Tensor] = {}
-    """Further numbers of the task's step, each the mean over the worker's samples."""
-    version: int = 0
-    """The number of the update that its gradient went into; 0: not counted."""
-
-    def ended(self, seconds: float, parts: Parts, values: Iterable[float]) -> StepEvent:
-        """Return the finished step; ``values`` are its loss and its metrics."""
-        loss, *numbers = values
-        return StepEvent(
-            seconds=seconds,
-            num_samples=self.num_samples,
-            loss=loss,
-            staleness=self.staleness,
-            version=self.version,
-            parts=parts,
-            num_bytes_sent=self.traffic.sent,
-            num_bytes_received=self.traffic.received,
-            metrics=dict(zip(self.metrics, numbers, strict=True)),
-        )
+def completed(
+    step: StepEvent, seconds: float, parts: Parts, values: Mapping[str, Tensor]
+) -> StepEvent:
+    """Return a step that has ended: ``values`` are its loss and the task's further numbers."""
+    numbers = {name: value.item() for name, value in values.items()}
+    return replace(step, seconds=seconds, parts=parts, loss=numbers.pop("loss"), metrics=numbers)
 
 
 class Timer:

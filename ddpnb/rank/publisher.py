@@ -45,11 +45,17 @@ class Publisher:
         self.num_batches = first_batch
         self._events: deque[RunHeader | StepEvent | Mark | Evaluating] = deque()
         self.numbers = itertools.count()  # of calls of ``log``
-        self.began_seconds = time.perf_counter()
+        self._began_seconds: float | None = None
         self._stop = threading.Event()
         self._starting = threading.Lock()
         self._flushing = threading.Lock()
         self._thread: threading.Thread | None = None
+
+    def seconds(self) -> float:
+        """Return the time since the first call: of a hand-written loop, without its imports."""
+        now = time.perf_counter()
+        self._began_seconds = now if self._began_seconds is None else self._began_seconds
+        return now - self._began_seconds
 
     def publish(self, event: RunHeader | StepEvent | Mark | Evaluating) -> None:
         """Add an event to the queue; takes a microsecond."""
@@ -102,7 +108,8 @@ class Publisher:
 def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
     """Add one step of a hand-written training loop to the run that the cell names.
 
-    Call it in a ``%%ddp --name mine`` cell, once per step, on every rank that trains.
+    Call it in a ``%%ddp --name mine`` cell, once per step, on every rank that trains.  The run's
+    clock starts with the cell's first collective, or the first call of ``log``.
 
     Args:
         loss: mean loss over this rank's samples of the step.
@@ -118,7 +125,7 @@ def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
     publisher.publish(
         StepEvent(
             step=next(publisher.numbers),
-            seconds=time.perf_counter() - publisher.began_seconds,
+            seconds=publisher.seconds(),
             num_samples=int(samples),
             loss=float(loss),
             metrics={name: float(value) for name, value in metrics.items()},

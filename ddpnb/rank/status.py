@@ -66,7 +66,7 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
         in_backward=bool(call) and in_file(frames, BACKWARD),
         tensor=pending.tensor if call and pending else "",
         peer=peer,
-        num_collectives=torch_internals.num_collectives(),
+        num_collectives=group.collective_checks.num_made,
         num_bytes_between_hosts=group.num_bytes_between_hosts(),
         cpu_seconds=time.process_time() if on_gpu is None else 0.0,
     )

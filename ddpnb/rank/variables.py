@@ -14,17 +14,7 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec, StaleVariable
-from ddpnb.protocol.variables import (
-    LARGE_BYTES,
-    Parcel,
-    dump,
-    in_file,
-    in_message,
-    load,
-    opened,
-    receive,
-    size_of,
-)
+from ddpnb.protocol.variables import Parcel, dump, load, opened, packed, receive
 
 REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
 """Functions, classes and constants: no training on this rank has changed one in place."""
@@ -134,13 +124,7 @@ def give(
     if path and not os.path.exists(path):
         raise TimeoutError("the notebook does not wait for this value any longer")
     parts = dump(eval(expression, namespace), for_ranks=False, classes=classes)
-    if size_of(parts) < LARGE_BYTES or not path:
-        return in_message(parts)
-    file = os.open(path, os.O_WRONLY)  # not created: where it is gone, nobody waits
-    try:
-        return in_file(parts, file, path, num_copies=num_copies)
-    finally:
-        os.close(file)
+    return packed(parts, path, num_copies=num_copies)
 
 
 # -- what holds a process group that has ended -----------------------------------------------

@@ -40,6 +40,8 @@ class Worker:
     device: torch.device
     rank: int
     world_size: int
+    local_world_size: int
+    """How many ranks this host has."""
     num_parts: int
     """Ranks that share each global batch: all of them, or this one alone."""
     num_steps: int

@@ -24,9 +24,7 @@ Bundle = Mapping[str, Any]
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 NOTHING: Bundle = {"text/plain": "", "text/html": ""}
-LIVE = "live"
-"""The name by which ``%ddp_plot`` shows the comparison that trains."""
-COMES_BACK = f"After a reload of the page: %ddp_plot {LIVE}"
+COMES_BACK = "After a reload of the page: %ddp_plot"
 REDRAW_SECONDS, MAX_PAUSE_SECONDS = 0.5, 2.5
 """The shortest and the longest time between two redraws."""
 MAX_SHARE = 0.1

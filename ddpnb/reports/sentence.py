@@ -7,13 +7,26 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from ddpnb.history.claims import LEVEL, Ratio, ratios_of
+from ddpnb.history.claims import (
+    LEVEL,
+    SMALLEST_EFFECT,
+    Ratio,
+    accuracies_differ,
+    ratios_of,
+    standard_error,
+)
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.findings import accuracy_of, quantities_of
-from ddpnb.reports.formatting import NOTHING, emulated_devices, listed, number, percent
+from ddpnb.reports.formatting import (
+    NOTHING,
+    emulated_devices,
+    listed,
+    number,
+    percent,
+)
 
 ENDED = {Status.FAILED: "failed", Status.STOPPED: "was stopped"}
 
@@ -61,7 +74,8 @@ def _speeds(done: Sequence[StrategySummary]) -> str:
     found.sort(key=lambda each: each[1].middle, reverse=True)
     few = [(name, r) for name, r in found if not r.has_interval]
     claims = [(name, r) for name, r in found if r.is_claim]
-    rest = [(name, r) for name, r in found if r.has_interval and not r.is_claim]
+    small = [name for name, r in found if r.is_small]
+    rest = [(name, r) for name, r in found if r.has_interval and not (r.is_claim or r.is_small)]
     parts = []
     if few:
         is_computed = all(s.is_computed for s in done)
@@ -73,20 +87,39 @@ def _speeds(done: Sequence[StrategySummary]) -> str:
             for (name, r), verb in zip(claims, verbs, strict=False)
         ]
         parts.append(f"in samples/s, {listed(texts)}")
-    if rest:
-        texts = [f"{name} ({r.low:.2f}× to {r.high:.2f}×)" for name, r in rest]
-        parts.append(f"no difference from {base} is shown for {listed(texts)}")
+    if small:
+        least = percent(SMALLEST_EFFECT)
+        parts.append(f"no difference of {least} or more from {base} is shown for {listed(small)}")
+    parts += [f"cannot tell {name} from {base}: {_between(r)}" for name, r in rest]
     return "; ".join(parts)
+
+
+def _between(ratio: Ratio) -> str:
+    """Return an interval, and how many repeats would show the ratio that was seen."""
+    text = f"between {ratio.low:.2f}× and {ratio.high:.2f}×"
+    if num := ratio.num_repeats_needed:
+        text += f" (about {num} repeats would show {ratio.middle:.2f}×)"
+    return text
 
 
 def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bool) -> str:
     """Return the speeds of one run or two, of which those of emulated devices do not vary."""
-    texts = [f"{name} at {r.middle:.2f}×" for name, r in few]
+    texts = [f"{name} at {r.middle:.2f}×{'' if is_computed else _span(r)}" for name, r in few]
     speeds = f"{listed(texts)} the samples/s of {base}"
     if is_computed:
         return speeds
     runs = "one run" if {r.num_repeats for _, r in few} == {1} else "two runs at most"
     return f"{runs}: trust large differences only; {speeds}"
+
+
+def _span(ratio: Ratio) -> str:
+    """Return the two ratios of two repeats, or what the tenths of one run span."""
+    if math.isnan(ratio.low):
+        return ""
+    ends = f"{ratio.low:.2f} to {ratio.high:.2f}"
+    if ratio.num_repeats > 1:
+        return f" ({ends})"
+    return f" (its tenths: {ends})" if ratio.excludes_one else f" (its tenths vary more: {ends})"
 
 
 def _reached(done: Sequence[StrategySummary], target: Target) -> str:
@@ -127,11 +160,14 @@ def _scores(done: Sequence[StrategySummary]) -> Iterator[str]:
 
 
 def _error(done: Sequence[StrategySummary]) -> str:
-    """Return the standard error of their mean accuracy, if the number of samples is known."""
+    """Return what accuracies on so many samples show, if their number is known."""
     shares = [accuracy_of(s) for s in done]
-    share = fmean(share for share in shares if math.isfinite(share))
+    shares = [share for share in shares if math.isfinite(share)]
     num = min((s.num_held_out for s in done if s.num_held_out), default=0)
-    if num == 0:
+    high, low = (percent(end(shares, default=0.0), 1) for end in (max, min))
+    if num == 0 or high == low:
         return ""
-    error = 100 * math.sqrt(share * (1 - share) / num)
+    if not accuracies_differ(shares, num):
+        return f": {num:,} samples cannot tell {high} from {low}"
+    error = 100 * standard_error(fmean(shares), num)
     return f", with a standard error of {error:.1f} points ({num:,} samples)"

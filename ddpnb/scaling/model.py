@@ -6,7 +6,7 @@ A step is what a rank computes, and the part of its exchanges that nothing hides
     exchanges  those of each strategy, with the messages of ``protocol.costs``
     waiting    for the slowest of N ranks: c * variation * expected_max(N)
 
-docs/prediction.md has every formula with its source.
+docs/prediction-method.md has every formula with its source.
 """
 
 import math
@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.costs import (
-    ALL_REDUCES,
     BEST,
     BUCKET_BYTES,
     COLLECTIVES,
+    DOUBLE_TREE,
     Ready,
     bucket_sizes,
     in_turn,
@@ -188,10 +188,8 @@ class Situation:
     def exchange(self, name: str, num_bytes: float) -> float:
         """Return how long a collective takes."""
         found, link = [COLLECTIVES[name]], self.machine.link_of(self.num_ranks)
-        if name == "all_reduce":
-            algorithm = self.machine.algorithm
-            names = ("ring", "double-tree") if algorithm == BEST else (algorithm,)
-            found = [ALL_REDUCES[each] for each in names]
+        if name == "all_reduce" and self.machine.algorithm == BEST:
+            found.append(DOUBLE_TREE)
         return min(each.cost(num_bytes, self.num_ranks).seconds(link) for each in found)
 
     def gathering(self) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from IPython.display import display
 
 from ddpnb.cluster.call import Asked, CallEvent, Events, Lost, Output, OutputEnded
-from ddpnb.cluster.cluster import Cluster, NoGroupError
+from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
@@ -67,9 +67,11 @@ class RunningCell(Background):
     """A cell that runs on ranks; its output appears under the notebook cell that started it.
 
     Args:
+        cluster: of the ranks.
+        spec: the cell.
+        ranks: they run it.
+        options: as the user chose them.
         recorder: records what ``ddpnb.log`` publishes; None if the cell names no run.
-        timeout: seconds after which the ranks are interrupted.
-        is_checked: whether torch compares every collective across the ranks.
     """
 
     def __init__(
@@ -77,10 +79,8 @@ class RunningCell(Background):
         cluster: Cluster,
         spec: CellSpec,
         ranks: tuple[int, ...],
-        *,
-        recorder: Recorder | None = None,
-        timeout: float | None = None,
-        is_checked: bool = False,
+        options: CellOptions,
+        recorder: Recorder | None,
     ) -> None:
         super().__init__(f"cell on {spoken_ranks(ranks)}")
         self.ranks = ranks
@@ -92,10 +92,7 @@ class RunningCell(Background):
         self._prompt = None if spec.debug_rank is None else Prompt(cluster, spec.debug_rank)
         self._live: Live | None = None
         self._output = CellOutput(ranks, self._appear)
-        try:
-            warn_stale(cluster.ensure_group(is_checked=is_checked))
-        except NoGroupError as error:
-            print(error, file=sys.stderr)
+        warn_stale(cluster.ensure_group(is_checked=options.check))
         self._dead = cluster.dead
         """The ranks that had ended before; then the others are in a group with them."""
         self._watch = Watch(
@@ -103,7 +100,7 @@ class RunningCell(Background):
             call=cluster.submit(calls.run_cell(spec), ranks),
             handle=self._handle,
             tick=self._draw,
-            timeout=timeout,
+            timeout=options.timeout,
         )
 
     def run(self) -> None:
@@ -124,7 +121,6 @@ class RunningCell(Background):
             if self._prompt is not None and not self._watch.call.done:
                 self._prompt.close()
             self._output.close()
-            self._note_names()
             self._end_run()
             if self._spec.is_traced:
                 self._take_trace(is_value=self._thread is None and error is None)
@@ -191,11 +187,6 @@ class RunningCell(Background):
         )
         if not is_value:
             display(self.trace)
-
-    def _note_names(self) -> None:
-        for rank, report in self._watch.outcome.returned.items():
-            if isinstance(report, CellReport):
-                self._cluster.names[rank] = report.names
 
     def _ending_error(self) -> BaseException | None:
         outcome = self._watch.outcome

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.history.recorder import Recorder, new_id
+from ddpnb.history.recorder import Recorder
 from ddpnb.history.store import Store
 from ddpnb.protocol import calls
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
@@ -18,7 +18,7 @@ from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import Live, live
 from ddpnb.session.asking import ask
-from ddpnb.session.comparison_spec import ComparisonSpec, long_enough, with_models
+from ddpnb.session.comparison_spec import ComparisonSpec, long_enough
 from ddpnb.session.errors import warn_stale
 from ddpnb.session.evaluation_budget import budgeted
 from ddpnb.session.training import Training, clean_up
@@ -38,35 +38,23 @@ def prepare(
     """
     if cluster.spans_hosts:
         check_across_hosts(spec.strategies)
-    shown = shown_by or live(spec.options)
+    shown, printed = shown_by or live(spec.options), PrintedLines()
     shown.announce(f"Checking the model and the data on {counted(len(cluster.ranks), 'rank')} ...")
     try:
-        return _prepared(cluster, store, spec, shown)
-    except BaseException:
-        if shown_by is None:
-            shown.announce("")
-        raise
-
-
-def _prepared(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -> Training:
-    spec = replace(spec, training=with_devices(cluster, spec.training))
-    comparison = new_id()
-    specs = tuple(
-        replace(each, comparison=comparison)
-        for each in with_models(spec.run_specs(), store)
-        if len(cluster.ranks) > 1 or not each.is_ceiling  # a rank alone never communicates
-    )
-    warn_stale(cluster.ensure_group())
-    if spec.functions is not None:
-        spec.functions.send(cluster, cluster.ranks)
-    printed = PrintedLines()
-    try:
+        spec = replace(spec, training=with_devices(cluster, spec.training))
+        specs = spec.run_specs(store.models)
+        if len(cluster.ranks) == 1:  # a rank alone never communicates
+            specs = tuple(each for each in specs if not each.is_ceiling)
+        if spec.functions is not None:
+            spec.functions.send(cluster, cluster.ranks)
         checked = _check_each(cluster, spec, specs, shown, printed)
         _check_target(spec, checked.values())
         specs = with_compute(cluster, [s for s in specs if s.strategy in checked], printed)
     except BaseException:
         clean_up(cluster)
         printed.show()
+        if shown_by is None:
+            shown.announce("")
         raise
     specs = long_enough(specs, max((each.num_epochs for each in checked.values()), default=0.0))
     specs = budgeted(specs, checked.values(), len(cluster.ranks))
@@ -107,6 +95,7 @@ def _check_each(
             f"Checking {name}, strategy {number} of {len(by_strategy)}: the model, the data "
             f"and a step on {counted(len(cluster.ranks), 'rank')} ..."
         )
+        warn_stale(cluster.ensure_group())  # the last check may have freed slow ranks
         is_optional = _is_dispensable(name, spec)
         try:
             found = ask(cluster, calls.validate(each), printed=printed)

@@ -5,15 +5,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ddpnb.history.recorder import new_id
-from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import BASELINE, CEILING, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import check_devices
-from ddpnb.protocol.options import check_options, option, read_options
+from ddpnb.protocol.options import as_kind, check_options, option, read_options
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.variables import NotebookFunctions
@@ -65,8 +65,8 @@ class ComparisonSpec:
             return str(error)
         return ""
 
-    def run_specs(self) -> tuple[RunSpec, ...]:
-        """Return every training.
+    def run_specs(self, models: Path | None = None) -> tuple[RunSpec, ...]:
+        """Return every training; ``models`` is the folder for trained weights.
 
         Strategies take turns, and each repeat begins with another one, so that none is favoured.
         Each repeat has a seed of its own, which all its strategies share: weights, order of
@@ -80,7 +80,8 @@ class ComparisonSpec:
             added.append(CEILING)
         names = list(dict.fromkeys([*added, *self.strategies]))
         seed = self.training.seed
-        chosen = asdict(self.training) | {"data_seed": seed}
+        folder = str(models) if self.training.save and models else ""
+        chosen = asdict(self.training) | {"data_seed": seed, "comparison": new_id()}
         ceiling = chosen | {"is_ceiling": True, "save": False, "kill": (), "rates": ()}
         rates = self.training.rates or (self.training.learning_rate,)
         turns = [(0, rate) for rate in rates]
@@ -90,6 +91,7 @@ class ComparisonSpec:
                 run_id=new_id(),
                 strategy=name,
                 repeat=repeat,
+                models="" if is_ceiling else folder,
                 **(ceiling if is_ceiling else chosen)
                 | {"seed": seed_of(seed, repeat), "learning_rate": rate},
             )
@@ -124,7 +126,7 @@ def make_comparison(
     own = read_options(ComparisonSpec, choices)
     options = PlotOptions(**read_options(PlotOptions, choices))
     return ComparisonSpec(
-        strategies=tuple(strategies),
+        strategies=tuple(as_kind("each of strategies", each, str) for each in strategies),
         training=make_training_spec(choices, source=source, cell=cell),
         options=options,
         functions=functions,
@@ -164,8 +166,3 @@ def long_enough(specs: Sequence[RunSpec], num_epochs: float) -> tuple[RunSpec, .
         f"{specs[0].min_seconds:g} s or more."
     )
     return tuple(replace(spec, num_epochs=float(rounded)) for spec in specs)
-
-
-def with_models(specs: Sequence[RunSpec], store: Store) -> tuple[RunSpec, ...]:
-    """Complete trainings that save their weights with the folder for them."""
-    return tuple(replace(each, models=str(store.models)) if each.save else each for each in specs)

@@ -149,11 +149,9 @@ def summarize(failures: Sequence[Failure]) -> str:
     same = _identical_to(first, failures)
     if first.is_death:
         return _deaths(same)
-    if len(same) > 1:
-        ranks = spoken_ranks([f.rank for f in same])
-        return f"{ranks} failed: {first.name}: {first.text}{_missing_here(first)}"
-    others = "" if len(failures) == 1 else " first"
-    return f"rank {first.rank} failed{others}: {first.name}: {first.text}{_missing_here(first)}"
+    ranks = spoken_ranks([failure.rank for failure in same])
+    others = " first" if len(same) == 1 < len(failures) else ""
+    return f"{ranks} failed{others}: {first.name}: {first.text}{_missing_here(first)}"
 
 
 def _deaths(dead: Sequence[Failure]) -> str:

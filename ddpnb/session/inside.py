@@ -1,19 +1,24 @@
 """What looks inside: asks the ranks, and returns what a notebook shows (kernel)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.history.recorder import new_id
 from ddpnb.protocol import calls
-from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import parse_ranks
-from ddpnb.protocol.replicas import SamplerSpec
-from ddpnb.protocol.trace import SHOWN, TRACE, CollectiveSpec
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.inspection import InspectSpec
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.notation import spoken_ranks
+from ddpnb.protocol.options import check_options, option
+from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.causes import with_causes
-from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, find, measured
-from ddpnb.reports.inside.samples import Handout, handout_of
 from ddpnb.session.asking import ask
+from ddpnb.session.comparison import with_devices
+from ddpnb.session.errors import warn_stale
 
 # -- are the replicas the same? ------------------------------------------------------------
 
@@ -42,32 +47,119 @@ def _measure(cluster: Cluster, finding: Finding) -> Finding:
     return measured(finding, [each for rank in ranks if (each := found[rank]) is not None])
 
 
-# -- which rank gets which samples? --------------------------------------------------------
+# -- what happens in a step of DDP? --------------------------------------------------------
+
+INSPECTED = ("batch_size", "devices", "as_", "link")
+"""The options of a training that count in an inspection, besides its task."""
 
 
-def samples_of_sampler(cluster: Cluster, spec: SamplerSpec) -> Handout:
-    """Return what a sampler hands out to each rank, as the ranks read it."""
-    found = ask(cluster, calls.samples(spec))
-    return handout_of(spec, [found[rank] for rank in cluster.ranks])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionRequest:
+    """What the user wants to look into; without a model or a task, that of the last comparison."""
+
+    model: str = ""
+    """An expression on the ranks, as ``batch`` and ``loss`` are."""
+    batch: str = option(
+        "",
+        "the model's input on the ranks: a tensor, or a tuple or a dict of its arguments",
+        example="EXPR",
+    )
+    loss: str = option("", "a scalar made of `output`; by default its mean", example="EXPR")
+    bucket_caps: tuple[float, ...] = option(
+        (),
+        "also with these bucket_cap_mb",
+        flag="--bucket-cap",
+        above=0,
+        most_values=9,
+        example="MB,MB",
+    )
+    run: str = option("", "in place of a step: versions in a stored run of async", example="NAME")
+    task: str = ""
+    source: str = ""
+    """A cell that defines the task."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Options of ``INSPECTED``, by the field."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        has_task = self.task or self.source
+        if self.run and (self.model or has_task or self.given):
+            raise UserError(f"--run {self.run} draws what is stored: leave the other options out.")
+        if self.model and has_task:
+            raise UserError(f"Inspect {self.model} or a task: leave one of them out.")
+        if self.model and "batch_size" in self.given:
+            raise UserError("--batch-size goes with a task: leave it out here.")
+        beside = [each for each in ("batch", "loss") if getattr(self, each)]
+        if beside and not self.model:
+            raise UserError(f"--{beside[0]} goes with a model: a task has its own.")
+
+    def training(self, cell: int, last: TrainingSpec | None) -> TrainingSpec:
+        """Return the training to inspect; of a model, only the devices count.
+
+        Args:
+            cell: the ``n`` of ``source``'s ``In [n]``.
+            last: the training of the latest comparison.
+
+        Raises:
+            UserError: none is named, and nothing was compared before.
+        """
+        if self.source:
+            return TrainingSpec(source=self.source, cell=cell, **self.given)
+        if self.task or self.model:
+            return TrainingSpec(task=self.task or "digits", **self.given)
+        if last is None:
+            raise UserError(
+                'Name what to inspect: a model of the ranks, %ddp_inspect model --batch "x, y", '
+                "or a task, %ddp_inspect --task digits."
+            )
+        return replace(last, **self.given)
 
 
-# -- one collective ------------------------------------------------------------------------
+def inspect_step(
+    cluster: Cluster, request: InspectionRequest, training: TrainingSpec
+) -> DdpInspection:
+    """Make steps of DDP on all ranks; return what happened in them.
 
-
-def collective_spec(name: str, num_ranks: int, ranks: str | None, **chosen: Any) -> CollectiveSpec:
-    """Return what is to be run; ``chosen`` are its options.
+    Args:
+        cluster: its ranks are idle.
+        request: what to inspect.
+        training: of the task, or what counts of one beside a model.
 
     Raises:
-        UserError: an option does not suit the collective.
+        UserError: there is no such model on some ranks, or it differs, or does not fit the batch;
+            nothing has been sent then.
+        RankError: the user's code failed in a step.
     """
-    if name not in SHOWN:
-        raise one_of("collective", name, (*SHOWN, TRACE))
-    return CollectiveSpec(name=name, ranks=parse_ranks(ranks, num_ranks), **chosen)
-
-
-def run_collective(cluster: Cluster, spec: CollectiveSpec) -> CollectiveResult:
-    """Run a collective on the ranks; return what each of them had, sent and measured."""
-    cluster.ensure_group()
-    found = ask(cluster, calls.show_collective(spec))
-    taken_part = [each for rank in cluster.ranks if (each := found[rank]) is not None]
-    return CollectiveResult(spec, taken_part)
+    if len(cluster.ranks) == 1:
+        raise UserError(
+            "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."
+        )
+    chosen = asdict(training) | {"data_seed": training.seed}
+    spec = InspectSpec(
+        task=None if request.model else RunSpec(run_id=new_id(), strategy="ddp", **chosen),
+        model=request.model,
+        batch=request.batch,
+        loss=request.loss,
+        bucket_caps=request.bucket_caps,
+        devices=with_devices(cluster, training).emulated,
+    )
+    warn_stale(cluster.ensure_group())
+    found = ask(cluster, calls.find_inspected(spec))
+    shapes = {rank: [(p.name, p.shape) for p in each.parameters] for rank, each in found.items()}
+    if others := sorted(rank for rank, each in shapes.items() if each != shapes[0]):
+        raise UserError(
+            f"{spec.title} has other parameters on {spoken_ranks(others)} than on rank 0: "
+            "DDP needs the same on every rank."
+        )
+    unused = {
+        each.name: tuple(rank for rank in sorted(found) if each.name in found[rank].unused)
+        for each in found[0].parameters
+    }
+    unused = {name: ranks for name, ranks in unused.items() if ranks}
+    reports = ask(cluster, calls.inspect_ddp(replace(spec, finds_unused=bool(unused))))
+    over = "" if spec.devices is None else f" on {spec.devices.text}"
+    return DdpInspection(
+        title=f"{spec.title}{over}",
+        unused=unused,
+        reports=tuple(reports[rank] for rank in sorted(reports)),
+    )

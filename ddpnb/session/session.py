@@ -2,10 +2,10 @@
 
 import atexit
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from IPython.core.getipython import get_ipython
 
@@ -25,7 +25,7 @@ from ddpnb.protocol.processes import working_folder
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import ranks_table
-from ddpnb.reports.live import LIVE, Live, LiveFigureAndTable
+from ddpnb.reports.live import Live, LiveFigureAndTable
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
@@ -33,10 +33,9 @@ from ddpnb.session.cells import CellOptions, RunningCell
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt, warn_stale
-from ddpnb.session.jobs import Jobs, RunningComparison
-from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
+from ddpnb.session.jobs import RunningComparison
+from ddpnb.session.status import describe_running, with_notes
 from ddpnb.session.training import Training
-from ddpnb.session.variables import pull, push
 
 OnProgress = Callable[[str], None]
 """Is called with a line of text at each stage of a start."""
@@ -44,7 +43,11 @@ OnProgress = Callable[[str], None]
 ANSWER_SECONDS = 0.3
 """How long Tab may wait for a rank."""
 
-NOT_STARTED = "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
+STOP_TIMEOUT_SECONDS = 120.0
+"""How long a comparison may take to stop, which may have to wait until its ranks have started."""
+
+END_SECONDS = 5.0
+"""How long an interrupt waits for cells to end, so that the next line finds the ranks free."""
 
 
 class Session:
@@ -52,7 +55,9 @@ class Session:
 
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
-        self._jobs = Jobs()
+        self._cells: list[RunningCell] = []
+        """Those that run in the background."""
+        self._comparison: RunningComparison | None = None
         self._store: Store | None = None
         self.last_training: TrainingSpec | None = None
         """Of the latest comparison: what ``inspect`` inspects by default."""
@@ -75,19 +80,23 @@ class Session:
             print(describe_running(self._cluster, spec))
             return with_notes(ranks_table(self._cluster.states), self._cluster)
         if self._cluster is None:
-            self._jobs.refuse_if_training()  # the panel may be starting a cluster
+            self._refuse_if_training()  # the panel may be starting a cluster
         self.stop()
         cluster = self._launch(spec, progress)
         return with_notes(ranks_table(cluster.states), cluster)
 
     def stop(self) -> bool:
         """End every process of the cluster, or its start; return whether there was one."""
-        was_training = self._jobs.stop()  # which may have been starting the ranks
+        self._cells.clear()
+        training = self.comparison
+        if training is not None:  # it may be starting the ranks
+            training.interrupt()
+            training.join(STOP_TIMEOUT_SECONDS)
         atexit.unregister(self.stop)
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
-        return was_training or cluster is not None
+        return training is not None or cluster is not None
 
     def restart(
         self,
@@ -99,31 +108,27 @@ class Session:
         """End ranks and start new ones; their variables are lost.  See ``ddpnb.restart``."""
         if ranks is not None:
             return self._replace(ranks, progress)
-        cluster = self._require(allow_lost=True)
+        cluster = self.cluster(allow_lost=True)
         spec = cluster.spec
         if num_ranks is not None:
             spec = replace(spec, num_ranks=num_ranks, devices="", as_="")
         self.stop()
         return self.start(spec, progress=progress)
 
-    def why(self) -> str:
-        """Say where every rank is at this moment, with stacks."""
-        return describe_ranks(self._require())
-
-    def status(self) -> Table:
-        """Return the table of what every rank is doing."""
-        cluster = self._require(allow_lost=True)
-        busy, notes = cluster.busy, []
-        if (comparison := self.comparison) is not None:
-            busy = set(cluster.ranks)
-            notes = [f"a comparison is training: {comparison.progress() or 'being checked'}"]
-        return with_notes(status_table(cluster, busy, notes), cluster)
-
     def interrupt(self) -> str:
         """Stop what runs on the ranks in the background; return a sentence about it."""
-        if self.comparison is None:
-            self._require()
-        return self._jobs.interrupt()
+        if self.comparison is not None:
+            self.comparison.interrupt()
+            return "Interrupted the comparison; what it has trained is kept."
+        self.cluster()
+        cells = [cell for cell in self._cells if not cell.done]
+        for cell in cells:
+            cell.interrupt()
+        deadline = time.monotonic() + END_SECONDS
+        while not all(cell.done for cell in cells) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        stopped = " and ".join(f"the {cell.what}" for cell in cells)
+        return f"Interrupted {stopped}." if cells else "Nothing runs in the background."
 
     # -- cells -----------------------------------------------------------------------
 
@@ -145,18 +150,11 @@ class Session:
             is_traced=options.trace,
         )
         recorder = self._record_cell(options.name, spec) if options.name else None
-        cell = RunningCell(
-            cluster,
-            spec,
-            chosen,
-            recorder=recorder,
-            timeout=options.timeout,
-            is_checked=options.check,
-        )
+        cell = RunningCell(cluster, spec, chosen, options, recorder)
         self._traced = cell if options.trace else self._traced
         if not options.wait:
-            self._jobs.begin_cell(cell)
-            return cell
+            self._cells = [other for other in self._cells if not other.done] + [cell]
+            return cell.begin()
         cell.run()
         return cell.trace
 
@@ -188,36 +186,13 @@ class Session:
             return None
         return None if isinstance(answer, Failure) else answer
 
-    def known_names(self, rank: int | None = None) -> tuple[str, ...]:
-        """Return the variables that a rank, or any rank, had after its last cell."""
-        names = {} if self._cluster is None else self._cluster.names
-        chosen = names if rank is None else [rank]
-        return tuple(dict.fromkeys(name for each in chosen for name in names.get(each, ())))
-
-    def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
-        """Copy variables to ranks; see ``ddpnb.push``."""
-        cluster = self.free_cluster()
-        chosen = parse_ranks(ranks, len(cluster.ranks))
-        push(cluster, variables, chosen)
-        for rank in chosen:
-            known = dict.fromkeys([*cluster.names.get(rank, ()), *variables])
-            cluster.names[rank] = tuple(known)
-
-    def pull(self, expression: str, ranks: str | None = None) -> Any:
-        """Return the value of an expression on ranks; see ``ddpnb.pull``."""
-        cluster = self.free_cluster()
-        chosen = parse_ranks(ranks, len(cluster.ranks))
-        values = pull(cluster, expression, chosen)
-        if ranks is not None and len(chosen) == 1:
-            return values[0]
-        return dict(zip(chosen, values, strict=True))
-
     # -- comparisons -----------------------------------------------------------------
 
     @property
     def comparison(self) -> RunningComparison | None:
         """The comparison that is training in the background; None if there is none."""
-        return self._jobs.comparison
+        running = self._comparison
+        return None if running is None or running.done else running
 
     def compare(self, spec: ComparisonSpec) -> ComparisonResult | RunningComparison:
         """Train strategies and compare them live; see ``ddpnb.compare``."""
@@ -225,21 +200,22 @@ class Session:
         training = prepare(self.idle_cluster(), self.store, spec)
         if spec.wait:
             return training.run()
-        return self._jobs.begin(RunningComparison(lambda: training))
+        self._comparison = RunningComparison(lambda: training, training.live)
+        return self._comparison.begin()
 
     def compare_in_background(
         self,
         spec: ComparisonSpec,
         *,
         cluster: ClusterSpec,
-        shown_by: Live,
+        live: Live,
         on_end: Callable[[RunningComparison], None],
     ) -> RunningComparison:
         """Start ranks as ``cluster`` if there are none, check and train: all in the background.
 
-        ``shown_by`` shows the comparison; ``on_end`` is called, in another thread, at its end.
+        ``live`` shows the comparison; ``on_end`` is called, in another thread, at its end.
         """
-        self._jobs.refuse_if_training()  # it may be starting a cluster
+        self._refuse_if_training()  # it may be starting a cluster
         if self._cluster is not None:
             self.idle_cluster()
         self.last_training = spec.training
@@ -250,31 +226,29 @@ class Session:
 
         def start_and_prepare() -> Training:
             if self._cluster is None:
-                shown_by.announce("Starting the ranks ...")
+                live.announce("Starting the ranks ...")
                 self._launch(cluster, end_start_if_stopped)
-            return prepare(self._require(), self.store, spec, shown_by)
+            return prepare(self.cluster(), self.store, spec, live)
 
-        running = RunningComparison(start_and_prepare, on_end=on_end, shown_by=shown_by)
-        return self._jobs.begin(running)
+        self._comparison = running = RunningComparison(start_and_prepare, live, on_end)
+        return running.begin()
 
     def show_live(self) -> bool:
         """Show the comparison that trains under the current cell too; False if there is none."""
-        running = self.comparison
-        shown = None if running is None else running.live
-        if not isinstance(shown, LiveFigureAndTable):
+        if self.comparison is None or not isinstance(self.comparison.live, LiveFigureAndTable):
             return False
-        shown.appear()
+        self.comparison.live.appear()
         return True
 
     # -- stored runs -----------------------------------------------------------------
 
     def load(self, names: Sequence[str], options: PlotOptions = EVERYTHING) -> ComparisonResult:
-        """Return stored runs as one comparison; ``LIVE``: the latest."""
-        if tuple(names) == (LIVE,):
-            newest_first = sorted(self.store.list(), key=lambda run: -run.created)
-            names = [run.comparison for run in newest_first[:1]]
+        """Return stored runs as one comparison; without names, the latest."""
         if not names:
-            raise UserError("Name the runs to draw, as %ddp_runs lists them.")
+            latest = max(self.store.list(), key=lambda run: run.created, default=None)
+            if latest is None:
+                raise UserError("Nothing has been stored here yet: run %ddp_compare ddp first.")
+            names = [latest.comparison_id]
         return ComparisonResult(self.store.load(*names), options)
 
     def names(self) -> tuple[str, ...]:
@@ -304,17 +278,27 @@ class Session:
         warn_stale(cluster.bring_back(chosen))
         return ranks_table(cluster.states)
 
-    def _require(self, *, allow_lost: bool = False) -> Cluster:
+    def cluster(self, *, allow_lost: bool = False) -> Cluster:
+        """Return the cluster; raises a UserError if there is none, or its ranks are lost."""
         if self._cluster is None:
-            raise UserError(NOT_STARTED)
+            raise UserError(
+                "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
+            )
         if not allow_lost:
             self._cluster.require(())
         return self._cluster
 
+    def _refuse_if_training(self) -> None:
+        if self.comparison is not None:
+            raise UserError(
+                "A comparison is training on the ranks: %ddp_interrupt stops it, "
+                "%ddp_status shows its progress."
+            )
+
     def free_cluster(self) -> Cluster:
         """Return the cluster, in the notebook's folder; refuse while a comparison is training."""
-        self._jobs.refuse_if_training()
-        cluster = self._require()
+        self._refuse_if_training()
+        cluster = self.cluster()
         with contextlib.suppress(UserError):  # the folder has been removed
             cluster.work_folder = working_folder()
         return cluster
@@ -332,7 +316,7 @@ class Session:
             task="cell",
             source=spec.source,
             specs=(),
-            ranks=self._require().states,
+            ranks=self.cluster().states,
         )
         recorder.begin(spec.run_id, name)
         return recorder

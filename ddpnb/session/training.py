@@ -5,7 +5,6 @@ import math
 import sys
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,13 +52,12 @@ class Training:
     """What the cell has printed on the ranks."""
     functions: NotebookFunctions | None = None
     """What is trained, if it is no cell; a rank that is started anew needs them again."""
-    grace_seconds: float = GRACE_SECONDS
+    _result: ComparisonResult | None = None
+    """What was trained, once all has ended."""
     _watch: Watch | None = None
     _is_stopped: bool = False
     _next_stop_at: float = 0.0
     _interrupt_at: float = math.inf
-    _expecting: "dict[tuple[int, int], Future[Any]]" = field(default_factory=dict)
-    """What each rank's process, by its id, answers that was asked to expect a stop."""
 
     def stop(self) -> None:
         """End the current run early and start no other; from any thread, also twice.
@@ -93,7 +91,7 @@ class Training:
                         break
         finally:
             clean_up(self.cluster)
-            result = ComparisonResult(self.recorder.comparison, self.options, self._model_of)
+            self._result = result = self.result
             is_on_cores = all(state.device == "cpu" for state in self.cluster.states)
             is_measured = not any(spec.is_emulated for spec in self.specs)
             if is_on_cores and is_measured and not self.cluster.spans_hosts:
@@ -106,6 +104,12 @@ class Training:
                 print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
             raise first
         return result
+
+    @property
+    def result(self) -> ComparisonResult:
+        """What has been trained so far."""
+        found = self._result
+        return found or ComparisonResult(self.recorder.comparison, self.options, self._model_of)
 
     def _at_best_rate(self, spec: RunSpec) -> RunSpec:
         """Return a training; a later repeat has the rate that its strategy is compared at."""
@@ -216,21 +220,13 @@ class Training:
         now = time.monotonic()
         if not self._is_stopped:
             return
-        self._interrupt_at = min(self._interrupt_at, now + self.grace_seconds)
+        self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
         if self._watch is not None and now >= self._interrupt_at:
             self._watch.stop_requested = True
-        if now >= self._next_stop_at and self._all_expect_stop():
+        if now >= self._next_stop_at:
             self._next_stop_at = now + STOP_INTERVAL_SECONDS  # before the first step it was ignored
             for rank in self.cluster.living:
                 self.cluster.processes.command(rank, RankCommand.STOP)
-
-    def _all_expect_stop(self) -> bool:
-        """Return whether all ranks, those that were started anew too, look for the last step."""
-        living = {(rank, self.cluster.states[rank].pid) for rank in self.cluster.living}
-        for process in living - set(self._expecting):
-            command = self.cluster.processes.command
-            self._expecting[process] = command(process[0], RankCommand.EXPECT_STOP)
-        return all(self._expecting[process].done() for process in living)
 
     def _print_lost_samples(self, recovery: RankRecovery, report: object) -> None:
         if recovery.restarted and isinstance(report, RunReport):

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import os
 import secrets
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,17 +15,8 @@ from ddpnb.cluster.wording import full_stop
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import RankCall, Request
 from ddpnb.protocol.errors import UserError, kind_of
-from ddpnb.protocol.variables import (
-    LARGE_BYTES,
-    NOTEBOOK_FUNCTIONS,
-    Parcel,
-    Part,
-    dump,
-    in_file,
-    in_message,
-    receive,
-    size_of,
-)
+from ddpnb.protocol.notation import parse_ranks
+from ddpnb.protocol.variables import NOTEBOOK_FUNCTIONS, Parcel, Part, dump, packed, receive
 from ddpnb.session.asking import ask
 from ddpnb.session.errors import RankError
 
@@ -34,9 +24,10 @@ PREFIX = "variables-"
 """Names of files in the run folder begin so; each is removed as soon as its call has ended."""
 
 
-def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]) -> None:
+def push(cluster: Cluster, variables: Mapping[str, object], ranks: str | None) -> None:
     """Copy variables to ranks; raises a UserError if one cannot be sent, and then none is."""
-    send(cluster, pickled(variables, dict(variables)), variables, ranks, calls.push)
+    chosen = parse_ranks(ranks, len(cluster.ranks))
+    send(cluster, pickled(variables, dict(variables)), variables, chosen, calls.push)
 
 
 def pickled(variables: Mapping[str, object], value: object) -> list[Part]:
@@ -64,17 +55,15 @@ def send(
         taken_by: returns the call that takes a parcel.
     """
     what = ", ".join(names)
-    with contextlib.ExitStack() as opened:
-        if size_of(parts) < LARGE_BYTES or not cluster.is_local:
-            parcel = in_message(parts)
-        else:
-            path, (file,) = opened.enter_context(new_files(cluster.folder, [""]))
-            try:
-                parcel = in_file(parts, file, path)
-            except MemoryError as error:
-                raise UserError(f"{what} cannot be sent to the ranks: {error}.") from error
-        with mistakes_named(f"{what} cannot be read on rank {{}}"):
-            ask(cluster, taken_by(parcel), ranks)
+    with (
+        new_files(cluster.folder, [""]) as path,
+        mistakes_named(f"{what} cannot be read on rank {{}}"),
+    ):
+        try:
+            parcel = packed(parts, path if cluster.is_local else "")
+        except MemoryError as error:
+            raise UserError(f"{what} cannot be sent to the ranks: {error}.") from error
+        ask(cluster, taken_by(parcel), ranks)
 
 
 def pull(
@@ -88,7 +77,7 @@ def pull(
     ``given_by`` evaluates the expression, or what it takes in its place.  It may take as long as a
     cell may.
     """
-    with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as (path, _):
+    with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as path:
         own = path if cluster.is_local else ""
         with mistakes_named(f"Rank {{}} cannot give {expression}"):
             given = given_by(expression, own, own_classes(), len(ranks))
@@ -117,20 +106,20 @@ def mistakes_named(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def new_files(folder: Path, suffixes: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
-    """Return a path in the run folder, and open new files there: the path with each suffix.
+def new_files(folder: Path, suffixes: Sequence[str]) -> Iterator[str]:
+    """Return a path in the run folder; files of that path with each suffix exist meanwhile.
 
-    They are removed at the end.  What has mapped one keeps its memory; who comes later finds none.
+    What has mapped one keeps its memory; who comes later finds none.
     """
-    path = str(folder / f"{PREFIX}{secrets.token_hex(8)}")
-    with contextlib.ExitStack() as stack:
-        files = []
-        for suffix in suffixes:
-            file = os.open(f"{path}{suffix}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            stack.callback(os.close, file)
-            stack.callback(Path(f"{path}{suffix}").unlink, missing_ok=True)
-            files.append(file)
-        yield path, files
+    path = f"{folder}/{PREFIX}{secrets.token_hex(8)}"
+    files = [Path(f"{path}{suffix}") for suffix in suffixes]
+    try:
+        for file in files:
+            file.touch(mode=0o600, exist_ok=False)
+        yield path
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
 
 
 def own_classes() -> tuple[str, ...]:

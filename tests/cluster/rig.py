@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ddpnb.cluster.call import CallEvent, Output, Timeouts
-from ddpnb.cluster.cluster import Cluster, NoGroupError
+from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch
 from ddpnb.hosts.processes import start_cluster
@@ -135,8 +135,7 @@ def begin(
     on_event: Callable[[CallEvent], None] = lambda _: None,
 ) -> Ended:
     """Send a cell to ranks; ``finish`` attends to it."""
-    with contextlib.suppress(NoGroupError):
-        cluster.ensure_group(is_checked=is_checked)
+    cluster.ensure_group(is_checked=is_checked)
     printed: dict[int, str] = {}
 
     def handle(event: CallEvent) -> None:

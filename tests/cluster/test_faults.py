@@ -85,15 +85,6 @@ def test_an_interrupt_reaches_every_rank(cluster: Cluster, source: str):
     check_it_goes_on(cluster, [0, 1])
 
 
-def test_a_timeout_stops_every_rank(cluster: Cluster):
-    run(cluster, f"{IMPORTS}\nkept = rank")
-    cell = run(cluster, COLLECTIVE, timeout=0.4)
-    assert cell.timed_out
-    assert set(cell.failures) == {0, 1}
-    assert 0.4 <= cell.seconds < 20
-    check_it_goes_on(cluster, [0, 1])
-
-
 def test_ranks_are_interrupted_where_the_kernel_was_started_to_ignore_it():
     """As ``nohup jupyter lab &`` starts it: what it starts inherits that."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -209,24 +200,6 @@ def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(
         run(mortal, "1")
     alone = run(mortal, "print(kept)", ranks=[0])  # although its group was aborted
     assert alone.printed == {0: "10\n"}
-
-
-@pytest.mark.parametrize(
-    ("source", "cause"),
-    [
-        ("import os; os._exit(3)", "ended with exit code 3"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
-    ],
-)
-def test_a_rank_that_ends_itself_frees_those_that_wait_for_it(
-    mortal: Cluster, source: str, cause: str
-):
-    run(mortal, f"{IMPORTS}\nkept = rank")
-    cell = run(mortal, f"if rank == 1:\n  {source}\ndist.all_reduce(torch.ones(1))")
-    assert cell.lost == {1: cause}
-    assert cell.failures[0].is_consequence
-    assert cell.seconds < 20
-    assert pull(mortal, "kept", ranks=[0]) == [0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-import contextlib
 import ipaddress
 import json
 import os
@@ -13,11 +12,11 @@ import pytest
 from ddpnb.cluster.client import EngineClient
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.cluster.run_folder import own_folders
+from ddpnb.cluster.run_folder import private_folder
 from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import KERNEL_LOCK, holder_of, num_cores
+from ddpnb.protocol.processes import num_cores
 from tests.cluster.rig import (
     ALL_REDUCE,
     controller_of,
@@ -44,13 +43,12 @@ def test_every_rank_reports_where_it_lives(cluster: Cluster):
     assert cluster.lost is None
 
 
-def test_a_folder_that_was_removed_is_named(tmp_path, monkeypatch):
+def test_a_folder_that_was_removed_is_named(tmp_path, monkeypatch, folders: list[Path]):
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
-    before = folders()
     with pytest.raises(UserError, match="works has been removed: %cd leads to another"):
         Cluster.start(ClusterSpec(num_ranks=1, device="cpu"))
-    assert folders() == before
+    assert not folders
 
 
 def test_a_call_on_a_rank_without_an_engine_reaches_no_rank(cluster: Cluster, monkeypatch):
@@ -109,6 +107,9 @@ def test_no_key_stands_in_the_environment_or_command_line_of_a_process(cluster: 
 
 def test_the_run_folder_is_closed_to_others(cluster: Cluster):
     assert stat.S_IMODE(cluster.folder.stat().st_mode) == 0o700
+    files = [path for path in cluster.folder.rglob("*") if not path.is_symlink()]
+    assert {path.lstat().st_uid for path in files} == {os.getuid()}
+    assert not [path for path in files if stat.S_IMODE(path.lstat().st_mode) & 0o022]
     keys = list((cluster.profile / "security").iterdir())
     assert keys
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in keys} == {0}
@@ -165,27 +166,31 @@ def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pyt
         run(cluster, "1")
 
 
-def folders() -> set[Path]:
-    """The run folders that this process has made and that are still there."""
-    found = set()
-    for folder in own_folders():
-        with contextlib.suppress(OSError):
-            if holder_of(folder / KERNEL_LOCK) == os.getpid():
-                found.add(folder)
-    return found
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The run folders that this process makes."""
+    made: list[Path] = []
+
+    def make() -> Path:
+        made.append(private_folder())
+        return made[-1]
+
+    monkeypatch.setattr("ddpnb.cluster.cluster.private_folder", make)
+    return made
 
 
-def test_a_wish_that_cannot_be_met_leaves_nothing():
-    before, children = folders(), set(psutil.Process().children(recursive=True))
+def test_a_wish_that_cannot_be_met_leaves_nothing(folders: list[Path]):
+    children = set(psutil.Process().children(recursive=True))
     with pytest.raises(UserError, match="This machine has 0 GPUs"):
         Cluster.start(ClusterSpec(num_ranks=2, backend="nccl"))
-    assert folders() <= before
+    assert len(folders) == 1
+    assert not folders[0].exists()
     assert set(psutil.Process().children(recursive=True)) <= children
 
 
 @pytest.mark.parametrize("moment", [0, 1])
-def test_an_interrupt_while_starting_leaves_nothing(moment: int):
-    before, children = folders(), set(psutil.Process().children(recursive=True))
+def test_an_interrupt_while_starting_leaves_nothing(moment: int, folders: list[Path]):
+    children = set(psutil.Process().children(recursive=True))
     started_processes: list[psutil.Process] = []
     phases: list[str] = []
 
@@ -200,7 +205,7 @@ def test_an_interrupt_while_starting_leaves_nothing(moment: int):
         Cluster.start(ClusterSpec(num_ranks=2), progress=interrupt)
     assert started_processes
     wait_until_gone(started_processes, timeout=5)
-    assert folders() <= before
+    assert not folders[0].exists()
 
 
 def test_a_second_cluster_of_another_size_disturbs_the_first_in_nothing(cluster: Cluster):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,9 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddpnb.hosts import router
 from tests.system_packages import find_program, skip_or_fail
 
 ROOT = Path(__file__).parents[2]
+NETNS = Path("/etc/netns")
+"""What stands here, "ip netns exec" shows in place of files of /etc.
+
+Torch asks for the name of each address that it connects to: without an answer that takes 10 s.
+"""
 SSHD = """
 ListenAddress {address}
 Port 22
@@ -48,6 +55,10 @@ Host *
   UserKnownHostsFile {folder}/known-hosts
   GlobalKnownHostsFile none
 """
+
+
+LOST_MS = 5_000
+"""A host is lost after a third of the usual time without a heartbeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +151,7 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
     Path("/run/sshd").mkdir(exist_ok=True)
     servers: list[subprocess.Popen[bytes]] = []
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(router, "LOST_MS", LOST_MS)
         try:
             make_network(hosts)
             make_keys(hosts, ssh)
@@ -169,6 +181,8 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
                 *(("netns", "delete", f"{hosts.prefix}{host}") for host in "ab"),
             ):
                 subprocess.run(["ip", *words], check=False, capture_output=True)
+            for host in "ab":
+                shutil.rmtree(NETNS / f"{hosts.prefix}{host}", ignore_errors=True)
 
 
 def files_of(token: str) -> list[Path]:
@@ -183,6 +197,8 @@ def make_network(hosts: TwoHosts) -> None:
     call("ip", "link", "set", bridge, "up")
     for host in "ab":
         name, outside = f"{hosts.prefix}{host}", f"{hosts.prefix}v{host}"
+        (NETNS / name).mkdir(parents=True)
+        (NETNS / name / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         call("ip", "netns", "add", name)
         call("ip", "link", "add", outside, "type", "veth", "peer", "name", "net0", "netns", name)
         call("ip", "link", "set", outside, "master", bridge, "up")

@@ -63,7 +63,7 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_or_is_interrup
 def test_a_restart_of_a_stopped_rank_keeps_the_others(three: Cluster) -> None:
     process = psutil.Process(three.states[1].pid)
     process.suspend()
-    wait_until(lambda: three.processes.stopped_members == {1}, "the signal to be reported")
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "the rank to stop")
     (note,) = status_table(three, ()).notes
     assert f"kill -CONT {process.pid}" in note
     check_is_brought_back(three, 1)

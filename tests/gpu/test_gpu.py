@@ -9,7 +9,8 @@ import torch
 import ddpnb
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.training.timing import MAX_PENDING, Clock, StepReport
+from ddpnb.protocol.messages import StepEvent
+from ddpnb.rank.training.timing import MAX_PENDING, Clock
 from ddpnb.session.errors import RankError
 from ddpnb.session.session import this_session
 
@@ -165,7 +166,7 @@ def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock_which_stands_still_whi
         result = matrix @ matrix
         clock.begin("optimizer")
         clock.hide(begun, clock.moment())
-        timings += clock.timing(StepReport(result.mean(), 1))
+        timings += clock.timing(StepEvent(num_samples=1), {"loss": result.mean()})
     assert 0 <= 3 * MAX_PENDING - len(timings) <= MAX_PENDING
     with clock.paused():
         time.sleep(1)

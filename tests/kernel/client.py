@@ -186,7 +186,7 @@ class Kernel:
 
     def value(self, expression: str) -> str:
         """Return what ``print(expression)`` prints in the notebook."""
-        return self.run(f"%%local\nprint({expression})").stdout.rstrip("\n")
+        return self.run(f"print({expression})").stdout.rstrip("\n")
 
     def restart(self, *, now: bool = False) -> Cell:
         """Restart the kernel as a client does, ``now``: by SIGKILL; load ddpnb anew."""

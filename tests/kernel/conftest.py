@@ -31,7 +31,7 @@ def project(shared_kernel: Kernel) -> Path:
 
 @pytest.fixture
 def kernel(shared_kernel: Kernel) -> Kernel:
-    """The kernel that all tests share, with two living ranks and ``%ddp_auto`` off."""
+    """The kernel that all tests share, with two living ranks."""
     return with_two_ranks(shared_kernel)
 
 
@@ -44,7 +44,6 @@ def kernel_of_module(shared_kernel: Kernel) -> Kernel:
 def with_two_ranks(kernel: Kernel) -> Kernel:
     ready = kernel.run(
         f"""
-%ddp_auto off
 import os
 from ddpnb.session.session import this_session
 cluster = this_session()._cluster
@@ -66,5 +65,5 @@ if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks
 @pytest.fixture
 def bare_kernel(shared_kernel: Kernel) -> Kernel:
     """The same without a cluster."""
-    shared_kernel.run("%ddp_auto off\n%ddp_stop")
+    shared_kernel.run("%ddp_stop")
     return shared_kernel

@@ -39,7 +39,7 @@ def test_while_it_trains_the_notebook_goes_on_and_everybody_knows(training: Cell
     assert max(seconds) < 10
     kernel.wait_until(lambda: training.num_updates > before)
     assert len(training.outputs) == 3
-    (again,) = kernel.run("%ddp_plot live").bundles("image/png")
+    (again,) = kernel.run("%ddp_plot").bundles("image/png")
     assert again
     shown = kernel.run("running").text
     assert re.fullmatch(r"<comparison, started \d\d:\d\d:\d\d; %ddp_status shows its state>", shown)
@@ -56,11 +56,11 @@ def test_while_it_trains_the_notebook_goes_on_and_everybody_knows(training: Cell
 
 
 def test_interrupt_stops_it_and_keeps_what_was_trained(training: Cell, kernel: Kernel):
-    kernel.run("%%local\nfirst = len(running.result.steps())")
+    kernel.run("first = len(running.result.steps())")
     began = time.monotonic()
     cell = kernel.run("%ddp_interrupt")
-    expected = r"Interrupted the comparison long(-\d+)?; what it has trained is kept\.\n"
-    assert re.fullmatch(expected, cell.text)
+    expected = "Interrupted the comparison; what it has trained is kept.\n"
+    assert cell.text == expected
     ended(kernel)
     print(f"stopped after {time.monotonic() - began:.2f} s")
     assert kernel.value("running") == "<comparison: stopped>"

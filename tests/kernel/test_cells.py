@@ -193,10 +193,8 @@ def test_some_ranks_only(kernel: Kernel):
         ("%%ddp --speed 9\n1", "--speed"),
         ("%%ddp --name ddp\n1", "'ddp' is a strategy"),
         ("%ddp_status now", "'now'"),
-        ("%ddp_auto maybe", "%ddp_auto off"),
         ("%ddp_push nothing", "variable nothing"),
         ("%ddp_pull 1 +", "SyntaxError"),
-        ("%ddp_plot", "%ddp_runs"),
         ("import ddpnb\nddpnb.log(loss=1)", "ddpnb.log works on the ranks"),
     ],
 )
@@ -274,31 +272,6 @@ def test_what_needs_a_rank_that_runs_a_cell_is_refused_at_once(kernel: Kernel, t
     sign.touch()
     assert kernel.run("handle.wait(20)").passed
     assert kernel.run("%ddp_pull rank").text == "{0: 0, 1: 1}"
-
-
-def test_auto_sends_every_cell_to_the_ranks(kernel: Kernel):
-    kernel.run("x = 'here'")
-    assert "%%local keeps one in the notebook" in kernel.run("%ddp_auto on").stdout
-    kernel.run("x = 'there'")
-    assert kernel.run("x, rank * 0").by_rank == both("('there', 0)")
-    failed = kernel.run("y = 1\n1/0")
-    assert f"Cell In[{failed.number}], line 2" in failed.error_text
-    assert kernel.run("!echo $RANK").by_rank == {0: ["0"], 1: ["1"]}
-    assert kernel.run("%%local\nx").text == "'here'"
-    assert kernel.run("%ddp_pull x --ranks 0").text == "'there'"
-    assert kernel.run("%%rank 1\nrank").stdout == "[1] 1\n"
-    twin = kernel.run("import ddpnb\nddpnb.status()")
-    assert "works in the notebook, not on the ranks: use %%local" in twin.error_text
-    assert "Cells run in the notebook again" in kernel.run("%ddp_auto off").stdout
-    assert kernel.run("x").text == "'here'"
-
-
-@pytest.mark.parametrize("auto", ["on", "off"])
-def test_an_error_in_a_local_cell_is_shown_once_with_its_own_number(kernel: Kernel, auto: str):
-    kernel.run(f"%ddp_auto {auto}")
-    cell = kernel.run("%%local\nx = 1\n1/0")
-    assert [output["type"] for output in cell.outputs] == ["error"]
-    assert f"Cell In[{cell.number}], line 3" in cell.error_text
 
 
 def test_a_dead_rank_is_named_and_the_others_keep_their_variables(kernel: Kernel):

@@ -92,20 +92,6 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
     assert cell.stdout == "UserError: The cluster was stopped while this ran.\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("-n 0", "at most 256"),
-        ("-n two", "'two'"),
-        ("--hosts a:1 b:1", "no use for b:1"),
-    ],
-)
-def test_a_wrong_start_is_one_sentence(bare_kernel: Kernel, line: str, named: str):
-    cell = bare_kernel.run(f"%ddp_start {line}")
-    assert named in cell.refusal
-    assert "No cluster was running" in bare_kernel.run("%ddp_stop").stdout
-
-
 def test_the_python_twins(bare_kernel: Kernel):
     run = bare_kernel.run
     table = run("import ddpnb\nddpnb.start(2, device='cpu')")

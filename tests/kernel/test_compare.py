@@ -224,11 +224,13 @@ def height_of(png: str) -> int:
 
 def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
     cell = kernel.run(
-        "%%ddp --name mine\nimport time, ddpnb\n"
+        "%%ddp --name mine\nimport time, ddpnb\ntime.sleep(.5)\n"
         "for i in range(20):\n    ddpnb.log(loss=1 / (i + 1), samples=8)\n    time.sleep(.01)"
     ).passed
     assert len(cell.bundles("image/png")) == 1
     assert kernel.value("len(__import__('ddpnb').plot('mine').steps())") == "40"
+    first = "__import__('ddpnb').plot('mine').steps().seconds.min()"
+    assert float(kernel.value(first)) < 0.4  # the clock starts with the loop
     curve = "__import__('ddpnb').plot('mine').comparison.runs[0].curve"
     assert kernel.value(f"bool(max({curve}.mean[10:]) < 0.5)") == "True"  # nobody begins behind
     both = kernel.run("%ddp_plot mine small/ddp")

@@ -54,7 +54,7 @@ def gone(pids: set[int]) -> bool:
 
 
 def test_they_end_with_the_run(kernel: Kernel):
-    request, _, fetching = begin(kernel, 400)
+    request, _, fetching = begin(kernel, 40)
     assert kernel.wait(request).passed
     assert len(fetching) == 4
     assert gone(fetching)

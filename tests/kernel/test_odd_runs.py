@@ -6,8 +6,7 @@ import pytest
 
 from tests.kernel.client import Kernel
 
-EMPTY = """%%local
-from ddpnb.history.comparison import Comparison
+EMPTY = """from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
 from ddpnb.session.session import this_session
 from ddpnb.protocol.messages import RunSpec

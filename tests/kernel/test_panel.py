@@ -32,7 +32,7 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
     for cell in (first, again):
         assert len(cell.bundles("image/png")) == 1
         assert "ddp" in cell.bundles("text/html")[-1]
-    assert kernel.value("sorted(__import__('ddpnb').plot('live').to_frame().strategy)") == (
+    assert kernel.value("sorted(__import__('ddpnb').plot().to_frame().strategy)") == (
         "['ddp', 'no-comm', 'single']"
     )
 

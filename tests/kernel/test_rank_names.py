@@ -1,7 +1,6 @@
 """Tab and Shift+Tab know the variables of the ranks in cells that run there."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,27 +27,23 @@ COMPLETED = {
     "%ddp_pull held_": ["held_there"],
     "x = 1\nmine = %ddp_pull --as mine held_there.we": [".weight"],
     "%ddp_pull --ranks 1 only_on_": ["only_on_one"],
+    "%ddp_inspect held_there --batch tab": ["table_there"],
     "held_": ["held_here"],
-    "%%local\nheld_": ["held_here"],
     "%%time\nheld_": ["held_here"],
 }
 
 
 @pytest.fixture
-def names(kernel: Kernel) -> Iterator[Kernel]:
+def names(kernel: Kernel) -> Kernel:
     assert not kernel.run(DEFINED).error
     kernel.run("held_here = 1")
-    yield kernel
-    kernel.run("%ddp_auto off")
+    return kernel
 
 
 def test_tab_completes_what_the_rank_holds_that_runs_the_cell(names: Kernel):
     assert {cell: names.complete(cell) for cell in COMPLETED} == COMPLETED
     assert "--ranks" in names.complete("%ddp_pull --ra")
     assert "--timeout" in names.complete("%%ddp --ti")
-    names.run("%ddp_auto on")
-    assert names.complete("held_") == ["held_there"]
-    assert names.complete("%%local\nheld_") == ["held_here"]
 
 
 def test_shift_tab_describes_what_the_ranks_hold(names: Kernel):
@@ -63,18 +58,15 @@ def test_nobody_waits_for_busy_ranks_and_an_idle_one_answers(names: Kernel, tmp_
     names.run(f"%%ddp --no-wait --ranks 0\n{waits_for(sign)}")
     names.run("first = _")
     assert names.complete("%%ddp\nonly_on_") == ["only_on_one"]
-    names.run(f"%%ddp --no-wait --ranks 1\nheld_since = 1\n{waits_for(sign)}")
+    names.run(f"%%ddp --no-wait --ranks 1\n{waits_for(sign)}")
     names.run("second = _")
     began = time.monotonic()
     for _ in range(10):
-        assert names.complete("%%ddp\nheld_") == ["held_here", "held_there"]
+        assert names.complete("%%ddp\nheld_") == ["held_here"]
         names.inspect("%%ddp\nheld_there")
     assert time.monotonic() - began < 10
-    assert names.complete("%%rank 1\nx = 'held_'\nonly_on_") == ["only_on_one"]
-    assert names.complete("%%rank 0\nonly_on_") == []
     sign.touch()
     names.run("first.wait(30), second.wait(30)")
-    assert names.complete("%%rank 1\nheld_") == ["held_since", "held_there"]
 
 
 def test_a_rank_that_does_not_answer_is_not_waited_for(names: Kernel):

@@ -23,7 +23,6 @@ LOOKED_AT = {
     "intercepts_collectives": "torch.distributed:ProcessGroup.unbox",
     "skips_frames": "torch:_C._dynamo.eval_frame.set_code_exec_strategy",
     "records_collectives": "torch:_C._distributed_c10d._dump_fr_trace_json",
-    "counts_collectives": "torch.distributed:ProcessGroup._get_sequence_number_for_group",
     "lists_groups": "torch.distributed.distributed_c10d:_World.pg_names",
     "hides_group": "torch.distributed.distributed_c10d:_WorldMeta.WORLD",
     "ends_data_workers": "torch.utils.data.dataloader:"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
+from ddpnb.rank.meter import Traffic
 from ddpnb.rank.servers.memory import PackedTensors, pack
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
@@ -21,7 +22,6 @@ from ddpnb.rank.tasks.base import OptimizerFactory, Supervised, Task
 from ddpnb.rank.tasks.batches import BatchSchedule, every_step
 from ddpnb.rank.tasks.samples import TensorSamples
 from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.timing import StepReport
 from tests.rank.runs import spec_of
 
 BeforeStep = Callable[[int, int], None]
@@ -112,6 +112,13 @@ class Problem:
         )
 
 
+class StepReport(NamedTuple):
+    loss: Tensor
+    num_samples: int
+    traffic: Traffic = Traffic()
+    staleness: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     parameters: list[Tensor]
@@ -156,6 +163,8 @@ def by_strategy(
     if state.rank >= strategy.plan(state).num_ranks:
         return fit_of(nn.Module(), [])
     own = folder / f"own-{state.rank}" if way == "hosts" else folder
+    if way == "hosts":
+        fields |= {"local_world_size": 1}
     own.mkdir(exist_ok=True)
     try:
         fit = drive(strategy, state, own, problem, before_step, **fields)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddpnb.cluster.run_folder import private_folder, remove_leftovers
-from ddpnb.protocol.processes import KERNEL_LOCK, SERVER_LOCK, hold, holder_of
+from ddpnb.protocol.processes import SERVER_LOCK, hold, is_held
 
 
 @pytest.fixture
@@ -19,11 +19,9 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-def test_a_folder_stays_while_its_kernel_or_its_fork_server_lives(folder: Path):
-    kernel, server = hold(folder / KERNEL_LOCK), hold(folder / SERVER_LOCK)
-    for lock in (kernel, server):
+def test_a_folder_stays_while_its_fork_server_lives(folder: Path):
+    with hold(folder / SERVER_LOCK):
         assert folder not in remove_leftovers()
-        lock.close()
     assert folder in remove_leftovers()
     assert not folder.exists()
 
@@ -43,6 +41,6 @@ def test_a_killed_holder_holds_nothing(folder: Path):
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert holder_of(path) == process.pid
+        assert is_held(path)
         process.kill()
-    assert holder_of(path) is None
+    assert not is_held(path)

@@ -1,13 +1,11 @@
 """What crosses in a message or a file is what was sent, writable and its receiver's own."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ddpnb.protocol.variables import dump, in_file, in_message, receive
+from ddpnb.protocol.variables import dump, packed, receive
 
 NUM = 3_000_000
 
@@ -25,39 +23,37 @@ ARRAYS = {
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[tuple[int, str]]:
-    path = str(tmp_path / "file")
-    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    yield file, path
-    os.close(file)
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "file").touch()
+    return tmp_path / "file"
 
 
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("in_a_file", [False, True])
-def test_arrays_arrive_equal_and_writable(name: str, in_a_file: bool, file: tuple[int, str]):
+def test_arrays_arrive_equal_and_writable(name: str, in_a_file: bool, file: Path):
     array = ARRAYS[name]
     parts = dump(array, for_ranks=False)
-    found = receive(in_file(parts, *file) if in_a_file else in_message(parts))
+    found = receive(packed(parts, str(file) if in_a_file else ""))
     assert found.dtype == array.dtype
     assert found.flags.writeable
     assert found.flags.fnc == array.flags.fnc
     np.testing.assert_array_equal(found, array)
 
 
-def test_a_large_array_is_written_once_and_each_receiver_has_its_own(file: tuple[int, str]):
+def test_a_large_array_is_written_once_and_each_receiver_has_its_own(file: Path):
     array = np.zeros(NUM)
-    parcel = in_file(dump({"x": array, "same": array}, for_ranks=True), *file)
-    assert os.fstat(file[0]).st_size < 1.01 * array.nbytes
+    parcel = packed(dump({"x": array, "same": array}, for_ranks=True), str(file))
+    assert file.stat().st_size < 1.01 * array.nbytes
     assert parcel.parts == ()
     first, second = receive(parcel), receive(parcel)
-    os.unlink(file[1])
+    file.unlink()
     first["x"] += 1
     assert first["same"] is first["x"]
     assert second["x"].sum() == array.sum() == 0
 
 
-def test_more_than_memory_holds_is_refused_in_a_sentence(file: tuple[int, str]):
+def test_more_than_memory_holds_is_refused_in_a_sentence(file: Path):
     parts = dump(np.zeros(NUM), for_ranks=False)
     with pytest.raises(MemoryError, match=r"^0\.0 GB from each of 10000000 ranks, and .* free$"):
-        in_file(parts, *file, num_copies=10_000_000)
-    assert os.fstat(file[0]).st_size == 0
+        packed(parts, str(file), num_copies=10_000_000)
+    assert file.stat().st_size == 0

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, final
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
@@ -77,6 +78,12 @@ class MismatchCheck(intercept.Listener):
                 path.unlink(missing_ok=True)
         intercept.remove(self)
         intercept.add(self)
+
+    @property
+    def num_made(self) -> int:
+        """How many calls the default group has had from this rank; 0: not known."""
+        log = self._logs.get(dist.group.WORLD) if dist.is_initialized() else None
+        return (log and log.num_made) or 0
 
     def num_calls(self) -> dict[str, int | None]:
         """Return how many calls each group has had from this rank; see ``CollectiveLog``."""

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -25,24 +26,18 @@ _SEGMENT_BYTES: Final = 1 << 20
 
 
 @final
+@dataclass(eq=False)
 class SharedSums:
-    """Memory for the sums of each group.
+    """Memory for the sums of each group."""
 
-    Args:
-        path: prefix of the files in the run folder that the ranks share.
-        check: raises where this rank should no longer wait.
-        waiting: makes the context of each wait for other ranks.
-    """
+    path: Path
+    """Prefix of the files in the run folder that the ranks share."""
+    check: Callable[[], None]
+    """Raises where this rank should no longer wait."""
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Makes the context of each wait for other ranks."""
 
-    def __init__(
-        self,
-        path: Path,
-        check: Callable[[], None],
-        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self._path = path
-        self._check = check
-        self._waiting = waiting
+    def __post_init__(self) -> None:
         self._slots: dict[str, Tensor] = {}
         """Of each file: shape (ranks, bytes)."""
         self._boards: dict[str, Board] = {}
@@ -65,7 +60,7 @@ class SharedSums:
         part = _part_bytes(flat, num_ranks) // flat.element_size()
         parts = [slice(rank * part, (rank + 1) * part) for rank in range(num_ranks)]
         slots[own] = flat
-        with self._waiting():
+        with self.waiting():
             torch_internals.wait_for_all(group)
         around = [(own - 1 - place) % num_ranks for place in range(num_ranks)]
         mine = flat[parts[own]]
@@ -73,7 +68,7 @@ class SharedSums:
         for rank in around[1:]:
             mine += slots[rank][parts[own]]
         slots[own][parts[own]] = mine
-        with self._waiting():
+        with self.waiting():
             self._wait_for_sums(group, number)
         for rank in around[:-1]:
             flat[parts[rank]] = slots[rank][parts[rank]]
@@ -90,8 +85,8 @@ class SharedSums:
         """Wait until all ranks have added up their parts, which takes all the same time."""
         name = group.group_name
         if name not in self._boards:
-            path = self._path.with_name(f"{self._path.name}.{name}.sums")
-            self._boards[name] = Board(path, group.size(), self._check)
+            path = self.path.with_name(f"{self.path.name}.{name}.sums")
+            self._boards[name] = Board(path, group.size(), self.check)
         self._boards[name].post(number, group.rank(), (0.0, 0.0))
         for rank in range(group.size()):
             self._boards[name].read(number, rank)
@@ -99,7 +94,7 @@ class SharedSums:
     def _slots_for(self, group: Any, num_bytes: int, number: int) -> Tensor:
         """Return memory for the tensors of all ranks, mapped anew for the next power of two."""
         size = 1 << (num_bytes - 1).bit_length()
-        name = f"{self._path}.{group.group_name}.{size}.{number % 2}.sum"
+        name = f"{self.path}.{group.group_name}.{size}.{number % 2}.sum"
         if name not in self._slots:
             mapped = mapped_file(Path(name), group.size() * size)
             self._slots[name] = torch.frombuffer(mapped, dtype=torch.uint8).view(-1, size)

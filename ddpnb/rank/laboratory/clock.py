@@ -6,14 +6,16 @@ when that part of the backward pass is over.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import final
+
+from torch import Tensor
 
 from ddpnb.protocol.costs import Messages
 from ddpnb.protocol.devices import FORWARD_SHARE
 from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.laboratory import Laboratory
-from ddpnb.rank.meter import Moment, Phase, StepReport, Timer
+from ddpnb.rank.meter import Moment, Phase, Timer, completed
 
 
 @final
@@ -105,15 +107,14 @@ class VirtualClock(Timer):
         """Add the time between."""
         self._spent["hidden"] = self._spent.get("hidden", 0.0) + ended - begun
 
-    def timing(self, report: StepReport) -> list[StepEvent]:
+    def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
         """Record that a step was made, and return it."""
         self.compute_unplanned()
         self.computed()
         self.begin("data")
         parts, self._spent = Parts(**self._spent), {}
         self._step += 1
-        values = [value.item() for value in (report.loss, *report.metrics.values())]
-        return [report.ended(self.seconds, parts, values)]
+        return [completed(step, self.seconds, parts, values)]
 
     def stop(self) -> list[StepEvent]:
         """Return the steps not yet returned: none."""

@@ -50,35 +50,28 @@ class _Pending:
 
 
 @final
+@dataclass(eq=False)
 class Exchanges(Listener):
-    """Advances a rank's clock by what its exchanges cost.
+    """Advances a rank's clock by what its exchanges cost."""
 
-    Args:
-        laboratory: the devices, and what lies between them.
-        clock: of this rank's device.
-        meter: counts the bytes.
-        path: prefix of the files in the run folder that the ranks share.
-        check: raises where this rank should no longer wait.
-    """
+    laboratory: Laboratory
+    """The devices, and what lies between them."""
+    clock: VirtualClock
+    """Of this rank's device."""
+    meter: Meter
+    """Counts the bytes."""
+    path: Path
+    """Prefix of the files in the run folder that the ranks share."""
+    check: Callable[[], None]
+    """Raises where this rank should no longer wait."""
 
-    def __init__(
-        self,
-        laboratory: Laboratory,
-        clock: VirtualClock,
-        meter: Meter,
-        path: Path,
-        check: Callable[[], None],
-    ) -> None:
-        self._clock = clock
-        self._meter = meter
-        self._devices = laboratory.devices
-        self._path = path
-        self._wrapper_seconds = laboratory.times.wrapper_seconds / max(laboratory.num_bytes, 1)
+    def __post_init__(self) -> None:
+        times, num_bytes = self.laboratory.times, self.laboratory.num_bytes
+        self._wrapper_seconds = times.wrapper_seconds / max(num_bytes, 1)
         """What DDP itself adds to a step, for each byte of the gradients."""
-        self._check = check
-        clock.settle = self._settle_cpp
+        self.clock.settle = self._settle_cpp
         self._boards: dict[str, Board] = {}
-        self._sums = SharedSums(path, check)
+        self._sums = SharedSums(self.path, self.check)
         self._numbers: dict[tuple[str, int], int] = {}
         self._pending: deque[_Pending] = deque()
         self.ends: deque[float] = deque(maxlen=1000)
@@ -89,11 +82,11 @@ class Exchanges(Listener):
 
     def begin(self, call: Call) -> None:
         """Post when this rank is ready."""
-        if self._clock.is_paused:
+        if self.clock.is_paused:
             return
         sent, received = traffic_of(call)
-        scale = self._clock.scale
-        self._meter.count(sent=round(sent * scale), received=round(received * scale))
+        scale = self.clock.scale
+        self.meter.count(sent=round(sent * scale), received=round(received * scale))
         if call.group.size() == 1:
             return
         if call.collective.is_message:
@@ -105,8 +98,8 @@ class Exchanges(Listener):
         size = call.num_bytes * scale
         is_of_ddp = call.is_in_cpp and not call.is_blocking
         if is_of_ddp:
-            self._clock.spend(self._wrapper_seconds * call.num_bytes)
-        ready = self._clock.issue(size, is_needed=is_needed)
+            self.clock.spend(self._wrapper_seconds * call.num_bytes)
+        ready = self.clock.issue(size, is_needed=is_needed)
         board = self._board(group.group_name, group.size())
         number = self._next(group.group_name, -1)
         board.post(number, group.rank(), ready)
@@ -116,7 +109,7 @@ class Exchanges(Listener):
             number=number,
             messages=scaled,
             num_parts=num_parts(size, ready),
-            link=self._devices.link_between(call.ranks),
+            link=self.laboratory.devices.link_between(call.ranks),
         )
         call.notes[self] = partial(self._settle, pending)
         self._pending.append(pending)
@@ -142,7 +135,7 @@ class Exchanges(Listener):
         """Advance to the end of a call, and of those before it."""
         while math.isnan(last.end):
             self._end(self._pending.popleft())
-        self._clock.wait_until(last.end)
+        self.clock.wait_until(last.end)
 
     def _settle_cpp(self) -> None:
         """Advance to the end of the calls that C++ has issued and waited for."""
@@ -156,9 +149,9 @@ class Exchanges(Listener):
         ready = [pending.board.read(pending.number, place) for place in places]
         num = pending.num_parts
         part = Messages(pending.messages.number, pending.messages.num_bytes / num)
-        seconds, now = part.seconds(pending.link), self._clock.now
+        seconds, now = part.seconds(pending.link), self.clock.now
         for begin, end in in_turn(seconds, num, ready, self._free):
-            self._clock.hide(min(begin, now), min(end, now))
+            self.clock.hide(min(begin, now), min(end, now))
             self._free = pending.end = end
         self.ends.append(pending.end)
 
@@ -168,20 +161,20 @@ class Exchanges(Listener):
         """Post when a message departs; note what is to be received."""
         group, name = call.group, call.group.group_name
         own, size = group.rank(), group.size()
-        link = self._devices.link_between(call.ranks)
-        seconds = Messages(0, self._clock.scale * call.num_bytes).seconds(link)
-        self._clock.compute_unplanned()
-        self._clock.computed()
+        link = self.laboratory.devices.link_between(call.ranks)
+        seconds = Messages(0, self.clock.scale * call.num_bytes).seconds(link)
+        self.clock.compute_unplanned()
+        self.clock.computed()
         if call.collective.operation == "recv_any_source_":
             return  # nobody knows yet from whom it comes
         if call.name == "send":
             place = own * size + call.arguments[1]
-            departs = max(self._clock.now, self._sends_until)
+            departs = max(self.clock.now, self._sends_until)
             self._sends_until = departs + seconds
             self._board(f"{name}.m", size * size).post(
                 self._next(name, place), place, (departs, departs)
             )
-            call.notes[self] = partial(self._clock.wait_until, self._sends_until)
+            call.notes[self] = partial(self.clock.wait_until, self._sends_until)
         else:
             call.notes[self] = partial(self._receive, call, seconds, link.latency_seconds)
 
@@ -194,7 +187,7 @@ class Exchanges(Listener):
         departed, _ = board.read(self._next(name, place), place)
         begins = max(departed + latency, self._receives_until)
         self._receives_until = begins + seconds
-        self._clock.wait_until(self._receives_until)
+        self.clock.wait_until(self._receives_until)
 
     def close(self) -> None:
         """Remove the files; may be called twice."""
@@ -204,8 +197,8 @@ class Exchanges(Listener):
 
     def _board(self, group: str, num_places: int) -> Board:
         if group not in self._boards:
-            path = self._path.with_name(f"{self._path.name}.{group}.clock")
-            self._boards[group] = Board(path, num_places, self._check)
+            path = self.path.with_name(f"{self.path.name}.{group}.clock")
+            self._boards[group] = Board(path, num_places, self.check)
         return self._boards[group]
 
     def _next(self, group: str, pair: int) -> int:

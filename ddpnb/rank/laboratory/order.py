@@ -8,6 +8,7 @@ worker needs no link.
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, final
 
 from ddpnb.protocol.costs import Messages
@@ -20,39 +21,34 @@ RETURN_SECONDS: Final = 1.0
 
 
 @final
+@dataclass(eq=False)
 class VirtualOrder:
     """The virtual times at which workers make their next requests.
 
     The queue calls it under its lock.
-
-    Args:
-        times: how long each worker computes.
-        num_workers: those that begin together, at 0.
-        link: returns the link between some ranks.
-        num_bytes: of a gradient, and of a copy of the parameters.
-        num_samples: returns the samples of a shard, by its number.
     """
 
-    def __init__(
-        self,
-        times: ComputeTimes,
-        *,
-        num_workers: int,
-        link: Callable[[Collection[int]], LinkSpec],
-        num_bytes: float,
-        num_samples: Callable[[int], int],
-    ) -> None:
+    times: ComputeTimes
+    """How long each worker computes."""
+    _: KW_ONLY
+    num_workers: int
+    """Those that begin together, at 0."""
+    link: Callable[[Collection[int]], LinkSpec]
+    """Returns the link between some ranks."""
+    num_bytes: float
+    """Of a gradient, and of a copy of the parameters."""
+    num_samples: Callable[[int], int]
+    """Returns the samples of a shard, by its number."""
+
+    def __post_init__(self) -> None:
         self.now = 0.0
         """When the latest request arrived."""
-        self._times = times
-        self._link = link
-        self._num_bytes = num_bytes
-        self._num_samples = num_samples
-        self._ready = dict.fromkeys(range(num_workers), 0.0)
+        workers = range(self.num_workers)
+        self._ready = dict.fromkeys(workers, 0.0)
         """When each worker makes its next request; infinite while it waits, or has ended."""
-        self._received = dict.fromkeys(range(num_workers), 0.0)
+        self._received = dict.fromkeys(workers, 0.0)
         """When each worker had its latest shard."""
-        self._steps = dict.fromkeys(range(num_workers), 0)
+        self._steps = dict.fromkeys(workers, 0)
         self._is_here: set[int] = set()
         """Workers whose request has arrived before, or brings no gradient."""
         self._in_until = self._out_until = 0.0
@@ -67,7 +63,7 @@ class VirtualOrder:
         """Take a worker's request, for which ``now`` becomes the time."""
         self.now = self._arrival(rank)
         if not self._is_local(rank):
-            self._in_until = self.now - self._link((SERVER_RANK, rank)).latency_seconds
+            self._in_until = self.now - self.link((SERVER_RANK, rank)).latency_seconds
         self._ready[rank] = math.inf
         self._is_here.discard(rank)
 
@@ -81,12 +77,12 @@ class VirtualOrder:
         """
         received = self.now
         if rank != SERVER_RANK and not is_first:
-            link = self._link((SERVER_RANK, rank))
+            link = self.link((SERVER_RANK, rank))
             self._out_until = max(self.now, self._out_until) + self._seconds(link)
             received = self._out_until + link.latency_seconds
         self._received[rank], self._ready[rank] = received, math.inf
         if shard is not None:
-            seconds = self._times.step(rank, self._steps[rank], self._num_samples(shard))
+            seconds = self.times.step(rank, self._steps[rank], self.num_samples(shard))
             self._steps[rank] += 1
             self._ready[rank] = received + seconds
         return received
@@ -121,8 +117,8 @@ class VirtualOrder:
         ready = self._ready[rank]
         if self._is_local(rank) or math.isinf(ready):
             return ready
-        link = self._link((SERVER_RANK, rank))
+        link = self.link((SERVER_RANK, rank))
         return max(ready, self._in_until) + self._seconds(link) + link.latency_seconds
 
     def _seconds(self, link: LinkSpec) -> float:
-        return Messages(0, self._num_bytes).seconds(link)
+        return Messages(0, self.num_bytes).seconds(link)

@@ -15,10 +15,10 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import final
 
 import torch.distributed as dist
-from torch import Tensor
 
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
@@ -37,9 +37,9 @@ from ddpnb.rank.servers.queue import (
 from ddpnb.rank.servers.rendezvous import (
     HELLO,
     Server,
-    hosts_of,
+    bound_waits,
+    connection_over,
     server_address,
-    set_timeout,
     shut_down,
     socket_path,
 )
@@ -108,6 +108,9 @@ class Client:
 
     def begin(self) -> None:
         """Wait for all workers; take the first parameters and shards."""
+        for parameter, tensor in zip(self._trained, self._copy.tensors, strict=True):
+            if parameter.device.type == "cpu":
+                parameter.data = tensor
         reply = self._call(RequestKind.BEGIN)
         self._shards.extend(reply.shards)
         self._worker.meter.timer.wait_until(reply.now)
@@ -154,24 +157,24 @@ class Client:
                 self.queue.fail(SERVER_RANK)
             else:
                 with contextlib.suppress(OSError):
-                    self._connection.send(REQUEST.pack(RequestKind.FAIL, 0.0))
+                    self._connection.send_bytes(REQUEST.pack(RequestKind.FAIL, 0.0))
         self._opened.close()
 
     def _meet(self, make_updates: MakeUpdates, bound: int, opened: contextlib.ExitStack) -> None:
         """Have rank 0 listen, and the others connect; takes part: every rank."""
         worker = self._worker
-        hosts = hosts_of(worker)
-        num_remote = sum(host != hosts[SERVER_RANK] for host in hosts)
-        assert not num_remote or self._num_copies > 1, "all ranks would update the same memory"
-        port = [0]
+        place = [0, 0]
         if worker.rank == SERVER_RANK:
+            num_local = worker.local_world_size
+            num_remote = worker.world_size - num_local
+            assert not num_remote or self._num_copies > 1, "all ranks would update the same memory"
             self._memory = SharedMemory.create(self._trained, self._num_copies)
             opened.callback(self._memory.close)
-            self._copies = self._memory.copies
-            self._copies[0].fill([parameter.detach() for parameter in self._trained])
+            self._copy = self._memory.copy_of(SERVER_RANK)
+            self._copy.fill([parameter.detach() for parameter in self._trained])
             laboratory = worker.laboratory
             self.queue = WorkQueue(
-                make_updates(self._copies),
+                make_updates(self._memory.copies),
                 num_workers=worker.world_size,
                 num_shards=worker.num_steps * worker.world_size,
                 timeout_seconds=self._timeout,
@@ -179,12 +182,13 @@ class Client:
                 order=laboratory and laboratory.order(worker.world_size, worker.shard),
                 bound=bound,
             )
-            port = [self._serve(self.queue, num_remote, opened)]
-        dist.broadcast_object_list(port, src=SERVER_RANK)  # takes part: every rank
+            place = [self._serve(self.queue, num_remote, opened), num_local]
+        dist.broadcast_object_list(place, src=SERVER_RANK)  # takes part: every rank
         if worker.rank == SERVER_RANK:
             return
         try:
-            self._connect(opened, 0 if hosts[worker.rank] == hosts[SERVER_RANK] else port[0])
+            port, num_local = place  # rank 0's host has the first ranks
+            self._connect(opened, port if worker.rank >= num_local else 0)
         except OSError as error:
             raise RankLostError(SERVER_RANK) from error
 
@@ -205,35 +209,35 @@ class Client:
         opened.enter_context(worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
         return port
 
-    def _serve_one(self, queue: WorkQueue, connected: socket.socket) -> None:
+    def _serve_one(self, queue: WorkQueue, connection: Connection, is_remote: bool) -> None:
         """Serve one worker until it is done, is lost or has failed; in a thread of rank 0."""
-        connection = _Connection(connected, self._timeout)
-        with connected, contextlib.suppress(OSError):
-            (rank,) = HELLO.unpack(connection.receive(HELLO.size))
-            if connection.shares_memory:
-                self._memory.send(connected)
-                gradients = self._memory.gradients(rank)
-            else:
+        with connection, contextlib.suppress(EOFError, OSError):
+            (rank,) = HELLO.unpack(connection.recv_bytes())
+            if is_remote:
                 gradients = pack(self._trained)
-            set_timeout(connected, 0)  # ``close`` ends the thread; the queue watches the time
+            else:
+                self._memory.send(connection)
+                gradients = self._memory.gradients(rank)
+            bound_waits(connection, 0)  # ``close`` ends the thread; the queue watches the time
             incarnation, kind = object(), RequestKind.BEGIN
             try:
                 while kind is not RequestKind.DONE:
-                    number, weight = REQUEST.unpack(connection.receive(REQUEST.size))
+                    number, weight = REQUEST.unpack(connection.recv_bytes())
                     kind = RequestKind(number)
                     if kind is RequestKind.FAIL:
                         queue.fail(rank)
                         return
-                    if kind is RequestKind.STEP:
-                        connection.receive_tensor(gradients.raw)
+                    if is_remote and kind is RequestKind.STEP:
+                        connection.recv_bytes_into(gradients.raw.numpy().data)
                     reply = queue.handle(rank, kind, weight, gradients.tensors, incarnation)
-                    connection.send(REPLY.pack(*reply))
+                    connection.send_bytes(REPLY.pack(*reply))
                     if reply.lost_rank != NO_RANK:
                         return
-                    connection.send_tensor(self._copies[reply.copy].raw)
-            except OSError:
+                    if is_remote:
+                        connection.send_bytes(self._memory.copy_of(rank).raw.numpy().data)
+            except (EOFError, OSError):
                 # The worker may be alive: it was given up, or rank 0 has disconnected.
-                connection.send(REPLY.pack(*queue.lose(rank, incarnation)))
+                connection.send_bytes(REPLY.pack(*queue.lose(rank, incarnation)))
 
     def _connect(self, opened: contextlib.ExitStack, port: int = 0) -> None:
         """Connect to rank 0, on this host if there is no port; raises ``OSError``."""
@@ -244,17 +248,17 @@ class Client:
         else:
             connected = socket.socket(socket.AF_UNIX)
             connected.connect(str(socket_path(worker, SERVER_RANK)))
-        opened.enter_context(connected)
-        opened.enter_context(worker.cancellation.held(lambda: shut_down(connected)))
-        self._connection = _Connection(connected, self._timeout)
-        self._connection.send(HELLO.pack(worker.rank))
-        if port:
-            self._copies = [pack(self._trained)] * self._num_copies  # whichever a reply names
-            self._gradients = pack(self._trained)
+        self._is_remote = port > 0
+        self._connection = connection = connection_over(connected, self._timeout)
+        opened.enter_context(connection)
+        opened.enter_context(worker.cancellation.held(lambda: shut_down(connection)))
+        connection.send_bytes(HELLO.pack(worker.rank))
+        if self._is_remote:
+            self._copy, self._gradients = pack(self._trained), pack(self._trained)
         else:
-            memory = SharedMemory.receive(connected, self._trained, self._num_copies)
+            memory = SharedMemory.receive(connection, self._trained, self._num_copies)
             memory.close()
-            self._copies, self._gradients = memory.copies, memory.gradients(worker.rank)
+            self._copy, self._gradients = memory.copy_of(worker.rank), memory.gradients(worker.rank)
 
     def _call(self, kind: RequestKind, weight: float = 0.0, gradients: Gradients = ()) -> Reply:
         """Make a request of the queue; on rank 0 raise its error, if there is one."""
@@ -268,7 +272,9 @@ class Client:
         if reply.lost_rank != NO_RANK:
             self._is_over = True
             raise RankLostError(reply.lost_rank)
-        self._train_on(self._copies[reply.copy])
+        for parameter, tensor in zip(self._trained, self._copy.tensors, strict=True):
+            if parameter.device.type != "cpu":
+                parameter.data.copy_(tensor)
         return reply
 
     def _ask(self, kind: RequestKind, weight: float, gradients: Gradients) -> Reply:
@@ -279,66 +285,12 @@ class Client:
         try:
             # A rank 0 that has disconnected left a last reply, read below, which says why.
             with contextlib.suppress(OSError):
-                connection.send(REQUEST.pack(kind, weight))
-                if kind is RequestKind.STEP:
-                    connection.send_tensor(self._gradients.raw)
-            reply = Reply(*REPLY.unpack(connection.receive(REPLY.size)))
-            if reply.lost_rank == NO_RANK:
-                connection.receive_tensor(self._copies[reply.copy].raw)
-        except OSError:
+                connection.send_bytes(REQUEST.pack(kind, weight))
+                if self._is_remote and kind is RequestKind.STEP:
+                    connection.send_bytes(self._gradients.raw.numpy().data)
+            reply = Reply(*REPLY.unpack(connection.recv_bytes()))
+            if self._is_remote and reply.lost_rank == NO_RANK:
+                connection.recv_bytes_into(self._copy.raw.numpy().data)
+        except (EOFError, OSError):
             return Reply(lost_rank=SERVER_RANK)
         return reply
-
-    def _train_on(self, copied: PackedTensors) -> None:
-        """Bring a copy of the parameters into the model."""
-        for parameter, tensor in zip(self._trained, copied.tensors, strict=True):
-            if parameter.device.type == "cpu":
-                parameter.data = tensor
-            else:
-                parameter.data.copy_(tensor)
-
-
-@final
-class _Connection:
-    """One end of a connection between rank 0 and a worker.
-
-    Every method raises ``OSError`` where the other end is gone.
-
-    Args:
-        connected: the socket; where it leads to another process of this host, both ends share the
-            tensors.
-        timeout_seconds: how long to wait for the other end.
-    """
-
-    def __init__(self, connected: socket.socket, timeout_seconds: float) -> None:
-        self.shares_memory = connected.family == socket.AF_UNIX
-        self._socket = connected
-        if not self.shares_memory:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        set_timeout(connected, timeout_seconds)
-
-    def send(self, data: bytes) -> None:
-        """Send bytes."""
-        self._socket.sendall(data)
-
-    def receive(self, num_bytes: int) -> bytes:
-        """Return exactly so many bytes, which come at once."""
-        data = self._socket.recv(num_bytes, socket.MSG_WAITALL)
-        if len(data) < num_bytes:
-            raise ConnectionResetError
-        return data
-
-    def send_tensor(self, raw: Tensor) -> None:
-        """Send a tensor of bytes, where the ends do not share it."""
-        if not self.shares_memory:
-            self._socket.sendall(raw.numpy().data)
-
-    def receive_tensor(self, raw: Tensor) -> None:
-        """Fill a tensor of bytes, where the ends do not share it."""
-        if not self.shares_memory:
-            left = raw.numpy().data
-            while left:
-                num = self._socket.recv_into(left)
-                if num == 0:
-                    raise ConnectionResetError
-                left = left[num:]

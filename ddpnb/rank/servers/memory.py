@@ -8,10 +8,13 @@ import mmap
 import os
 import socket
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import NamedTuple, Self, final
 
 import torch
 from torch import Tensor
+
+from ddpnb.protocol.connections import as_socket
 
 _ALIGNMENT_BYTES = 64
 """One cache line."""
@@ -47,8 +50,8 @@ class SharedMemory:
     """Copies of all parameters, and places for gradients.
 
     It has no file name, so that nothing is left however a process ends; it is sent through a
-    socket.  It needs no locks: the queue decides which copy a worker trains on, and a worker that
-    writes gradients waits for the reply.
+    socket.  It needs no locks: a worker that writes gradients waits for the reply, and its copy
+    changes only meanwhile.
 
     Args:
         descriptor: of the memory; this object closes it.
@@ -71,20 +74,26 @@ class SharedMemory:
         return cls(os.memfd_create("ddpnb"), like, num_copies)
 
     @classmethod
-    def receive(cls, connection: socket.socket, like: Sequence[Tensor], num_copies: int) -> Self:
+    def receive(cls, connection: Connection, like: Sequence[Tensor], num_copies: int) -> Self:
         """Map the memory that the process at the other end sends; ``OSError`` if it is gone."""
-        _, descriptors, *_ = socket.recv_fds(connection, 1, 1)
+        with as_socket(connection.fileno()) as end:
+            _, descriptors, *_ = socket.recv_fds(end, 1, 1)
         if not descriptors:
             raise ConnectionResetError
         return cls(descriptors[0], like, num_copies)
+
+    def copy_of(self, rank: int) -> PackedTensors:
+        """Return the parameters that a worker trains on."""
+        return self.copies[rank % len(self.copies)]
 
     def gradients(self, rank: int) -> PackedTensors:
         """Return where a worker writes its gradients; rank 0's need no copy."""
         return self._gradients[rank - 1] if self._gradients else pack([])
 
-    def send(self, connection: socket.socket) -> None:
-        """Send this memory to the process at the other end of a Unix socket."""
-        socket.send_fds(connection, [b"!"], [self._descriptor])
+    def send(self, connection: Connection) -> None:
+        """Send this memory to the process at the other end, on this host."""
+        with as_socket(connection.fileno()) as end:
+            socket.send_fds(end, [b"!"], [self._descriptor])
 
     def close(self) -> None:
         """Send it no more; what is mapped stays.  To be called once."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, final
 
@@ -24,7 +24,7 @@ from ddpnb.rank.servers.memory import Gradients
 
 NO_BOUND = -1
 NO_RANK = -1
-REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqqdqqd")
+REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqqdqd")
 """A request's kind and weight, and the fields of ``Reply``, as bytes."""
 
 
@@ -56,8 +56,6 @@ class Reply(NamedTuple):
     """How long the reply had to wait for other workers."""
     lost_rank: int = NO_RANK
     """The lost rank that ended the run; then there are no parameters."""
-    copy: int = 0
-    """The copy of the parameters to train on."""
     now: float = 0.0
     """The virtual time at which an emulated worker has the reply."""
 
@@ -79,19 +77,15 @@ class UpdateCounter:
         """Updates so far."""
         self._version_read: dict[int, int] = {}
 
-    def read(self, rank: int) -> int:
-        """Return the copy that a worker trains on until its ``write``; note its updates so far."""
+    def read(self, rank: int) -> None:
+        """Give a worker the parameters as they are now; note their updates so far."""
         self._version_read[rank] = self.version
-        return 0
 
     def write(self, rank: int, gradients: Gradients, weight: float) -> int:
         """Count an update; return how many others were made since the worker's last read."""
         staleness = self.version - self._version_read[rank]
         self.version += 1
         return staleness
-
-    def release(self, rank: int) -> None:
-        """Note that a worker no longer trains on any copy; may be called twice."""
 
     def apply(self) -> None:
         """Make an update with the gradients that have come since the last one, if any."""
@@ -116,48 +110,41 @@ class _Worker:
 
 
 @final
+@dataclass(eq=False)
 class WorkQueue:
-    """Hands out shards, in order, to the next worker that asks, until all workers are done.
+    """Hands out shards, in order, to the next worker that asks, until all workers are done."""
 
-    Args:
-        updates: what workers read and write.
-        num_workers: ranks 0, 1, 2 ... that begin together.
-        num_shards: shards to hand out.
-        timeout_seconds: how long it may be that no worker at all makes progress.
-        num_prefetched: shards that a worker holds besides the one that it trains on.
-        bound: steps that a worker may be ahead of the slowest; ``NO_BOUND``: any number.
-            At 0 one update is made of a whole round.
-        order: of the requests of emulated workers; None: as they come.
+    updates: UpdateCounter
+    """What workers read and write."""
+    _: KW_ONLY
+    num_workers: int
+    """Ranks 0, 1, 2 ... that begin together."""
+    num_shards: int
+    """Shards to hand out."""
+    timeout_seconds: float
+    """How long it may be that no worker at all makes progress."""
+    num_prefetched: int = 0
+    """Shards that a worker holds besides the one that it trains on."""
+    bound: int = NO_BOUND
+    """Steps that a worker may be ahead of the slowest; ``NO_BOUND``: any number.
+
+    At 0 one update is made of a whole round.
     """
+    order: VirtualOrder | None = None
+    """Of the requests of emulated workers; None: as they come."""
 
-    def __init__(
-        self,
-        updates: UpdateCounter,
-        *,
-        num_workers: int,
-        num_shards: int,
-        timeout_seconds: float,
-        num_prefetched: int = 0,
-        bound: int = NO_BOUND,
-        order: VirtualOrder | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.error: Exception | None = None
         """What went wrong in a thread of this rank, if anything did."""
         self.lost_shards: list[int] = []
         """What lost workers held."""
         self.num_shards_done = 0
         """Shards that workers had trained on when rank 0's own worker last read the parameters."""
-        self._updates = updates
-        self._num_workers = num_workers
         self._num_trained = 0
         """Shards that workers have trained on."""
-        num_first = num_workers * (1 + num_prefetched)
-        self._first, self._shards = range(num_shards)[:num_first], range(num_shards)[num_first:]
+        num_first, every = self.num_workers * (1 + self.num_prefetched), range(self.num_shards)
+        self._first, self._shards = every[:num_first], every[num_first:]
         """What those who begin together are handed out, whole batches; and the rest, in order."""
-        self._timeout = timeout_seconds
-        self._num_prefetched = num_prefetched
-        self._bound = bound
-        self._order = order
         self._changed = threading.Condition()
         """Held while ``updates`` are called."""
         self._workers: dict[int, _Worker] = {}
@@ -190,10 +177,10 @@ class WorkQueue:
                 worker = self._living(rank, incarnation)
                 if kind is RequestKind.DONE:
                     return self._finish(rank, worker)
-                waited_seconds = 0.0 if self._order else self._time() - asked_at
+                waited_seconds = 0.0 if self.order else self._time() - asked_at
                 self._take_turn(rank, worker)
-                version = self._updates.version + 1
-                staleness = self._updates.write(rank, gradients, weight)
+                version = self.updates.version + 1
+                staleness = self.updates.write(rank, gradients, weight)
                 waited_seconds += self._step(rank, worker)
                 shards = self._take(1)
                 worker.shards.extend(shards)
@@ -223,7 +210,7 @@ class WorkQueue:
             self.error = self.error or error
 
     def _time(self) -> float:
-        return time.perf_counter() if self._order is None else self._order.now
+        return time.perf_counter() if self.order is None else self.order.now
 
     # From here on: under the lock.
 
@@ -235,11 +222,11 @@ class WorkQueue:
         joins = self._has_begun
         if joins:
             self._take_turn(rank, None)
-            shards = self._take(1 + self._num_prefetched)
+            shards = self._take(1 + self.num_prefetched)
         else:
-            shards = self._first[rank :: self._num_workers]
+            shards = self._first[rank :: self.num_workers]
         self._workers[rank] = _Worker(incarnation, self._slowest_clock(), deque(shards))
-        self._has_begun = self._has_begun or len(self._workers) == self._num_workers
+        self._has_begun = self._has_begun or len(self._workers) == self.num_workers
         self._note_progress()
         self._wait(lambda: self._has_begun)
         self._living(rank, incarnation)
@@ -247,7 +234,7 @@ class WorkQueue:
 
     def _take_turn(self, rank: int, worker: _Worker | None) -> None:
         """Wait until no emulated worker's request comes earlier in virtual time."""
-        order = self._order
+        order = self.order
         if order is None:
             return
         self._wait(lambda: order.is_next(rank) or self._workers.get(rank) is not worker)
@@ -262,7 +249,7 @@ class WorkQueue:
             worker.shards.popleft()
             self._num_trained += 1
         worker.heard_at = self._progress_at = time.monotonic()
-        if self._bound == NO_BOUND:  # no worker waits for this one
+        if self.bound == NO_BOUND:  # no worker waits for this one
             return 0.0
         self._note_progress()
         began = self._time()
@@ -274,22 +261,22 @@ class WorkQueue:
         return self._time() - began
 
     def _is_ahead(self, worker: _Worker) -> bool:
-        return worker.clock - self._slowest_clock() > self._bound
+        return worker.clock - self._slowest_clock() > self.bound
 
     def _finish(self, rank: int, worker: _Worker) -> Reply:
         """Wait until all workers are done; what a stopped worker still holds is not lost."""
-        self._updates.release(rank)
         worker.is_leaving = True
         worker.shards.clear()
         self._note_done(rank, worker)
         self._wait(lambda: all(each.is_leaving for each in self._workers.values()))
-        self._updates.apply()
-        return Reply(copy=self._updates.read(rank), now=self._order.now if self._order else 0.0)
+        self.updates.apply()
+        self.updates.read(rank)
+        return Reply(now=self.order.now if self.order else 0.0)
 
     def _note_done(self, rank: int, worker: _Worker) -> None:
         worker.is_done = True
-        if self._order is not None:
-            self._order.leave(rank)
+        if self.order is not None:
+            self.order.leave(rank)
         self._note_progress()
 
     def _check(self) -> None:
@@ -317,17 +304,18 @@ class WorkQueue:
         *,
         is_first: bool = False,
     ) -> Reply:
-        copy, now, worker = self._updates.read(rank), 0.0, self._workers[rank]
+        self.updates.read(rank)
+        now, worker = 0.0, self._workers[rank]
         if rank == SERVER_RANK:
             self.num_shards_done = self._num_trained
-        if self._order is not None:
+        if self.order is not None:
             num = worker.shards[0] if worker.shards else None
-            now = self._order.reply(rank, num, is_first=is_first)
+            now = self.order.reply(rank, num, is_first=is_first)
             self._changed.notify_all()
             if num is None:  # known here and now: the request that says so may come at any time
                 self._note_done(rank, worker)
         parts = shards.start, len(shards), shards.step
-        return Reply(staleness, version, *parts, waited_seconds, copy=copy, now=now)
+        return Reply(staleness, version, *parts, waited_seconds, now=now)
 
     def _slowest_clock(self) -> int:
         """Return the clock of the slowest worker that still trains."""
@@ -339,19 +327,19 @@ class WorkQueue:
     def _note_progress(self) -> None:
         """Wake the workers that may go on now; at bound 0, make the update of a full round."""
         self._progress_at = time.monotonic()
-        if self._bound == 0 and len(set(self._training_clocks())) < 2:
-            self._updates.apply()
+        if self.bound == 0 and len(set(self._training_clocks())) < 2:
+            self.updates.apply()
         for rank, worker in self._workers.items():
             if worker.is_held and not self._is_ahead(worker):
                 worker.is_held = False
-                if self._order is not None:
-                    self._order.resume(rank)
+                if self.order is not None:
+                    self.order.resume(rank)
         self._changed.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
         """Wait until a condition holds."""
         while not is_so():
-            left = self._progress_at + self._timeout - time.monotonic()
+            left = self._progress_at + self.timeout_seconds - time.monotonic()
             if left <= 0:
                 self._give_up()
             else:
@@ -361,10 +349,10 @@ class WorkQueue:
     def _give_up(self) -> None:
         """Lose the one of the workers that train that has been silent for longest."""
         if not self._has_begun:
-            self._fail(min(set(range(self._num_workers)) - self._workers.keys()))
+            self._fail(min(set(range(self.num_workers)) - self._workers.keys()))
             return
-        absent = set(range(self._num_workers)) - self._workers.keys()
-        if self._order is not None and self._order.abandon(absent):
+        absent = set(range(self.num_workers)) - self._workers.keys()
+        if self.order is not None and self.order.abandon(absent):
             self._note_progress()
             return
         training = [rank for rank, worker in self._workers.items() if not worker.is_done]
@@ -374,10 +362,9 @@ class WorkQueue:
         if not self._has_begun or rank == SERVER_RANK:
             self._fail(rank)
         elif (worker := self._workers.pop(rank, None)) is not None:
-            self._updates.release(rank)
             self.lost_shards.extend(worker.shards)
-            if self._order is not None:
-                self._order.lose(rank)
+            if self.order is not None:
+                self.order.lose(rank)
             self._note_progress()
 
     def _fail(self, rank: int) -> None:

@@ -6,12 +6,15 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import final
 
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
+from ddpnb.protocol.connections import as_socket
+from ddpnb.protocol.processes import limit_waits
 from ddpnb.rank.worker import Worker
 
 HELLO = struct.Struct("<q")
@@ -23,19 +26,6 @@ def socket_path(worker: Worker, rank: int) -> Path:
     return worker.folder / f"{worker.name}.{rank}.s"
 
 
-def hosts_of(worker: Worker) -> list[str]:
-    """Return a text for each rank's host; takes part: every rank of the default group.
-
-    Two ranks have the same text if and only if they share a folder.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # hosts may have the same name
-    status = worker.folder.stat()
-    hosts = [""] * worker.world_size
-    own = f"{socket.gethostname()} {boot} {status.st_dev} {status.st_ino}"
-    dist.all_gather_object(hosts, own)
-    return hosts
-
-
 def server_address() -> str:
     """Return the address at which other hosts reach rank 0's: that of the group's own store."""
     store = torch_internals.group_store()
@@ -44,18 +34,25 @@ def server_address() -> str:
     return store.host if isinstance(store, dist.TCPStore) else "127.0.0.1"
 
 
-def set_timeout(connected: socket.socket, seconds: float) -> None:
-    """Bound each wait in the kernel: Python's own timeouts cost one more system call a wait."""
-    connected.settimeout(None)
-    value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connected.setsockopt(socket.SOL_SOCKET, option, value)
+def connection_over(connected: socket.socket, timeout_seconds: float) -> Connection:
+    """Return a connection over a socket, at which no wait is longer than the timeout."""
+    connected.settimeout(None)  # whatever the user's default is
+    if connected.family != socket.AF_UNIX:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = Connection(connected.detach())
+    bound_waits(connection, timeout_seconds)
+    return connection
 
 
-def shut_down(connected: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """End every wait at a socket and at its other end, as long as they are connected."""
-    with contextlib.suppress(OSError):
-        connected.shutdown(how)
+def bound_waits(connection: Connection, seconds: float) -> None:
+    """Let no wait at a connection be longer; 0: let it be as long as it takes."""
+    limit_waits(connection, write_seconds=seconds, read_seconds=seconds).close()
+
+
+def shut_down(connection: Connection | socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """End every wait at a connection and at its other end, as long as they are connected."""
+    with contextlib.suppress(OSError), as_socket(connection.fileno()) as end:
+        end.shutdown(how)
 
 
 @final
@@ -63,15 +60,16 @@ class Server:
     """Calls a function with each connection, in a thread of its own.
 
     Args:
-        serve: the function; it closes the connection.
-        timeout_seconds: how long ``close`` waits for each thread.
+        serve: the function; it closes the connection.  It also gets whether that comes from
+            another host.
+        timeout_seconds: the longest wait at a connection, and of ``close`` for each thread.
     """
 
-    def __init__(self, serve: Callable[[socket.socket], None], timeout_seconds: float) -> None:
+    def __init__(self, serve: Callable[[Connection, bool], None], timeout_seconds: float) -> None:
         self._serve = serve
         self._timeout = timeout_seconds
         self._listeners: list[socket.socket] = []
-        self._connected: list[socket.socket] = []
+        self._connected: list[Connection] = []
         self._acceptors: list[threading.Thread] = []
         self._threads: list[threading.Thread] = []
 
@@ -88,17 +86,18 @@ class Server:
             shut_down(listener)
         for thread in self._acceptors:
             thread.join(self._timeout)
-        for connected in self._connected:
-            shut_down(connected, socket.SHUT_RD)  # a last reply can still be sent
+        for connection in self._connected:
+            shut_down(connection, socket.SHUT_RD)  # a last reply can still be sent
         for thread in self._threads:
             thread.join(self._timeout)
 
     def _accept(self, listener: socket.socket, most: int) -> None:
         with listener, contextlib.suppress(OSError):  # it is shut down
             for _ in range(most):
-                connected, _ = listener.accept()
-                self._connected.append(connected)
-                self._threads.append(_started(self._serve, connected))
+                connection = connection_over(listener.accept()[0], self._timeout)
+                self._connected.append(connection)
+                is_remote = listener.family != socket.AF_UNIX
+                self._threads.append(_started(self._serve, connection, is_remote))
 
 
 def _started(target: Callable[..., None], *args: object) -> threading.Thread:

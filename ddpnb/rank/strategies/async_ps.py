@@ -39,9 +39,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.queue import NO_BOUND
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, ParameterStore
@@ -104,10 +102,3 @@ class AsyncParameterServer(AsynchronousStrategy):
         gradients = [parameter.grad for parameter in worker.parameters]
         worker.staleness = self.client.step(batch.weight, gradients)
         return loss
-
-    def memory(self) -> Memory:
-        """The copy that this worker trains on; on rank 0 those of all, and the one optimizer."""
-        worker, held = self.worker, super().memory()
-        num_others = worker.world_size - 2 if worker.rank == 0 else 0  # the server's is one of them
-        own = num_bytes(worker.parameters)  # as many of gradients; the server's come and go
-        return held._replace(parameters=held.parameters + num_others * own, gradients=own)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.client import Client
-from ddpnb.rank.servers.memory import Gradients, PackedTensors
+from ddpnb.rank.servers.memory import Gradients, PackedTensors, pack
 from ddpnb.rank.servers.queue import UpdateCounter
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.tasks.base import OptimizerFactory
@@ -90,14 +90,11 @@ def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[N
 class ParameterStore(UpdateCounter):
     """The parameters and their one optimizer, on rank 0.
 
-    There are as many copies of the parameters as workers.  Each worker trains on the copy that was
-    the latest when it last read.  A gradient updates the latest copy in place; where another worker
-    trains on that, the update is made in a copy that no worker trains on.  So no parameters change
-    while a gradient of them is computed.
+    Each worker trains on a copy of its own, which changes only when it reads.
 
     Args:
-        copies: memory for the parameters, on the CPU: one copy for each worker.  The first one
-            holds the first parameters.
+        copies: what the workers train on, by rank, on the CPU.  The first one holds the first
+            parameters.
         optimizer: makes the optimizer.
         in_rounds: whether gradients are gathered until ``apply`` makes one update of them.
         compensation: the lambda of delay compensation, see ``compensated``; 0: none.
@@ -113,9 +110,8 @@ class ParameterStore(UpdateCounter):
     ) -> None:
         super().__init__()
         self.copies = copies
-        self._latest = 0
-        self._trained_on: dict[int, int] = {}
-        """Number of the copy that each worker trains on, by rank."""
+        self._now = pack(copies[0].tensors)
+        self._now.raw.copy_(copies[0].raw)
         self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
         self._optimizer = optimizer(self._parameters)
         self._in_rounds = in_rounds
@@ -126,17 +122,12 @@ class ParameterStore(UpdateCounter):
     @property
     def tensors(self) -> list[Tensor]:
         """The parameters as they are now."""
-        return self.copies[self._latest].tensors
+        return self._now.tensors
 
-    def read(self, rank: int) -> int:
-        """Give a worker the parameters as they are now, until ``release`` or its ``write``."""
-        self._trained_on[rank] = self._latest
+    def read(self, rank: int) -> None:
+        """Copy the parameters as they are now to a worker's."""
         super().read(rank)
-        return self._latest
-
-    def release(self, rank: int) -> None:
-        """Note that a worker no longer trains on any copy; may be called twice."""
-        self._trained_on.pop(rank, None)
+        self.copies[rank].raw.copy_(self._now.raw)
 
     def write(self, rank: int, gradients: Gradients, weight: float = 1.0) -> int:
         """Take a worker's gradients; make an update unless they are gathered for a round.
@@ -149,11 +140,10 @@ class ParameterStore(UpdateCounter):
         Returns:
             Their staleness: updates since the worker's last read.
         """
-        trained_on = self._trained_on.pop(rank, self._latest)
         staleness = self.version - self._version_read[rank]
         if self._compensation and staleness > 0:
-            old, now = self.copies[trained_on].tensors, self.tensors
-            gradients = compensated(gradients, old, now, self._compensation)
+            old = self.copies[rank].tensors
+            gradients = compensated(gradients, old, self.tensors, self._compensation)
         self._weight += weight
         if self._in_rounds:
             self._gather(gradients, weight)
@@ -167,8 +157,6 @@ class ParameterStore(UpdateCounter):
         """Make an update with the gradients that have come since the last one, if any."""
         if not self._weight:
             return
-        if self._latest in self._trained_on.values():
-            self._move_to_unused_copy()
         if self._in_rounds:  # from the weighted sum of the gradients to their mean
             for gradient in (p.grad for p in self._parameters if p.grad is not None):
                 gradient.div_(self._weight)
@@ -178,15 +166,6 @@ class ParameterStore(UpdateCounter):
         self._weight = 0.0
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _move_to_unused_copy(self) -> None:
-        """Leave the latest copy to the workers that train on it."""
-        previous, used = self.copies[self._latest], set(self._trained_on.values())
-        # One is unused: there are as many copies as workers, and the one that writes uses none.
-        self._latest = next(number for number in range(len(self.copies)) if number not in used)
-        self.copies[self._latest].raw.copy_(previous.raw)
-        for parameter, tensor in zip(self._parameters, self.tensors, strict=True):
-            parameter.data = tensor
 
     @torch.no_grad()
     def _gather(self, gradients: Gradients, weight: float) -> None:

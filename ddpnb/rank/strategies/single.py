@@ -11,7 +11,6 @@ Mathematical Statistics 22(3), 1951.
 Messages per step: none.  Bytes sent per step: 0.
 """
 
-import os
 from dataclasses import replace
 from typing import final
 
@@ -49,8 +48,7 @@ class Single(Strategy):
     def setup(self, worker: Worker) -> None:
         """Take the threads; they are given back when the run has ended."""
         if self._takes_all:
-            num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", worker.world_size))
-            torch.set_num_threads(torch.get_num_threads() * num_ranks)
+            torch.set_num_threads(torch.get_num_threads() * worker.local_world_size)
         super().setup(worker)
 
     def step(self, batch: Batch) -> Tensor:

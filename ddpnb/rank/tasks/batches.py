@@ -17,7 +17,7 @@ for each sample.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
         yield Shard(step=step, part=part, num_parts=num_parts)
 
 
+@dataclass(eq=False)
 class BatchSchedule:
     """The global batches of a run; the same on every rank and for every strategy.
 
@@ -51,26 +52,24 @@ class BatchSchedule:
     last batch may be smaller.  It is left out if it has fewer samples than there are ranks, so that
     every shard has at least one; that can be only where N does not divide the batch size.
 
-    Args:
-        num_samples: of the training split.
-        batch_size: samples of a global batch.
-        num_epochs: passes over the split; a fraction ends inside an epoch.
-        num_ranks: ranks of the whole group, even if a strategy uses fewer.
-        seed: of the permutations.
-
     Raises:
         UserError: the batch is smaller than the number of ranks or larger than the split.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        batch_size: int,
-        num_epochs: float,
-        num_ranks: int,
-        seed: int,
-    ) -> None:
+    num_in_split: int
+    """Samples of the training split."""
+    _: KW_ONLY
+    batch_size: int
+    """Samples of a global batch."""
+    num_epochs: float
+    """Passes over the split; a fraction ends inside an epoch."""
+    num_ranks: int
+    """Ranks of the whole group, even if a strategy uses fewer."""
+    seed: int
+    """Of the permutations."""
+
+    def __post_init__(self) -> None:
+        num_samples, num_ranks, batch_size = self.num_in_split, self.num_ranks, self.batch_size
         if batch_size < num_ranks:
             raise UserError(
                 f"A global batch of {batch_size} cannot be shared by {num_ranks} ranks; "
@@ -81,13 +80,10 @@ class BatchSchedule:
                 f"A global batch of {batch_size} is larger than the training split "
                 f"({num_samples} samples); give a smaller --batch-size, or --batch-per-worker."
             )
-        self._num_samples = num_samples
         self._num_used = num_samples - num_samples % num_ranks
-        self._batch_size = batch_size
-        self._seed = seed
         num_full, rest = divmod(self._num_used, batch_size)
         self.steps_per_epoch = num_full + (rest >= num_ranks)
-        self.num_steps = max(1, round(num_epochs * self.steps_per_epoch))
+        self.num_steps = max(1, round(self.num_epochs * self.steps_per_epoch))
         self._epoch = -1
         self._permutation = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -99,13 +95,13 @@ class BatchSchedule:
     def num_samples_before(self, step: int) -> int:
         """Return how many samples are trained on before a step."""
         num_epochs, num_left = divmod(step, self.steps_per_epoch)
-        num_per_epoch = min(self._num_used, self.steps_per_epoch * self._batch_size)
-        return num_epochs * num_per_epoch + num_left * self._batch_size
+        num_per_epoch = min(self._num_used, self.steps_per_epoch * self.batch_size)
+        return num_epochs * num_per_epoch + num_left * self.batch_size
 
     def size(self, step: int) -> int:
         """Return how many samples the global batch of a step has."""
-        start = step % self.steps_per_epoch * self._batch_size
-        return min(self._batch_size, self._num_used - start)
+        start = step % self.steps_per_epoch * self.batch_size
+        return min(self.batch_size, self._num_used - start)
 
     def num_in(self, shard: Shard) -> int:
         """Return how many samples a shard has."""
@@ -118,7 +114,7 @@ class BatchSchedule:
         The permutation is dealt out like cards; the sizes of shards differ by one at most.
         """
         epoch, batch = divmod(shard.step, self.steps_per_epoch)
-        start = batch * self._batch_size
+        start = batch * self.batch_size
         end = start + self.size(shard.step)
         return self._permutation_of(epoch)[start + shard.part : end : shard.num_parts]
 
@@ -131,8 +127,8 @@ class BatchSchedule:
     def _permutation_of(self, epoch: int) -> Tensor:
         """Return an epoch's samples in order; the last epoch's are kept."""
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._permutation = torch.randperm(self._num_samples, generator=generator, device="cpu")
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self._permutation = torch.randperm(self.num_in_split, generator=generator, device="cpu")
             self._epoch = epoch
         return self._permutation
 

@@ -24,14 +24,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec
+from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec, StepEvent
 from ddpnb.rank.activations import Activations
 from ddpnb.rank.cancellation import CancellationToken, RunCancelledError
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges
-from ddpnb.rank.meter import StepReport
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
@@ -60,7 +59,6 @@ def run(
     publish: Publish,
     namespace: Mapping[str, object],
     should_stop: Callable[[], bool],
-    expects_stop: Callable[[], bool] = lambda: True,
     filename: str = UNNAMED,
     rejoin_info: RejoinInfo | None = None,
     cancellation: CancellationToken | None = None,
@@ -79,7 +77,6 @@ def run(
         namespace: the user's variables on this rank; left as they are.
         should_stop: called before each step; if it is true on one rank, the run ends on all.
             Workers that never wait for each other end each for itself.
-        expects_stop: true on every rank some time before: only then ranks look for the last step.
         filename: what tracebacks call the comparison's cell.
         rejoin_info: where this rank joins if the others train already; it is in no group then.
         cancellation: ends waits that are not the group's.
@@ -108,7 +105,7 @@ def run(
             opened.callback(release_memory, context.device)
         # -- rehearse ... finish ----------------------------------------------------------
         try:
-            model, snapshots = _trained(metrics, should_stop, expects_stop)
+            model, snapshots = _trained(metrics, should_stop)
         except RunOverError:
             return no_part
         # -- evaluate ---------------------------------------------------------------------
@@ -117,11 +114,7 @@ def run(
         return judged(model, metrics, snapshots, keep, should_stop)
 
 
-def _trained(
-    metrics: RunMetrics,
-    should_stop: Callable[[], bool],
-    expects_stop: Callable[[], bool],
-) -> tuple[nn.Module, Snapshots]:
+def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.Module, Snapshots]:
     """Return the trained model and the copies that were made on the way."""
     context = metrics.context
     with contextlib.ExitStack() as opened:
@@ -132,7 +125,7 @@ def _trained(
         # -- prepare ----------------------------------------------------------------------
         fault_injector = FaultInjector(context, metrics.clock, metrics.publish)
         strategy = opened.enter_context(closing(context.strategy()))
-        stop = Stop(context, metrics.clock, should_stop, expects_stop)
+        stop = Stop(context, metrics.clock, should_stop)
         worker = context.worker(
             "t",
             num_steps=context.schedule.num_steps,
@@ -205,12 +198,16 @@ def _train(
         clock.begin_step(batch.num_samples)
         loss = strategy.step(batch)
         fault_injector.delay()  # if the strategy itself has not called it
-        traffic, numbers = worker.meter.take(), worker.metrics
-        worker.metrics = {}
-        report = StepReport(
-            loss, batch.num_samples, traffic, worker.staleness, numbers, worker.version
+        traffic = worker.meter.take()
+        made = StepEvent(
+            num_samples=batch.num_samples,
+            staleness=worker.staleness,
+            version=worker.version,
+            num_bytes_sent=traffic.sent,
+            num_bytes_received=traffic.received,
         )
-        metrics.add(clock.timing(report))
+        metrics.add(clock.timing(made, {"loss": loss, **worker.metrics}))
+        worker.metrics = {}
         snapshots.after(shard)
         # a ceiling has no other ranks to end with
         if clock.seconds >= most_seconds or step + 1 >= most_steps:

@@ -8,25 +8,25 @@ few steps later, when the GPU has reached them.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from ddpnb.protocol.messages import Parts, StepEvent
-from ddpnb.rank.meter import Moment, Phase, StepReport, Timer, synchronize
+from ddpnb.rank.meter import Moment, Phase, Timer, completed, synchronize
 
 MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""
 
 
 class _Pending(NamedTuple):
-    report: StepReport
+    step: StepEvent
     marks: list[tuple[Phase, Moment]]
     """The phases of the step and when each began; the last is the end of the step."""
     hidden: list[tuple[Moment, Moment]]
-    values: list[Tensor]
+    values: Mapping[str, Tensor]
     """The loss and the metrics, on the host once the step has ended."""
 
     def parts(self) -> Parts:
@@ -82,12 +82,16 @@ class Clock(Timer):
         self.seconds = 0.0
         self._begin_anew()
 
-    def timing(self, report: StepReport) -> list[StepEvent]:
-        """End a step; return the steps that the device has finished."""
-        held = (report.loss, *report.metrics.values())
-        values = [value.to("cpu", non_blocking=True) for value in held]  # to pinned memory
+    def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
+        """End a step; return the steps that the device has finished.
+
+        Args:
+            step: what is known of it.
+            values: its loss and further numbers of the task.
+        """
+        held = {name: value.to("cpu", non_blocking=True) for name, value in values.items()}
         self.begin("data")
-        self._pending.append(_Pending(report, self._marks, self._hidden, values))
+        self._pending.append(_Pending(step, self._marks, self._hidden, held))
         self._marks, self._hidden = [self._marks[-1]], []
         if len(self._pending) > MAX_PENDING:
             self._pending[0].marks[-1][1].synchronize()
@@ -123,8 +127,7 @@ class Clock(Timer):
             done = self._pending.popleft()
             parts = done.parts()
             self.seconds += sum(parts) - parts.hidden
-            values = [value.item() for value in done.values]
-            steps.append(done.report.ended(self.seconds, parts, values))
+            steps.append(completed(done.step, self.seconds, parts, done.values))
         return steps
 
 

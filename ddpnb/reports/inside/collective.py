@@ -93,7 +93,7 @@ class CollectiveResult(Shown):
         is_quick = self.num_bytes <= PACKET_BYTES or seconds <= LATENCY_FACTOR * small
         return [
             f"{backend}{', if it chooses a ring' if backend == 'nccl' else ''}: {algorithm.name}.  "
-            f"A rank sends {' to '.join(amounts)}: {algorithm.sent or algorithm.num_bytes}.  "
+            f"A rank sends {' to '.join(amounts)}: {algorithm.sent}.  "
             "Messages one after another: "
             f"{algorithm.cost(self.num_bytes, num).number:g} = {algorithm.messages}.",
             f"Measured: {measured}.",

@@ -13,6 +13,7 @@ import numpy as np
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import COMPUTED, RunSnapshot
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, MarkKind
 from ddpnb.protocol.notation import parse_strategy
 from ddpnb.reports.formatting import counted, number, time_unit
@@ -109,8 +110,16 @@ class AsyncInspection(Shown):
 
 
 def async_inspection(comparison: Comparison) -> AsyncInspection:
-    """Return what the workers of a comparison's one run, of async, have read and written."""
-    (run,) = comparison.runs
+    """Return what the workers of a run have read and written; the last one, if there are several.
+
+    Raises:
+        UserError: no run in the comparison is of async.
+    """
+    runs = [run for run in comparison.runs if parse_strategy(run.name).name == "async"]
+    if not runs:
+        names = ", ".join(dict.fromkeys(run.name for run in comparison.runs)) or "no run"
+        raise UserError(f"Versions are those of async, and {comparison.name} has {names}.")
+    run = runs[-1]
     task = f" on {comparison.task}" if comparison.task not in ("", "cell") else ""
     return AsyncInspection(
         title=f"{run.name}{task}",

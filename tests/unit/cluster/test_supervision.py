@@ -20,7 +20,7 @@ class FakeCluster:
     def __init__(self, timeouts: Timeouts, *, obeys: Callable[[str], bool]) -> None:
         self.timeouts, self.obeys, self.processes = timeouts, obeys, self
         self.ranks = self.living = (0, 1)
-        self.is_over, self.is_local, self.stopped_members = False, True, frozenset()
+        self.is_over, self.is_local = False, True
         self.supervised: list[Call] = []
         self.asked: list[str] = []
         self.call = Call(ranks=(0, 1))
@@ -46,9 +46,6 @@ class FakeCluster:
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
         assert number == signal.SIGCONT
-
-    def unreachable(self) -> str:
-        return ""
 
     def gather(self, *_: object) -> list[dict[str, int]]:
         return [{"world": 3}, {"world": 3}]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ddpnb.history.claims import Ratio, ratio, ratios_of
+from ddpnb.history.claims import Ratio, accuracies_differ, ratio, ratios_of, standard_error
 from ddpnb.history.model import Run, Status
 from ddpnb.history.summary import summarise
 from ddpnb.reports.sentence import sentence
@@ -51,6 +51,20 @@ def test_a_difference_of_ten_percent_is_found():
     assert found >= 0.8 * 500
 
 
+def test_as_many_repeats_as_are_advised_would_show_the_ratio():
+    three = ratio({0: 1.1, 1: 1.8, 2: 2.2}, {0: 1.0, 1: 1.0, 2: 1.0}, 5)
+    assert not three.is_claim
+    num = three.num_repeats_needed
+    for repeats, is_shown in ((num, True), (num - 1, False)):
+        spread = np.linspace(-1, 1, repeats)
+        logs = math.log(three.middle) + three.deviation * spread / spread.std(ddof=1)
+        rates = dict(enumerate(np.exp(logs).tolist()))
+        assert ratio(rates, dict.fromkeys(rates, 1.0), 5).is_claim == is_shown
+    assert ratio({0: 1.0, 1: 1.01, 2: 0.99}, {0: 1.0, 1: 1.0, 2: 1.0}).num_repeats_needed == 0
+    wild = ratio({0: 0.5, 1: 1.0, 2: 2.2}, {0: 1.0, 1: 1.0, 2: 1.0})
+    assert wild.num_repeats_needed == 0, "more than anybody would make"
+
+
 def test_the_interval_is_that_of_the_t_distribution():
     found = ratio({0: 1.0, 1: 1.1, 2: 1.21}, {0: 1.0, 1: 1.0, 2: 1.0})
     assert found.middle == pytest.approx(1.1)
@@ -65,7 +79,21 @@ def test_less_than_two_percent_is_not_worth_words():
     assert not just.is_claim
     assert more.is_claim
     assert not Ratio(middle=1.4, low=0.99, high=1.9, num_repeats=5).is_claim
-    assert not ratio({0: 2.0, 1: 1.9}, {0: 1.0, 1: 1.0}).is_claim
+
+
+def test_one_run_and_two_claim_nothing_but_say_what_they_span():
+    one = speeds(fake_run("single"), fake_run("ddp"))["ddp"]
+    assert 1 < one.low < one.middle < one.high, "ddp is 1.6 times as fast"
+    two = ratio({0: 2.0, 1: 1.5}, {0: 1.0, 1: 1.0})
+    assert (two.low, two.high) == (pytest.approx(1.5), pytest.approx(2.0))
+    assert not any(each.is_claim for each in (one, two))
+
+
+def test_accuracies_differ_by_more_than_the_error_of_their_samples():
+    assert 100 * standard_error(0.975, 360) == pytest.approx(0.8, abs=0.05)
+    assert not accuracies_differ([0.972, 0.956], 360)
+    assert accuracies_differ([0.972, 0.9], 360)
+    assert not accuracies_differ([1.0, 0.99], 360)
 
 
 def speeds(*runs: Run) -> dict[str, Ratio]:
@@ -76,7 +104,7 @@ def speeds(*runs: Run) -> dict[str, Ratio]:
 
 def test_emulated_strategies_and_the_ceiling_are_not_compared_by_speed():
     runs = repeated(single=(1, 1, 1), no_comm=(2, 2, 2), ddp=(3, 3, 3))
-    assert list(speeds(*runs)) == ["ddp"]
+    assert {name: each.num_claims for name, each in speeds(*runs).items()} == {"ddp": 1}
     assert speeds(*runs[:6])["no-comm"].middle == pytest.approx(2)
     assert speeds(fake_run("single"), fake_run("dp")) == {}
 

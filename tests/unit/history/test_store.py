@@ -45,9 +45,9 @@ def keep(store: Store, strategies: tuple[str, ...], number: int = 1, repeats: in
     return name
 
 
-def begun(store: Store, number: int = 1, name: str = "ddp") -> Run:
+def begun(store: Store, number: int = 1, name: str = "ddp", wanted_name: str = "") -> Run:
     """Store a comparison of one run that is about to train."""
-    comparison = store.begin_comparison(a_comparison(number))
+    comparison = store.begin_comparison(a_comparison(number), wanted_name=wanted_name)
     run = Run(run_id=f"r{number}", name=name, spec=spec("ddp"), created=float(number))
     store.begin_run(comparison.comparison_id, run.snapshot())
     return run
@@ -97,10 +97,14 @@ def test_comparisons_are_numbered_and_found_by_name(store: Store):
         store.load("digit-1")
 
 
+def test_a_name_is_that_of_the_latest_and_earlier_ones_have_a_number(store: Store):
+    for number in (3, 4, 5):
+        begun(store, number, wanted_name="race")
+    for name, run_id in (("race", "r5"), ("race-1", "r3"), ("race-2/ddp", "r4")):
+        assert [run.run_id for run in store.load(name).runs] == [run_id]
+
+
 def test_names_and_deleting(store: Store):
-    for number, name in ((5, "lesson"), (6, "lesson-2")):
-        found = store.begin_comparison(a_comparison(number), wanted_name="lesson")
-        assert found.name == name
     for wrong, reason in (("ddp", "strategy"), ("a/b", "cannot be a name")):
         with pytest.raises(UserError, match=reason):
             store.begin_comparison(a_comparison(7), wanted_name=wrong)

@@ -52,24 +52,20 @@ def test_a_step_at_a_share_of_its_rate_leaves_the_rate_as_it_was():
 
 
 def test_parameters_stay_while_a_worker_trains_on_them_and_staleness_is_counted(parameters):
-    """Workers push in random order; some leave, and come back."""
+    """Workers push in random order."""
     num_workers, chance, num_updates = 4, random.Random(3), 0
     store = make_store(parameters, num_workers)
     ones = [torch.ones_like(parameter) for parameter in parameters]
-    held: dict[int, tuple[int, list[Tensor], int]] = {}
+    held: dict[int, tuple[list[Tensor], int]] = {}
     for _ in range(500):
         rank = chance.randrange(num_workers)
-        if rank in held and chance.random() < 0.1:
-            store.release(rank)
-            del held[rank]
-            continue
         if rank in held:
-            assert store.write(rank, ones) == num_updates - held[rank][2]
+            assert store.write(rank, ones) == num_updates - held[rank][1]
             num_updates += 1
-        number = store.read(rank)
-        held[rank] = number, [each.clone() for each in store.copies[number].tensors], num_updates
-        for number, expected, _ in held.values():
-            assert all(map(torch.equal, store.copies[number].tensors, expected))
+        store.read(rank)
+        held[rank] = [each.clone() for each in store.tensors], num_updates
+        for reader, (expected, _) in held.items():
+            assert all(map(torch.equal, store.copies[reader].tensors, expected))
 
 
 BEGIN, STEP, DONE = RequestKind.BEGIN, RequestKind.STEP, RequestKind.DONE

@@ -11,7 +11,6 @@ from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec, RankSpans, Spa
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.timeline import last_arrivals
 from ddpnb.reports.inside.traces import TraceResult, chrome_trace, joined
-from ddpnb.session.inside import collective_spec
 
 
 def call(rank: int, start: float, end: float, name: str = "all_reduce", **options) -> Span:
@@ -155,4 +154,4 @@ def test_a_collective_is_drawn_up_to_sixteen_ranks(num_ranks: int):
 )
 def test_what_does_not_suit_a_collective_is_one_sentence(name, options, sentence):
     with pytest.raises(UserError, match=sentence):
-        collective_spec(name, 4, None, **options)
+        CollectiveSpec(name=name, ranks=(0, 1, 2, 3), **options)

@@ -11,10 +11,9 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import Bucket, CapReport
 from ddpnb.protocol.messages import Mark, MarkKind, Parts, StepEvent
 from ddpnb.protocol.trace import Span
-from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.inside.buckets import DdpInspection, one_by_one
 from ddpnb.reports.inside.versions import async_inspection, updates_of
-from ddpnb.session.inspection import InspectionRequest
+from ddpnb.session.inside import InspectionRequest
 from tests.unit.history.fake_runs import batch, header, run_of, spec
 
 MS = 1e-3
@@ -141,13 +140,11 @@ def test_versions_are_drawn_with_a_death_and_for_many_workers(num_ranks: int):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"model": "net", "has_task": True}, "Inspect net or a task"),
-        ({"strategy": "fsdp"}, "'fsdp'"),
-        ({"strategy": "async", "bucket_caps": (1.0,)}, "leave --bucket-cap out"),
-        ({"given": ("kill",)}, "--kill goes with --strategy async"),
+        ({"model": "net", "task": "digits"}, "Inspect net or a task"),
+        ({"model": "net", "given": {"batch_size": 8}}, "--batch-size goes with a task"),
         ({"batch": "x"}, "--batch goes with a model"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(given: dict, named: str):
     with pytest.raises(UserError, match=named):
-        InspectionRequest(training=make_training_spec({"task": "digits"}), **given)
+        InspectionRequest(**given)

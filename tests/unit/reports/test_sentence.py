@@ -31,11 +31,13 @@ from tests.unit.history.test_summary import compared, repeated
         ),
         (
             {"single": (100, 100), "ddp": (101, 201)},
-            "Two runs at most: trust large differences only; ddp at 1.42× the samples/s of single.",
+            "Two runs at most: trust large differences only; "
+            "ddp at 1.42× (1.01 to 2.01) the samples/s of single.",
         ),
         (
             {"single": (100, 110, 90), "ddp": (150, 210, 110)},
-            "No difference from single is shown for ddp (0.87× to 2.64×).",
+            "Cannot tell ddp from single: between 0.87× and 2.64× "
+            "(about 4 repeats would show 1.52×).",
         ),
         (
             {"zero": (1, 1, 1), "ddp": (2, 2, 2)},
@@ -49,8 +51,8 @@ from tests.unit.history.test_summary import compared, repeated
                 "zero": (50.7, 48.7, 45.6),
             },
             "In samples/s, ddp is 1.97× single (1.69 to 2.30 at 95 %); "
-            "no difference from single is shown for zero (1.01× to 1.02×) and hogwild "
-            "(0.70× to 1.37×).",
+            "no difference of 2 % or more from single is shown for zero; "
+            "cannot tell hogwild from single: between 0.70× and 1.37×.",
         ),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
@@ -70,7 +72,12 @@ def test_trouble_comes_first_and_emulation_last():
 
 
 @pytest.mark.parametrize(
-    ("num", "end"), [(0, ""), (360, ", with a standard error of 1.1 points (360 samples)")]
+    ("num", "end"),
+    [
+        (0, ""),
+        (360, ": 360 samples cannot tell 96.1 % from 94.7 %"),
+        (10_000, ", with a standard error of 0.2 points (10,000 samples)"),
+    ],
 )
 def test_accuracies_stand_beside_the_error_of_their_samples(num: int, end: str):
     runs = [

@@ -1,6 +1,6 @@
 """Is what others have measured on many devices predicted from their step on one?
 
-No figure of several devices is an input: ``docs/prediction.md`` has each source.
+No figure of several devices is an input: ``docs/prediction-method.md`` has each source.
 """
 
 import statistics
@@ -12,7 +12,7 @@ from ddpnb.scaling.calibrate import calibrate
 from ddpnb.scaling.predict import Question, predict
 from tests.unit.scaling.machines import measured
 
-PAGE = Path(__file__).parents[3] / "docs" / "prediction.md"
+PAGE = Path(__file__).parents[3] / "docs" / "prediction-method.md"
 PARAMETERS = {
     "AlexNet": 61.1e6,
     "BERT-base": 110e6,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from ddpnb.magics.arguments import following
-from ddpnb.magics.inside import InsideMagics
+from ddpnb.magics.completion import following
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.notation import LINKS
 
@@ -23,9 +22,8 @@ OFFERED = {
     "%ddp_compare ddp --devices 8xA": ["8xA100"],
     "%ddp_compare ddp --task synthetic:": ["synthetic:samples=", "synthetic:compute="],
     "%ddp_compare ddp --task synthetic:compute=1,p": ["synthetic:compute=1,parameters="],
-    "%ddp_inspect --strategy ddp --": ["--batch", "--bucket-cap"],
+    "%ddp_inspect --loss f --": ["--batch", "--bucket-cap"],
     "%ddp_source ddp-b": ["ddp-by-hand"],
-    "%ddp_auto ": ["on", "off"],
     "%ddp_plot small --panels ": ["all"],
     "%ddp_push he": ["here"],
     "%time he": [],
@@ -35,7 +33,7 @@ OFFERED = {
 def after(line: str) -> dict[str, str]:
     """Return what may follow, in order, and its kind."""
     *words, last = line.split(" ")
-    found = following((DdpMagics, InsideMagics), words, {"here": 1}, last)
+    found = following(DdpMagics, words, {"here": 1}, last)
     return {each.text: each.type for each in found if each.text.startswith(last)}
 
 

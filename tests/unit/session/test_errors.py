@@ -1,5 +1,7 @@
 from dataclasses import replace
 
+import pytest
+
 from ddpnb.cluster.hangs import Hang
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.protocol.messages import CellReport, Failure
@@ -10,7 +12,6 @@ from ddpnb.session.errors import (
     RankError,
     render_error,
     render_failures,
-    summarize,
     where_stopped,
 )
 
@@ -27,21 +28,56 @@ def closed(rank: int, at: float) -> Failure:
     return failure(rank, "RuntimeError", text, at=at, is_consequence=True)
 
 
-def test_the_root_cause_comes_first_even_if_its_consequence_was_earlier():
-    error = RankError([closed(0, at=1.0), failure(2, at=2.0), closed(1, at=1.5)])
-    assert [f.rank for f in error.failures] == [2, 0, 1]
-    assert str(error) == "rank 2 failed first: ValueError: bad"
+def lost(rank: int, text: str = "was killed by SIGKILL", **more: object) -> Failure:
+    return failure(rank, "RankLost", text, is_death=True, **more)
 
 
-def test_of_two_causes_the_first_in_time_comes_first():
-    error = RankError([failure(0, text="late", at=2.0), failure(1, text="early", at=1.0)])
-    assert str(error) == "rank 1 failed first: ValueError: early"
-    lines = "\n".join(error._render_traceback_())
-    assert lines.index("early") < lines.index("late")
+CANCELLED = "was lost with host n1: job 12 of Slurm has ended (CANCELLED)"
+SENTENCES = [
+    ([failure(1)], "rank 1 failed: ValueError: bad", "ValueError on rank 1 (bad)"),
+    ([failure(0, text="")], "rank 0 failed: ValueError: ", "ValueError on rank 0"),
+    (
+        [failure(0), failure(1)],
+        "ranks 0-1 failed: ValueError: bad",
+        "ValueError on ranks 0-1 (bad)",
+    ),
+    (  # the root cause comes first, even if its consequence was earlier
+        [closed(0, at=1.0), failure(2, at=2.0), closed(1, at=1.5)],
+        "rank 2 failed first: ValueError: bad",
+        "ValueError on rank 2 (bad)",
+    ),
+    (  # of two causes, the first in time does
+        [failure(0, text="late", at=2.0), failure(1, text="early", at=1.0)],
+        "rank 1 failed first: ValueError: early",
+        "ValueError on rank 1 (early)",
+    ),
+    (
+        [lost(1), closed(0, 2)],
+        "rank 1 was killed by SIGKILL; %ddp_restart --ranks 1 brings",
+        "rank 1 was killed by SIGKILL",
+    ),
+    (
+        [lost(1), lost(0)],
+        "ranks 0-1 were killed by SIGKILL; %ddp_restart --ranks 0-1 brings",
+        "rank 1 was killed by SIGKILL",
+    ),
+    (  # one job has ended, however many ranks it had
+        [lost(0, CANCELLED), lost(1, CANCELLED)],
+        f"ranks 0-1 were {CANCELLED.removeprefix('was ')}; ",
+        f"rank 0 {CANCELLED}",
+    ),
+]
+"""Failures, how the sentence about them begins, and what is kept of them, without advice."""
 
 
-def test_a_single_failure_is_named_without_first():
-    assert summarize([failure(1)]) == "rank 1 failed: ValueError: bad"
+@pytest.mark.parametrize(("failures", "sentence", "cause"), SENTENCES)
+def test_the_sentence_names_the_cause(failures: list[Failure], sentence: str, cause: str):
+    error = RankError(failures)
+    assert str(error).startswith(sentence)
+    assert error.cause == cause
+    assert error._render_traceback_()[0].startswith(
+        f"RankError: {sentence.replace(' first:', ':')}"
+    )
 
 
 def test_identical_failures_are_shown_once_whatever_their_colours():
@@ -82,12 +118,6 @@ def test_where_there_are_only_consequences_one_is_shown_in_full():
     assert "(rank 1 was waiting" in lines[-1]
 
 
-def test_ipython_shows_the_rendered_lines():
-    error = RankError([failure(1)])
-    assert error._render_traceback_() == render_failures(error.failures)
-    assert render_error(error).startswith("RankError: rank 1 failed: ValueError: bad\n")
-
-
 def test_a_timeout_and_an_interrupt_are_one_line():
     found = [
         failure(0, "KeyboardInterrupt", line=4),
@@ -121,39 +151,20 @@ def test_the_cause_is_shown_once_and_without_blank_lines_at_the_end():
         [failure(1, traceback=("line 2", "", "\x1b[31mValueError\x1b[39m: bad"))]
     )
     assert lines == ["RankError: rank 1 failed: ValueError: bad", "line 2"]
-    lost = failure(1, "RankLost", "was killed by SIGKILL", is_death=True, traceback=("",))
-    assert render_failures([lost, closed(0, 2)])[1:3] == [
+    assert render_failures([lost(1, traceback=("",)), closed(0, 2)])[1:3] == [
         "",
         "(rank 0 was waiting in a collective for it and stopped: connection closed by peer)",
     ]
 
 
-def test_what_is_kept_of_a_failure_gives_no_advice():
-    lost = failure(1, "RankLost", "was killed by SIGKILL", is_death=True)
-    assert RankError([lost, closed(0, 2)]).cause == "rank 1 was killed by SIGKILL"
-    assert "%ddp_restart --ranks 1" in str(RankError([lost]))
-    both = RankError([lost, failure(0, "RankLost", "was killed by SIGKILL", is_death=True)])
-    assert str(both).startswith("ranks 0-1 were killed by SIGKILL; %ddp_restart --ranks 0-1 brings")
-
-
-def test_one_job_has_ended_however_many_ranks_it_had():
-    text = "was lost with host n1: job 12 of Slurm has ended (CANCELLED)"
-    lost = [failure(rank, "RankLost", text, is_death=True) for rank in (0, 1)]
-    assert summarize(lost).startswith(f"ranks 0-1 were {text.removeprefix('was ')}; ")
-
-
 def test_ranks_that_died_in_two_ways_are_brought_back_by_one_line():
-    killed, ended = (
-        failure(rank, "RankLost", text, is_death=True, traceback=(f"log of {rank}",))
-        for rank, text in ((1, "was killed by SIGKILL"), (0, "has ended with exit code 3"))
-    )
+    killed = lost(1, traceback=("log of 1",))
+    ended = lost(0, "has ended with exit code 3", traceback=("log of 0",))
     text = "\n".join(render_failures([killed, ended]))
     assert text.count("RankError") == 1
     assert text.endswith("log of 1\nlog of 0")
     assert "rank 1 was killed by SIGKILL; rank 0 has ended with exit code 3; %ddp_restart" in text
     assert "--ranks 0-1 brings them back" in text
-    assert RankError([failure(0), failure(1)]).cause == "ValueError on ranks 0-1 (bad)"
-    assert RankError([failure(0, text="")]).cause == "ValueError on rank 0"
 
 
 def test_calls_that_do_not_match_are_shown_once():

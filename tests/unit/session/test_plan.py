@@ -21,51 +21,34 @@ def placed(spec: ClusterSpec, num_gpus: int) -> Placement:
     return place_ranks(spec, [Host(num_cores=num_cores(), num_gpus=num_gpus)])
 
 
-def test_without_gpus_the_ranks_share_the_cores():
-    plan = placed(ClusterSpec(), 0)
-    assert plan.num_ranks == max(2, min(4, num_cores()))
-    assert set(plan.devices) == {"cpu"}
-    assert plan.backend == "gloo"
-    assert plan.num_threads == max(1, num_cores() // plan.num_ranks)
+CORES = num_cores()
+DEFAULT = max(2, min(4, CORES))
+PLACED = [
+    ({}, 0, ["cpu"] * DEFAULT, "gloo"),
+    ({"num_ranks": 64}, 0, ["cpu"] * 64, "gloo"),
+    ({}, 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], "nccl"),
+    ({"num_ranks": 3}, 2, ["cuda:0", "cuda:1", "cuda:0"], "gloo"),  # two of them share a GPU
+    ({"num_ranks": 2, "device": "cpu"}, 8, ["cpu", "cpu"], "gloo"),
+    ({"devices": "8"}, 4, ["cpu"] * 8, "gloo"),
+]
+"""Choices, the GPUs of the machine, the rank's devices, and the backend."""
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 7, 64])
-def test_threads_are_the_cores_divided_by_the_ranks_and_at_least_one(num_ranks: int):
-    plan = placed(ClusterSpec(num_ranks=num_ranks), 0)
-    assert plan.num_threads == max(1, num_cores() // num_ranks)
-    assert plan.num_ranks == num_ranks
-
-
-def test_threads_may_be_given():
-    assert placed(ClusterSpec(num_ranks=2, num_threads=5), 0).num_threads == 5
-
-
-def test_each_gpu_gets_a_rank_and_nccl():
-    plan = placed(ClusterSpec(), 4)
-    assert plan.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
-    assert plan.backend == "nccl"
-    assert not any(map(plan.shares_device, range(4)))
-
-
-def test_ranks_that_share_a_gpu_use_gloo_and_are_known():
-    plan = placed(ClusterSpec(num_ranks=3), 2)
-    assert plan.devices == ("cuda:0", "cuda:1", "cuda:0")
-    assert plan.backend == "gloo"
-    assert [plan.shares_device(rank) for rank in range(3)] == [True, False, True]
-
-
-def test_cpu_ranks_share_no_gpu():
-    plan = placed(ClusterSpec(num_ranks=2, device="cpu"), 8)
-    assert plan.devices == ("cpu", "cpu")
-    assert plan.backend == "gloo"
-    assert not plan.shares_device(0)
+@pytest.mark.parametrize(("choices", "num_gpus", "devices", "backend"), PLACED)
+def test_ranks_are_on_gpus_or_share_the_cores(
+    choices: dict[str, object], num_gpus: int, devices: list[str], backend: str
+):
+    plan = placed(ClusterSpec(**choices), num_gpus)  # type: ignore[arg-type]
+    assert (list(plan.devices), plan.backend) == (devices, backend)
+    assert plan.num_threads == max(1, CORES // len(devices))
+    shared = [each.startswith("cuda") and devices.count(each) > 1 for each in devices]
+    assert [plan.shares_device(rank) for rank in range(plan.num_ranks)] == shared
 
 
 def test_ranks_are_on_gpus_again_once_they_stand_for_no_devices():
-    emulated = ClusterSpec(devices="8")
-    assert placed(emulated, 4).devices == ("cpu",) * 8
-    measured = replace(emulated, num_ranks=2, devices="")
+    measured = replace(ClusterSpec(devices="8"), num_ranks=2, devices="")
     assert placed(measured, 4).devices == ("cuda:0", "cuda:1")
+    assert placed(ClusterSpec(num_ranks=2, num_threads=5), 0).num_threads == 5
 
 
 @pytest.mark.parametrize(
@@ -104,6 +87,21 @@ def test_a_wrong_choice_is_refused_at_once(choices: dict[str, object], named: st
     with pytest.raises(UserError) as caught:
         HostsSpec(**choices)  # type: ignore[arg-type]
     assert named in str(caught.value)
+
+
+def test_a_hub_sets_limits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DDPNB_MAX_RANKS", "1")
+    monkeypatch.setenv("DDPNB_MAX_THREADS", "2")
+    assert placed(ClusterSpec(), 0).num_ranks == 1
+    assert placed(ClusterSpec(num_threads=5), 0).num_threads == 2
+    for choices in ({"num_ranks": 2}, {"devices": "8"}):
+        with pytest.raises(UserError, match="than DDPNB_MAX_RANKS allows: start 1 or"):
+            ClusterSpec(**choices)
+    with pytest.raises(UserError, match="DDPNB_MAX_RANKS"):
+        on_hosts(0, 0)
+    monkeypatch.setenv("DDPNB_MAX_RANKS", "few")
+    with pytest.raises(UserError, match="DDPNB_MAX_RANKS takes a whole number, not 'few'"):
+        ClusterSpec()
 
 
 SET_BY_TORCHRUN = {

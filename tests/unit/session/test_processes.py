@@ -73,7 +73,7 @@ def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception],
     theirs.close()
     assert link.is_over.wait(10)
     with pytest.raises(RuntimeError, match="has ended"):
-        link.request(KernelRequest.LIST_CONNECTIONS).result(10)
+        link.request(KernelRequest.SIGNAL, ranks=[], number=0).result(10)
     link._reader.join(10)
     assert heard == [0, 1, Service.FORK_SERVER]
     assert "a handler failed" in capsys.readouterr().err
@@ -95,7 +95,7 @@ def test_a_rank_that_the_system_does_not_start_ends_alone(monkeypatch, served):
     monkeypatch.setattr(os, "fork", fork)
     link, exits = served
     link.start_rank(3, {}, {})
-    link.request(KernelRequest.LIST_CONNECTIONS).result(10)
+    link.request(KernelRequest.SIGNAL, ranks=[], number=0).result(10)
     assert [each.member for each in exits] == [3]
     assert "could not be started" in str(exits[0])
 
@@ -106,7 +106,7 @@ def test_a_rank_that_does_not_read_keeps_no_signal_from_it(served, monkeypatch):
         monkeypatch.setattr(os, "fork", lambda: rank.pid)
         link, _ = served
         link.start_rank(0, {}, {})
-        link.request(KernelRequest.LIST_CONNECTIONS).result(10)
+        link.request(KernelRequest.SIGNAL, ranks=[], number=0).result(10)
         text = "x" * 50_000
         for _ in range(20):  # more than a socket takes
             fields = {"rank": 0, "command": RankCommand.ANSWER, "arguments": [text]}

@@ -39,11 +39,7 @@ def test_a_wrong_set_of_ranks_is_one_sentence(text: str, expected: str):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [((), ""), ((0,), "0"), ((1, 0), "0-1"), ((0, 2, 3, 4), "0,2-4"), ((5, 1, 3), "1,3,5")],
-)
-def test_sets_of_ranks_are_written_the_short_way(ranks: tuple[int, ...], expected: str):
-    assert format_ranks(ranks) == expected
-    if ranks:
-        assert parse_ranks(expected, 6) == tuple(sorted(ranks))
+def test_sets_of_ranks_are_written_the_short_way():
+    for text in ("0", "0-1", "0,2-4", "1,3,5"):
+        assert format_ranks(reversed(parse_ranks(text, 6))) == text
+    assert format_ranks(()) == ""

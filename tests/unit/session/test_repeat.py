@@ -17,7 +17,7 @@ def comparison(specs: tuple[RunSpec, ...]) -> Comparison:
 
 
 def same(specs: tuple[RunSpec, ...]) -> list[RunSpec]:
-    return [replace(spec, run_id="") for spec in specs]
+    return [replace(spec, run_id="", comparison="") for spec in specs]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from ddpnb import api
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
@@ -15,7 +15,6 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.session import Session
-from ddpnb.session.training import Training
 
 SPEC = ComparisonSpec(strategies=("ddp",), training=TrainingSpec(task="digits"))
 STATES = tuple(
@@ -40,7 +39,7 @@ class FakeCluster(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(states=STATES, ranks=(0, 1), living=(0, 1), exits={}, lost=None)
         self.is_local, self.busy, self.missing, self.is_stopped = True, set(), (), False
-        self.processes = SimpleNamespace(stopped_members=frozenset(), command=self.command)
+        self.processes = SimpleNamespace(command=self.command)
         self.commands: list[tuple[int, RankCommand]] = []
 
     def require(self, ranks: object) -> None:
@@ -73,7 +72,7 @@ def slow_start(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def press_run(session: Session) -> RunningComparison:
     shown = SimpleNamespace(announce=lambda text: None)
     return session.compare_in_background(
-        SPEC, cluster=ClusterSpec(num_ranks=2), shown_by=shown, on_end=lambda _: None
+        SPEC, cluster=ClusterSpec(num_ranks=2), live=shown, on_end=lambda _: None
     )
 
 
@@ -101,23 +100,15 @@ def test_ranks_that_the_panel_started_are_busy_while_they_train(
     slow_start: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ):
     trains, session = threading.Event(), Session()
+    monkeypatch.setattr(api, "this_session", lambda: session)
     slow_start.go_on.set()
     monkeypatch.setattr("ddpnb.session.session.prepare", lambda *_: trains.wait(20))
     running = press_run(session)
     while session.num_ranks is None:
         slow_start.began.wait(0.01)
-    table = session.status()
+    table = api.status()
     assert [row[-1].text for row in table.rows] == ["busy", "busy"]
     assert session.answer_now(None) is None
     trains.set()
     with pytest.raises(AttributeError):  # there is nothing to train
         running.wait(20)
-
-
-def test_a_rank_that_was_replaced_is_asked_anew_to_expect_a_stop():
-    cluster = FakeCluster()
-    training = Training(cluster=cluster, recorder=None, specs=(), survivors=(), live=None)
-    assert training._all_expect_stop()
-    cluster.states = (STATES[0], replace(STATES[1], pid=300))
-    assert training._all_expect_stop()
-    assert sorted(cluster.commands) == [(rank, RankCommand.EXPECT_STOP) for rank in (0, 1, 1)]

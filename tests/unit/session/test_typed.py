@@ -9,10 +9,9 @@ from types import NoneType, SimpleNamespace
 import numpy as np
 import pytest
 
-from ddpnb import api, inside
+from ddpnb import api
 from ddpnb.history.store import to_text
 from ddpnb.magics.arguments import flags
-from ddpnb.magics.inside import InsideMagics
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import Option
@@ -29,8 +28,7 @@ WRONG = [
     (["wait takes", "3"], lambda: api.run_cell("1", wait=3)),
     (["n ", "True"], lambda: api.start(True)),
     (["arguments", "a list"], lambda: api.run_script("train.py", "--epochs 3")),
-    (["ranks", "3"], lambda: api.push(3, a=1)),
-    (["--ranks", "two"], lambda: inside.predict([1, "two"])),
+    (["--ranks", "two"], lambda: api.predict([1, "two"])),
     (["epochs", "too large"], lambda: api.compare("ddp", epochs=10**400)),
     (["'learning_rate'", " lr?"], lambda: api.compare("ddp", learning_rate=0.1)),
     (["stop", "positional"], lambda: api.stop(1)),
@@ -67,9 +65,8 @@ def test_numbers_of_numpy_are_stored_as_any_others(monkeypatch: pytest.MonkeyPat
 def test_all_twins_are_checked():
     twins: list[Callable[..., object]] = [
         function
-        for module in (api, inside)
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__ and not name.startswith("_")
+        for name, function in inspect.getmembers(api, inspect.isfunction)
+        if function.__module__ == api.__name__ and not name.startswith("_")
     ]
     assert len(twins) > 20
     for twin in twins:
@@ -84,9 +81,9 @@ def test_all_twins_are_checked():
         (DdpMagics.ddp_run, api.run_script),
         (DdpMagics.ddp_compare, api.compare),
         (DdpMagics.ddp_plot, api.plot),
-        (InsideMagics.ddp_samples, inside.samples),
-        (InsideMagics.ddp_inspect, inside.inspect),
-        (InsideMagics.ddp_predict, inside.predict),
+        (DdpMagics.ddp_samples, api.samples),
+        (DdpMagics.ddp_inspect, api.inspect),
+        (DdpMagics.ddp_predict, api.predict),
     ],
 )
 def test_a_magic_and_its_twin_take_the_same_options(magic, twin: Callable[..., object]):

@@ -1,4 +1,4 @@
-"""``make demo``: the comparisons of the first lesson without a browser."""
+"""The first lesson's comparisons without a browser: ``python -m ddpnb.demo [folder]`` (kernel)."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from ddpnb import api
 from ddpnb.reports.result import ComparisonResult
 
 
-def main(folder: str) -> None:
+def main(folder: str = "demo") -> None:
     """Run three comparisons of the first lesson, print their tables and save them.
 
     Args:

@@ -1,0 +1,392 @@
+"""Which other tools run a cell on several ranks, and how does a user start each of them?
+
+Each peer has an environment of its own in ``build/peers``, which holds what the registry
+gives for its name and takes torch, ipykernel and the rest from the environment that runs the
+benchmark, so that all of them train with the same torch.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import site
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from jupyter_client.manager import KernelManager
+
+ENVIRONMENTS = Path("build/peers")
+MARK = "DDPNB_BENCHMARK"
+"""An environment variable by which all processes of a peer are found, whoever their parent is."""
+
+FORM_GROUP = (
+    "import torch, torch.distributed as dist\n"
+    "if not dist.is_initialized(): dist.init_process_group('gloo')\n"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One tool, as its own documentation starts it."""
+
+    name: str
+    packages: tuple[str, ...] = ()
+    load: str = "pass"
+    """What is run in a new kernel before ranks can be started: an import, an extension."""
+    begin: str = ""
+    """Starts ``{n}`` ranks in the kernel."""
+    cell: str = "{source}"
+    """Runs ``{source}``, or ``{quoted}`` where it must be a string, on all ranks."""
+    group: str = ""
+    """A cell on the ranks that forms a process group of gloo; empty where the tool forms it."""
+    stop: str = "pass"
+    again: str = ""
+    """What brings back a working group after a rank has died; empty: stop and begin."""
+    keeps: bool = True
+    """Whether ranks and their variables live from one cell to the next."""
+    push: str = ""
+    """Sends ``array`` of the kernel to all ranks."""
+    pull: str = ""
+    """Fetches ``array`` of all ranks into the kernel."""
+    module: str = ""
+    """What the kernel process runs in place of ipykernel; the ranks are started with it."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_extension(self) -> bool:
+        return "%load_ext" in self.load
+
+    def on_ranks(self, source: str, num_ranks: int = 2) -> str:
+        """Return what a user writes in a cell to run source on all ranks."""
+        return self.cell.format(source=source, quoted=repr(FORM_GROUP + source), n=num_ranks)
+
+
+DDPNB = Peer(
+    name="ddpnb",
+    load="%load_ext ddpnb",
+    begin="%ddp_start -n {n} --device cpu",
+    cell="%%ddp\n{source}",
+    stop="%ddp_stop",
+    again="%ddp_restart --ranks 1",
+    push="%ddp_push array",
+    pull="back = __import__('ddpnb').pull('array')",
+)
+_PX_GROUP = """
+import os, torch, torch.distributed as dist
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
+dist.init_process_group("gloo", rank=engine, world_size={n})
+"""
+_PX_STOP = "client.close(); cluster.stop_cluster_sync()"
+_PX_BEGIN = """
+cluster = ipp.Cluster(n={n}, log_level=40{options})
+client = cluster.start_and_connect_sync()
+client.activate()
+view = client[:]
+view.block = True
+for index in range({n}):
+    client[index].push(dict(engine=index), block=True)
+"""
+PX = Peer(
+    name="ipyparallel",
+    load="import ipyparallel as ipp",
+    begin=_PX_BEGIN.replace("{options}", ""),
+    cell="%%px\n{source}",
+    group=_PX_GROUP,
+    stop=_PX_STOP,
+    push="view.push(dict(array=array))",
+    pull="back = view.pull('array')",
+)
+PX_TUNED = Peer(
+    name="ipyparallel, tuned",
+    load=PX.load,
+    begin=_PX_BEGIN.replace(
+        "{options}",
+        ", controller_args=['--ping=200']",
+    ),
+    cell="%%px --no-stream\n{source}",
+    group=_PX_GROUP,
+    stop=_PX_STOP,
+    push="view.push(dict(array=array), track=False)",
+    pull=PX.pull,
+)
+JUPYTER_DISTRIBUTED = Peer(
+    name="jupyter-distributed",
+    packages=("jupyter-distributed",),
+    module="jupyter_distributed.kernel",
+    environment={"JUPYTER_DISTRIBUTED_WORLD_SIZE": "{n}"},
+    group=FORM_GROUP,
+)
+NBDISTRIBUTED = Peer(
+    name="nbdistributed",
+    packages=("nbdistributed",),
+    load="%load_ext nbdistributed",
+    begin="%dist_init -n {n}",
+    cell="%%distributed\n{source}",
+    stop="%dist_shutdown",
+    again="%dist_reset\n%dist_init -n {n}",
+)
+_MONARCH_BEGIN = """
+class Runner(Actor):
+    def __init__(self):
+        self.names = {{"__name__": "__main__"}}
+
+    @endpoint
+    def run(self, source):
+        self.names["torch"] = torch
+        exec(source, self.names)
+
+    @endpoint
+    def put(self, value):
+        self.names["array"] = value
+
+    @endpoint
+    def get(self):
+        return self.names["array"]
+
+mesh = this_host().spawn_procs({{"gpus": {n}}})
+setup_torch_elastic_env(mesh)
+runner = mesh.spawn("runner", Runner)
+runner.run.call("pass").get()
+"""
+MONARCH = Peer(
+    name="Monarch",
+    packages=("torchmonarch",),
+    load=(
+        "import torch\nfrom monarch.actor import Actor, endpoint, this_host\n"
+        "from monarch.spmd import setup_torch_elastic_env"
+    ),
+    begin=_MONARCH_BEGIN,
+    cell="runner.run.call({source!r}).get()",
+    group=FORM_GROUP,
+    stop="mesh.stop().get()",
+    push="runner.put.call(array).get()",
+    pull="back = list(runner.get.call().get().values())",
+)
+ACCELERATE = Peer(
+    name="accelerate notebook_launcher",
+    packages=("accelerate",),
+    load="from accelerate import notebook_launcher",
+    cell=(
+        "def train():\n    exec({quoted}, dict(__name__='__main__'))\n"
+        "notebook_launcher(train, num_processes={n})"
+    ),
+    keeps=False,
+)
+LIGHTNING = Peer(
+    name="Lightning ddp_notebook",
+    packages=("lightning",),
+    load="from lightning.fabric import Fabric",
+    cell=(
+        "fabric = Fabric(accelerator='cpu', devices={n}, strategy='ddp_notebook')\n"
+        "def train(fabric):\n"
+        "    exec({quoted}, dict(__name__='__main__'))\n"
+        "fabric.launch(train)"
+    ),
+    keeps=False,
+)
+TORCHRUN = Peer(
+    name="torchrun",
+    load="import pathlib, sys",
+    cell=(
+        "pathlib.Path('script.py').write_text({quoted})\n"
+        "!{{sys.executable}} -m torch.distributed.run --nproc-per-node={n} script.py"
+    ),
+    keeps=False,
+)
+_DASK_BEGIN = """
+cluster = LocalCluster(n_workers={n}, threads_per_worker=1, dashboard_address=None)
+client = Client(cluster)
+workers = sorted(client.scheduler_info()["workers"])
+def run(source, rank):
+    import os
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="{n}", MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}"
+    )
+    exec(source, dict(__name__="__main__"))
+"""
+DASK = Peer(
+    name="Dask LocalCluster",
+    packages=("dask", "distributed"),
+    load="from dask.distributed import Client, LocalCluster",
+    begin=_DASK_BEGIN,
+    cell=(
+        "[each.result() for each in [client.submit(run, {quoted}, rank, workers=[worker], "
+        "pure=False) for rank, worker in enumerate(workers)]]"
+    ),
+    stop="client.close(); cluster.close()",
+    keeps=False,
+)
+PEERS = (
+    DDPNB,
+    PX,
+    PX_TUNED,
+    JUPYTER_DISTRIBUTED,
+    NBDISTRIBUTED,
+    MONARCH,
+    ACCELERATE,
+    LIGHTNING,
+    DASK,
+    TORCHRUN,
+)
+
+
+def environment(peer: Peer) -> str:
+    """Make a peer's environment, once, and return its Python; pip's error where it fails."""
+    if not peer.packages:
+        return sys.executable
+    folder = ENVIRONMENTS.absolute() / peer.packages[0]
+    python = folder / "bin" / "python"
+    if not (folder / "installed").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        [own] = (folder / "lib").glob("python*/site-packages")
+        (own / "benchmark.pth").write_text("\n".join(site.getsitepackages()))
+        install = [python, "-m", "pip", "install", "--quiet", *peer.packages]
+        done = subprocess.run(install, capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            raise CannotError("does not install: " + done.stderr.strip().splitlines()[-1])
+        (folder / "installed").touch()
+    return str(python)
+
+
+class CannotError(Exception):
+    """A peer cannot do the work; what happened."""
+
+
+class NotebookOf:
+    """A kernel in which a peer is used, with a time limit for every cell.
+
+    Attributes:
+        folder: where the cells of the ranks leave what they say.
+    """
+
+    def __init__(self, peer: Peer, num_ranks: int = 2) -> None:
+        self.peer, self.num_ranks = peer, num_ranks
+        self.folder = Path(tempfile.mkdtemp(prefix="ddpnb-bench-"))
+        self.mark = uuid.uuid4().hex
+        python = environment(peer)
+        own = {key: value.format(n=num_ranks) for key, value in peer.environment.items()}
+        path = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}"}  # as if activated
+        self._manager = KernelManager(kernel_name="python3")
+        argv = [python, "-m", peer.module or "ipykernel_launcher"]
+        assert self._manager.kernel_spec is not None
+        self._manager.kernel_spec.argv = [*argv, "-f", "{connection_file}"]
+        if peer.module:
+            self._manager.kernel_spec.interrupt_mode = "message"
+        self._manager.start_kernel(
+            cwd=str(self.folder), env={**os.environ, **path, **own, MARK: self.mark}
+        )
+        self._client = self._manager.client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=60)
+        self.printed, self.remark = "", ""
+        self.loaded_seconds = self.run(peer.load)
+        self.first_picture: float | None = None
+
+    def run(self, source: str, limit: float = 60) -> float:
+        """Run a cell and return its seconds.
+
+        Raises:
+            CannotError: when it has not ended in time, or with an error.
+        """
+        began = time.perf_counter()
+        self.first_picture, parts = None, []
+
+        def note(message: dict) -> None:
+            content = message["content"]
+            if message["header"]["msg_type"] == "stream":
+                parts.append(content["text"])
+            data = content.get("data", {})
+            parts.append(str(data.get("text/plain", "")) if isinstance(data, dict) else "")
+            if self.first_picture is None and "image/png" in str(data):
+                self.first_picture = time.perf_counter() - began
+
+        try:
+            reply = self._client.execute_interactive(
+                source, timeout=limit, output_hook=note, allow_stdin=False
+            )
+        except TimeoutError:
+            raise CannotError(f"not within {limit:g} s") from None
+        finally:
+            self.printed = "".join(parts)
+        if reply["content"]["status"] != "ok":
+            raise CannotError(f"{reply['content']['ename']}: {reply['content']['evalue']}"[:200])
+        return time.perf_counter() - began
+
+    def begin(self) -> float:
+        """Start ranks with a process group; return the seconds that it took."""
+        text = self.peer.begin.format(n=self.num_ranks, port=free_port(), options="")
+        seconds = self.run(text or "pass", 120)
+        if self.peer.group:
+            seconds += self.cell(self.peer.group.format(n=self.num_ranks, port=free_port()))
+        return seconds
+
+    def send(self, source: str) -> None:
+        """Begin a cell on all ranks without waiting for it."""
+        self._client.execute(self.peer.on_ranks(source, self.num_ranks))
+
+    def cell(self, source: str, limit: float = 60) -> float:
+        """Run source on all ranks; return the seconds."""
+        return self.run(self.peer.on_ranks(source, self.num_ranks), limit)
+
+    def said(self, name: str = "said") -> list[str]:
+        """Return what the ranks have left in files of that name, and remove it."""
+        found = []
+        for path in sorted(self.folder.glob(f"{name}-*")):
+            found.append(path.read_text())
+            path.unlink()
+        return found
+
+    def interrupt(self) -> None:
+        self._manager.interrupt_kernel()
+
+    def processes(self) -> list[psutil.Process]:
+        """Return all living processes that were started by this notebook."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_alive = process.status() != psutil.STATUS_ZOMBIE
+                if is_alive and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    @property
+    def kernel_pid(self) -> int:
+        return int(self._manager.provisioner.pid)  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """End the kernel and whatever a peer has left; can be called twice."""
+        self._client.stop_channels()
+        if self._manager.has_kernel:
+            self._manager.shutdown_kernel(now=True)
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def notebook(peer: Peer, num_ranks: int = 2, begin: bool = True) -> Iterator[NotebookOf]:
+    """Open a notebook that uses a peer, with its ranks started unless told not to."""
+    opened = NotebookOf(peer, num_ranks)
+    try:
+        if begin:
+            opened.begin()
+        yield opened
+    finally:
+        opened.close()
+
+
+def free_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,406 @@
+"""How does ddpnb compare with what else runs cells on several ranks?  ``make bench``.
+
+Every peer does the same work on this machine, in turns: A B C, A B C.  Where one cannot, the
+table says what happened.  ``python -m benchmarks versus:rows=start+cell,peers=ddpnb+torchrun``
+measures some rows and some peers; ``versus:quick=1`` fewer rounds and the rows that end soon.
+"""
+
+import contextlib
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+
+import psutil
+
+from benchmarks.comparison import COMPARE, SCRIPT
+from benchmarks.loop import LOOP, rate_in
+from benchmarks.memory import pss
+from benchmarks.peers import DDPNB, PEERS, CannotError, NotebookOf, Peer, notebook
+from benchmarks.table import README, RESULTS, machine
+
+RESULT = RESULTS / "versus.json"
+READMES = (README, README.parents[1] / "README.md")
+BEGIN, END = "<!-- what follows is written by: make bench -->\n", "<!-- until here -->\n"
+LIMIT_SECONDS = 20
+"""What a peer has to come back to the prompt after a fault."""
+LEFT_SECONDS = 10
+"""How long after a kernel's death its processes are counted."""
+INTERRUPT_SECONDS = 2
+"""How long a cell runs before it is interrupted."""
+
+ALL_REDUCE = "import torch, torch.distributed as dist\ndist.all_reduce(torch.ones(1))\n"
+LINES = "for i in range(20000): print(f'{i:06d} ' + 'x' * 73)"
+SAY = "open(f'{folder}/said-{{dist.get_rank()}}', 'w').write(str({what}))\n"
+ARRAY = "import numpy\narray = numpy.random.rand(12_500_000)"
+RAISE = "if dist.get_rank() == 1: raise ValueError('on purpose')\ndist.all_reduce(torch.ones(1))"
+BARRIER = "if dist.get_rank() == 1: dist.barrier()"
+INTERRUPTED = "import time\nif dist.get_rank() == 1: dist.barrier()\nelse: time.sleep(600)"
+KILLED = (
+    "import os\nif dist.get_rank() == 1: os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(1))"
+)
+
+
+@dataclass
+class Measured:
+    """What a peer did in one row."""
+
+    values: list[float] = field(default_factory=list)
+    said: str = ""
+    """What happened where it cannot, or what goes with the values."""
+
+    def __str__(self) -> str:
+        value = f"{statistics.median(self.values):.3g}" if self.values else ""
+        return ", ".join(filter(None, (value, self.said))) or "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the table."""
+
+    name: str
+    unit: str = "s"
+    work: Callable[[NotebookOf], float]
+    """What is measured in a notebook; says in ``notebook.remark`` what goes with it."""
+    rounds: int = 3
+    num_ranks: int = 2
+    is_open: bool = False
+    """Whether one notebook of each peer stays open for all rounds, the first not counted."""
+    begins: bool = True
+    """Whether the ranks are started before the work."""
+    goal: str = ""
+    """``<= 0.4 of torchrun`` is of both medians, ``<= 1.0`` of ddpnb's own."""
+
+    def measure(self, peers: dict[str, Peer], rounds: int) -> dict[str, Measured]:
+        """Let the peers do the work in turns."""
+        found = {name: Measured() for name in peers}
+        with contextlib.ExitStack() as stack:
+            opened: dict[str, NotebookOf] = {}
+            for turn in range(rounds + self.is_open):
+                for name, peer in peers.items():
+                    if found[name].said.startswith("cannot"):
+                        continue
+                    with _noted(found[name]):
+                        if name not in opened:
+                            new = notebook(peer, self.num_ranks, begin=self.begins)
+                            opened[name] = stack.enter_context(new)
+                        took = self.work(opened[name])
+                        found[name].said = opened[name].remark
+                        found[name].values += [] if self.is_open and turn == 0 else [took]
+                    if not self.is_open and name in opened:
+                        opened.pop(name).close()
+        return found
+
+    def promise(self, measured: dict[str, Measured]) -> str:
+        """Return what is promised, and what it is."""
+        if not self.goal:
+            return "-"
+        sign, bound, *other = self.goal.split(maxsplit=3)
+        theirs = measured.get(other[-1]) if other else Measured([1.0])
+        ours = measured["ddpnb"]
+        if not ours.values or theirs is None or not theirs.values:
+            return self.goal
+        value = statistics.median(ours.values) / statistics.median(theirs.values)
+        is_kept = value <= float(bound) if sign == "<=" else value >= float(bound)
+        return f"{self.goal}: {value:.2f}" + ("" if is_kept else ", **missed**")
+
+
+@contextlib.contextmanager
+def _noted(measured: Measured) -> Iterator[None]:
+    """Note what happened where a peer cannot."""
+    try:
+        yield
+    except CannotError as error:
+        measured.values.clear()
+        measured.said = f"cannot: {error}"
+
+
+def _start(opened: NotebookOf) -> float:
+    return opened.begin() + opened.cell(ALL_REDUCE)
+
+
+def _load(opened: NotebookOf) -> float:
+    if not opened.peer.is_extension:
+        raise CannotError("no extension")
+    return opened.loaded_seconds
+
+
+def _empty_cell(opened: NotebookOf) -> float:
+    return 1000 * statistics.median(opened.cell("pass") for _ in range(10))
+
+
+def _lines(opened: NotebookOf) -> float:
+    took = opened.cell(LINES)
+    num_arrived = opened.printed.count("x" * 73)
+    opened.remark = "" if num_arrived >= 40_000 else f"{num_arrived} of 40,000 lines arrive"
+    return took
+
+
+def _push(opened: NotebookOf) -> float:
+    opened.run(ARRAY)
+    return opened.run(opened.peer.push or _no("no variable crosses"))
+
+
+def _pull(opened: NotebookOf) -> float:
+    source = opened.peer.pull or _no("no variable crosses")
+    opened.cell(ARRAY)
+    return opened.run(source)
+
+
+def _no(reason: str) -> str:
+    raise CannotError(reason)
+
+
+def _rate(opened: NotebookOf) -> float:
+    opened.cell(LOOP + SAY.format(folder=opened.folder, what="rate"))
+    return float(opened.said()[0])
+
+
+def _idle_memory(opened: NotebookOf) -> float:
+    """Return the MB (PSS) of all processes but the kernel, divided by the ranks."""
+    if not opened.peer.keeps:
+        raise CannotError("no rank stays")
+    opened.cell(ALL_REDUCE)
+    others = [each.pid for each in opened.processes() if each.pid != opened.kernel_pid]
+    return sum(map(pss, others)) / opened.num_ranks
+
+
+def _fault(source: str, interrupt: bool = False) -> Callable[[NotebookOf], float]:
+    """Return what makes a fault and measures the seconds until a group works again."""
+
+    def work(opened: NotebookOf) -> float:
+        if opened.peer.keeps:
+            opened.cell(ALL_REDUCE + "kept = 7")
+        if interrupt:
+            threading.Timer(INTERRUPT_SECONDS, opened.interrupt).start()
+        began = time.perf_counter()
+        try:
+            opened.cell(ALL_REDUCE + source, LIMIT_SECONDS)
+        except CannotError as error:
+            if str(error).startswith("not within"):
+                raise
+        _works_again(opened)
+        return time.perf_counter() - began - (INTERRUPT_SECONDS if interrupt else 0)
+
+    return work
+
+
+def _works_again(opened: NotebookOf) -> None:
+    """Wait until a group works again, by what the peer has for it if it must."""
+    check = ALL_REDUCE + SAY.format(folder=opened.folder, what="globals().get('kept')")
+    try:
+        opened.cell(check, LIMIT_SECONDS)
+    except CannotError:
+        with contextlib.suppress(CannotError):
+            opened.run(opened.peer.again or opened.peer.stop, LIMIT_SECONDS)
+        if not opened.peer.again:
+            opened.begin()
+        opened.cell(check, LIMIT_SECONDS)
+    num_kept = opened.said().count("7")
+    opened.remark = f"variables of {num_kept} of {opened.num_ranks} ranks kept"
+
+
+def _left_behind(opened: NotebookOf) -> float:
+    opened.send(ALL_REDUCE + "import time\ntime.sleep(600)")
+    time.sleep(5)
+    psutil.Process(opened.kernel_pid).kill()
+    time.sleep(LEFT_SECONDS)
+    return len(opened.processes())
+
+
+def _comparison_rate(opened: NotebookOf) -> float:
+    """Return what ``ddp`` trains in a comparison, and by hand with torchrun elsewhere."""
+    if opened.peer is DDPNB:
+        opened.run(COMPARE)
+        return rate_in(opened.printed)
+    opened.cell(SCRIPT.replace("dist.init_process_group", "# dist.init_process_group", 1))
+    return rate_in(opened.printed)
+
+
+def _first_picture(opened: NotebookOf) -> float:
+    opened.run("%%ddp_compare dp ddp async --task digits --epochs 4")
+    return opened.first_picture or float("nan")
+
+
+def _wall_over_training(opened: NotebookOf) -> float:
+    wall = opened.run("result = %ddp_compare dp ddp async --task digits --epochs 20", 120)
+    opened.run("print('\\nrate', result.to_frame().train_seconds.sum())")
+    return wall / rate_in(opened.printed)
+
+
+ROWS = {
+    "start": Row(
+        name="start to the first finished all-reduce, 2 ranks",
+        work=_start,
+        begins=False,
+        goal="<= 0.4 of torchrun",
+    ),
+    "start8": Row(
+        name="start to the first finished all-reduce, 8 ranks",
+        work=_start,
+        begins=False,
+        num_ranks=8,
+        rounds=2,
+        goal="<= 0.2 of torchrun",
+    ),
+    "load": Row(
+        name="load the extension, in a new kernel", work=_load, begins=False, goal="<= 0.3"
+    ),
+    "cell": Row(
+        name="an empty cell",
+        unit="ms",
+        work=_empty_cell,
+        rounds=6,
+        is_open=True,
+        goal="<= 0.75 of ipyparallel",
+    ),
+    "lines": Row(
+        name="20,000 lines printed by each of 2 ranks",
+        work=_lines,
+        rounds=6,
+        is_open=True,
+        goal="<= 1.0 of ipyparallel",
+    ),
+    "push": Row(
+        name="push 100 MB to 2 ranks",
+        work=_push,
+        rounds=6,
+        is_open=True,
+        goal="<= 0.1 of ipyparallel",
+    ),
+    "pull": Row(
+        name="pull 100 MB from each of 2 ranks",
+        work=_pull,
+        rounds=6,
+        is_open=True,
+        goal="<= 0.2 of ipyparallel",
+    ),
+    "rate": Row(
+        name="DDP in a cell, 2 ranks",
+        unit="samples/s",
+        work=_rate,
+        rounds=5,
+        is_open=True,
+        goal=">= 0.99 of torchrun",
+    ),
+    "memory": Row(name="idle memory per rank (PSS)", unit="MB", work=_idle_memory, rounds=1),
+    "raise": Row(
+        name="a rank raises while another waits: until a group works again",
+        work=_fault(RAISE),
+        goal="<= 1.0",
+    ),
+    "barrier": Row(
+        name="a rank leaves a barrier out: until a group works again",
+        work=_fault(BARRIER),
+        rounds=1,
+    ),
+    "interrupt": Row(
+        name="interrupt in a collective: until a group works again",
+        work=_fault(INTERRUPTED, interrupt=True),
+        rounds=1,
+    ),
+    "killed": Row(
+        name="a rank is killed in a collective: until a group works again",
+        work=_fault(KILLED),
+        rounds=1,
+    ),
+    "left": Row(
+        name=f"the kernel is killed in a cell: processes left after {LEFT_SECONDS} s",
+        unit="",
+        work=_left_behind,
+        rounds=1,
+        goal="<= 0",
+    ),
+}
+OURS = {
+    "comparison": Row(
+        name="ddp in a comparison against the same loop by hand, 2 ranks",
+        unit="samples/s",
+        work=_comparison_rate,
+        rounds=5,
+        is_open=True,
+        goal=">= 0.98 of torchrun",
+    ),
+    "picture": Row(
+        name="from Shift+Enter to the first picture of a comparison",
+        work=_first_picture,
+        goal="<= 30",
+    ),
+    "wall": Row(
+        name="a comparison's time over the time of its training",
+        unit="",
+        work=_wall_over_training,
+        goal="<= 1.5",
+    ),
+}
+"""What no peer has; ``comparison`` has torchrun beside it."""
+QUICK = ("start", "load", "cell", "push", "pull", "raise", "picture")
+
+
+def measure(rows: str = "", peers: str = "", quick: int = 0) -> list:
+    """Measure rows and peers, named with ``+`` between them; without names, all."""
+    everyone = {peer.name: peer for peer in PEERS}
+    asked = {name: everyone[name] for name in peers.split("+") if name} or everyone
+    names = [name for name in rows.split("+") if name] or (QUICK if quick else [*ROWS, *OURS])
+    found = {}
+    for name in names:
+        row = ROWS.get(name) or OURS[name]
+        beside = ("ddpnb", "torchrun") if name == "comparison" else ("ddpnb",)
+        given = asked if name in ROWS else {key: asked[key] for key in beside if key in asked}
+        found[name] = row.measure(given, max(1, row.rounds // (3 if quick else 1)))
+        print(f"{row.name}: " + "; ".join(f"{peer} {each}" for peer, each in found[name].items()))
+    if found and not quick:
+        keep(found)
+    return []
+
+
+def keep(found: dict[str, dict[str, Measured]]) -> None:
+    """Store the rows, each in the place of its earlier one, and write the tables of the READMEs."""
+    stored = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": {}}
+    stored |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
+    for name, row in found.items():
+        stored["rows"][name] = {peer: asdict(each) for peer, each in row.items()}
+    RESULT.write_text(json.dumps(stored, indent=1) + "\n")
+    for readme in READMES:
+        readme.write_text(with_table(readme.read_text()))
+
+
+def with_table(text: str) -> str:
+    """Return a text with the table between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
+
+
+def table() -> str:
+    """Return the stored rows in Markdown: medians, and below what happened where one cannot."""
+    stored = json.loads(RESULT.read_text())
+    rows = {
+        name: {peer: Measured(**each) for peer, each in stored["rows"][name].items()}
+        for name in [*ROWS, *OURS]
+        if name in stored["rows"]
+    }
+    peers = [peer.name for peer in PEERS if any(peer.name in row for row in rows.values())]
+    lines = [f"| | {' | '.join(peers)} | promise |", "|---" * (len(peers) + 2) + "|"]
+    reasons: dict[str, int] = {}
+    for name, found in rows.items():
+        row = ROWS.get(name) or OURS[name]
+        cells = [_cell(found.get(peer), reasons) for peer in peers]
+        title = row.name + (f" ({row.unit})" if row.unit else "")
+        lines.append(f"| {title} | {' | '.join(cells)} | {row.promise(found)} |")
+    about = stored["machine"]
+    on = f"{stored['date']}, {about['cores']} cores of {about['cpu']}, torch {about['torch']}"
+    notes = "; ".join(f"[{number}] {reason}" for reason, number in reasons.items())
+    return "\n".join([*lines, "", f"{on}. {notes}", ""])
+
+
+def _cell(measured: Measured | None, reasons: dict[str, int]) -> str:
+    """Return a cell of the table; a reason why a peer cannot gets a number."""
+    if measured is None or measured.values:
+        return str(measured or "")
+    reason = " ".join(measured.said.removeprefix("cannot: ").split())
+    if reason.startswith("not within"):
+        return reason
+    number = reasons.setdefault(reason[:100].replace("|", "/"), len(reasons) + 1)
+    return f"cannot [{number}]"

@@ -1,0 +1,217 @@
+"""Tab and Shift+Tab, in lines of the magics and in cells that run on the ranks (kernel).
+
+A rank completes and describes its own variables.  Where it is busy, or does not answer at once,
+the notebook does it, as in all other cells.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+from IPython.core.completer import (
+    CompletionContext,
+    SimpleCompletion,
+    SimpleMatcherResult,
+    context_matcher,
+)
+from IPython.core.interactiveshell import InteractiveShell
+
+from ddpnb.course.exercises import HINTS
+from ddpnb.hosts.launchers import profiles
+from ddpnb.magics.arguments import VALUES, flags
+from ddpnb.protocol import calls
+from ddpnb.protocol.catalogue import STRATEGIES, TASKS, Entry
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.trace import SHOWN, TRACE
+from ddpnb.session.session import this_session
+
+PRIORITY = 100
+"""Before IPython's own matchers, which then need not look."""
+
+CELL = re.compile(r"\s*%%(?:rank[ \t]+(\d*)|ddp(?=[ \t]|$)(?:.*--ranks[ =](\d+))?)", re.MULTILINE)
+"""The magic of a cell that runs on ranks, and the first rank that it names."""
+
+PULL = re.compile(
+    r"[ \t]*(?:[^\W\d]\w*[ \t]*=[ \t]*)?%ddp_(?:pull|check|inspect|samples)[ \t]+"
+    r"((?:.*[ \t])?(?!-)\S*)"
+)
+"""A line whose names are of the ranks, up to a place in it where no option begins."""
+
+PULL_OPTION = re.compile(r"--(?:ranks[ =]+(\d*)\S*|as[ =]+\S*)[ \t]+")
+
+BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
+
+
+@final
+class RankNames:
+    """Completes lines of the magics, and asks a rank in cells that run there.
+
+    Args:
+        shell: the notebook's IPython.
+        magics: has the magics as methods.
+    """
+
+    def __init__(self, shell: InteractiveShell, magics: object) -> None:
+        self._shell = shell
+        self._magics = magics
+        self._kernel: Any = getattr(shell, "kernel", None)
+
+    def install(self) -> None:
+        """Take part in completion, and in the kernel's answers to Shift+Tab."""
+        self.remove()
+
+        @context_matcher(priority=PRIORITY)  # type: ignore[untyped-decorator]
+        def ddpnb_matcher(context: CompletionContext) -> SimpleMatcherResult:
+            return self.complete(context)
+
+        self._shell.Completer.custom_matchers.append(ddpnb_matcher)
+        if self._kernel is not None:
+            self._kernel.do_inspect = self.inspect
+
+    def remove(self) -> None:
+        """Leave both to IPython; may be called twice."""
+        matchers = self._shell.Completer.custom_matchers
+        matchers[:] = [m for m in matchers if getattr(m, "__name__", "") != "ddpnb_matcher"]
+        if self._kernel is not None:
+            vars(self._kernel).pop("do_inspect", None)
+
+    def complete(self, context: CompletionContext) -> SimpleMatcherResult:
+        """Return what a rank completes, or what may follow in a magic's line."""
+        lines = context.full_text.split("\n")[: context.cursor_line]
+        offset = sum(len(line) + 1 for line in lines) + context.cursor_position
+        asked = self._asked(context.full_text, offset)
+        fragment, found = "", list[SimpleCompletion]()
+        if asked is not None:
+            request = calls.complete(asked.source, asked.offset)
+            fragment, texts = this_session().answer_now(request, asked.rank) or ("", [])
+            found = [SimpleCompletion(text, type=kind) for text, kind in texts]
+        if not found:
+            *words, fragment = context.line_with_cursor[: context.cursor_position].split(" ")
+            while words and not words[0].startswith("%"):  # as in: result = %ddp_compare
+                words.pop(0)
+            follow = following(self._magics, words, self._shell.user_ns, fragment) if words else ()
+            found = [each for each in follow if each.text.startswith(fragment)]
+        return {
+            "completions": found,
+            "suppress": bool(found),
+            "matched_fragment": fragment,
+            "ordered": True,
+        }
+
+    def inspect(
+        self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Sequence[str] = ()
+    ) -> Any:
+        """Answer an ``inspect_request``, as ``IPythonKernel.do_inspect`` does."""
+        asked = self._asked(code, cursor_pos)
+        if asked is not None:
+            request = calls.describe(asked.source, asked.offset, detail_level)
+            if bundle := this_session().answer_now(request, asked.rank):
+                return {"status": "ok", "found": True, "data": bundle, "metadata": {}}
+        usual = type(self._kernel).do_inspect
+        return usual(self._kernel, code, cursor_pos, detail_level, omit_sections)
+
+    def _asked(self, source: str, offset: int) -> "Place | None":
+        """Return a place in a cell as the rank that it runs on sees it; None if it has none."""
+        magic = CELL.match(source)
+        pulled = PULL.fullmatch(source[:offset].rpartition("\n")[2])
+        if pulled is not None and magic is None:
+            expression = PULL_OPTION.sub("", pulled[1])
+            named = next((match[1] for match in PULL_OPTION.finditer(pulled[1]) if match[1]), "")
+            return Place(expression, len(expression), int(named) if named else None)
+        if magic is None:
+            return None
+        named = magic[1] or magic[2]
+        begin = magic.end() + len(source[magic.end() :].partition("\n")[0])
+        if blank := BLANK_LINES.match(source, begin):  # after them IPython completes nothing
+            begin = blank.end()
+        if offset <= begin:  # in the magic's own line
+            return None
+        return Place(source[begin:], offset - begin, int(named) if named else None)
+
+
+class Place(NamedTuple):
+    """A place in the source of a cell that runs on ranks."""
+
+    source: str
+    offset: int
+    rank: int | None
+    """The first rank that the cell names."""
+
+
+# -- lines of the magics -------------------------------------------------------------------
+
+
+def following(
+    magics: object, words: list[str], namespace: dict[str, object], prefix: str
+) -> Iterator[SimpleCompletion]:
+    """Yield what may follow in a line, names before options; nothing in lines of other magics.
+
+    ``words`` are the line's complete words so far, ``prefix`` the beginning of the next one, and
+    ``namespace`` the notebook's variables.
+    """
+    name = words[0].lstrip("%")
+    if not name.startswith(("ddp", "rank")):
+        return
+    if name == "ddp_run" and any(word.endswith(".py") for word in words):
+        return  # the script's own arguments
+    magic = getattr(magics, name, None)
+    found: Offered | None = ("", ())
+    with contextlib.suppress(UserError):  # the store cannot be read, or has no such run
+        found = values(words, prefix)
+        kind, texts = found or names(name, namespace, prefix)
+        yield from (SimpleCompletion(text, type=kind) for text in texts)
+    if found is None:
+        yield from (SimpleCompletion(text, type="option") for text in flags(magic))
+
+
+Offered = tuple[str, Iterable[str]]
+"""Completions, after the kind that a notebook shows beside them."""
+
+
+def values(words: Sequence[str], prefix: str) -> Offered | None:
+    """Return the values of an option at the end of a line; None where there are none to list."""
+    match words[-1]:
+        case "--profile":
+            return "profile", profiles()
+        case "--task":
+            return "task", choices(TASKS, prefix)
+        case "--run":
+            return "run", this_session().names()
+        case "--strategies":
+            before = prefix[: prefix.rfind(",") + 1]
+            return "strategy", (f"{before}{each}" for each in VALUES["--strategies"])
+        case option:
+            return ("value", VALUES[option]) if VALUES.get(option) else None
+
+
+def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:
+    """Return the names in a table, or after a name and a colon its options and their values."""
+    name, colon, options_text = prefix.partition(":")
+    if not colon or name not in entries:
+        return entries
+    before, comma, last = options_text.rpartition(",")
+    key, equals, _ = last.partition("=")
+    stem = f"{name}:{before}{comma}"
+    table = entries[name].options
+    if not equals:
+        return [f"{stem}{option}=" for option in table]
+    return [f"{stem}{key}={value}" for value in table[key].values] if key in table else ()
+
+
+def names(magic: str, namespace: Mapping[str, object], prefix: str) -> Offered:
+    """Return the names that a magic takes: strategies, runs, variables."""
+    match magic:
+        case "ddp_compare":
+            return "strategy", choices(STRATEGIES, prefix)
+        case "ddp_source":
+            return "strategy", STRATEGIES
+        case "ddp_show":
+            return "collective", (*SHOWN, TRACE)
+        case "ddp_exercise":
+            return "exercise", HINTS
+        case "ddp_push":
+            return "variable", sorted(name for name in namespace if not name.startswith("_"))
+        case "ddp_plot" | "ddp_runs" | "ddp_export" | "ddp_samples":
+            return "run", this_session().names()
+    return "", ()
