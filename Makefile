@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 STAMP := $(VENV)/.installed
 COMPAT := $(VENV)/.compat-installed
-# Most tests wait for other processes: three at once suit two cores.
-PYTEST := $(BIN)/pytest -n 3 --no-loadscope-reorder
+# Most tests wait for other processes: four at once suit two cores.
+PYTEST := $(BIN)/pytest -n 4 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help lab demo docs student quick test compat mutants check bench soak gpu clean

@@ -24,13 +24,13 @@ import ddpnb
 from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.messages import RankState, StepEvent
 from ddpnb.rank.meter import Meter
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import Supervised
-from ddpnb.rank.training.timing import Clock, StepReport
+from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Batch, Worker
 from ddpnb.session.session import this_session
 
@@ -260,7 +260,7 @@ def _rate(
     for _ in range(num_steps):
         loss = strategy.step(batch)
         if clock is not None:
-            clock.timing(StepReport(loss, batch.num_samples))
+            clock.timing(StepEvent(num_samples=batch.num_samples), {"loss": loss})
         elif device.type == "cpu":
             loss.item()
     if clock is not None:

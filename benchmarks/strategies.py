@@ -25,7 +25,7 @@ from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import CLASSIFY
 from ddpnb.rank.tasks.batches import moved
 from ddpnb.rank.tasks.samples import TensorSamples
-from ddpnb.rank.training.timing import Clock, StepReport
+from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Batch, Worker
 
 NUM_RANKS = 2
@@ -167,7 +167,7 @@ class Trainer:
         for _ in range(num_steps):
             loss = self.strategy.step(self.fetched())
             if self.clock is not None:
-                self.clock.timing(StepReport(loss, self.batch.num_samples))
+                self.clock.timing(StepEvent(num_samples=self.batch.num_samples), {"loss": loss})
             else:
                 loss.item()
         dist.barrier()

@@ -30,9 +30,7 @@ def main(folder: str = "demo") -> None:
             name="network",
         )
         print(api.restart(2), "\n")
-        cores = compare(
-            "dp", "ddp", "async", epochs=40, batch_size=128, repeats=3, name="demo-cores"
-        )
+        cores = compare("ddp", "async", epochs=30, batch_size=128, repeats=3, name="demo-cores")
         written = [
             result.save(Path(folder) / place / f"comparison.{ending}")
             for place, result in (("", race), ("network", network), ("cores", cores))

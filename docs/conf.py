@@ -41,7 +41,6 @@ if repository:
         "launch_buttons": {
             "notebook_interface": "jupyterlab",
             "binderhub_url": "https://mybinder.org",
-            "colab_url": "https://colab.research.google.com",
         },
     }
 

@@ -3,45 +3,40 @@
 from pathlib import Path
 from typing import Any
 
-from matplotlib import font_manager
-from PIL import Image, ImageDraw, ImageFont
-
 import ddpnb
 
-FOLDER = Path(__file__).parent / "figures"
-FONT = ImageFont.truetype(font_manager.findfont("DejaVu Sans:bold"), 24)
-MARKS = {
-    "comparison": ((70, 72), (834, 72), (181, 387), (557, 387), (1036, 387), (1326, 387)),
-    "step": ((500, 133), (1262, 172), (1310, 152), (1425, 133), (1250, 270)),
-    "prediction": ((965, 327), (1447, 273), (669, 399), (885, 375), (770, 520)),
-}
-"""Where the numbers stand, in a picture of 1568 pixels' width."""
+FOLDER = Path(__file__).parent
+STEP = ((0.21, 0.913), (0.818, 0.776), (0.853, 0.847), (0.92, 0.913), (0.807, 0.448))
+PREDICTION = ((0.73, 0.708), (1.158, 0.78), (0.47, 0.54), (0.66, 0.58), (0.56, 0.32))
+"""Where the numbers stand, as fractions of the axes."""
 
 
-def save(result: Any, name: str) -> None:
-    """Save a result's picture with its numbers."""
-    path = FOLDER / f"{name}.png"
-    result.save(path)
-    picture = Image.open(path).convert("RGB")
-    scale, drawing = picture.width / 1568, ImageDraw.Draw(picture)
-    for number, (x, y) in enumerate(MARKS[name], start=1):
-        at = (x * scale, y * scale)
-        drawing.circle(at, 19, fill="#1f2328", outline="white", width=3)
-        drawing.text(at, str(number), fill="white", font=FONT, anchor="mm")
-    picture.quantize(method=Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+def save(result: Any, name: str, places: tuple[tuple[float, float], ...] = ()) -> None:
+    """Save a result's picture with numbers at places, or else before each title in it."""
+    picture = result.pictures()[0]
+    panels = [axes for axes in picture.figure.axes if places or axes.get_title(loc="left")]
+    marks = [(axes, (0.0, 1.0), (-13, 14)) for axes in panels]
+    if places:
+        marks = [(panels[-1], at, (0, 0)) for at in places]
+    for number, (axes, at, offset) in enumerate(marks, start=1):
+        circle = {"boxstyle": "circle,pad=0.2", "facecolor": "#1f2328", "edgecolor": "white"}
+        look = {"color": "white", "weight": "bold", "ha": "center", "va": "center", "size": 11}
+        where = {"xycoords": "axes fraction", "xytext": offset, "textcoords": "offset points"}
+        axes.annotate(str(number), at, bbox=circle, annotation_clip=False, **where, **look)
+    (FOLDER / "figures" / f"{name}.png").write_bytes(picture.png())
 
 
 def main() -> None:
     """Train on eight emulated devices, predict more of them, and look into a step of three."""
-    FOLDER.mkdir(exist_ok=True)
     ddpnb.start(devices="8xV100", as_="resnet50")
     race = ddpnb.compare("dp", "ddp", "async", task="digits", epochs=6, batch_size=256, name="race")
-    race.save(FOLDER.parent / "comparison.png")  # the README's
+    race.save(FOLDER / "comparison.png")  # the README's
     save(race, "comparison")
     question = {"strategies": "ddp,async", "link": "25GbE", "hosts": 8, "batch_per_worker": 32}
-    save(ddpnb.predict("1,2,4,8,16,32,64", run="race", **question), "prediction")
+    save(ddpnb.predict("1,2,4,8,16,32,64", run="race", **question), "prediction", PREDICTION)
     ddpnb.restart(3)
-    save(ddpnb.inspect(task="digits", link="10Gbit,30us"), "step")
+    step = ddpnb.inspect(task="digits", devices="3xV100", as_="resnet50", link="25Gbit,30us")
+    save(step, "step", STEP)
     ddpnb.stop()
 
 

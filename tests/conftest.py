@@ -1,5 +1,6 @@
 """Which tests run in one process with pytest-xdist; interrupts reach the tests."""
 
+import importlib.util
 import os
 import signal
 from collections.abc import Generator
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 
-collect_ignore = ["compat"]  # needs the packages of an extra: make compat
+# Needs the packages of an extra: make compat.
+collect_ignore = [] if importlib.util.find_spec("lightning") else ["compat"]
 
 
 def pytest_configure() -> None:
@@ -51,6 +53,7 @@ def group_of(nodeid: str) -> str:
     starts_its_own = name.startswith("test_a_lesson_runs")
     if path.startswith("tests/unit/") or starts_its_own:  # any process runs any of them
         return nodeid
-    if path.startswith("tests/browser/"):  # one JupyterLab, one Chromium
-        return "browser"
+    for folder in ("tests/browser/", "tests/compat/"):  # one Chromium, one kernel
+        if path.startswith(folder):
+            return folder
     return path

@@ -136,7 +136,7 @@ class Store:
             json.dumps(dict(comparison.environment)),
         )
         with self._write() as connection:
-            taken = _names(connection)
+            taken = {each for (each,) in connection.execute("SELECT name FROM comparisons")}
             name = wanted_name or query.numbered(comparison.name, taken)
             if name in taken:
                 earlier = (query.numbered(name, taken), name)
@@ -312,15 +312,13 @@ def runs_folder(start: Path | None = None) -> Path:
         start: where to look from; the working directory if not given.
     """
     here = (start or working_folder()).resolve()
-    for folder in (here, *here.parents):
-        is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
-        if is_marked and (folder / "data").is_dir():
-            return folder / "data" / "runs"
-    return here / "data" / "runs"
+    project = next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
+    return project / "data" / "runs"
 
 
-def _names(connection: sqlite3.Connection) -> set[str]:
-    return {name for (name,) in connection.execute("SELECT name FROM comparisons")}
+def _is_project(folder: Path) -> bool:
+    is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
+    return is_marked and (folder / "data").is_dir()
 
 
 def _stored_run(row: sqlite3.Row) -> StoredRun:

@@ -287,18 +287,14 @@ def test_ranks_of_hosts_that_lose_each_other_are_freed_or_killed(cluster, hosts,
     assert total(cluster) == [4.0] * 4
 
 
-@pytest.mark.parametrize("cut", ["hosts", "power"])
-def test_ranks_that_a_cut_within_a_message_leaves_waiting_are_killed(cluster, hosts, tmp_path, cut):
+def test_ranks_that_a_cut_within_a_message_leaves_waiting_are_killed(cluster, hosts, tmp_path):
     """Gloo waits without end for the rest of a message."""
     with hosts.slow("50mbit"):
         cell = reducing(cluster, tmp_path, STEP_FOR_EVER)
         time.sleep(3.0)  # a step takes 2.6 s: all connections have half a message under way
-        with hosts.parted() if cut == "hosts" else hosts.unplugged("b"):
+        with hosts.parted():
             assert finish(cell).seconds < 2 * SECONDS
-            left = hosts.processes("b")
     assert set(cell.failures) | set(cell.lost) == {0, 1, 2, 3}
-    if cut == "power":
-        wait_until_gone(left)
     cluster.bring_back(list(cluster.dead))
     assert total(cluster) == [4.0] * 4
 
@@ -307,7 +303,7 @@ def test_a_network_that_is_gone_for_some_seconds_loses_nothing(cluster, hosts):
     run(cluster, "kept = rank")
     cell = begin(cluster, "import time\nfor _ in range(45): time.sleep(0.1)", timeout=None)
     with hosts.unplugged("b"):
-        time.sleep(2.5)  # half of what a host may be silent
+        time.sleep(2.0)  # of five that a host may be silent
     finish(cell)
     assert not cell.lost
     assert not cell.failures
@@ -315,12 +311,11 @@ def test_a_network_that_is_gone_for_some_seconds_loses_nothing(cluster, hosts):
     assert total(cluster) == [4.0] * 4
 
 
-@pytest.mark.parametrize("killed", ["agent", "relay"])
-def test_what_is_killed_takes_ranks_and_files_along(cluster, hosts, tmp_path, killed):
+def test_a_killed_relay_takes_agent_ranks_and_files_along(cluster, hosts, tmp_path):
     cell = reducing(cluster, tmp_path)
     left = [each for each in hosts.processes("b") if "ddpnb.hosts.agent" in each.cmdline()]
     (name,) = hosts.names("b")
-    (process,) = hosts.running(killed, "b")
+    (process,) = hosts.running("relay", "b")
     process.kill()
     finish(cell)
     assert {2, 3} <= set(cell.lost)  # one of the others may wait for the rest of a message
@@ -330,7 +325,7 @@ def test_what_is_killed_takes_ranks_and_files_along(cluster, hosts, tmp_path, ki
     wait_until(lambda: not Path(f"/dev/shm/ddpnb-{name}").exists(), "the agent's files are gone")
     cluster.bring_back(list(cluster.dead))
     assert total(cluster) == [4.0] * 4
-    assert killed == "agent" or not files_of(name)
+    assert not files_of(name)
 
 
 def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_path, capsys):

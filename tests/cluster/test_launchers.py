@@ -224,31 +224,23 @@ def test_mpi_starts_ranks_on_both_hosts_and_a_host_without_power_is_lost(
             each.kill()  # of mpiexec, which hears nothing there
 
 
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        ("", "names no launcher: set c.Cluster.engine_launcher_class"),
-        ("c.Cluster.engine_launcher_class = 'nowhere'\n", "profile site has ended, with 0 of 2"),
-        ("1 / 0\n", "hosts there: ZeroDivisionError: division by zero"),
-    ],
-)
-def test_a_profile_that_starts_nothing_is_named(profile, config, sentence):
-    with pytest.raises(UserError, match=sentence):
-        start_cluster(HostsSpec(profile=profile(config), **TWO_EACH))
-    assert not keys()
+NOWHERE = "c.Cluster.engine_launcher_class = 'nowhere'\n"
 
 
 @pytest.mark.parametrize(
-    ("spec", "sentence"),
+    ("config", "spec", "sentence"),
     [
-        ({"engines": "local", "python": "/usr/bin/python3"}, "ended, with 0 of 2.*No module named"),
-        ({"engines": "slurm", "python": "/nowhere/python"}, "with 0 of 2.*/nowhere/python"),
-        ({"profile": "other"}, "There is no profile other of ipyparallel, but .*site: "),
-        ({"engines": "local", "interface": "net7"}, "This host has no interface net7"),
+        ("", {"profile": "site"}, "names no launcher: set c.Cluster.engine_launcher_class"),
+        (NOWHERE, {"profile": "site"}, "profile site has ended, with 0 of 2"),
+        ("1 / 0\n", {"profile": "site"}, "hosts there: ZeroDivisionError: division by zero"),
+        ("", {"profile": "other"}, "There is no profile other of ipyparallel, but .*site: "),
+        ("", {"engines": "local", "python": "/usr/bin/python3"}, "0 of 2.*No module named"),
+        ("", {"engines": "slurm", "python": "/nowhere/python"}, "with 0 of 2.*/nowhere/python"),
+        ("", {"engines": "local", "interface": "net7"}, "This host has no interface net7"),
     ],
 )
-def test_what_a_launcher_cannot_start_is_said(slurm, profile, spec, sentence):
-    profile("")
+def test_what_a_launcher_cannot_start_is_said(slurm, profile, config, spec, sentence):
+    profile(config)
     with pytest.raises(UserError, match=sentence):
         start_cluster(HostsSpec(**(TWO_EACH | spec)))
     assert not keys()

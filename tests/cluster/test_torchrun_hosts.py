@@ -29,7 +29,9 @@ import torch
 from torch import nn
 
 def model():
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2)
+    )
 
 def data(split):
     x = torch.randn(200, 8, generator=torch.Generator().manual_seed(len(split)))
@@ -40,6 +42,7 @@ folder, calls = Path({folder!r}), 0
 def loss(outputs, targets):
     global calls
     calls += outputs.requires_grad
+    (folder / f"calls-{{os.environ['RANK']}}").write_text(str(calls))
     if calls == 13 and os.environ["RANK"] == "1" and (folder / "hold").exists():
         (folder / "held.tmp").write_text(str(os.getpid()))
         (folder / "held.tmp").rename(folder / "held")
@@ -82,6 +85,8 @@ def test_a_worker_killed_under_torchrun_costs_one_interval(hosts, tmp_path):
     assert [float(loss) for _, loss in found] == pytest.approx(losses, abs=1e-6)
     (last,) = re.findall(r"^held-out loss ([\d.]+)", text, re.MULTILINE)
     assert float(last) == pytest.approx(held_out, abs=1e-6)
+    for rank in range(2):  # of 15 steps, 10 were in the checkpoint
+        assert (folder / f"calls-{rank}").read_text() == "5"
     wait_until(lambda: not any(map(hosts.processes, "ab")), "hosts without processes")
 
 

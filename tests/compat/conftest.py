@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -76,9 +75,3 @@ def compare(run: Run, kernel: Kernel) -> Run:
         return cell
 
     return compare
-
-
-@pytest.fixture
-def folder(kernel: Kernel) -> Path:
-    """The notebook's folder."""
-    return kernel.folder

@@ -6,7 +6,6 @@ The first lesson is run in a browser: ``tests/browser/test_lab.py``.
 from pathlib import Path
 
 import pytest
-from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 
 from ddpnb.course.exercises import HINTS
@@ -34,6 +33,8 @@ def test_a_lesson_runs_and_its_solutions_are_right(path: Path, tmp_path: Path):
         ]
     for cell in mistakes:
         assert errors_of(cell) or cell in checks
+    from nbconvert import HTMLExporter  # takes half a second
+
     page, _ = HTMLExporter().from_notebook_node(notebook)
     data = [output.get("data", {}) for cell in cells for output in cell.outputs]
     assert all(each["image/png"].replace("\n", "") in page for each in data if "image/png" in each)

@@ -67,28 +67,6 @@ def test_the_ranks_are_known_as_torchruns_and_not_as_a_prompt(kernel: Kernel):
     assert cell.by_rank == both("(True, False, [''])")
 
 
-LIGHTNING = """
-import torch
-
-def launch():  # as Lightning's MultiprocessingLauncher does
-    torch.multiprocessing.start_processes(print, nprocs=2, start_method="fork")
-"""
-
-LAUNCHER = """
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2), print)("started")
-"""
-
-
-@pytest.mark.parametrize("source", ["import lightning\nlightning.launch()", LAUNCHER])
-def test_launchers_of_ranks_are_refused_in_one_sentence(kernel: Kernel, source: str):
-    (kernel.folder / "lightning.py").write_text(LIGHTNING)
-    cell = kernel.run(f"%%ddp\n{source}")
-    first = cell.error_text.splitlines()[0]
-    assert "A launcher cannot start processes inside a rank: with Lightning, use" in first
-    assert "start_processes" not in cell.error_text
-
-
 def test_child_processes_of_a_cell_can_be_started(kernel: Kernel):
     cell = kernel.run(
         "%%ddp\nimport torch\nfrom pathlib import Path\n"

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import nn
 
 from ddpnb.protocol.messages import RunSpec
@@ -31,6 +29,9 @@ def size_of(model: nn.Module) -> int:
 
 
 def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits  # takes a second, and no other test needs it
+    from sklearn.model_selection import train_test_split
+
     task, known = load("digits"), load_digits()
     split = train_test_split(range(1797), test_size=0.2, random_state=0, stratify=known.target)
     for samples, indexes in zip((task.train, task.held_out), split, strict=True):

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.connections import bytes_sent
@@ -24,6 +23,8 @@ SIZE = 30_000
 def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int, int]:
     """By methods, by DDP and FSDP from C++, in inference mode; with the bytes on the sockets, and
     those that a run's account would have."""
+    from torch.distributed.fsdp import fully_shard  # takes a second, and no other test needs it
+
     num, rank, meter = state.world_size, state.rank, Meter()
     dist.barrier()
     before = bytes_sent()
