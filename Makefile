@@ -12,7 +12,7 @@ COMPAT := $(VENV)/.compat-installed
 PYTEST := $(BIN)/pytest -n 4 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help lab demo docs student quick test compat mutants check bench soak gpu clean
+.PHONY: help lab demo docs student quick test compat mutants check bench bench-quick soak gpu clean
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -60,15 +60,17 @@ check: $(STAMP)  ## Lint, type check, and check that imports point one way
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP)  ## Run all benchmarks; see benchmarks/README.md
-	$(BIN)/python -m benchmarks
+bench: $(STAMP)  ## Compare with other tools, in turns; see benchmarks/README.md
+	$(BIN)/python -m benchmarks versus
+
+bench-quick: $(STAMP)
+	$(BIN)/python -m benchmarks versus:quick=1
 
 soak: $(STAMP)  ## Raise, kill and restart for ten minutes; see benchmarks/README.md
 	$(BIN)/python -m benchmarks soak
 
-gpu: $(STAMP)  ## Test and measure on GPUs; see benchmarks/README.md
-	$(BIN)/pytest -m gpu
-	$(BIN)/python -m benchmarks gpu
+gpu: $(STAMP)  ## Test and measure on GPUs, step by step; writes build/gpu/report.html
+	$(BIN)/python -m benchmarks.gpu_day
 
 clean:  ## Remove what the targets made
 	rm -rf $(VENV) build

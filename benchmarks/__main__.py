@@ -1,6 +1,7 @@
-"""Run benchmarks and keep their figures: ``python -m benchmarks [start memory cells ...]``.
+"""Run benchmarks and keep their figures: ``python -m benchmarks [versus growth ...]``.
 
-A benchmark that takes options has them after a colon: ``claims:num=20,part=power``.
+Without a name it compares with the peers, as ``make bench`` does.  A benchmark that takes options
+has them after a colon: ``claims:num=20,part=power``.
 ``python -m benchmarks table`` measures nothing: it writes the table of README.md.
 """
 
@@ -11,27 +12,10 @@ import sys
 from benchmarks.measure import HEAD, Figure
 from benchmarks.table import keep, write
 
-ALL = (
-    "start",
-    "memory",
-    "sharded",
-    "cells",
-    "variables",
-    "loop",
-    "comparison",
-    "log",
-    "strategies",
-    "asynchronous",
-    "draw",
-    "wire",
-    "monitor",
-)
-"""Those that need no GPU and end soon.  Others, such as ``claims``, are asked for by name."""
-
 
 def main(words: list[str]) -> None:
     print(HEAD)
-    for word in words or ALL:
+    for word in words or ["versus"]:
         name, _, given = word.partition(":")
         options = dict(part.split("=", 1) for part in given.split(",") if part)
         figures = _measure(name, options)

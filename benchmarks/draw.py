@@ -4,7 +4,6 @@ Four strategies, 250,000 events each, arrive as fast as they are taken in; the f
 redrawn as often as the live display does on idle cores.
 """
 
-import os
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +22,7 @@ from ddpnb.reports.result import Picture
 
 STRATEGIES = ("single", "dp", "ddp", "async")
 NUM_REPORTING = {"single": 1, "dp": 1, "ddp": 2, "async": 2}
-NUM_EVENTS = int(os.environ.get("DDPNB_DRAW_EVENTS", "1000000"))
+NUM_EVENTS = 1_000_000
 EVENTS_IN_BATCH = 500
 NUM_SAMPLED = 40
 """How often a redraw is timed, in each run."""
@@ -45,7 +44,8 @@ def rows(rank: int, first: int, strategy: str, rng: np.random.Generator) -> byte
 class Fed:
     """A comparison that is fed with events; times what taking in and drawing cost."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_events: int = NUM_EVENTS) -> None:
+        self.num_events = num_events
         self.specs = [
             RunSpec(run_id=f"bench-{name}", strategy=name, task="digits") for name in STRATEGIES
         ]
@@ -56,24 +56,30 @@ class Fed:
         self.draw_seconds: list[float] = []
         self.take_seconds = 0.0
 
-    def train(self, spec: RunSpec, rng: np.random.Generator) -> None:
+    def train(self, spec: RunSpec, rng: np.random.Generator, draws: bool = True) -> None:
         self.recorder.begin(spec.run_id, spec.strategy, spec)
-        num_reporting, per_run = NUM_REPORTING[spec.strategy], NUM_EVENTS // len(STRATEGIES)
+        num_reporting, per_run = NUM_REPORTING[spec.strategy], self.num_events // len(STRATEGIES)
         num_batches = per_run // EVENTS_IN_BATCH // num_reporting
         for sequence in range(num_batches):
             for rank in range(num_reporting):
-                made = rows(rank, sequence * EVENTS_IN_BATCH, spec.strategy, rng)
+                batch = self.batch(spec, rank, sequence, rng)
                 began = time.process_time()
-                header = self.header(spec) if sequence == 0 else None
-                self.recorder.add(
-                    EventBatch(
-                        run_id=spec.run_id, rank=rank, sequence=sequence, header=header, rows=made
-                    )
-                )
+                self.recorder.add(batch)
                 self.take_seconds += time.process_time() - began
-            if sequence % max(num_batches // NUM_SAMPLED, 1) == 0:
+            if draws and sequence % max(num_batches // NUM_SAMPLED, 1) == 0:
                 self.draw()
         self.recorder.end(spec.run_id, Status.FINISHED)
+
+    def batch(
+        self, spec: RunSpec, rank: int, sequence: int, rng: np.random.Generator
+    ) -> EventBatch:
+        return EventBatch(
+            run_id=spec.run_id,
+            rank=rank,
+            sequence=sequence,
+            header=self.header(spec) if sequence == 0 else None,
+            rows=rows(rank, sequence * EVENTS_IN_BATCH, spec.strategy, rng),
+        )
 
     def draw(self) -> None:
         began = time.process_time()
@@ -91,7 +97,7 @@ class Fed:
             device="cpu",
             backend="gloo",
             num_parameters=1,
-            num_samples=256 * NUM_EVENTS // len(STRATEGIES) // NUM_REPORTING[spec.strategy],
+            num_samples=256 * self.num_events // len(STRATEGIES) // NUM_REPORTING[spec.strategy],
         )
 
 

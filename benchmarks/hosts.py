@@ -19,7 +19,6 @@ from benchmarks.claims import Unseen
 from benchmarks.delayed import INTERFACE, delayed_link
 from benchmarks.kernel import kernel
 from benchmarks.measure import Figure, in_turns
-from benchmarks.start import SCRIPT
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.store import Store
 from ddpnb.history.summary import samples_per_second
@@ -31,6 +30,18 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from tests.cluster.two_hosts import TwoHosts, call, two_hosts
+
+SCRIPT = textwrap.dedent(
+    """
+    import time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 0:
+        print(time.time(), flush=True)
+    dist.destroy_process_group()
+    """
+)
 
 STRATEGIES = ("ddp", "local-sgd", "diloco", "async")
 RATES = {"1gbit": ("128kb", 96), "100mbit": ("32kb", 24)}

@@ -13,6 +13,7 @@ class Kernel:
     """A running kernel that executes code and gives back what it printed."""
 
     def __init__(self, manager: KernelManager) -> None:
+        self.interrupt = manager.interrupt_kernel
         self._client = manager.client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=60)

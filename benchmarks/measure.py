@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import psutil
+
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
@@ -62,3 +64,8 @@ def in_turns(
     ours(), theirs()
     pairs = [(ours(), theirs()) for _ in range(rounds)]
     return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def pss(pid: int) -> float:
+    """Return the MB that a process holds; what several share is divided among them."""
+    return float(psutil.Process(pid).memory_full_info().pss / 1e6)

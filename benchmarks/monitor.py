@@ -11,8 +11,8 @@ import textwrap
 import numpy as np
 
 from benchmarks.kernel import Kernel, kernel
-from benchmarks.loop import LOOP
 from benchmarks.measure import Figure
+from benchmarks.work import LOOP
 
 WINDOW_SECONDS = 1
 NUM_TURNS = 30

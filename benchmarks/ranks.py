@@ -64,6 +64,8 @@ STEPS = textwrap.dedent(
     timed("10 steps of DDP on a layer", cell(TRAINING), 3)
     timed("a barrier that one rank leaves out, named and freed", cell(BARRIER), error=HangError)
     timed("the next cell, in a new group", cell("pass"))
+    COMPARISON = "ddp --task digits --epochs 1 --no-baseline"
+    timed("a comparison", lambda: shell.run_line_magic("ddp_compare", COMPARISON))
     timed("%ddp_restart --ranks 1", lambda: shell.run_line_magic("ddp_restart", "--ranks 1"))
     began = time.perf_counter()  # the processes that would count are gone afterwards
     shell.run_line_magic("ddp_stop", "")

@@ -1,5 +1,8 @@
 """Do the promises about faults hold, again and again?  ``python -m benchmarks soak``, about 10 min.
 
+``soak:minutes=60`` is an hour of cells, comparisons, raises, kills, interrupts and restarts in two
+notebooks at once.
+
 ``freed``: one rank raises while the others wait for it, in six kinds of call.
 ``killed``: ranks are killed at random moments of a training, and brought back.
 """
@@ -9,15 +12,17 @@ import re
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 
 import psutil
 
 from benchmarks.kernel import Kernel, kernel
-from benchmarks.measure import Figure
-from benchmarks.memory import pss
+from benchmarks.measure import Figure, pss
 from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.outcome import failure_in
@@ -46,6 +51,7 @@ PREPARE = {
 
 NUM_ROUNDS = 100
 NUM_KILLS = 20
+KILLS = f"in {NUM_KILLS} kills"
 NAMED_SECONDS = 1.0
 FREED_SECONDS = 2.0
 
@@ -111,7 +117,10 @@ def one_raises(cluster: Cluster, wait: str, culprit: int, num_before: int = 0) -
     )
 
 
-def measure() -> list[Figure]:
+def measure(minutes: float = 0) -> list[Figure]:
+    """Measure faults one by one, or with ``minutes`` how long a day's work in turns lasts."""
+    if minutes:
+        return lasting(minutes)
     figures = []
     for num_ranks in (2, 3):
         figures += freed(num_ranks)
@@ -178,13 +187,14 @@ TRAIN = textwrap.dedent(
     """
 ).lstrip()
 
-STATE = """import json, ddpnb
+PROCESSES = """import json
 from ddpnb.session.session import this_session
 cluster = this_session()._cluster
 print(json.dumps({"pids": [state.pid for state in cluster.states],
- "server": cluster.processes.server.pid,
- "done": [int(n) for n in ddpnb.pull("num_done.item()").values()],
- "kept": list(ddpnb.pull("kept").values())}))
+ "server": cluster.processes.server.pid}))
+"""
+DONE = """import json, ddpnb
+print(json.dumps([int(n) for n in ddpnb.pull("num_done.item()").values()]))
 """
 
 DEAD = """exits = cluster.exits.items()
@@ -230,7 +240,7 @@ def killed() -> list[Figure]:
 
 def kill_and_bring_back(running: Kernel, victim: int) -> tuple[float, float, bool]:
     """Return how long the cell took to end, how long the restart, and whether all was right."""
-    state = running.value(STATE)
+    state, before = running.value(PROCESSES), running.value(DONE)
     killed_at: list[float] = []
 
     def kill() -> None:
@@ -260,14 +270,81 @@ def kill_and_bring_back(running: Kernel, victim: int) -> tuple[float, float, boo
     )  # fmt: skip
     running.run(BUILD.replace("%%ddp", f"%%rank {victim}"))
     running.run(TRAIN.format(num_steps=5))
-    done = running.value(STATE)["done"]
-    goes_on = done == [reached + 5] * 3 and reached > max(state["done"])
+    done = running.value(DONE)
+    goes_on = done == [reached + 5] * 3 and reached > max(before)
     return reported, back, is_named and are_kept and goes_on
+
+
+MEET = "import torch.distributed as dist\n"
+WORK = {
+    "a cell": "%%ddp\nx = rank",
+    "a comparison": "%ddp_compare ddp async --task digits --epochs 1",
+    "a raise": f"%%ddp\n{MEET}if rank == 1: raise ValueError('on purpose')\ndist.barrier()",
+    "a rank left out": f"%%ddp\n{MEET}if rank == 1: dist.barrier()",
+    "a kill": f"%%ddp\nimport os\n{MEET}if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()",
+    "an interrupt": f"%%ddp\nimport time\n{MEET}if rank == 1: dist.barrier()\ntime.sleep(60)",
+    "a restart": "%ddp_restart -n 2",
+}
+"""What a class does, and what goes wrong in it; each leaves a group that works."""
+FAILS = ("a raise", "a rank left out", "a kill", "an interrupt")
+SUM = f"%%ddp\nimport torch\n{MEET}total = torch.ones(1)\ndist.all_reduce(total)\nassert total == 2"
+
+
+def lasting(minutes: float) -> list[Figure]:
+    """Work in two notebooks at once, in a random order; look for what has grown."""
+    with kernel() as one, kernel() as other:
+        notebooks = (one, other)
+        for running in notebooks:
+            running.run("%load_ext ddpnb\n%ddp_start -n 2 --device cpu")
+            for name in WORK:  # what is allocated once is allocated now
+                work(running, name)
+        before = [used(running) for running in notebooks]
+        end = time.monotonic() + 60 * minutes
+        with ThreadPoolExecutor(len(notebooks)) as pool:
+            counts = list(pool.map(partial(work_until, end), notebooks, range(len(notebooks))))
+        after = [used(running) for running in notebooks]
+        for running in notebooks:
+            running.run("%ddp_stop")
+    done = {name: sum(count[name] for count in counts) for name in WORK}
+    figures = [growth(*each) for each in zip(before, after, strict=True)]
+    said = ", ".join(f"{num} times {name}" for name, num in done.items())
+    of = f"in {minutes:g} minutes of work in two notebooks"
+    return [
+        Figure(
+            name=f"a group works after each, {of}", unit="", ours=[sum(done.values())], note=said
+        ),
+        *(replace(each, name=each.name.replace(KILLS, of)) for each in figures),
+    ]
+
+
+def work_until(end: float, running: Kernel, seed: int) -> Counter[str]:
+    """Do random work until a moment; return how often each was done."""
+    chance, done = random.Random(seed), Counter[str]()
+    while time.monotonic() < end:
+        name = chance.choice(list(WORK))
+        work(running, name)
+        done[name] += 1
+    return done
+
+
+def work(running: Kernel, name: str) -> None:
+    """Do one thing, and see that a group works afterwards."""
+    timer = threading.Timer(2, running.interrupt)
+    if name == "an interrupt":
+        timer.start()
+    try:
+        running.run(WORK[name])
+    except RuntimeError:
+        if name not in FAILS:
+            raise
+    if name == "a kill":
+        running.run("%ddp_restart --ranks 1")
+    running.run(SUM)
 
 
 def used(running: Kernel) -> Mapping[str, float]:
     """Return what the processes that have lived all along hold."""
-    state = running.value(STATE)
+    state = running.value(PROCESSES)
     server = psutil.Process(state["server"])
     (controller,) = (
         child
@@ -297,7 +374,7 @@ def growth(before: Mapping[str, float], after: Mapping[str, float]) -> Figure:
     most = max(before, key=lambda what: after[what] / before[what])
     counts = f"{len(before)} counts of processes, memory, threads and descriptors"
     return Figure(
-        name=f"what grew most in {NUM_KILLS} kills, of {counts}",
+        name=f"what grew most {KILLS}, of {counts}",
         unit="MB" if "MB" in most else "",
         ours=[after[most]],
         theirs=[before[most]],

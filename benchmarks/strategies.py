@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.measure import Figure
+from ddpnb.protocol.messages import StepEvent
 from ddpnb.rank.meter import Meter
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy

@@ -7,8 +7,8 @@ second one.  The first one trains traced, and then with the trace off again.
 import textwrap
 
 from benchmarks.kernel import Kernel, kernel
-from benchmarks.loop import rate_in
 from benchmarks.measure import Figure
+from benchmarks.work import rate_in
 
 NUM_ROUNDS = 15
 NUM_STEPS = 100

@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, field
 
 import psutil
 
-from benchmarks.comparison import COMPARE, SCRIPT
-from benchmarks.loop import LOOP, rate_in
-from benchmarks.memory import pss
+from benchmarks.measure import pss
 from benchmarks.peers import DDPNB, PEERS, CannotError, NotebookOf, Peer, notebook
 from benchmarks.table import README, RESULTS, machine
+from benchmarks.work import COMPARE, LOOP, SCRIPT, rate_in
 
 RESULT = RESULTS / "versus.json"
 READMES = (README, README.parents[1] / "README.md")
@@ -213,20 +212,20 @@ def _left_behind(opened: NotebookOf) -> float:
 def _comparison_rate(opened: NotebookOf) -> float:
     """Return what ``ddp`` trains in a comparison, and by hand with torchrun elsewhere."""
     if opened.peer is DDPNB:
-        opened.run(COMPARE)
+        opened.run(COMPARE, 300)
         return rate_in(opened.printed)
-    opened.cell(SCRIPT.replace("dist.init_process_group", "# dist.init_process_group", 1))
+    opened.cell(SCRIPT.replace('dist.init_process_group("gloo")', ""), 300)
     return rate_in(opened.printed)
 
 
 def _first_picture(opened: NotebookOf) -> float:
-    opened.run("%%ddp_compare dp ddp async --task digits --epochs 4")
+    opened.run("result = %ddp_compare dp ddp async --task digits --epochs 4", 120)
     return opened.first_picture or float("nan")
 
 
 def _wall_over_training(opened: NotebookOf) -> float:
     wall = opened.run("result = %ddp_compare dp ddp async --task digits --epochs 20", 120)
-    opened.run("print('\\nrate', result.to_frame().train_seconds.sum())")
+    opened.run("print('\\nrate', result.to_frame().seconds.sum())")
     return wall / rate_in(opened.printed)
 
 

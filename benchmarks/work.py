@@ -1,20 +1,43 @@
-"""Does ``ddp`` in a comparison train as fast as a script written by hand, under ``torchrun``?
+"""What do ranks train in several benchmarks, in a cell, in a comparison and by hand?"""
 
-The same model, data, batches and optimizer; the script logs nothing, the comparison trains its
-baseline first, records every step, draws and stores.
-"""
-
-import tempfile
+import re
 import textwrap
-from pathlib import Path
-
-from benchmarks.kernel import kernel
-from benchmarks.loop import rate_in, torchrun_rate
-from benchmarks.measure import Figure, in_turns
 
 NUM_EPOCHS = 20
-ROUNDS = 7
 
+LOOP = textwrap.dedent(
+    """
+    import time
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(), nn.Linear(1024, 10),
+    )
+    net = DistributedDataParallel(net)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.01)
+    images, targets = torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))
+
+    def steps(num):
+        for _ in range(num):
+            sgd.zero_grad()
+            nn.functional.cross_entropy(net(images), targets).backward()
+            sgd.step()
+
+    steps(20)
+    dist.barrier()
+    began = time.perf_counter()
+    steps(200)
+    dist.barrier()
+    rate = 200 * 64 * dist.get_world_size() / (time.perf_counter() - began)
+    if dist.get_rank() == 0:
+        print("rate", rate, flush=True)
+    """
+)
 TASK = textwrap.dedent(
     """
     import torch
@@ -80,21 +103,5 @@ SCRIPT = TASK + textwrap.dedent(
 )
 
 
-def measure() -> list[Figure]:
-    with kernel() as running, tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "script.py"
-        script.write_text(SCRIPT)
-        running.run("%load_ext ddpnb\n%ddp_start -n 2")
-        ours, theirs = in_turns(
-            lambda: rate_in(running.run(COMPARE)), lambda: torchrun_rate(script), ROUNDS
-        )
-        running.run("%ddp_stop")
-    return [
-        Figure(
-            name="ddp in %%ddp_compare against a script by hand under torchrun, 2 ranks",
-            unit="samples/s",
-            ours=ours,
-            theirs=theirs,
-            limit=">= 0.98",
-        )
-    ]
+def rate_in(text: str) -> float:
+    return float(re.findall(r"rate ([\d.]+)", text)[-1])
