@@ -24,9 +24,6 @@ from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluation
 from ddpnb.protocol.notation import Target
 
-StalenessCounts = NDArray[np.int64]
-"""How many updates had staleness 0, 1, 2 ..."""
-
 SHORT_SECONDS = 4.0
 """A run's speed is not measured well in less."""
 
@@ -201,7 +198,7 @@ def log_ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[f
     return [math.log(ours[repeat] / theirs[repeat]) for repeat in ours if repeat in theirs]
 
 
-def staleness_counts(runs: Sequence[RunSnapshot]) -> StalenessCounts:
+def staleness_counts(runs: Sequence[RunSnapshot]) -> NDArray[np.int64]:
     """Return how many updates had staleness 0, 1, 2 ..., over all runs."""
     counts = zip_longest(*(run.staleness for run in runs), fillvalue=0)
     return np.array([sum(each) for each in counts], dtype=np.int64)

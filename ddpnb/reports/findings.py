@@ -187,10 +187,6 @@ def _staleness(summary: StrategySummary) -> Cell:
     return Cell(text=f"{summary.staleness_median:g} / {summary.staleness_max:g}")
 
 
-def _lost(summary: StrategySummary) -> Cell:
-    return Cell(text=number(summary.num_lost_samples or math.nan))
-
-
 class Quantity(NamedTuple):
     """A column after the first."""
 
@@ -216,7 +212,10 @@ QUANTITIES: Mapping[str, Quantity] = {
     "exposed": Quantity("share of a step in which a rank exchanges tensors or waits", _exposed),
     "sent per step": Quantity("by one worker", lambda s: Cell(text=size(s.split.num_bytes_sent))),
     "staleness": Quantity("updates by others between reading parameters and updating", _staleness),
-    "samples lost": Quantity("handed out to a rank that died", _lost),
+    "samples lost": Quantity(
+        "handed out to a rank that died",
+        lambda s: Cell(text=number(s.num_lost_samples or math.nan)),
+    ),
     "memory per rank": Quantity("bytes of the rank that holds most", _memory),
 }
 

@@ -6,12 +6,7 @@ from dataclasses import replace
 
 from ddpnb.history.comparison import Comparison, body_of
 from ddpnb.history.model import RunSnapshot, Status
-from ddpnb.history.summary import (
-    SHORT_SECONDS,
-    StrategyKey,
-    StrategySummary,
-    group_runs,
-)
+from ddpnb.history.summary import SHORT_SECONDS, StrategyKey, StrategySummary, group_runs
 from ddpnb.history.tuning import has_diverged, tried
 from ddpnb.protocol.catalogue import CELL_TASK
 from ddpnb.protocol.messages import RunSpec
@@ -38,11 +33,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def short(value: float) -> str:
-    """Return ``value`` in at most five characters, e.g. ``17.1k``; beyond 1e15, e.g. ``2.5e17``."""
-    if not math.isfinite(value):
-        return number(value)
-    if abs(value) >= 0.9995e15:
-        return f"{value:.2g}".replace("e+", "e")
+    """Return ``value`` in few characters, e.g. ``17.1k``."""
     for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * unit:
             return f"{number(value / unit)}{letter}"
@@ -73,8 +64,6 @@ def percent(share: float, decimals: int = 0) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time span, rounded to seconds, e.g. ``12 s`` or ``3 min 20 s``."""
-    if not math.isfinite(seconds):
-        return NOTHING
     minutes, rest = divmod(max(round(seconds), 0), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min"

@@ -97,16 +97,11 @@ class Sheet:
         self.figure = Figure(figsize=(width, self.height), dpi=DPI, facecolor="none")
         FigureCanvasAgg(self.figure)
         _add_paper(self.figure)
-        self.text(0.38, title, fontsize=TITLE_POINTS, color=INK, weight="bold")
-        for number, line in enumerate(lines):
-            y = TOP + height + NOTE_HEIGHT * (number + 0.5)
-            self.text(y, line, fontsize=SMALL_POINTS - 1, color=MUTED)
-
-    def text(self, down: float, text: str, **look: Any) -> "Text":
-        """Write a line at the left, so many inches below the upper edge."""
-        return self.figure.text(
-            LEFT / self.width, 1 - down / self.height, text, va="center", **look
-        )
+        look: dict[str, Any] = {"fontsize": TITLE_POINTS, "color": INK, "weight": "bold"}
+        for number, line in enumerate([title, *lines]):
+            down = TOP + height + NOTE_HEIGHT * (number - 0.5) if number else 0.38
+            self.figure.text(LEFT / width, 1 - down / self.height, line, va="center", **look)
+            look = {"fontsize": SMALL_POINTS - 1, "color": MUTED}
 
     def axes(
         self, height: float, *, down: float = 0.0, left: float = LEFT, right: float = RIGHT

@@ -65,9 +65,7 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
         notes=(
             "steps: the sum over all workers and repeats",
             "%ddp_plot NAME ... draws them; the part after the slash alone means the latest",
-        )
-        if runs
-        else ("%%ddp_compare trains and stores runs",),
+        ),
     )
 
 
@@ -104,10 +102,6 @@ HIDDEN = {
     *("models", "rates"),
 }
 """Fields of ``RunSpec`` that are no settings of a comparison."""
-BLOCK = (
-    "padding:.8em 1em;border-radius:.4em;background:rgba(128,128,128,.12);overflow:auto;"
-    "max-height:30em;max-width:60em"
-)
 
 
 @final
@@ -124,8 +118,7 @@ class Details(Shown):
     def html(self, images: str) -> str:
         """Return table and code."""
         code = self._code()
-        block = f'<pre tabindex="0" style="{BLOCK}"><code>{escape(code)}</code></pre>'
-        return super().html(images) + block * bool(code)
+        return super().html(images) + f"<pre>{escape(code)}</pre>" * bool(code)
 
     def _code(self) -> str:
         """Return the cell that repeats the comparison; of a hand-written loop, its cell."""

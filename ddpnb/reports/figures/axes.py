@@ -56,9 +56,6 @@ def marker(style: Style) -> Look:
     }
 
 
-# -- text ----------------------------------------------------------------------------------
-
-
 def shortened(label: str) -> str:
     """Return a label of at most ``LABEL_CHARACTERS``."""
     is_whole = len(label) <= LABEL_CHARACTERS

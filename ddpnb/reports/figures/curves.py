@@ -18,14 +18,7 @@ from ddpnb.history.curve import smoothed
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.rows import Floats
 from ddpnb.history.summary import evaluations
-from ddpnb.reports.figures.axes import (
-    Strategy,
-    marker,
-    prepare,
-    round_down,
-    round_up,
-    shortened,
-)
+from ddpnb.reports.figures.axes import Strategy, marker, prepare, round_down, round_up, shortened
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import Look
 from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS

@@ -7,16 +7,8 @@ from matplotlib.figure import Figure
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.summary import summarise
 from ddpnb.reports import kit
-from ddpnb.reports.figures.axes import (
-    Strategy,
-    shortened,
-)
-from ddpnb.reports.figures.curves import (
-    CurvePanel,
-    draw_curves,
-    held_out,
-    losses,
-)
+from ddpnb.reports.figures.axes import Strategy, shortened
+from ddpnb.reports.figures.curves import CurvePanel, draw_curves, held_out, losses
 from ddpnb.reports.figures.rows import (
     MEMORY,
     RANKS,
@@ -47,7 +39,7 @@ TICKS_WIDTH = 0.56
 """At the left of each panel, for the numbers on its y axis."""
 ROWS_BOTTOM = 0.86
 """For the ticks and the legend of rows."""
-ROW_HEIGHT, LEAST_ROW_HEIGHT, MANY_ROWS = 0.28, 0.24, 5
+ROW_HEIGHT = 0.26
 NAMES_LEFT, NAMES_RIGHT, ROW_GAP = 0.4, 0.4, 0.3
 """Left of the strategies' markers, right of their names, and between columns."""
 MOST_COLUMNS, MOST_HELD_OUT = 4, 3
@@ -80,7 +72,7 @@ def draw(
     num = len(names)
     texts = [shortened(text) for text, _ in names]
     curve_height = max(PANEL_HEIGHT, LABEL_HEIGHT * (num + 1))
-    row_height = max(num * (ROW_HEIGHT if num <= MANY_ROWS else LEAST_ROW_HEIGHT), 2 * ROW_HEIGHT)
+    row_height = max(num, 2) * ROW_HEIGHT
     height = TOP + len(bands) * (curve_height + PANELS_GAP)
     height += len(columns) * (row_height + ROWS_BOTTOM) + max(len(columns) - 1, 0) * HEAD
     sheet = Sheet(title(comparison), height - kit.TOP - kit.FOOT, width=WIDTH)

@@ -15,13 +15,7 @@ from matplotlib.patches import Rectangle
 from ddpnb.history.model import slowness
 from ddpnb.history.summary import staleness_counts
 from ddpnb.protocol.catalogue import BASELINE, CEILING
-from ddpnb.reports.figures.axes import (
-    Strategy,
-    marker,
-    prepare,
-    round_up,
-    shortened,
-)
+from ddpnb.reports.figures.axes import Strategy, marker, prepare, round_up, shortened
 from ddpnb.reports.formatting import number, percent, short, size
 from ddpnb.reports.kit import DPI, Look, legend
 from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, Style

@@ -9,6 +9,7 @@ import numpy as np
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
 from ddpnb.reports.formatting import counted, listed
 from ddpnb.reports.kit import (
+    MAX_RANKS,
     RANK_COLOURS,
     RIGHT,
     WIDTH,
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 MAX_CELLS = 40
 """Cells of a row in the picture."""
-MAX_RANKS, MAX_LISTED = 16, 24
-"""Ranks in the table, and samples that it lists for each."""
+MAX_LISTED = 24
+"""Samples that the table lists for each rank."""
 
 LABELS, SUMMARIES, ROW, TICKS = 1.2, 2.6, 0.42, 0.45
 """Inches: for the rows' names at the left and for their summaries at the right; of a row."""

@@ -5,13 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ddpnb.history.curve import (
-    MAX_POINTS,
-    Curve,
-    curve_of,
-    smoothed,
-    with_waiting,
-)
+from ddpnb.history.curve import MAX_POINTS, Curve, curve_of, smoothed, with_waiting
 from ddpnb.history.model import Run, Status
 from ddpnb.history.rows import EVENT, Records
 from ddpnb.protocol.messages import Parts, StepEvent, pack_step

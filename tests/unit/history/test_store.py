@@ -170,13 +170,14 @@ def test_a_file_that_is_no_database_or_no_folder_is_refused_in_one_sentence(tmp_
     with sqlite3.connect(tmp_path / "other" / FILE_NAME) as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(StoreError, match="another version of ddpnb"):
-        Store(tmp_path / "other")
     (tmp_path / FILE_NAME).write_text("not a database at all" * 100)
-    with pytest.raises(StoreError, match="not a database"):
-        Store(tmp_path)
-    with pytest.raises(StoreError, match="cannot be opened"):
-        Store(tmp_path / FILE_NAME / "runs")
+    for folder, why in (
+        ("other", "another version of ddpnb"),
+        (".", "not a database"),
+        (f"{FILE_NAME}/runs", "cannot be opened"),
+    ):
+        with pytest.raises(StoreError, match=why):
+            Store(tmp_path / folder)
 
 
 def test_a_full_disk_is_reported_and_pending_batches_are_kept(tmp_path: Path):

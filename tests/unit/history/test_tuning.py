@@ -114,11 +114,3 @@ def test_the_table_says_how_the_rates_were_chosen():
     assert "single 0.02: 0.300, 0.05: 0.350, 0.1: diverged; ddp 0.02: 0.400, 0.05: 0.300" in note
     unknown = compared(*[run("ddp", rate, NAN, num_held_out=0) for rate in RATES])
     assert "diverged" not in " ".join(notes(unknown, ()))
-
-
-def test_one_rate_for_all_changes_nothing():
-    runs = [fake_run(name, num_steps=20).snapshot() for name in ("single", "ddp")]
-    comparison = Comparison(comparison_id="id", name="digits-1").with_runs(runs)
-    assert comparison.all_runs == comparison.runs == tuple(runs)
-    assert "lr" not in [column.title for column in results_table(comparison).columns]
-    assert "is_compared" not in runs_frame(comparison)

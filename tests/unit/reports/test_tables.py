@@ -17,7 +17,7 @@ from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.inside.advice import advice
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
-from ddpnb.reports.reading import five_columns, how_to_read
+from ddpnb.reports.result import five_columns, how_to_read
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import Cell, Column, Table
 from tests.rank.ranks import make_state
@@ -46,7 +46,6 @@ def test_numbers_in_words():
     assert [number(v) for v in numbers] == ["0.118", "12,346", "0", "–", "1.50", "100"]
     assert [size(v) for v in (12, 49_380, 4.6e6, 2.5e9)] == ["12 B", "49 kB", "4.6 MB", "2.5 GB"]
     assert [short(v) for v in (17_123, 999.6, 2_500_000, 12)] == ["17.1k", "1.00k", "2.50M", "12.0"]
-    assert [short(v) for v in (3.1e13, 1e17, -2.54e20)] == ["31.0T", "1e17", "-2.5e20"]
     assert number(float("inf")) == "∞"
     assert percent(0.9611, 1) == "96.1 %"
     assert [duration(s) for s in (12.4, 200, 7260)] == ["12 s", "3 min 20 s", "2 h 1 min"]
