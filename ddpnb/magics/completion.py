@@ -44,7 +44,7 @@ BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
 
 
 @final
-class RankNames:
+class Completion:
     """Completes lines of the magics, and asks a rank in cells that run there.
 
     Args:

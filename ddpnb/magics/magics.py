@@ -25,7 +25,7 @@ from ddpnb.magics.arguments import (
     no_arguments,
     options,
 )
-from ddpnb.magics.completion import RankNames
+from ddpnb.magics.completion import Completion
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import options_of, read_options
@@ -59,7 +59,7 @@ class DdpMagics(Magics):
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
-        self.names = RankNames(shell, self)
+        self.completion = Completion(shell, self)
         self.panel: Panel | None = None
         self._own_cell = ""
 
@@ -408,7 +408,7 @@ def load(shell: InteractiveShell) -> None:
     """Register the magics and their completion."""
     magics = DdpMagics(shell)
     shell.register_magics(magics)
-    magics.names.install()
+    magics.completion.install()
     if removed := remove_leftovers():
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")
 
@@ -416,7 +416,7 @@ def load(shell: InteractiveShell) -> None:
 def unload(shell: InteractiveShell) -> None:
     """Stop the cluster, and take no part in completion any more."""
     magics = shell.magics_manager.registry["DdpMagics"]
-    magics.names.remove()
+    magics.completion.remove()
     if magics.panel is not None:
         magics.panel.close()
     this_session().stop()
