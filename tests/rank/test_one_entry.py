@@ -39,7 +39,8 @@ class Added(Strategy):
 
 IN_THE_KERNEL = """
 import sys
-from ddpnb.magics.arguments import catalogue_text, choices
+from ddpnb.magics.arguments import catalogue_text
+from ddpnb.magics.completion import choices
 from ddpnb.reports.style import style_of
 
 assert "one that was added" in catalogue_text() and "added:every=2" in catalogue_text()
