@@ -68,7 +68,7 @@ class NotebookLexer(PythonLexer):
     magic = bygroups(Keyword, Text)
     tokens = PythonLexer.tokens | {
         "root": [
-            (r"^(\s*[%!]+\w+)(.*\n)", magic),
+            (r"^(\s*[%!]+[\w/.]+)(.*\n)", magic),
             (r"(%ddp_\w+)(.*\n)", magic),
             *PythonLexer.tokens["root"],
         ]
