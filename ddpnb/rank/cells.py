@@ -233,10 +233,9 @@ class UnusedParametersError(RuntimeError):
 def explained(error: BaseException) -> BaseException:
     """Return an exception that names the parameters which DDP has no gradient of, if it says so."""
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-    frames = traceback.walk_tb(error.__traceback__)
-    models = [frame.f_locals.get("self") for frame, _ in frames]
-    for model in models if numbers else ():
-        if isinstance(model, DistributedDataParallel):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        model = frame.f_locals.get("self")
+        if numbers and isinstance(model, DistributedDataParallel):
             names = [
                 name
                 for name, parameter in model.module.named_parameters()
