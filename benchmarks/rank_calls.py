@@ -54,6 +54,7 @@ def _serve(rank: int, num_ranks: int, folder: Path, rendezvous: Path, pipe: Conn
         rank=rank,
         local_rank=rank,
         world_size=num_ranks,
+        local_world_size=num_ranks,
         pid=0,
         host="",
         device="cpu",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpnb.protocol.devices import CARDS, MODELS, num_devices
+from ddpnb.protocol.devices import CARDS, MODELS, count_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import Option, check_options, option
 
@@ -58,7 +58,7 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         check_options(self)
         if self.devices:
-            num = num_devices(self.devices)
+            num, _, _ = count_devices(self.devices)
             if self.num_ranks not in (None, num):
                 raise UserError(
                     f"--devices {self.devices} starts {num} ranks: leave -n {self.num_ranks} out."

@@ -16,13 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, final
 
+import psutil
+
 from ddpnb.history import query
 from ddpnb.history.comparison import Comparison, overlay
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Mark, MarkKind, RunHeader, RunReport, RunSpec
-from ddpnb.protocol.processes import is_alive, process_id, working_folder
+from ddpnb.protocol.processes import working_folder
 
 FILE_NAME = "runs.sqlite3"
 
@@ -31,6 +33,9 @@ FORMAT = 2
 
 WAIT_SECONDS = 5.0
 """How long to wait while another notebook writes."""
+
+SAME_SECONDS = 1.5
+"""Two readings of a process's start may differ by so much: the clock can be adjusted."""
 
 MAX_PENDING_BATCHES = 20_000
 """Batches kept in memory while the disk refuses them; later ones are lost, and counted so."""
@@ -143,7 +148,7 @@ class Store:
 
     def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
         """Store a run that is about to train, of a comparison that has begun."""
-        state = (_this_process(), run.status, to_text(run.spec) if run.spec else None)
+        state = (writer_of(psutil.Process()), run.status, to_text(run.spec) if run.spec else None)
         with self._write() as connection:
             connection.execute(
                 "INSERT INTO runs (id, comparison, name, repeat, created, writer, status, spec)"
@@ -321,7 +326,7 @@ def _stored_run(row: sqlite3.Row) -> StoredRun:
     fields = dict(row)
     writer, spec, header = (fields.pop(name) for name in ("writer", "spec", "header"))
     status = Status(fields.pop("status"))
-    if status is Status.RUNNING and not _is_written(writer):
+    if status is Status.RUNNING and not is_written(writer):
         status = Status.STOPPED
         fields["detail"] = "its kernel ended; kept up to the last flush"
     return StoredRun(
@@ -399,13 +404,19 @@ def _from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
         return made
 
 
-def _this_process() -> str:
-    """Return host, process id and start time of this process, as a run's writer."""
-    pid, began = process_id()
-    return f"{platform.node()} {pid} {began:.2f}"
+def writer_of(process: psutil.Process) -> str:
+    """Return host, process id and start time of a run's writer: process ids are used again."""
+    return f"{platform.node()} {process.pid} {process.create_time():.2f}"
 
 
-def _is_written(writer: str) -> bool:
+def is_written(writer: str) -> bool:
     """Return whether the kernel that wrote a run is alive; on another host, assume so."""
     host, pid, began = writer.rsplit(" ", 2)
-    return host != platform.node() or is_alive((int(pid), float(began)))
+    if host != platform.node():
+        return True
+    try:
+        found = psutil.Process(int(pid))
+        is_same = abs(found.create_time() - float(began)) < SAME_SECONDS
+        return bool(is_same and found.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

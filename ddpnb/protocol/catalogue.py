@@ -70,8 +70,6 @@ class StrategyEntry(Entry):
     look: Look
     aliases: tuple[str, ...] = ()
     """Its names in other libraries; a user who writes one is referred to the name here."""
-    is_asynchronous: bool = False
-    """Whether its updates have a staleness."""
     needs_shared_memory: bool = False
     """Whether its ranks must share memory, so that no link can lie between them."""
     across_hosts: str = ""
@@ -181,7 +179,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         import_path="ddpnb.rank.strategies.async_ps:AsyncParameterServer",
         look=Look("#832db6", "dash-dot", "D"),
         aliases=("ParameterServerStrategy",),
-        is_asynchronous=True,
         options={
             "bound": Option(
                 default=-1,
@@ -202,7 +199,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="lock-free updates of parameters in shared memory; CPU ranks only",
         import_path="ddpnb.rank.strategies.hogwild:Hogwild",
         look=Look("#c58ae8", "dotted", "d"),
-        is_asynchronous=True,
         needs_shared_memory=True,
         across_hosts="async",
         options={"momentum": _MOMENTUM, "timeout": _TIMEOUT},

@@ -165,8 +165,8 @@ MEASURED = "real"
 """In place of devices: the time is measured, though the ranks were started for devices."""
 
 
-def num_devices(text: str) -> int:
-    """Return how many devices ``"8xV100"`` names."""
+def count_devices(text: str) -> tuple[int, str, int]:
+    """Return the number of devices, the card and the number of hosts in ``"16xV100/2"``."""
     found = _DEVICES.fullmatch(text)
     if found is None:
         raise UserError(
@@ -177,18 +177,17 @@ def num_devices(text: str) -> int:
         raise UserError(f"--devices {text}: emulate 1 to {MAX_DEVICES} devices.")
     if found[2] and found[2] not in CARDS:
         raise one_of("card", found[2], CARDS)
-    return int(found[1])
+    num, num_hosts = int(found[1]), int(found[3] or 1)
+    if num_hosts < 1 or num % num_hosts:
+        raise UserError(f"--devices {text}: {num} devices cannot be shared by {num_hosts} hosts.")
+    return num, found[2] or "", num_hosts
 
 
 def parse_devices(
     text: str, *, model: str = "", compute: str = "", device_link: str = "", link: str = ""
 ) -> Devices:
     """Return the devices that the options name, as users write them."""
-    num, found = num_devices(text), _DEVICES.fullmatch(text)
-    assert found is not None, "num_devices has refused it"
-    card, num_hosts = found[2] or "", int(found[3] or 1)
-    if num_hosts < 1 or num % num_hosts:
-        raise UserError(f"--devices {text}: {num} devices cannot be shared by {num_hosts} hosts.")
+    num, card, num_hosts = count_devices(text)
     if card and not (model or compute):
         raise UserError(
             f"--devices {text} needs a model with published figures, --as {' | '.join(MODELS)}, "

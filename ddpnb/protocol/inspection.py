@@ -7,9 +7,6 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.trace import Span
 
-DEFAULT_CAP_MB = 25.0
-"""Torch's: then the first bucket has 1 MB, so that sending begins early."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectSpec:

@@ -27,6 +27,8 @@ class RankState:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
+    """How many ranks its host has."""
     pid: int
     host: str
     device: str
@@ -38,8 +40,6 @@ class RankState:
     """Whether another rank computes on the same GPU."""
     has_peer_access: bool | None = None
     """Whether its GPU reads the memory of the host's next one; None: there is none."""
-    local_world_size: int = 0
-    """How many ranks its host has; 0: all."""
     missing: tuple[str, ...] = ()
     """A sentence for each feature that is off because of a library's version."""
 

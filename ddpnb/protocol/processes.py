@@ -1,4 +1,4 @@
-"""Processes: their identity, the commands between them, and files that survive their death.
+"""Processes: the commands between them, and files that survive their death.
 
 Every process imports it; it imports neither torch nor IPython.
 """
@@ -15,13 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
-import psutil
-
-from ddpnb.protocol.connections import as_socket
 from ddpnb.protocol.errors import UserError
-
-ProcessId = tuple[int, float]
-"""A pid and when its process began (seconds since 1970), for pids are used again."""
 
 
 class KernelRequest(StrEnum):
@@ -68,30 +62,7 @@ class RankCommand(StrEnum):
     """End the run in progress after its current step; not answered with anything."""
 
 
-_SAME_SECONDS = 1.5
-"""Two readings of one start may differ by so much: the clock can be adjusted."""
 _PR_SET_PDEATHSIG = 1
-
-
-def process_id(pid: int | None = None) -> ProcessId:
-    """Return the identity of a process, by default of this one.
-
-    Raises:
-        psutil.NoSuchProcess: it has ended.
-    """
-    process = psutil.Process(pid)
-    return process.pid, process.create_time()
-
-
-def is_alive(process: ProcessId) -> bool:
-    """Return whether a process is alive; a zombie is not."""
-    pid, began = process
-    try:
-        found = psutil.Process(pid)
-        is_same = abs(found.create_time() - began) < _SAME_SECONDS
-        return bool(is_same and found.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
@@ -128,6 +99,26 @@ def limit_waits(
         timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         end.setsockopt(socket.SOL_SOCKET, option, timeval)
     return end
+
+
+def as_socket(fd: int) -> socket.socket:
+    """Return a copy of an open socket, by its descriptor.
+
+    The user may have set a default timeout: with it Python would make the socket non-blocking, for
+    all who use it.
+
+    Raises:
+        OSError: it has been closed, or is no socket.
+    """
+    copy, default = os.dup(fd), socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    finally:
+        socket.setdefaulttimeout(default)
 
 
 def die_with_parent() -> None:

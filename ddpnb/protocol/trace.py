@@ -60,11 +60,8 @@ SHOWN = tuple(name for name in COLLECTIVES if name not in ("send", "recv"))
 """What can be shown."""
 TRACE = "trace"
 """What else ``%ddp_show`` takes: the latest cell that was traced."""
-CHUNKED = ("reduce_scatter", "all_to_all")
-"""The collectives to which each rank gives one chunk for each rank."""
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
-REDUCTIONS = ("sum", "max", "min", "product")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +85,9 @@ class CollectiveSpec:
         "the rank that gives, or gets, everything; by default the first",
         example="RANK",
     )
-    op: str = option("sum", "what is computed", choices=REDUCTIONS, example="NAME")
+    op: str = option(
+        "sum", "what is computed", choices=("sum", "max", "min", "product"), example="NAME"
+    )
 
     def __post_init__(self) -> None:
         if self.name not in SHOWN:

@@ -19,8 +19,8 @@ from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
 from ddpnb.compat.ipykernel_internals import DescriptorStream
-from ddpnb.protocol.connections import Address
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
+from ddpnb.rank.connections import Address
 from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.shell import prepare

@@ -17,18 +17,12 @@ from torch.distributed import destroy_process_group, init_process_group  # not t
 
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import missing_features
-from ddpnb.protocol.connections import (
-    Address,
-    TcpConnection,
-    as_socket,
-    ends_of,
-    own_connections,
-    traffic_of,
-)
 from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.processes import as_socket
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.mismatch import MismatchCheck
+from ddpnb.rank.connections import Address, TcpConnection, ends_of, own_connections, traffic_of
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long the ranks wait for each other when they form a group."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
-from ddpnb.protocol.connections import Address
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.cancellation import is_consequence
+from ddpnb.rank.connections import Address
 from ddpnb.rank.group import Group
 from tests.rank.ranks import Ranks
 

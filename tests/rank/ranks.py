@@ -117,6 +117,7 @@ def make_state(rank: int, world_size: int) -> RankState:
         rank=rank,
         local_rank=rank,
         world_size=world_size,
+        local_world_size=world_size,
         pid=0,
         host="here",
         device="cpu",

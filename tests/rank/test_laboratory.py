@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpnb.protocol.devices import MODELS, num_devices
+from ddpnb.protocol.devices import MODELS, count_devices
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.scaling.calibrate import calibrate
 from ddpnb.scaling.model import step_seconds
@@ -113,7 +113,7 @@ MANY = CELL.replace("randn(96, 4)", "randn(1024, 4)")
 
 @pytest.mark.parametrize(("strategy", "model", "devices", "num_samples"), PUBLISHED)
 def test_cards_scale_as_others_have_measured(ranks, strategy, model, devices, num_samples):
-    num = num_devices(devices)
+    num, _, _ = count_devices(devices)
     chosen = {"source": MANY, "devices": devices, "as_": model, "compute": "", "link": ""}
     spec = spec_of(strategy, num, batch_size=num * num_samples, num_epochs=3, **chosen)
     found = last_seconds(ranks, spec, num)

@@ -19,7 +19,6 @@ catalogue.STRATEGIES["added"] = catalogue.StrategyEntry(
     about="one that was added",
     import_path="added_strategy:Added",
     look=catalogue.Look("#123456", "long", "$a$"),
-    is_asynchronous=True,
     options={"every": catalogue.Option(default=2, about="steps", least=1)},
 )
 """

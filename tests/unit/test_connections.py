@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from ddpnb.protocol.connections import Address, ends_of, own_connections
+from ddpnb.rank.connections import Address, ends_of, own_connections
 
 
 @pytest.fixture

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.protocol.connections import bytes_sent
-from ddpnb.protocol.trace import CHUNKED, Chunks, CollectiveShown, CollectiveSpec
+from ddpnb.protocol.trace import Chunks, CollectiveShown, CollectiveSpec
+from ddpnb.rank.connections import bytes_sent
 from ddpnb.rank.meter import synchronize, timed
 
 NUM_TIMED = 7
 """Calls of which the median is shown; one before is not timed."""
+CHUNKED = ("reduce_scatter", "all_to_all")
+"""The collectives to which each rank gives one chunk for each rank."""
 NUMBER_BYTES = 4
 FEW_CELLS = 8
 """Numbers of a tensor that are shown."""

@@ -24,13 +24,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.devices import Compute, Devices
-from ddpnb.protocol.inspection import DEFAULT_CAP_MB, Bucket, CapReport, InspectSpec
+from ddpnb.protocol.inspection import Bucket, CapReport, InspectSpec
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.trace import Lane, Span
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.inspect.subject import Subject, subject_of
+from ddpnb.rank.inspect.subject import DEFAULT_CAP_MB, Subject, subject_of
 from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges

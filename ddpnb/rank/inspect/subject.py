@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.errors import UserError, closest, kind_of, summary_of
-from ddpnb.protocol.inspection import DEFAULT_CAP_MB, Found, InspectSpec, ParameterSize
+from ddpnb.protocol.inspection import Found, InspectSpec, ParameterSize
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.base import OptimizerFactory, split_step
 from ddpnb.rank.tasks.batches import Shard, copied
 from ddpnb.rank.training.context import build_context
+
+DEFAULT_CAP_MB = 25.0
+"""Torch's: then the first bucket has 1 MB, so that sending begins early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self, final
 import torch
 from torch import Tensor
 
-from ddpnb.protocol.connections import as_socket
+from ddpnb.protocol.processes import as_socket
 
 _ALIGNMENT_BYTES = 64
 """One cache line."""

@@ -13,8 +13,7 @@ from typing import final
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
-from ddpnb.protocol.connections import as_socket
-from ddpnb.protocol.processes import limit_waits
+from ddpnb.protocol.processes import as_socket, limit_waits
 from ddpnb.rank.worker import Worker
 
 HELLO = struct.Struct("<q")

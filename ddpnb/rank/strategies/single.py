@@ -36,7 +36,7 @@ class Single(Strategy):
     def plan(self, state: RankState) -> Plan:
         """Rank 0 alone."""
         alone = Plan(num_ranks=1, num_workers=1, synchronous=True)
-        num_ranks = state.local_world_size or state.world_size
+        num_ranks = state.local_world_size
         if self._takes_all:
             return replace(alone, num_devices=num_ranks)
         if state.device != "cpu" or num_ranks == 1:

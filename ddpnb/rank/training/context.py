@@ -100,7 +100,7 @@ class RunContext:
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
-            local_world_size=self.state.local_world_size or self.state.world_size,
+            local_world_size=self.state.local_world_size,
             num_parts=self.plan.num_ranks,
             num_steps=num_steps,
             folder=self.folder,

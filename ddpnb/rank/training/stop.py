@@ -37,7 +37,7 @@ class Stop:
         plan, state = self.context.plan, self.context.state
         self._key = self.context.name("stop")
         self._is_alone = plan.num_ranks == 1 or not plan.synchronous or plan.num_steps_ahead is None
-        is_on_one_host = state.local_world_size in (0, state.world_size)
+        is_on_one_host = state.local_world_size == state.world_size
         self._every = 1 if is_on_one_host else STEPS_BETWEEN_LOOKS
         self._margin = 2 * (self.clock.num_steps_ahead + (plan.num_steps_ahead or 0) + self._every)
         self._last: int | None = None

@@ -9,7 +9,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.messages import Evaluating, RankState
+from ddpnb.protocol.messages import Evaluating
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.export.data import runs_frame
 from ddpnb.reports.findings import results_table
@@ -108,11 +108,7 @@ def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():
 
 
 def test_ranks_that_share_a_device_say_with_whom():
-    state = RankState(
-        **{"rank": 0, "local_rank": 0, "world_size": 2, "pid": 4000, "host": "lab"},
-        **{"device": "cuda:0", "device_name": "T4", "num_threads": 1, "backend": "gloo"},
-        shares_device=True,
-    )
+    state = replace(make_state(0, 2), device="cuda:0", pid=4000, shares_device=True)
     text = ranks_table([replace(state, rank=1), state]).text()
     assert "2 ranks ready" in text
     assert re.search(r"^0 +4000 .* shares cuda:0 with rank 1$", text, re.MULTILINE)

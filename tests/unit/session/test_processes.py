@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
 from ddpnb.cluster.run_folder import private_folder
+from ddpnb.history.store import is_written, writer_of
 from ddpnb.launcher import forkserver
 from ddpnb.launcher.forkserver import Forkserver
 from ddpnb.protocol.processes import (
@@ -25,8 +27,6 @@ from ddpnb.protocol.processes import (
     RankCommand,
     atomic_write,
     hold,
-    is_alive,
-    process_id,
 )
 
 
@@ -115,17 +115,17 @@ def test_a_rank_that_does_not_read_keeps_no_signal_from_it(served, monkeypatch):
         assert rank.wait(10) == -signal.SIGKILL
 
 
-def test_a_process_is_alive_until_it_ends_and_no_other_is_taken_for_it():
+def test_a_run_is_written_until_its_process_ends_and_by_no_other_of_its_number():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    pid, began = process_id(child.pid)
-    assert is_alive((pid, began))
-    assert is_alive((pid, round(began, 2)))
-    assert not is_alive((pid, began - 60))
+    writer = writer_of(psutil.Process(child.pid))
+    place, began = writer.rsplit(" ", 1)
+    assert is_written(writer)
+    assert not is_written(f"{place} {float(began) - 60}")
     child.kill()
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # nobody has reaped it yet
-    assert not is_alive((pid, began))
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # nobody has reaped it yet
+    assert not is_written(writer)
     child.wait(10)
-    assert not is_alive((pid, began))
+    assert not is_written(writer)
 
 
 def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: Path):

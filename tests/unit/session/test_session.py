@@ -22,6 +22,7 @@ STATES = tuple(
         rank=rank,
         local_rank=rank,
         world_size=2,
+        local_world_size=2,
         pid=100 + rank,
         host="here",
         device="cpu",

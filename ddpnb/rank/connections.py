@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ddpnb.protocol.processes import as_socket
+
 SETTLE_SECONDS: Final = 1.0
 """How long bytes may be on their way while they are counted."""
 
@@ -32,8 +34,6 @@ class TcpConnection(NamedTuple):
     """This process's end."""
     raddr: Address
     """The other end."""
-    inode: int
-    """What no other socket of this system has."""
 
 
 class Traffic(NamedTuple):
@@ -97,8 +97,7 @@ def own_connections() -> Iterator[TcpConnection]:
         # It may be closed meanwhile, no socket, or not connected.
         with contextlib.suppress(OSError), as_socket(fd) as end:
             if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
-                own, other = _address(end.getsockname()), _address(end.getpeername())
-                yield TcpConnection(fd, own, other, os.fstat(end.fileno()).st_ino)
+                yield TcpConnection(fd, _address(end.getsockname()), _address(end.getpeername()))
 
 
 def traffic_of(fd: int) -> Traffic | None:
@@ -117,33 +116,13 @@ def bytes_sent() -> int | None:
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
-        sockets = {each.inode: each.fd for each in own_connections()}
+        sockets = {(each.laddr, each.raddr): each.fd for each in own_connections()}  # each once
         found = [each for fd in sockets.values() if (each := traffic_of(fd))]
         if sockets and not found:
             return None
         if not any(each.is_under_way for each in found) or time.monotonic() > deadline:
             return sum(each.num_bytes_acked for each in found)
         time.sleep(0.001)
-
-
-def as_socket(fd: int) -> socket.socket:
-    """Return a copy of an open socket, by its descriptor.
-
-    The user may have set a default timeout: with it Python would make the socket non-blocking, for
-    all who use it.
-
-    Raises:
-        OSError: it has been closed, or is no socket.
-    """
-    copy, default = os.dup(fd), socket.getdefaulttimeout()
-    socket.setdefaulttimeout(None)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    finally:
-        socket.setdefaulttimeout(default)
 
 
 _TCP_INFO: Final = struct.Struct("=24xI92xQQ8xI")
