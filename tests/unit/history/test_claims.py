@@ -10,8 +10,8 @@ from ddpnb.history.claims import Ratio, accuracies_differ, ratio, ratios_of, sta
 from ddpnb.history.model import Run, Status
 from ddpnb.history.summary import summarise
 from ddpnb.reports.sentence import sentence
-from tests.unit.history.fake_runs import fake_comparison, fake_run
-from tests.unit.history.test_summary import compared, repeated
+from tests.unit.history.fake_runs import compared, fake_comparison, fake_run
+from tests.unit.history.test_summary import repeated
 
 NUM_COMPARISONS = 2_000
 STRATEGIES = ("single", "ddp", "async", "hogwild")
