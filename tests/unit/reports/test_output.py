@@ -31,12 +31,9 @@ def of_rank(shown: Shown, rank: int) -> list[str]:
     return [item[1] for ranks, item in shown if rank in ranks]
 
 
-def test_equal_lines_are_shown_once():
+def test_equal_lines_are_shown_once_and_split_by_no_line_that_one_rank_has_more():
     shown = merged(*["a\n\nb\n"] * 3)
     assert lines(shown) == [([0, 1, 2], line) for line in ("a", "", "b")]
-
-
-def test_a_line_that_one_rank_has_more_splits_no_pair():
     shown = merged("start\nonly here\nend\n", "start\nend\n")
     assert lines(shown) == [([0, 1], "start"), ([0], "only here"), ([0, 1], "end")]
 
@@ -69,10 +66,7 @@ def test_stdout_and_stderr_are_different_lines():
     for rank, stream in enumerate(("stdout", "stderr")):
         merger.write(rank, stream, "x\n")
         merger.finish(rank)
-    assert [(ranks, kind) for ranks, (kind, _) in taken(merger)] == [
-        ([0], "stdout"),
-        ([1], "stderr"),
-    ]
+    assert taken(merger) == [([0], ("stdout", "x")), ([1], ("stderr", "x"))]
 
 
 def test_a_line_may_come_in_pieces():

@@ -71,7 +71,6 @@ def test_the_scores_in_text():
     speed = r"\([\d,]+\) +\(1\.\d\d×\) +\(\d\d %\)"
     assert re.search(rf"dp \(emulated\) +{speed}", dp)
     assert "in brackets: emulated on CPU threads" in text
-    assert "emulated on CPU threads" in text
     assert re.search(r"async .* 1 / 3 .* 94\.7 %", text)
 
 
