@@ -62,12 +62,12 @@ def compared(*runs: Run) -> Comparison:
     return Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
 
 
-def header(run_spec: RunSpec, num_steps: int, synchronous: bool | None = None) -> RunHeader:
+def header(run_spec: RunSpec, num_steps: int) -> RunHeader:
     strategy = run_spec.strategy
     return RunHeader(
         run_id=run_spec.run_id,
         strategy=strategy,
-        synchronous=strategy != "async" if synchronous is None else synchronous,
+        synchronous=strategy != "async",
         num_workers=WORKERS.get(strategy, NUM_RANKS),
         num_ranks=NUM_REPORTING.get(strategy, NUM_RANKS),
         num_threads=1,

@@ -1,8 +1,8 @@
 """What does a run hold of what has arrived, and what is known of its ranks?"""
 
-from ddpnb.history.model import Run, Status, slowness
+from ddpnb.history.model import Run, Status
 from ddpnb.protocol.messages import RunReport
-from tests.unit.history.fake_runs import batch, fake_run, header, run_of, spec, step
+from tests.unit.history.fake_runs import batch, header, run_of, spec, step
 
 
 def a_run() -> Run:
@@ -35,16 +35,6 @@ def test_what_followed_a_last_step_is_a_part_of_it():
     assert snapshot.events["seconds"].tolist() == [1.0, 2.5, 1.0, 2.75]
     assert snapshot.seconds == snapshot.curve.seconds[-1] == 2.75
     assert [rank.seconds for rank in snapshot.ranks] == [2.5, 2.75]
-
-
-def test_a_slow_rank_makes_the_other_wait():
-    run = fake_run("ddp", num_steps=50, slow_rank=1).snapshot()
-    first, second = run.ranks
-    assert first.parts.waiting > 10 * second.parts.waiting
-    times = slowness(run.ranks)
-    assert times[0] == 1.0
-    assert times[1] > 1.15
-    assert slowness([]) == {}
 
 
 def test_a_long_run_is_measured_anew_once_it_has_grown_and_when_it_ends():

@@ -2,8 +2,7 @@
 
 import pytest
 
-from ddpnb.protocol.devices import Compute, parse_devices
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.devices import parse_devices
 from ddpnb.protocol.notation import parse_link, parse_slow
 from ddpnb.rank.laboratory.order import VirtualOrder
 from ddpnb.rank.laboratory.times import ComputeTimes
@@ -46,14 +45,6 @@ def test_a_slow_worker_takes_fewer_shards():
     took = [sum(rank == each for rank, _ in served(4, 400, slow)) for each in range(4)]
     assert took[0] / took[1] == pytest.approx(4, rel=0.25)
     assert served(4, 100, slow) == served(4, 100, slow)
-
-
-def test_a_card_needs_a_model_that_has_figures_on_it():
-    assert parse_devices("8xV100", model="resnet50").compute == Compute(2.74e-3, 9.3e-3)
-    assert parse_devices("4xT4", compute="0.4ms/sample,2ms").compute == Compute(0.4e-3, 2e-3)
-    for choices in ({}, {"model": "gpt2-small"}, {"compute": "4"}):
-        with pytest.raises(UserError):
-            parse_devices("8xV100", **choices)
 
 
 def test_a_ring_of_two_hosts_is_as_slow_as_the_link_between():

@@ -188,25 +188,19 @@ def curved(comparison: Comparison, *, accuracy: bool = True) -> Comparison:
     """The same with a held-out curve of five points, the trained model's included."""
     runs = []
     for run in comparison.runs:
-        total, seconds = run.num_samples, run.seconds
         points = tuple(
             Evaluation(
-                round(total * share),
-                seconds * share,
-                1.0 - share,
-                0.5 + 0.5 * share if accuracy else math.nan,
+                num_samples=round(run.num_samples * share),
+                seconds=run.seconds * share,
+                loss=1.0 - share,
+                accuracy=0.5 + 0.5 * share if accuracy else math.nan,
             )
             for share in (0.2, 0.4, 0.6, 0.8)
         )
-        reports = [
-            replace(
-                each,
-                evaluations=() if each.rank else points,
-                held_out_accuracy=each.held_out_accuracy if accuracy else math.nan,
-            )
-            for each in run.reports
-        ]
-        runs.append(replace(run, reports=tuple(reports)))
+        first, *others = run.reports
+        last = first.held_out_accuracy if accuracy else math.nan
+        first = replace(first, evaluations=points, held_out_accuracy=last)
+        runs.append(replace(run, reports=(first, *others)))
     return comparison.with_runs(runs)
 
 

@@ -50,10 +50,6 @@ def inspection_of(num_ranks: int, num_buckets: int = 2, **others) -> DdpInspecti
     return DdpInspection(title="net", reports=tuple(reports), **{"unused": {}, **others})
 
 
-def test_communication_is_hidden_where_the_rank_computes_and_exposed_elsewhere():
-    assert inspection_of(2).split() == pytest.approx((10 * MS, 4 * MS, 3 * MS))
-
-
 def test_a_bucket_is_drawn_from_the_end_of_the_one_ahead():
     drawn = {span.name: span for span in one_by_one(spans_of(0))}
     assert drawn["bucket 1"].start == drawn["bucket 0"].end == 6 * MS

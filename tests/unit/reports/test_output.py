@@ -1,10 +1,8 @@
-import json
 import random
 import time
 
 import pytest
 
-from ddpnb.reports.displays import Displays
 from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Screen
 
 Shown = list[tuple[list[int], Item]]
@@ -116,18 +114,6 @@ def test_a_plain_line_below_bars_finishes_them():
     assert screen.lines() == ["2/2"]
     assert merged("a\r\n") == [([0], ("stdout", "a"))], "a line's end on Windows"
     assert Screen("stdout").write("\x1b[31mred\x1b[0m\n") == [("stdout", "\x1b[31mred\x1b[0m")]
-
-
-def test_equal_displays_are_shown_once_and_different_ones_apart():
-    merger, displays = OutputMerger((0, 1)), Displays()
-    for rank in (0, 1):
-        same, own = {"text/html": "<b>same</b>"}, {"text/plain": str(rank)}
-        merger.add(rank, [displays.item(rank, "display", {"data": same, "metadata": {}})])
-        merger.add(rank, [displays.item(rank, "value", {"data": own})])
-        merger.finish(rank)
-    shown = taken(merger)
-    assert [ranks for ranks, _ in shown] == [[0, 1], [0], [1]]
-    assert json.loads(shown[0][1][1])["data"] == {"text/html": "<b>same</b>"}
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -64,18 +64,6 @@ def test_a_result_is_not_shown_twice_in_one_cell(result: ComparisonResult):
         InteractiveShell.clear_instance()
 
 
-def test_frames_have_one_row_per_run_and_per_step(result: ComparisonResult):
-    frame, steps = result.to_frame(), result.steps()
-    assert frame["strategy"].tolist() == ["single", "dp", "ddp", "async"]
-    assert frame["num_steps"].tolist() == [60, 60, 120, 120]
-    assert frame["held_out_accuracy"].notna().all()
-    ratio = frame["samples_per_second"] / frame["samples_per_second"][0]
-    assert frame["speed_up"].tolist() == pytest.approx(ratio.tolist())
-    assert len(steps) == 360
-    assert steps.loc[steps.strategy == "single", "staleness"].isna().all()
-    assert steps.loc[steps.strategy == "async", "staleness"].max() == 3
-
-
 def test_metrics_of_ones_own_are_columns():
     run = Run(run_id="m", name="mine")
     steps = [step(0, 1.0, 1.0), step(1, 2.0, 1.0)]
