@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from ddpnb.session.training import Training
 from tests.cluster.rig import (
     ALL_REDUCE,
     DYNAMO,
-    Ended,
     begin,
     finish,
     knock,
@@ -32,6 +31,7 @@ from tests.cluster.rig import (
     run,
     shown,
     started_on_hosts,
+    stop_when,
     wait_until,
     wait_until_gone,
 )
@@ -230,20 +230,12 @@ def test_the_ranks_are_of_use_after_calls_that_do_not_match_across_hosts(cluster
 def test_a_rank_that_is_stopped_on_another_host_is_named(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "timeouts", replace(cluster.timeouts, silent_after_seconds=1.0))
     cell = reducing(cluster, tmp_path)
-    pid = cluster.states[3].pid
-
-    def interrupt() -> None:
-        wait_until(lambda: bool(cell.notes), "a note", timeout=60)
-        cell.watch.stop_requested = True
-
-    thread = threading.Thread(target=interrupt)
-    psutil.Process(pid).suspend()
+    stopped = psutil.Process(cluster.states[3].pid)
+    stopped.suspend()
     try:
-        thread.start()
-        finish(cell)
+        stop_when(lambda: bool(cell.notes), cell)
     finally:
-        thread.join()
-        psutil.Process(pid).resume()
+        stopped.resume()
     assert "Rank 3 " in cell.notes[0]
     assert pull(cluster, "kept") == [f"of rank {rank}" for rank in range(4)]
     assert total(cluster) == [4.0] * 4
@@ -421,17 +413,6 @@ def reducing(cluster: Cluster, folder: Path, source: str = REDUCE_FOR_EVER):
     cell = begin(cluster, source.format(sign=f"{folder}/"))
     wait_until(lambda: len(list(folder.iterdir())) == 4, "all ranks in the cell")
     return cell
-
-
-def stop_when(is_there: Callable[[], bool], cell: Ended) -> None:
-    """Interrupt a cell once ranks are there, and see it end."""
-
-    def stop() -> None:
-        wait_until(is_there, "ranks in the cell")
-        cell.watch.stop_requested = True
-
-    threading.Thread(target=stop).start()
-    finish(cell)
 
 
 def wait_until_it_trains(training: Training) -> None:
