@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.history.model import RunSnapshot
 from ddpnb.history.store import Store
 from ddpnb.hosts import processes, ssh
 from ddpnb.protocol.errors import UserError
@@ -183,17 +184,7 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
 def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy, monkeypatch):
     training = prepare(cluster, Store(tmp_path), a_comparison(strategy, num_epochs=100_000))
     monkeypatch.setattr("ddpnb.session.training.GRACE_SECONDS", SECONDS)
-
-    def stop_later() -> None:
-        try:
-            wait_until_it_trains(training)
-        finally:
-            training.stop()
-
-    thread = threading.Thread(target=stop_later)
-    thread.start()
-    (found,) = training.run().comparison.runs
-    thread.join()
+    found = trained(training, training.stop)
     assert (found.status, found.detail) == ("stopped", "stopped by the user")
     assert strategy == "async" or len({report.num_steps for report in found.reports}) == 1
     assert any(report.held_out_accuracy > 0 for report in found.reports)
@@ -323,15 +314,7 @@ def test_a_killed_relay_takes_agent_ranks_and_files_along(cluster, hosts, tmp_pa
 def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_path, capsys):
     training = prepare(cluster, Store(tmp_path), a_comparison("async", num_epochs=300))
     (agent,) = hosts.running("agent", "b")
-
-    def kill_later() -> None:
-        wait_until_it_trains(training)
-        agent.kill()
-
-    thread = threading.Thread(target=kill_later)
-    thread.start()
-    (found,) = training.run().comparison.runs
-    thread.join()
+    found = trained(training, agent.kill)
     assert found.status == "finished"
     assert {mark.rank for mark in found.marks} == {2, 3}
     assert "anks 2-3 died while the others continued" in capsys.readouterr().err
@@ -415,8 +398,20 @@ def reducing(cluster: Cluster, folder: Path, source: str = REDUCE_FOR_EVER):
     return cell
 
 
-def wait_until_it_trains(training: Training) -> None:
+def trained(training: Training, act: Callable[[], object]) -> RunSnapshot:
+    """Train one strategy, and act once some steps have come."""
+
     def has_begun() -> bool:
         return any(len(run.events) > 40 for run in training.recorder.comparison.runs)
 
-    wait_until(has_begun, "some steps", timeout=60)
+    def act_later() -> None:
+        try:
+            wait_until(has_begun, "some steps", timeout=60)
+        finally:
+            act()
+
+    thread = threading.Thread(target=act_later)
+    thread.start()
+    (found,) = training.run().comparison.runs
+    thread.join()
+    return found
