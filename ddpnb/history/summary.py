@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from statistics import fmean, geometric_mean
 
 import numpy as np
@@ -209,12 +209,15 @@ def reported_metrics(run: RunSnapshot) -> Mapping[str, float]:
     return {name: value for each in run.reports for name, value in each.held_out_metrics.items()}
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Return median and range over repeats of the values that are not NaN."""
+def spread(values: Sequence[float], middle: float | None = None) -> Spread:
+    """Return the range over repeats of what is not NaN, around its median or another middle."""
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return Spread()
-    return _over_repeats(float(np.median(known)), known)
+    middle = float(np.median(known)) if middle is None else middle
+    if len(known) == 1:
+        return Spread(middle=middle)
+    return Spread(middle=middle, low=min(known), high=max(known))
 
 
 def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
@@ -277,6 +280,7 @@ def _summary(
     num_steps = sum(report.num_steps for report in reports)
     received = sum(report.num_bytes_received for report in reports)
     headers = [run.header for run in counted if run.header is not None]
+    scores = [_scores(run) for run in counted]
     is_computed = any(run.spec is not None and run.spec.is_emulated for run in counted)
     return StrategySummary(
         name=name,
@@ -286,7 +290,7 @@ def _summary(
         num_runs=len(counted),
         num_workers=max(map(_num_workers, counted), default=0),
         status=counted[-1].status,
-        samples_per_second=_over_repeats(level, list(rates.values())),
+        samples_per_second=spread(list(rates.values()), middle=level),
         rates=rates,
         tenths=tuple(tenths(counted[0].curve)) if len(counted) == 1 else (),
         ideal=ideal,
@@ -296,7 +300,10 @@ def _summary(
         machine=math.nan if name == BASELINE else ceiling / ideal,
         share_of_ceiling=math.nan if name == BASELINE else level / ceiling,
         split=step_split(counted),
-        scores=_spreads([_scores(run) for run in counted]),
+        scores={
+            name: spread([each.get(name, math.nan) for each in scores])
+            for name in dict.fromkeys(chain(*scores))
+        },
         num_held_out=max((report.num_held_out for report in reports), default=0),
         bytes_received=received / num_steps if received else math.nan,
         staleness_median=median,
@@ -344,18 +351,6 @@ def _reached(runs: Sequence[RunSnapshot], target: Target) -> list[tuple[float, f
             seconds, samples = time_to_target(run, target)
             found.append((never, never) if math.isnan(seconds) else (seconds, samples))
     return found
-
-
-def _over_repeats(middle: float, values: Sequence[float]) -> Spread:
-    """Return a number with the range of what it is the middle of, if that is several."""
-    if len(values) < 2 or math.isnan(middle):
-        return Spread(middle=middle)
-    return Spread(middle=middle, low=min(values), high=max(values))
-
-
-def _spreads(found: Sequence[Mapping[str, float]]) -> Mapping[str, Spread]:
-    names = dict.fromkeys(name for each in found for name in each)
-    return {name: spread([each.get(name, math.nan) for each in found]) for name in names}
 
 
 def _num_workers(run: RunSnapshot) -> int:

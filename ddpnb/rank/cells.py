@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, final
 
 import IPython
 from IPython.core.interactiveshell import ExecutionInfo
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.errors import UserError
@@ -190,6 +192,7 @@ def is_success(error: BaseException | None) -> bool:
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
     """Describe an exception that has just been caught, for the notebook."""
+    error = explained(error)
     return Failure(
         rank=engine.group.rank,
         name=type(error).__name__,
@@ -223,13 +226,38 @@ def said_by(error: BaseException) -> str:
     return text_of(error.msg if isinstance(error, SyntaxError) else error)
 
 
+class UnusedParametersError(RuntimeError):
+    """DDP waits for gradients of parameters that had no part in a loss."""
+
+
+def explained(error: BaseException) -> BaseException:
+    """Return an exception that names the parameters which DDP has no gradient of, if it says so."""
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        model = frame.f_locals.get("self")
+        if numbers and isinstance(model, DistributedDataParallel):
+            names = [
+                name
+                for name, parameter in model.module.named_parameters()
+                if parameter.requires_grad and name not in model.parameters_to_ignore
+            ]
+            unused = [names[int(number)] for number in numbers[1].split()]
+            more = f" and {len(unused) - 3} more" * (len(unused) > 3)
+            return UnusedParametersError(
+                f"{', '.join(unused[:3])}{more} had no part in the loss of the step before, and "
+                "DDP still waits for the gradients: make DDP with find_unused_parameters=True, or "
+                "leave out what no loss uses"
+            ).with_traceback(error.__traceback__)
+    return error
+
+
 def traceback_of(error: BaseException, shell: Any) -> list[str]:
     """Return the formatted traceback, from the user's first line on."""
     frames = from_first(error.__traceback__, is_users)
     is_for_users = isinstance(error, UserError | SystemExit)
     if isinstance(error, BdbQuit) or (is_for_users and frames is None):
         return []  # its message is enough
-    if isinstance(error, CollectiveMismatchError | UserError):
+    if isinstance(error, CollectiveMismatchError | UnusedParametersError | UserError):
         end_at_users(frames)
     own = (OWN_FOLDER, IPython.__path__[0])
     frames = frames or from_first(

@@ -89,6 +89,7 @@ class Sheet:
     ) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  0.3 s
         from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415
 
         characters = int((width - 2 * LEFT) * NOTE_CHARACTERS_PER_INCH)
         lines = [line for note in notes for line in textwrap.wrap(note, characters)]
@@ -96,7 +97,18 @@ class Sheet:
         self.height = TOP + height + NOTE_HEIGHT * len(lines) + FOOT
         self.figure = Figure(figsize=(width, self.height), dpi=DPI, facecolor="none")
         FigureCanvasAgg(self.figure)
-        _add_paper(self.figure)
+        paper = FancyBboxPatch(  # white, so that it suits light and dark notebooks
+            (0.17, 0.17),
+            width - 0.34,
+            self.height - 0.34,
+            boxstyle="round,pad=0.15,rounding_size=0.18",
+            facecolor=PAPER,
+            edgecolor=RULE,
+            linewidth=1.2,
+            zorder=-1,
+            transform=self.figure.dpi_scale_trans,
+        )
+        self.figure.add_artist(paper)
         look: dict[str, Any] = {"fontsize": TITLE_POINTS, "color": INK, "weight": "bold"}
         for number, line in enumerate([title, *lines]):
             down = TOP + height + NOTE_HEIGHT * (number - 0.5) if number else 0.38
@@ -116,25 +128,6 @@ class Sheet:
                 height / self.height,
             )
         )
-
-
-def _add_paper(figure: "Figure") -> None:
-    """Lay a white paper with round corners under a figure: it suits light and dark notebooks."""
-    from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415  0.3 s
-
-    width, height = figure.get_size_inches()
-    paper = FancyBboxPatch(
-        (0.17, 0.17),
-        width - 0.34,
-        height - 0.34,
-        boxstyle="round,pad=0.15,rounding_size=0.18",
-        facecolor=PAPER,
-        edgecolor=RULE,
-        linewidth=1.2,
-        zorder=-1,
-        transform=figure.dpi_scale_trans,
-    )
-    figure.add_artist(paper)
 
 
 # -- axes ----------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ from ddpnb.reports.formatting import duration, number, percent
 from ddpnb.reports.style import style_of
 from ddpnb.reports.table import QUIET, dot
 
-BAR = "display:inline-block;width:11em;height:.62em;border-radius:.31em;overflow:hidden;"
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +28,10 @@ class Progress:
 
     def html(self) -> str:
         """Return the line with a bar in the strategy's colour."""
-        width = f"{100 * self.share:.1f}%"
         return (
             '<div style="font-variant-numeric:tabular-nums;padding:.25em .2em;white-space:nowrap">'
-            f'<span role="progressbar" aria-valuemin="0" aria-valuemax="100" '
-            f'aria-valuenow="{100 * self.share:.0f}" '
-            f'style="{BAR}background:rgba(128,128,128,.28);margin-right:.8em">'
-            f'<span style="display:block;height:100%;width:{width};'
-            f'background:{self.colour}"></span></span>'
+            f'<progress value="{self.share:.3f}" style="width:11em;margin-right:.8em;'
+            f'accent-color:{self.colour}"></progress>'
             f"{dot(self.colour)}{escape(self.text)}"
             f'<div style="{QUIET}">{escape(self.quiet)}</div></div>'
         )

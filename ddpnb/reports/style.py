@@ -3,12 +3,10 @@
 The colours, lines and markers of the strategies themselves are in ``catalogue.STRATEGIES``.
 """
 
-import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddpnb.protocol.catalogue import STRATEGIES, Dashes
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.protocol.options import check_options, option
 
@@ -31,9 +29,6 @@ class PlotOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.log and self.target is not None and self.target.value <= 0:
-            shown = f"{self.target.value:g}"
-            raise UserError(f"--log shows no loss of {shown}: choose a --target above 0.")
 
 
 EVERYTHING = PlotOptions()
@@ -132,7 +127,7 @@ def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
     Args:
         name: the strategy's or the loop's name; with options, ``"ddp:hook=fp16"``, a variant.
         among: all names drawn together; no two loops or variants of them look alike as long
-            as there are styles left.  A name alone always gets the same style.
+            as there are styles left.
         shade: 0 for the first comparison drawn; each further one is darker.
     """
     base, _, options = name.partition(":")
@@ -140,19 +135,9 @@ def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
         style = Style(*STRATEGIES[base].look)
     else:
         bases = {other.partition(":")[0] for other in (name, *among)} - STRATEGIES.keys()
-        style = SPARE_STYLES[_number(base, bases, len(SPARE_STYLES))]
+        style = SPARE_STYLES[sorted(bases).index(base) % len(SPARE_STYLES)]
     if options:  # a variant has other dashes than its strategy and its sisters
-        family = {other for other in (name, *among) if other.startswith(f"{base}:")}
+        family = sorted({other for other in (name, *among) if other.startswith(f"{base}:")})
         free = [dashes for dashes in LINES if dashes not in ("solid", style.dashes)]
-        number = _number(name, family, len(free))
-        style = replace(style, dashes=free[number], is_hollow=True)
+        style = replace(style, dashes=free[family.index(name) % len(free)], is_hollow=True)
     return replace(style, colour=_darkened(style.colour, 0.6**shade))
-
-
-def _number(name: str, names: Collection[str], num_numbers: int) -> int:
-    """Return a name's number, from a hash; none twice among ``names`` while there are any left."""
-    numbers: dict[str, int] = {}
-    for each in sorted(names):
-        free = [n for n in range(num_numbers) if n not in numbers.values()] or range(num_numbers)
-        numbers[each] = free[zlib.crc32(each.encode()) % len(free)]
-    return numbers[name]

@@ -14,8 +14,7 @@ from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.buckets import DdpInspection
-from ddpnb.reports.inside.causes import with_causes
-from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, find, measured
+from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, find, measured, with_causes
 from ddpnb.session.asking import ask
 from ddpnb.session.comparison import with_devices
 from ddpnb.session.errors import warn_stale

@@ -102,7 +102,7 @@ def test_the_figure_grows_in_sight_and_the_table_stands_at_the_end(lesson: Page)
 
     race.evaluate("cell => cell.scrollIntoView({block: 'start'})")
     seen: dict[str | None, str] = {}
-    progress = race.locator("[role=progressbar]")
+    progress = race.get_by_role("progressbar")
     progress.wait_for(timeout=10_000)
     while progress.count():
         is_new = (source := picture.get_attribute("src")) not in seen

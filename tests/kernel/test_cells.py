@@ -89,6 +89,28 @@ def test_an_error_makes_the_cell_fail_and_names_cell_and_line(kernel: Kernel):
     assert cell.error_text.count("Traceback") == 1
 
 
+UNUSED = """%%ddp
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(3, 3), nn.Linear(3, 3)
+    def forward(self, x):
+        return self.used(x)
+net = nn.parallel.DistributedDataParallel(Net())
+for step in range(2):
+    net(torch.ones(2, 3)).sum().backward()
+"""
+
+
+def test_a_parameter_that_no_loss_uses_is_named_in_a_few_lines(kernel: Kernel):
+    cell = kernel.run(UNUSED)
+    assert "UnusedParametersError: spare.weight, spare.bias had no part" in cell.error_text
+    assert "find_unused_parameters=True" in cell.error_text
+    assert cell.error_text.count("\n") < 25
+
+
 def test_a_syntax_error_shows_the_line(kernel: Kernel):
     cell = kernel.run("%%ddp\nx = 1\nfor i in range(3: pass")
     assert cell.error == "RankError"

@@ -1,5 +1,7 @@
 """Are the students' notebooks those that ``make student`` writes from the solutions?"""
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ from nbformat import NotebookNode
 
 from ddpnb.course.exercises import HINTS
 from ddpnb.course.in_notebook import CHECKS
+from ddpnb.history.store import FILE_NAME, Store
 from tests.lessons import NOTEBOOKS, SOLUTIONS, code_of, read
 
 
@@ -37,3 +40,14 @@ def test_every_exercise_has_its_check_its_hint_and_its_place():
     ]
     assert sorted(asked) == sorted(HINTS)
     assert set(CHECKS) < set(HINTS)
+
+
+def test_every_named_comparison_of_the_lessons_is_among_the_stored_runs(tmp_path: Path):
+    shutil.copy(NOTEBOOKS.parent / "data" / "lessons.sqlite3", tmp_path / FILE_NAME)
+    lines = [cell.source for path in SOLUTIONS for cell in code_of(path)]
+    named = {name for line in lines for name in re.findall(r"--name ([\w-]+)", line)}
+    store = Store(tmp_path)
+    assert {run.comparison for run in store.list()} >= named
+    race = store.load("race")
+    assert all(len(run.events) for run in race.runs)
+    store.close()

@@ -13,9 +13,10 @@ import hashlib
 import struct
 import threading
 import time
+import warnings
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
@@ -37,9 +38,9 @@ NOT_COMPARED = -1
 NUM_KEPT: Final = 64
 """Calls kept for each rank; a rank further behind finds nothing to compare with."""
 TEXT_BYTES: Final = 140
-_ENTRY: Final = struct.Struct(f"<{TEXT_BYTES}sIqQ")
-"""The text, the checksum, the size and the number of a call."""
-_KEY: Final = struct.Struct("<IqQ")
+_ENTRY: Final = struct.Struct(f"<{TEXT_BYTES}sIIqQ")
+"""The text, the checksum, the shape's, the size and the number of a call."""
+_KEY: Final = struct.Struct("<IIqQ")
 """Its end, which is compared."""
 _RANK_BYTES: Final = NUM_KEPT * _ENTRY.size
 POLL_SECONDS = 0.001
@@ -144,6 +145,8 @@ class Entry(NamedTuple):
 
     checksum: int
     """Of its name, root and type."""
+    shape: int
+    """A checksum too.  Other shapes of one size may meet, with a warning."""
     size: int
     """Numbers in its tensors, or ``NOT_COMPARED``: ``[4]`` and ``[2, 2]`` match, as flat memory."""
     text: str
@@ -161,7 +164,7 @@ def entry_of(call: Call, ranks: Sequence[int]) -> Entry:
     if call.root != NO_ROOT:
         name = f"{name} {call.collective.root_is} rank {ranks[call.root]}"
     if not tensors:
-        return Entry(zlib.crc32(name.encode()), NOT_COMPARED, name)
+        return Entry(zlib.crc32(name.encode()), 0, NOT_COMPARED, name)
     size = sum(each.numel() for each in tensors) if call.are_sizes_equal else NOT_COMPARED
     return _entry(name, tensors[0].dtype, size, tensors[0].shape)
 
@@ -170,7 +173,7 @@ def entry_of(call: Call, ranks: Sequence[int]) -> Entry:
 def _entry(name: str, dtype: torch.dtype, size: int, shape: tuple[int, ...]) -> Entry:
     kind = torch.empty(0, dtype=dtype).type().split(".")[-1].removesuffix("Tensor")
     checksum = zlib.crc32(f"{name} {kind}".encode())
-    return Entry(checksum, size, f"{name} with {kind} {list(shape)}")
+    return Entry(checksum, hash(shape) % 2**32, size, f"{name} with {kind} {list(shape)}")
 
 
 @final
@@ -215,20 +218,28 @@ class CollectiveLog:
         with self._lock:
             self._num_calls = number = self._num_calls + 1
             start = number % NUM_KEPT * _ENTRY.size
-            _ENTRY.pack_into(shared, self._own + start, text.encode(), checksum, size, number)
+            _ENTRY.pack_into(
+                shared, self._own + start, text.encode(), checksum, entry.shape, size, number
+            )
         with self._lock:
             start += TEXT_BYTES
             seen = [_KEY.unpack_from(shared, other + start) for other in self._others]
-        for other_checksum, other_size, other_number in seen:
-            if other_number == number and (other_checksum != checksum or other_size != size):
+        for other_checksum, other_shape, other_size, other_number in seen:
+            if other_number != number:
+                continue
+            if other_checksum != checksum or other_size != size:
                 self._settle(entry, number)
+            elif other_shape != entry.shape and size != NOT_COMPARED:
+                calls = _spoken(self._entries(number))
+                warnings.warn(f"{calls}: numbers meet as they lie in memory", stacklevel=2)
+                return
 
     def take_back(self, *, is_certain: bool = True) -> None:
         """Undo the last ``write``: the call was refused, or, not certain, it was interrupted."""
         self._is_certain = self._is_certain and is_certain
         with self._lock:
             start = self._own + self._num_calls % NUM_KEPT * _ENTRY.size
-            _KEY.pack_into(self._shared, start + TEXT_BYTES, 0, 0, 0)
+            _KEY.pack_into(self._shared, start + TEXT_BYTES, 0, 0, 0, 0)
             self._num_calls -= 1
 
     def _settle(self, entry: Entry, number: int) -> None:
@@ -241,16 +252,7 @@ class CollectiveLog:
                 return
             seen |= found
             time.sleep(POLL_SECONDS)
-        calls: dict[str, list[int]] = {}
-        for rank in sorted(seen):
-            calls.setdefault(seen[rank].text, []).append(rank)
-        parts = [
-            f"{spoken_ranks(callers)} {'calls' if len(callers) == 1 else 'call'} {call}"
-            for call, callers in calls.items()
-        ]
-        raise CollectiveMismatchError(
-            f"the calls of the ranks do not match: {', but '.join(parts)}"
-        )
+        raise CollectiveMismatchError(f"the calls of the ranks do not match: {_spoken(seen)}")
 
     def _entries(self, number: int) -> dict[int, Entry]:
         """Return by rank the calls of a number that have been written, each with its line."""
@@ -258,7 +260,19 @@ class CollectiveLog:
         for place, rank in enumerate(self.ranks):
             start = place * _RANK_BYTES + number % NUM_KEPT * _ENTRY.size
             with self._lock:
-                text, checksum, size, written = _ENTRY.unpack_from(self._shared, start)
+                text, checksum, shape, size, written = _ENTRY.unpack_from(self._shared, start)
             if written == number:
-                found[rank] = Entry(checksum, size, text.rstrip(b"\0").decode(errors="replace"))
+                said = text.rstrip(b"\0").decode(errors="replace")
+                found[rank] = Entry(checksum, shape, size, said)
         return found
+
+
+def _spoken(entries: Mapping[int, Entry]) -> str:
+    """Return who makes which call, e.g. ``"rank 0 calls ... , but rank 1 calls ..."``."""
+    calls: dict[str, list[int]] = {}
+    for rank in sorted(entries):
+        calls.setdefault(entries[rank].text, []).append(rank)
+    return ", but ".join(
+        f"{spoken_ranks(callers)} {'calls' if len(callers) == 1 else 'call'} {call}"
+        for call, callers in calls.items()
+    )

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed", "devices", "link")
 CIRCUMSTANCES = ("momentum", "num_workers", "num_threads", "device", "backend", "num_parameters")
-BESIDE = (BASELINE, CEILING)
-"""What a run is measured against."""
 STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_bytes_sent")
 
 
@@ -77,11 +75,11 @@ def steps_frame(comparison: Comparison) -> "pd.DataFrame":
 
 def _run_row(run: RunSnapshot, comparison: Comparison) -> dict[str, object]:
     """Return a run as it is summarised among the runs of its own repeat."""
-    place = (run.comparison, run.repeat)
+    place, names = (run.comparison, run.repeat), {BASELINE, CEILING} - {run.name}
     beside = [
         other
         for other in comparison.runs
-        if (other.comparison, other.repeat) == place and other.name in {*BESIDE} - {run.name}
+        if (other.comparison, other.repeat) == place and other.name in names
     ]
     *_, summary = summarise(comparison.with_runs([*beside, run]))
     settings = {name: getattr(run.spec, name, None) for name in SETTINGS}

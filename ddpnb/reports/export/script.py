@@ -72,7 +72,9 @@ def script(comparison: Comparison, file: str) -> str:
         UserError: the comparison has no cell, or several, or one that only a notebook can run.
     """
     spec = _spec_of(comparison)
-    files = [*_task_files(spec), *(FOLDER / f"{each}.py" for each in ("names", "plain", "general"))]
+    task = parse_task(spec.task).name
+    files = [TASKS[task].file] if task != CELL_TASK else []
+    files += [FOLDER / f"{each}.py" for each in ("names", "plain", "general")]
     own, texts = _cell(spec), [path.read_text(encoding="utf-8") for path in files]
     *tasks, names, plain, general = map(parse, texts)
     _check(own, names.bound | {each.bound for each in general.imports})
@@ -160,11 +162,6 @@ def _check(own: Source, given: set[str]) -> None:
             f"The cell uses {others[0]}, which it does not define, and a script has nothing of "
             "other cells: import or define it in the cell."
         )
-
-
-def _task_files(spec: RunSpec) -> list[Path]:
-    name = parse_task(spec.task).name
-    return [] if name == CELL_TASK else [TASKS[name].file]
 
 
 def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str, Any]]:

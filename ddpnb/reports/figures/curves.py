@@ -18,7 +18,7 @@ from ddpnb.history.curve import smoothed
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.rows import Floats
 from ddpnb.history.summary import evaluations
-from ddpnb.reports.figures.axes import Strategy, marker, prepare, round_down, round_up, shortened
+from ddpnb.reports.figures.axes import Strategy, marker, prepare, round_up, shortened
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import Look
 from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS
@@ -28,8 +28,6 @@ GRID_POINTS = 240
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
 LEADER_INCHES = (0.02, 0.07, 0.16, 0.19)
 """Distances right of the axes: where a leader begins, bends and ends, where its label begins."""
-MAX_BAD_SHOWN = 16
-"""About the largest number of NaN or infinite losses that are marked."""
 MAX_NAMED = 2
 """The number of a strategy's marks that are named: two, as for a rank killed and replaced."""
 
@@ -128,7 +126,7 @@ def _median(lines: Sequence[Points]) -> Points:
 
 def draw_curves(axes: Axes, panel: CurvePanel) -> None:
     """Draw each strategy's line on bare axes, with its name at the right."""
-    prepare(axes, panel.title, lines="y", num_ticks=6)
+    prepare(axes, panel.title, lines="y")
     axes.tick_params(axis="y", length=0)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
     if panel.log:
@@ -180,7 +178,7 @@ def _y_limits(panel: CurvePanel, lines: Sequence[Line]) -> tuple[float, float]:
     low, top = min(ends, default=0.0), round_up(1.04 * max(ends, default=0.0))
     if panel.is_share:
         return 1.0 - round_up((1.0 - low) * 1.04), 1.0
-    bottom = round_down(0.9 * low or 0.1) if panel.log else -round_up(-min(0.0, low))
+    bottom = 0.9 * low or 0.1 if panel.log else -round_up(-min(0.0, low))
     return bottom, top if top > bottom else bottom + 1.0
 
 
@@ -244,9 +242,9 @@ def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str) -> tuple[st
     for at in marks.values():
         axes.plot([at, at], [0, 1], linewidth=1.4, linestyle=":", zorder=3, **at_x)
     if len(line.bad_x):
-        bad = line.bad_x[:: max(1, len(line.bad_x) // MAX_BAD_SHOWN)]
         look: Look = {"marker": "x", "markersize": 6, "markeredgewidth": 2, "linestyle": ""}
-        axes.plot(bad, np.full(len(bad), 0.985), zorder=4, clip_on=False, **look, **at_x)
+        heights = np.full(len(line.bad_x), 0.985)
+        axes.plot(line.bad_x, heights, zorder=4, clip_on=False, **look, **at_x)
         return " NaN or ∞ ", float(line.bad_x[0])
     named = sorted(marks, key=lambda text: marks[text])[-MAX_NAMED:] if x == "seconds" else []
     return "\n".join(named), min((marks[text] for text in named), default=0.0)

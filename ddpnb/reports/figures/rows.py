@@ -29,8 +29,6 @@ LEGEND: Look = {
     **{"handlelength": 0.8, "labelspacing": 0.2, "columnspacing": 0.8},
 }
 MB = 1e6
-BESIDE = (BASELINE, CEILING)
-"""What the others are measured against."""
 SLOW = 1.25
 """A rank is named if its own work takes this many times as long as that of the fastest."""
 MAX_SHOWN_STALENESS = 8
@@ -78,7 +76,7 @@ def draw_column(axes: Axes, column: Column, strategies: Sequence[Strategy], num_
         strategies: those that have begun.
         num_rows: the number of rows that there will be.
     """
-    prepare(axes, column.title, lines="x", num_ticks=4)
+    prepare(axes, column.title, lines="x")
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(length=0)
     axes.set_yticks([])
@@ -301,7 +299,7 @@ def _memory_differs(strategies: Sequence[Strategy]) -> bool:
 
     ``single``, whose batch is whole, and the ceiling are not looked at.
     """
-    others = [s.summary for s in strategies if s.summary.name.partition(":")[0] not in BESIDE]
+    others = [s.summary for s in strategies if not s.summary.name.startswith((BASELINE, CEILING))]
     totals = [each.memory.total for each in others if each.memory.total]
     return max(totals, default=0) > LEAST_DIFFERENCE * min(totals, default=0)
 

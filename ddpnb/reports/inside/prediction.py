@@ -1,19 +1,17 @@
 """A prediction as a picture, a table and text (kernel)."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from ddpnb.reports.formatting import NOTHING, counted, in_units, percent, short, tick
-from ddpnb.reports.kit import Picture, Sheet, Shown, dress, write
+from ddpnb.reports.kit import Look, Picture, Sheet, Shown, dress, write
 from ddpnb.reports.style import INK, LINES, MUTED, PAPER, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
 from ddpnb.scaling.model import Point, point
-from ddpnb.scaling.predict import Prediction, parse_step
+from ddpnb.scaling.predict import Prediction
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT, TICKS, NAMES = 10.0, 3.6, 0.5, 1.9
@@ -44,7 +42,7 @@ class PredictionResult(Shown):
                 *(Column(title=counted(n, "rank"), is_number=True) for n in ranks),
             ),
             rows=tuple(rows),
-            notes=(*assumptions(self.prediction), CELLS),
+            notes=(*(each(self.prediction) for each in (_computing, _between, _batches)), CELLS),
         )
 
     def sentence(self) -> str:
@@ -75,18 +73,13 @@ def _cell(found: Point | None) -> Cell:
 # -- what is assumed, in three lines -------------------------------------------------------
 
 
-def assumptions(prediction: Prediction) -> tuple[str, str, str]:
-    """Return what a rank computes, what lies between the ranks, and how a batch is shared."""
-    return _computing(prediction), _between(prediction), _batches(prediction)
-
-
 def _computing(prediction: Prediction) -> str:
+    """Return what a rank computes."""
     measured, work, machine = prediction.found.measured, prediction.work, prediction.machine
     sent = f"{work.num_bytes / 1e6:.3g} MB of gradients"
     if prediction.question.step:
-        seconds, samples = parse_step(prediction.question.step)
         passes = f", in {work.num_passes} micro-batches" if work.num_passes > 1 else ""
-        return f"A step of {samples} samples takes {1e3 * seconds:.4g} ms as given{passes}; {sent}."
+        return f"A step on one device takes {prediction.question.step}, as given{passes}; {sent}."
     if measured.devices is not None:
         return f"Computed as in {measured.name}: {measured.devices.text}; {sent}."
     alone = work.alone
@@ -107,6 +100,7 @@ def _computing(prediction: Prediction) -> str:
 
 
 def _between(prediction: Prediction) -> str:
+    """Return what lies between the ranks."""
     measured, question = prediction.found.measured, prediction.question
     machine, link = prediction.machine, prediction.machine.link
     how = f"all-reduces are by {machine.algorithm}"
@@ -125,6 +119,7 @@ def _between(prediction: Prediction) -> str:
 
 
 def _batches(prediction: Prediction) -> str:
+    """Return how a batch is shared, and how evenly."""
     work = prediction.work
     if work.is_weak:
         line = f"Each rank has {work.batch_size:g} samples a step (weak scaling)"
@@ -142,6 +137,8 @@ def _batches(prediction: Prediction) -> str:
 
 def draw(prediction: Prediction) -> "Figure":
     """Return throughput over ranks, both logarithmic; each line has its name at its end."""
+    from ddpnb.reports.figures.curves import spread_out  # noqa: PLC0415  matplotlib: 0.3 s
+
     names, found = tuple(prediction.points), prediction.found.measured
     most = max(each.num_ranks for points in prediction.points.values() for each in points)
     ranks = sorted({*(round(2 ** (n / 8)) for n in range(int(8 * math.log2(most)) + 1)), most})
@@ -167,33 +164,23 @@ def draw(prediction: Prediction) -> "Figure":
     axes.yaxis.set_major_formatter(lambda value, _: tick(value))
     axes.yaxis.set_minor_formatter("")
     axes.plot(ranks, ideal, color=MUTED, linewidth=1.2, zorder=1.5)
-    look: dict[str, Any]
+    styles = {name: style_of(name, names) for name in (*names, *prediction.measured)}
+    texts = {f"ideal: {percent(1.0)}": (ideal[-1], MUTED)}
     for name, line in lines.items():
-        style, points = style_of(name, names), prediction.points[name]
-        look = {"color": style.colour, "linestyle": LINES[style.dashes]}
+        style, points = styles[name], prediction.points[name]
+        look: Look = {"color": style.colour, "linestyle": LINES[style.dashes]}
         axes.plot(ranks, line, linewidth=2.2, zorder=2, **look)
-        look = {"marker": style.marker, "edgecolors": style.colour, "zorder": 3}
         x, y = [each.num_ranks for each in points], [each.samples_per_second for each in points]
+        look = {"marker": style.marker, "edgecolors": style.colour, "zorder": 3}
         axes.scatter(x, y, s=45, facecolors=PAPER, linewidths=1.6, **look)
+        texts[f"{name}: {percent(line[-1] / ideal[-1])}"] = (line[-1], style.ink)
     for name, rate in prediction.measured.items():
-        style = style_of(name, names)
         num = 1 if name == "single" else found.num_ranks
-        look = {"marker": style.marker, "color": style.colour, "edgecolors": INK, "zorder": 4}
-        axes.scatter([num], [rate], s=90, **look)
-    texts = {
-        f"{name}: {percent(line[-1] / ideal[-1])}": (line[-1], style_of(name, names).ink)
-        for name, line in lines.items()
-    }
-    _name_lines(axes, {**texts, "ideal: 100 %": (ideal[-1], MUTED)})
-    return sheet.figure
-
-
-def _name_lines(axes: "Axes", ends: Mapping[str, tuple[float, str]]) -> None:
-    """Write each text beside the height at which its line ends, in an ink, clear of the others."""
-    from ddpnb.reports.figures.curves import spread_out  # noqa: PLC0415  matplotlib: 0.3 s
-
-    rates = [(1, rate) for rate, _ in ends.values()]
-    heights = (axes.transData - axes.transAxes).transform(rates)[:, 1]
+        look = {"marker": styles[name].marker, "color": styles[name].colour, "zorder": 4}
+        axes.scatter([num], [rate], s=90, edgecolors=INK, **look)
+    ends = [(1, rate) for rate, _ in texts.values()]
+    heights = (axes.transData - axes.transAxes).transform(ends)[:, 1]
     placed = spread_out(list(heights), LABEL_GAP)
-    for height, (text, (_, ink)) in zip(placed, ends.items(), strict=True):
+    for height, (text, (_, ink)) in zip(placed, texts.items(), strict=True):
         write(axes, 1.015, height, text, colour=ink, transform=axes.transAxes)
+    return sheet.figure

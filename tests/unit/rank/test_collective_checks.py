@@ -1,6 +1,7 @@
 """Calls that differ in a group's log: at most one reaches the backend, and none is refused for
 another that the backend refuses."""
 
+import contextlib
 import random
 import threading
 import time
@@ -35,6 +36,14 @@ def test_a_call_that_the_backend_refuses_is_not_held_against_others(tmp_path: Pa
     write(first, 4)
     threading.Timer(0.01, first.take_back).start()
     write(second, 3)
+
+
+def test_other_shapes_of_one_size_meet_with_a_warning(tmp_path: Path) -> None:
+    for log, shape in zip(opened(tmp_path / "log"), [(2, 3), (2, 3), (3, 2)], strict=True):
+        call = Call(METHODS["allreduce"], None, [[torch.ones(shape)]], NO_ROOT, is_blocking=True)
+        is_other = shape == (3, 2)
+        with pytest.warns(match=r"\[2, 3\].*\[3, 2\]") if is_other else contextlib.nullcontext():
+            log.write(entry_of(call, log.ranks))
 
 
 def test_what_older_groups_have_written_is_removed(tmp_path: Path) -> None:
