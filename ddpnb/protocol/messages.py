@@ -34,6 +34,7 @@ class RankState:
     device: str
     """``"cpu"`` or ``"cuda:1"``, as ``torch.device`` spells it."""
     device_name: str
+    """A GPU's; empty for a CPU."""
     num_threads: int
     backend: str
     shares_device: bool = False

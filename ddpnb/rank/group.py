@@ -222,7 +222,7 @@ class Group:
             pid=os.getpid(),
             host=self.host or socket.gethostname(),
             device=str(self.device),
-            device_name=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
+            device_name=torch.cuda.get_device_name(self.device) if on_gpu else "",
             num_threads=torch.get_num_threads(),
             backend=self.backend,
             shares_device=self.shares_device,

@@ -26,7 +26,7 @@ STACKED = ("data", "forward", "backward", "optimizer", "communication", "waiting
 """The parts of a step from left to right: a rank's own work first."""
 LEGEND: Look = {
     **{"labelcolor": MUTED, "fontsize": SMALL_POINTS},
-    **{"handlelength": 0.8, "labelspacing": 0.2, "columnspacing": 0.8},
+    **{"handlelength": 0.8, "labelspacing": 0.1, "columnspacing": 0.8},
 }
 MB = 1e6
 SLOW = 1.25
@@ -93,10 +93,11 @@ def draw_column(axes: Axes, column: Column, strategies: Sequence[Strategy], num_
     axes.tick_params(labelbottom=right > 0)
     below = column.below(strategies)
     axes.set_xlabel(below, loc="left", fontsize=SMALL_POINTS, color=MUTED, labelpad=3)
-    if column.looks:  # two lines below the ticks
-        at = (0.0, -0.26 * DPI / axes.bbox.height)
-        num = (len(column.looks) + 1) // 2
-        legend(axes, column.looks, loc="upper left", bbox_to_anchor=at, ncols=num, **LEGEND)
+    drawn = {each.get_label() for each in axes.patches}
+    if looks := {name: look for name, look in column.looks.items() if name in drawn}:
+        at = (0.0, -0.24 * DPI / axes.bbox.height)  # three lines below the ticks
+        num = (len(looks) + 2) // 3
+        legend(axes, looks, loc="upper left", bbox_to_anchor=at, ncols=num, **LEGEND)
 
 
 def draw_name(
@@ -177,10 +178,18 @@ def _draw_split(axes: Axes, strategy: Strategy, middle: float) -> str:
     thickness = BAR * (0.68 if parts["hidden"] > 0 else 1.0)
     left = behind = 0.0
     for name in STACKED:
-        _bar(axes, left, low + BAR - thickness, parts[name], thickness, **PART_LOOKS[name])
+        _bar(
+            axes,
+            left,
+            low + BAR - thickness,
+            parts[name],
+            thickness,
+            label=name,
+            **PART_LOOKS[name],
+        )
         left += parts[name]
         behind = left if name == "backward" else behind
-    hidden = {**PART_LOOKS["hidden"], "linewidth": 0.8}
+    hidden = {**PART_LOOKS["hidden"], "linewidth": 0.8, "label": "hidden"}
     _bar(axes, max(behind - parts["hidden"], 0.0), low, parts["hidden"], BAR - thickness, **hidden)
     if not split.is_known:
         return ""
@@ -287,8 +296,8 @@ STALENESS = Column(
 def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
     """Draw what the rank that holds most holds; a GPU's peak is an outline around it."""
     memory, low, left = strategy.summary.memory, middle - BAR / 2, 0.0
-    for look, num_bytes in zip(MEMORY_LOOKS.values(), memory, strict=False):
-        _bar(axes, left, low, num_bytes / MB, BAR, **look)
+    for (part, look), num_bytes in zip(MEMORY_LOOKS.items(), memory, strict=False):
+        _bar(axes, left, low, num_bytes / MB, BAR, label=part, **look)
         left += num_bytes / MB
     _bar(axes, 0, low, memory.peak / MB, BAR, facecolor="none", edgecolor=MUTED, linewidth=1.0)
     return size(memory.total) if memory.total else ""
@@ -305,7 +314,7 @@ def _memory_differs(strategies: Sequence[Strategy]) -> bool:
 
 
 MEMORY = Column(
-    title="Memory per rank, MB",
+    title="Rank's memory, MB",
     draw=_draw_memory,
     reach=lambda strategy: round_up(strategy.summary.memory.total / MB * 1.01),
     says=_memory_differs,
