@@ -14,11 +14,11 @@ from matplotlib.patches import Rectangle
 
 from ddpnb.history.model import slowness
 from ddpnb.history.summary import staleness_counts
-from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.protocol.catalogue import BASELINE, CEILING, Style
 from ddpnb.reports.figures.axes import Strategy, marker, prepare, round_up, shortened
 from ddpnb.reports.formatting import number, percent, short, size
 from ddpnb.reports.kit import DPI, Look, legend
-from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, Style
+from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, ink_of
 
 BAR = 0.6
 """Height of a bar, as a share of its row."""
@@ -103,7 +103,7 @@ def draw_name(
     look = {**marker(style), "markersize": 9, "markeredgecolor": style.colour}
     look["alpha"] = 1.0 if is_begun else 0.45
     figure.add_artist(Line2D([x], [y], transform=figure.transFigure, **look))
-    ink, weight = (style.ink, "bold") if is_begun else (MUTED, "normal")
+    ink, weight = (ink_of(style), "bold") if is_begun else (MUTED, "normal")
     text = figure.text(x + 0.2 / width, y, shortened(label), va="center", color=ink)
     text.set(fontsize=SMALL_POINTS, weight=weight)
 
@@ -217,7 +217,7 @@ def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
         return ""
     height = min(0.86, 0.24 * len(times) + 0.3) / len(times)
     top = middle + height * len(times) / 2
-    ink = np.array(to_rgb(strategy.style.ink))
+    ink = np.array(to_rgb(ink_of(strategy.style)))
     look: Look = {"marker": "v", "markersize": 8, "markeredgecolor": "white", "zorder": 3}
     for index, rank in enumerate(latest.ranks):
         depth = min(max((times[rank.rank] - 0.9) / 1.1, 0.0), 1.0)  # 0.9× pale, 2× full
