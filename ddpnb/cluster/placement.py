@@ -10,6 +10,7 @@ from typing import Any
 from ddpnb.protocol.devices import CARDS, MODELS, count_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import Option, check_options, option
+from ddpnb.protocol.processes import may_have_gpus
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
@@ -133,8 +134,7 @@ class Placement:
 
 def asks_for_gpus(spec: ClusterSpec) -> bool:
     """Return whether ranks can be placed only once the fork server has listed the GPUs."""
-    may_have_some = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
-    return spec.device == "cuda" or (not spec.is_on_cpu and may_have_some)
+    return spec.device == "cuda" or (not spec.is_on_cpu and may_have_gpus())
 
 
 def place_ranks(

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ddpnb.history.curve import Curve, complete_steps, curve_of, with_waiting
 from ddpnb.history.rows import Records, rows_of, stacked
 from ddpnb.protocol.messages import (
-    NO_PARTS,
     NO_STALENESS,
     Evaluating,
     EventBatch,
@@ -266,7 +265,7 @@ def _totals(rank: int, rows: Records) -> RankTotals:
 class StepSplit:
     """The mean step of a strategy; seconds of one worker."""
 
-    parts: Parts = NO_PARTS
+    parts: Parts = field(default_factory=Parts)
     num_bytes_sent: float = math.nan
     """What one worker sent in one step."""
 

@@ -8,9 +8,10 @@ import platform
 import random
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
+
+from ddpnb.protocol.processes import ephemeral_ports
 
 PROBE_SECONDS = 3.0
 """How long a connection to another host may take."""
@@ -76,11 +77,8 @@ def free_ports(address: str, num: int) -> list[int]:
     Raises:
         OSError: there are none.
     """
-    first, last = 32_768, 60_999
-    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    if path.exists():
-        first, last = map(int, path.read_text().split())
-    candidates = [*range(10_000, first), *range(last + 1, 65_536)] or list(range(10_000, 65_536))
+    every, others = range(10_000, 65_536), ephemeral_ports()
+    candidates = [port for port in every if port not in others] or list(every)
     random.shuffle(candidates)
     found: list[int] = []
     for port in candidates:

@@ -46,6 +46,7 @@ from ddpnb.protocol.processes import (  # noqa: E402
     KernelRequest,
     hold,
     limit_waits,
+    may_have_gpus,
 )
 
 STOP_TIMEOUT_SECONDS = 3.0
@@ -272,7 +273,7 @@ def describe_gpus() -> list[str]:
         "import json; from torch import cuda;"
         "print(json.dumps([cuda.get_device_name(i) for i in range(cuda.device_count())]))"
     )
-    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+    if not may_have_gpus():
         return []
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

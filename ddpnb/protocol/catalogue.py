@@ -50,7 +50,7 @@ class Entry:
 Dashes = Literal["solid", "dashed", "dash-dot", "long", "dotted", "dash-dot-dot", "long-short"]
 
 
-class Look(NamedTuple):
+class Style(NamedTuple):
     """How a strategy is drawn; dashes and marker together identify it without any colour.
 
     Ten colours are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), which any colour
@@ -61,13 +61,15 @@ class Look(NamedTuple):
     dashes: Dashes
     marker: str
     """As matplotlib spells it."""
+    is_hollow: bool = False
+    """Whether the marker is an outline: it is, for a variant of a strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyEntry(Entry):
     """What is known of a strategy without importing it."""
 
-    look: Look
+    look: Style
     aliases: tuple[str, ...] = ()
     """Its names in other libraries; a user who writes one is referred to the name here."""
     needs_shared_memory: bool = False
@@ -106,7 +108,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
         about="one device",
         import_path="ddpnb.rank.strategies.single:Single",
-        look=Look("#717581", "solid", "s"),
+        look=Style("#717581", "solid", "s"),
         aliases=("OneDeviceStrategy",),
         options={
             "threads": Option(
@@ -119,14 +121,14 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "dp": StrategyEntry(
         about="torch DataParallel; emulated by CPU threads without two GPUs",
         import_path="ddpnb.rank.strategies.data_parallel:DataParallel",
-        look=Look("#e76300", "dashed", "^"),
+        look=Style("#e76300", "dashed", "^"),
         aliases=("DataParallel",),
         across_hosts="ddp",
     ),
     "ddp": StrategyEntry(
         about="torch DistributedDataParallel",
         import_path="ddpnb.rank.strategies.ddp:Ddp",
-        look=Look("#3f90da", "solid", "o"),
+        look=Style("#3f90da", "solid", "o"),
         aliases=("DistributedDataParallel", "MirroredStrategy", "MultiWorkerMirroredStrategy"),
         options={
             "bucket_cap_mb": Option(default=25.0, about="MB of gradients per message", above=0),
@@ -143,19 +145,19 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "ddp-shm": StrategyEntry(
         about="the same, with an all-reduce in shared memory; CPU ranks only",
         import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
-        look=Look("#174f86", "dashed", "h"),
+        look=Style("#174f86", "dashed", "h"),
         needs_shared_memory=True,
         across_hosts="ddp",
     ),
     "ddp-by-hand": StrategyEntry(
         about="flatten the gradients, all-reduce, step",
         import_path="ddpnb.rank.strategies.ddp_by_hand:DdpByHand",
-        look=Look("#93c4f2", "dash-dot", "8"),
+        look=Style("#93c4f2", "dash-dot", "8"),
     ),
     "ddp-overlap-by-hand": StrategyEntry(
         about="the same, each gradient sent while the backward pass goes on",
         import_path="ddpnb.rank.strategies.ddp_overlap_by_hand:DdpOverlapByHand",
-        look=Look("#2f4be0", "long-short", "$\\spadesuit$"),
+        look=Style("#2f4be0", "long-short", "$\\spadesuit$"),
         options={
             "bucket_mb": Option(
                 default=0.0, about="MB of gradients per message; 0: one for each parameter", least=0
@@ -165,19 +167,19 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "ring-by-hand": StrategyEntry(
         about="ddp-by-hand with a ring all-reduce from sends and receives",
         import_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
-        look=Look("#a96b59", "long", "X"),
+        look=Style("#a96b59", "long", "X"),
     ),
     "central": StrategyEntry(
         about="one copy of the parameters on the host, updated there",
         import_path="ddpnb.rank.strategies.central:Central",
-        look=Look("#b9ac70", "dash-dot-dot", "P"),
+        look=Style("#b9ac70", "dash-dot-dot", "P"),
         aliases=("CentralStorageStrategy",),
         across_hosts="ddp",
     ),
     "async": StrategyEntry(
         about="one parameter server, workers never wait for each other",
         import_path="ddpnb.rank.strategies.async_ps:AsyncParameterServer",
-        look=Look("#832db6", "dash-dot", "D"),
+        look=Style("#832db6", "dash-dot", "D"),
         aliases=("ParameterServerStrategy",),
         options={
             "bound": Option(
@@ -198,7 +200,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "hogwild": StrategyEntry(
         about="lock-free updates of parameters in shared memory; CPU ranks only",
         import_path="ddpnb.rank.strategies.hogwild:Hogwild",
-        look=Look("#c58ae8", "dotted", "d"),
+        look=Style("#c58ae8", "dotted", "d"),
         needs_shared_memory=True,
         across_hosts="async",
         options={"momentum": _MOMENTUM, "timeout": _TIMEOUT},
@@ -206,13 +208,13 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "local-sgd": StrategyEntry(
         about="each rank trains alone; weights are averaged every few steps",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
-        look=Look("#bd1f01", "solid", "v"),
+        look=Style("#bd1f01", "solid", "v"),
         options={"every": Option(default=8, about="steps from one average to the next", least=1)},
     ),
     "diloco": StrategyEntry(
         about="each rank trains alone; every few steps a Nesterov step on the averaged change",
         import_path="ddpnb.rank.strategies.diloco:DiLoCo",
-        look=Look("#f0857a", "dashed", "<"),
+        look=Style("#f0857a", "dashed", "<"),
         options={
             "every": Option(default=8, about="inner steps per outer step", least=1),
             "outer_lr": Option(default=0.5, about="the outer learning rate", above=0),
@@ -224,12 +226,12 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "zero": StrategyEntry(
         about="torch ZeroRedundancyOptimizer: each rank keeps a part of its state",
         import_path="ddpnb.rank.strategies.zero:Zero",
-        look=Look("#ffa90e", "solid", "p"),
+        look=Style("#ffa90e", "solid", "p"),
     ),
     "fsdp": StrategyEntry(
         about="torch FSDP2: each rank keeps a part of parameters, gradients and state",
         import_path="ddpnb.rank.strategies.fsdp:Fsdp",
-        look=Look("#b57a00", "long-short", "H"),
+        look=Style("#b57a00", "long-short", "H"),
         options={
             "reshard": Option(
                 default=True, about="free a layer's parameters until its backward pass"
@@ -239,12 +241,12 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "gossip": StrategyEntry(
         about="each rank averages its weights with one neighbour, another in each step",
         import_path="ddpnb.rank.strategies.gossip:Gossip",
-        look=Look("#92dadd", "long", ">"),
+        look=Style("#92dadd", "long", ">"),
     ),
     "no-comm": StrategyEntry(
         about="each rank alone on an even share: an upper bound of the speed here",
         import_path="ddpnb.rank.strategies.no_comm:NoComm",
-        look=Look("#6db38a", "dotted", "*"),
+        look=Style("#6db38a", "dotted", "*"),
     ),
 }
 """Strategies by name, in the order in which users see them."""

@@ -34,6 +34,7 @@ class RankState:
     device: str
     """``"cpu"`` or ``"cuda:1"``, as ``torch.device`` spells it."""
     device_name: str
+    """A GPU's; empty for a CPU."""
     num_threads: int
     backend: str
     shares_device: bool = False
@@ -42,10 +43,6 @@ class RankState:
     """Whether its GPU reads the memory of the host's next one; None: there is none."""
     missing: tuple[str, ...] = ()
     """A sentence for each feature that is off because of a library's version."""
-
-
-NUM_EVALUATIONS = 10
-"""Points of a held-out curve where the user asks for no other number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +65,7 @@ class RunSpec(TrainingSpec):
     """The folder for the trained weights of each run; empty: they are not saved."""
     notes: tuple[str, ...] = ()
     """Sentences that stand beside the results."""
-    num_points: int = NUM_EVALUATIONS
+    num_points: int = 10
     """Points of the held-out curve where the user asks for no other number."""
 
     @property
@@ -136,9 +133,6 @@ class Parts(NamedTuple):
     """Exchanging tensors behind the backward pass: costs no time of its own."""
 
 
-NO_PARTS = Parts()
-
-
 class MarkKind(StrEnum):
     """What happened to a rank; ``OTHER`` is in the text alone."""
 
@@ -195,7 +189,7 @@ class StepEvent:
     """Updates by others between the pull of the parameters and the use of the gradient."""
     version: int = 0
     """The number of the update that the gradient went into; 0: updates are not counted."""
-    parts: Parts = NO_PARTS
+    parts: Parts = field(default_factory=Parts)
     num_bytes_sent: int = 0
     """What this worker sent to others in this step."""
     num_bytes_received: int = 0

@@ -15,7 +15,7 @@ Each number with its unit is read by ``parse_quantity``.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,15 +190,6 @@ class Slow:
     """For users: ``"3x slower"``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """Kills one rank."""
-
-    rank: int
-    seconds: float
-    """Of training, before it is killed."""
-
-
 def parse_slow(text: str) -> Slow:
     """Parse ``1:3x`` or ``1:50ms``."""
     rank, _, amount = text.partition(":")
@@ -213,21 +204,17 @@ def parse_slow(text: str) -> Slow:
     )
 
 
-def parse_kill(text: str) -> Kill:
-    """Parse ``1@5s``."""
-    rank, _, amount = text.partition("@")
-    seconds = parse_quantity(amount, SECONDS)
-    if not (rank.isdecimal() and 0 <= seconds <= MAX_SECONDS):
-        raise UserError(f"--kill {text}: write a rank and training time up to a day, as 1@5s.")
-    return Kill(rank=int(rank), seconds=seconds)
-
-
-def parse_kills(texts: Sequence[str]) -> tuple[Kill, ...]:
-    """Parse several ``--kill``, each of another rank."""
-    kills = tuple(map(parse_kill, texts))
-    ranks = [kill.rank for kill in kills]
-    if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
-        raise UserError(f"--kill kills rank {twice[0]} twice: only the first time would count.")
+def parse_kills(texts: Iterable[str]) -> dict[int, float]:
+    """Parse several ``1@5s``; return the ranks to kill, each with its seconds of training."""
+    kills: dict[int, float] = {}
+    for text in texts:
+        rank, _, amount = text.partition("@")
+        seconds = parse_quantity(amount, SECONDS)
+        if not (rank.isdecimal() and 0 <= seconds <= MAX_SECONDS):
+            raise UserError(f"--kill {text}: write a rank and training time up to a day, as 1@5s.")
+        if int(rank) in kills:
+            raise UserError(f"--kill kills rank {rank} twice: only the first time would count.")
+        kills[int(rank)] = seconds
     return kills
 
 

@@ -80,6 +80,21 @@ def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
     return len(cores)
 
 
+def ephemeral_ports() -> range:
+    """Return the ports that the system hands out by itself."""
+    try:
+        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    except OSError:
+        text = "32768 60999"  # Linux's default
+    first, last = map(int, text.split())
+    return range(first, last + 1)
+
+
+def may_have_gpus() -> bool:
+    """Return whether this host has a driver of GPUs, its own or that of Windows."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+
+
 def limit_waits(
     pipe: Connection, *, write_seconds: float, read_seconds: float | None = None
 ) -> socket.socket:

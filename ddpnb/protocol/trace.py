@@ -31,10 +31,6 @@ class Span:
     line: str = ""
     """Where in the user's code it was called, such as ``"line 3"``; empty: not known."""
 
-    def __post_init__(self) -> None:
-        if self.end < self.start:
-            raise ValueError(f"{self.name} ends before it starts")
-
     @property
     def seconds(self) -> float:
         """How long it lasted."""

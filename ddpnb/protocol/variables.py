@@ -46,7 +46,6 @@ class Parcel:
     parts: tuple[bytes, ...] = ()
     """The pickle, then the arrays that are not in it; empty if they are in a file."""
     path: str = ""
-    """The file."""
     sizes: tuple[int, ...] = ()
     """The bytes of each part in the file."""
 

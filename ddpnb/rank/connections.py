@@ -36,7 +36,7 @@ class TcpConnection(NamedTuple):
     """The other end."""
 
 
-class Traffic(NamedTuple):
+class SocketTraffic(NamedTuple):
     """What has come through a connection so far."""
 
     num_bytes_acked: int
@@ -100,12 +100,12 @@ def own_connections() -> Iterator[TcpConnection]:
                 yield TcpConnection(fd, _address(end.getsockname()), _address(end.getpeername()))
 
 
-def traffic_of(fd: int) -> Traffic | None:
+def traffic_of(fd: int) -> SocketTraffic | None:
     """Return what has come through a TCP connection; None where the system does not say."""
     with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
         info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         num_unacked, acked, received, unsent = _TCP_INFO.unpack(info)
-        return Traffic(acked, received, num_unacked + unsent > 0)
+        return SocketTraffic(acked, received, num_unacked + unsent > 0)
     return None
 
 

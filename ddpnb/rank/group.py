@@ -18,7 +18,7 @@ from torch.distributed import destroy_process_group, init_process_group  # not t
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.processes import as_socket
+from ddpnb.protocol.processes import as_socket, ephemeral_ports
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.mismatch import MismatchCheck
@@ -100,7 +100,7 @@ class Group:
             os.environ.setdefault(name, value)
         level = dist.DebugLevel.DETAIL if is_checked else dist.DebugLevel.OFF
         dist.set_debug_level(level)
-        self.collective_checks.start(self.folder, generation)
+        self.collective_checks.start(self.folder, generation, is_exact=is_checked)
         if generation:  # a rank that dies while the first group is formed ends the start
             self._meet(store)
         init_process_group(
@@ -195,9 +195,9 @@ class Group:
         """
         if connection.raddr.ip not in self.peers:
             return False
-        first, last = ephemeral_ports()
+        known = ephemeral_ports()
         ports = (connection.laddr.port, connection.raddr.port)
-        return all(first <= port <= last or port == self.master.port for port in ports)
+        return all(port in known or port == self.master.port for port in ports)
 
     def num_bytes_between_hosts(self) -> int:
         """Return how many bytes ranks of other hosts and this one have sent each other so far."""
@@ -222,7 +222,7 @@ class Group:
             pid=os.getpid(),
             host=self.host or socket.gethostname(),
             device=str(self.device),
-            device_name=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
+            device_name=torch.cuda.get_device_name(self.device) if on_gpu else "",
             num_threads=torch.get_num_threads(),
             backend=self.backend,
             shares_device=self.shares_device,
@@ -248,15 +248,6 @@ def store_server(address: str, port: int) -> dist.TCPStore:
         timeout=JOIN_TIMEOUT,
         master_listen_fd=listener.detach(),
     )
-
-
-def ephemeral_ports() -> tuple[int, int]:
-    """Return the first and the last port that the system hands out by itself."""
-    try:
-        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    except OSError:
-        return 1024, 65535
-    return int(first), int(last)
 
 
 def abort_groups(seconds: float) -> bool:

@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ddpnb.history.comparison import Comparison, body_of
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.history.summary import SHORT_SECONDS, StrategyKey, StrategySummary, group_runs
 from ddpnb.history.tuning import has_diverged, tried
-from ddpnb.protocol.catalogue import CELL_TASK
+from ddpnb.protocol.catalogue import CELL_TASK, Style
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TRAINING_OPTIONS
-from ddpnb.reports.style import Style, style_of
+from ddpnb.reports.style import style_of
 
 NOTHING = "–"
 """Shown in a table in place of an unknown number."""
@@ -99,7 +98,7 @@ def styles(
     made = {}
     for each in summaries:
         style = style_of(each.name, comparison.strategies, several.index(each.comparison))
-        made[each.key] = replace(style, is_hollow=style.is_hollow or each.is_emulated)
+        made[each.key] = style._replace(is_hollow=style.is_hollow or each.is_emulated)
     return made
 
 

@@ -109,11 +109,15 @@ class Sheet:
             transform=self.figure.dpi_scale_trans,
         )
         self.figure.add_artist(paper)
-        look: dict[str, Any] = {"fontsize": TITLE_POINTS, "color": INK, "weight": "bold"}
-        for number, line in enumerate([title, *lines]):
-            down = TOP + height + NOTE_HEIGHT * (number - 0.5) if number else 0.38
-            self.figure.text(LEFT / width, 1 - down / self.height, line, va="center", **look)
-            look = {"fontsize": SMALL_POINTS - 1, "color": MUTED}
+        at: dict[str, Any] = {"x": LEFT / width, "va": "center"}
+        look: Look = {"fontsize": TITLE_POINTS, "color": INK, "weight": "bold"}
+        head = self.figure.text(y=1 - 0.38 / self.height, s=title, **at, **look)
+        room = 0.95 * (width - 2 * LEFT) * DPI / head.get_window_extent().width
+        head.set_fontsize(TITLE_POINTS * min(1.0, room))
+        look = {"fontsize": SMALL_POINTS - 1, "color": MUTED}
+        for number, line in enumerate(lines):
+            down = TOP + height + NOTE_HEIGHT * (number + 0.5)
+            self.figure.text(y=1 - down / self.height, s=line, **at, **look)
 
     def axes(
         self, height: float, *, down: float = 0.0, left: float = LEFT, right: float = RIGHT

@@ -4,9 +4,9 @@ The colours, lines and markers of the strategies themselves are in ``catalogue.S
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ddpnb.protocol.catalogue import STRATEGIES, Dashes
+from ddpnb.protocol.catalogue import STRATEGIES, Dashes, Style
 from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.protocol.options import check_options, option
 
@@ -74,23 +74,12 @@ LINES: Mapping[Dashes, str | tuple[float, tuple[float, ...]]] = {
 """Dashes as matplotlib takes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
-    """How one strategy is drawn; its ``catalogue.Look``, or one that is like it."""
-
-    colour: str
-    dashes: Dashes
-    marker: str
-    is_hollow: bool = False
-    """Whether the marker is an outline: it is, for a variant of a strategy."""
-
-    @property
-    def ink(self) -> str:
-        """The colour of text, darkened until its contrast on white is 4.5 (WCAG 2.2, AA)."""
-        colour = self.colour
-        while contrast_on_white(colour) < 4.5:
-            colour = _darkened(colour, 0.96)
-        return colour
+def ink_of(style: Style) -> str:
+    """Return the colour of text, darkened until its contrast on white is 4.5 (WCAG 2.2, AA)."""
+    colour = style.colour
+    while contrast_on_white(colour) < 4.5:
+        colour = _darkened(colour, 0.96)
+    return colour
 
 
 def _darkened(colour: str, factor: float) -> str:
@@ -128,12 +117,12 @@ def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
     """
     base, _, options = name.partition(":")
     if base in STRATEGIES:
-        style = Style(*STRATEGIES[base].look)
+        style = STRATEGIES[base].look
     else:
         bases = {other.partition(":")[0] for other in (name, *among)} - STRATEGIES.keys()
         style = SPARE_STYLES[sorted(bases).index(base) % len(SPARE_STYLES)]
     if options:  # a variant has other dashes than its strategy and its sisters
         family = sorted({other for other in (name, *among) if other.startswith(f"{base}:")})
         free = [dashes for dashes in LINES if dashes not in ("solid", style.dashes)]
-        style = replace(style, dashes=free[family.index(name) % len(free)], is_hollow=True)
-    return replace(style, colour=_darkened(style.colour, 0.6**shade))
+        style = style._replace(dashes=free[family.index(name) % len(free)], is_hollow=True)
+    return style._replace(colour=_darkened(style.colour, 0.6**shade))

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from statistics import median
 
-from ddpnb.protocol.messages import NUM_EVALUATIONS, Checked, RunSpec
+from ddpnb.protocol.messages import Checked, RunSpec
 
 SHARE = 0.25
 """The most that evaluation takes, as a share of the training time that it accompanies."""
@@ -68,7 +68,7 @@ def budgeted(
 def _num_points(spec: RunSpec) -> int:
     """Return how often a model is judged before it is trained."""
     if spec.eval_every is None:
-        return NUM_EVALUATIONS - 1
+        return spec.num_points - 1
     return math.ceil(spec.num_epochs / spec.eval_every) - 1 if spec.eval_every else 0
 
 

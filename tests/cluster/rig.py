@@ -173,6 +173,17 @@ def finish(cell: Ended) -> Ended:
     return cell
 
 
+def stop_when(is_so: Callable[[], bool], cell: Ended) -> Ended:
+    """Attend to a cell, and ask for its end once something is so."""
+
+    def stop() -> None:
+        wait_until(is_so, "ranks in the cell", timeout=60)
+        cell.watch.stop_requested = True
+
+    threading.Thread(target=stop).start()
+    return finish(cell)
+
+
 def stop_endless(watch: Watch, seen: list[str]) -> None:
     """Note what the ranks do, and what they have used and moved, then stop them."""
     for _ in range(2):

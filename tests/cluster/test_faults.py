@@ -13,12 +13,12 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.errors import UserError
 from tests.cluster.rig import (
     ALL_REDUCE,
-    Ended,
     begin,
     finish,
     pull,
     run,
     started,
+    stop_when,
     wait_until,
     waits_for,
 )
@@ -59,16 +59,6 @@ COLLECTIVE = "print('begun')\nif rank == 0: dist.all_reduce(torch.ones(1))\n" + 
 STUBBORN = "print('begun')\ntry: time.sleep(1000)\nexcept KeyboardInterrupt: time.sleep(1000)"
 
 
-def stop_soon(cell: Ended) -> None:
-    """Ask for the end of a cell once it has begun on both ranks."""
-
-    def stop() -> None:
-        wait_until(lambda: len(cell.printed) == 2, "both ranks to begin")
-        cell.watch.stop_requested = True
-
-    threading.Thread(target=stop).start()
-
-
 @pytest.mark.parametrize(
     "source",
     [LOOP, COLLECTIVE, STUBBORN],
@@ -77,8 +67,7 @@ def stop_soon(cell: Ended) -> None:
 def test_an_interrupt_reaches_every_rank(cluster: Cluster, source: str):
     run(cluster, f"{IMPORTS}\nkept = rank")
     cell = begin(cluster, source)
-    stop_soon(cell)
-    finish(cell)
+    stop_when(lambda: len(cell.printed) == 2, cell)
     assert set(cell.failures) == {0, 1}
     assert "KeyboardInterrupt" in {failure.name for failure in cell.failures.values()}
     assert cell.seconds < 20
@@ -115,10 +104,7 @@ def test_what_fails_in_the_kernel_stops_the_ranks_and_is_raised(cluster: Cluster
 def test_an_interrupt_also_stops_what_the_cell_waits_behind(cluster: Cluster):
     run(cluster, f"{IMPORTS}\nkept = rank")
     first = begin(cluster, LOOP, ranks=[0])
-    second = begin(cluster, LOOP)
-    wait_until(lambda: first.watch.call.inbox.qsize() > 0, "the first to begin")
-    threading.Timer(0.5, lambda: setattr(second.watch, "stop_requested", True)).start()
-    finish(second)
+    second = stop_when(lambda: first.watch.call.inbox.qsize() > 0, begin(cluster, LOOP))
     finish(first)
     assert set(first.failures) == {0}
     assert set(second.failures) == {0, 1}

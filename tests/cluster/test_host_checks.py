@@ -77,11 +77,6 @@ def test_a_python_without_packages(tmp_path, setting, sentence):
         ({"hosts": "a:1", "python": "/nowhere/python"}, "Host a .*/nowhere/python: not found"),
         ({"hosts": "a:1", "interface": "net7"}, "Host a has no interface net7 .* lo, net0"),
         ({"hosts": "a:1", "device": "cuda"}, "Host a has no GPU"),
-        ({"hosts": "a:1,a:1"}, "each once"),
-        ({"hosts": "-oProxyCommand=x:1"}, "Write --hosts as a:4,b:4"),
-        ({"hosts": "a:1", "num_ranks": 2}, "leave out -n"),
-        ({"hosts": "a", "ranks_per_host": 2}, "are for --engines and --profile"),
-        ({"interface": "net0"}, "name them with --hosts"),
     ],
 )
 def test_what_cannot_be_used_is_said_before_anything_starts(spec, sentence, monkeypatch):

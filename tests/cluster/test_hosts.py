@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.history.model import RunSnapshot
 from ddpnb.history.store import Store
 from ddpnb.hosts import processes, ssh
 from ddpnb.protocol.errors import UserError
@@ -24,7 +25,6 @@ from ddpnb.session.training import Training
 from tests.cluster.rig import (
     ALL_REDUCE,
     DYNAMO,
-    Ended,
     begin,
     finish,
     knock,
@@ -32,6 +32,7 @@ from tests.cluster.rig import (
     run,
     shown,
     started_on_hosts,
+    stop_when,
     wait_until,
     wait_until_gone,
 )
@@ -183,17 +184,7 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
 def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy, monkeypatch):
     training = prepare(cluster, Store(tmp_path), a_comparison(strategy, num_epochs=100_000))
     monkeypatch.setattr("ddpnb.session.training.GRACE_SECONDS", SECONDS)
-
-    def stop_later() -> None:
-        try:
-            wait_until_it_trains(training)
-        finally:
-            training.stop()
-
-    thread = threading.Thread(target=stop_later)
-    thread.start()
-    (found,) = training.run().comparison.runs
-    thread.join()
+    found = trained(training, training.stop)
     assert (found.status, found.detail) == ("stopped", "stopped by the user")
     assert strategy == "async" or len({report.num_steps for report in found.reports}) == 1
     assert any(report.held_out_accuracy > 0 for report in found.reports)
@@ -230,20 +221,12 @@ def test_the_ranks_are_of_use_after_calls_that_do_not_match_across_hosts(cluster
 def test_a_rank_that_is_stopped_on_another_host_is_named(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "timeouts", replace(cluster.timeouts, silent_after_seconds=1.0))
     cell = reducing(cluster, tmp_path)
-    pid = cluster.states[3].pid
-
-    def interrupt() -> None:
-        wait_until(lambda: bool(cell.notes), "a note", timeout=60)
-        cell.watch.stop_requested = True
-
-    thread = threading.Thread(target=interrupt)
-    psutil.Process(pid).suspend()
+    stopped = psutil.Process(cluster.states[3].pid)
+    stopped.suspend()
     try:
-        thread.start()
-        finish(cell)
+        stop_when(lambda: bool(cell.notes), cell)
     finally:
-        thread.join()
-        psutil.Process(pid).resume()
+        stopped.resume()
     assert "Rank 3 " in cell.notes[0]
     assert pull(cluster, "kept") == [f"of rank {rank}" for rank in range(4)]
     assert total(cluster) == [4.0] * 4
@@ -331,15 +314,7 @@ def test_a_killed_relay_takes_agent_ranks_and_files_along(cluster, hosts, tmp_pa
 def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_path, capsys):
     training = prepare(cluster, Store(tmp_path), a_comparison("async", num_epochs=300))
     (agent,) = hosts.running("agent", "b")
-
-    def kill_later() -> None:
-        wait_until_it_trains(training)
-        agent.kill()
-
-    thread = threading.Thread(target=kill_later)
-    thread.start()
-    (found,) = training.run().comparison.runs
-    thread.join()
+    found = trained(training, agent.kill)
     assert found.status == "finished"
     assert {mark.rank for mark in found.marks} == {2, 3}
     assert "anks 2-3 died while the others continued" in capsys.readouterr().err
@@ -423,19 +398,20 @@ def reducing(cluster: Cluster, folder: Path, source: str = REDUCE_FOR_EVER):
     return cell
 
 
-def stop_when(is_there: Callable[[], bool], cell: Ended) -> None:
-    """Interrupt a cell once ranks are there, and see it end."""
+def trained(training: Training, act: Callable[[], object]) -> RunSnapshot:
+    """Train one strategy, and act once some steps have come."""
 
-    def stop() -> None:
-        wait_until(is_there, "ranks in the cell")
-        cell.watch.stop_requested = True
-
-    threading.Thread(target=stop).start()
-    finish(cell)
-
-
-def wait_until_it_trains(training: Training) -> None:
     def has_begun() -> bool:
         return any(len(run.events) > 40 for run in training.recorder.comparison.runs)
 
-    wait_until(has_begun, "some steps", timeout=60)
+    def act_later() -> None:
+        try:
+            wait_until(has_begun, "some steps", timeout=60)
+        finally:
+            act()
+
+    thread = threading.Thread(target=act_later)
+    thread.start()
+    (found,) = training.run().comparison.runs
+    thread.join()
+    return found

@@ -244,21 +244,3 @@ def test_what_a_launcher_cannot_start_is_said(slurm, profile, config, spec, sent
     with pytest.raises(UserError, match=sentence):
         start_cluster(HostsSpec(**(TWO_EACH | spec)))
     assert not keys()
-
-
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
-    [
-        ({"engines": "nothing"}, "slurm, mpi, pbs, lsf, sge, htcondor, local"),
-        ({"engines": "mpi", "timeout": 0.0, "num_ranks": 2}, "greater than 0, not 0"),
-        ({"engines": "slurm"}, "need -n"),
-        ({"profile": "site"}, "need -n"),
-        ({"engines": "slurm", "hosts": "a:2"}, "leave out -n, --engines"),
-        ({"engines": "slurm", "num_ranks": 3, "ranks_per_host": 2}, "-n 3 is no multiple"),
-        ({"num_ranks": 4, "ranks_per_host": 2}, "are for --engines and --profile"),
-        ({"hosts": "a:1", "timeout": 1.0}, "are for --engines and --profile"),
-    ],
-)
-def test_options_that_do_not_go_together(spec, sentence):
-    with pytest.raises(UserError, match=sentence):
-        HostsSpec(**spec)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddpnb.cluster.link import Service
 from ddpnb.protocol.errors import UserError
 from tests.cluster.rig import (
     controller_of,
@@ -72,28 +73,19 @@ def test_nothing_outlives_both_at_once():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_nothing_outlives_the_fork_server():
+@pytest.mark.parametrize("service", list(Service))
+def test_the_end_of_a_service_is_reported_and_nothing_outlives_it(service: Service):
     with started(2) as cluster:
         processes = processes_of(cluster)
-        os.kill(cluster.processes.server.pid, signal.SIGKILL)
-        wait_until_gone(processes, timeout=10)
-        wait_until(lambda: cluster.lost is not None, "word of the fork server's end")
-        assert cluster.lost == "the fork server was killed by SIGKILL"
-        assert cluster.living == ()
+        server = service is Service.FORK_SERVER
+        (processes[0] if server else controller_of(cluster)).kill()
+        if server:
+            wait_until_gone(processes, timeout=10)
+        wait_until(lambda: cluster.lost is not None, "word of the end")
+        assert cluster.lost == f"the {service} was killed by SIGKILL"
+        assert cluster.living == (() if server else (0, 1))
         with pytest.raises(UserError, match=r"The cluster is gone: .*%ddp_restart"):
             run(cluster, "1")
         cluster.stop()
         assert not cluster.folder.exists()
-
-
-def test_the_end_of_the_controller_is_reported_and_can_be_stopped():
-    with started(2) as cluster:
-        processes = processes_of(cluster)
-        controller = controller_of(cluster)
-        controller.kill()
-        wait_until(lambda: cluster.lost is not None, "word of the controller's end")
-        assert cluster.lost == "the controller was killed by SIGKILL"
-        with pytest.raises(UserError, match="The cluster is gone"):
-            run(cluster, "1")
-        cluster.stop()
         assert not [process for process in processes if is_alive(process)]

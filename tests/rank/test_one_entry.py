@@ -18,7 +18,7 @@ from ddpnb.protocol import catalogue
 catalogue.STRATEGIES["added"] = catalogue.StrategyEntry(
     about="one that was added",
     import_path="added_strategy:Added",
-    look=catalogue.Look("#123456", "long", "$a$"),
+    look=catalogue.Style("#123456", "long", "$a$"),
     options={"every": catalogue.Option(default=2, about="steps", least=1)},
 )
 """

@@ -231,7 +231,7 @@ def build_context(
         Exception: whatever the cell itself raises, with its own traceback.
     """
     named = [each.rank for each in map(parse_slow, spec.slow)]
-    named += [each.rank for each in parse_kills(spec.kill)]
+    named += parse_kills(spec.kill)
     parse_ranks(",".join(map(str, named)), state.world_size)  # raises where one is missing
     # so that the data are the same on every rank, and in every repeat
     seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)

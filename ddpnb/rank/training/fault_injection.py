@@ -14,7 +14,6 @@ first sends all its finished steps.  The shard that it holds is lost.
 If one process holds several workers, as in DataParallel, the slowest delays its step.
 """
 
-import operator
 import os
 import signal
 import time
@@ -23,7 +22,7 @@ from functools import partial
 from typing import NoReturn, final
 
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
-from ddpnb.protocol.notation import parse_kill, parse_slow
+from ddpnb.protocol.notation import parse_kills, parse_slow
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.times import ComputeTimes
 from ddpnb.rank.meter import synchronize, timed
@@ -59,8 +58,9 @@ class FaultInjector:
         spec, workers, is_new = context.spec, context.workers, context.rejoin_info is None
         self._workers = workers
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
-        kills = [fault for fault in map(parse_kill, spec.kill) if fault.rank in workers and is_new]
-        self._kill = min(kills, key=operator.attrgetter("seconds"), default=None)
+        kills = parse_kills(spec.kill).items() if is_new else ()
+        self._kill = min(((at, rank) for rank, at in kills if rank in workers), default=None)
+        """When, in seconds of training, and which rank."""
         self._sleeps = context.laboratory is None and bool(self._slow or spec.jitter)
         self._times = ComputeTimes(slow=self._slow, jitter=spec.jitter, seed=spec.seed)
         self._compute_seconds = 0.0
@@ -80,8 +80,7 @@ class FaultInjector:
     @property
     def is_kill_due(self) -> bool:
         """Whether this process is to die before its next step."""
-        kill = self._kill
-        return kill is not None and self._clock.seconds >= kill.seconds
+        return self._kill is not None and self._clock.seconds >= self._kill[0]
 
     def kill(self) -> NoReturn:
         """Publish that this process is to be killed, and wait until the kernel kills it.
@@ -89,7 +88,7 @@ class FaultInjector:
         If no kernel listens, it kills itself.
         """
         assert self._kill is not None, "no kill is due"
-        killed = Mark(rank=self._kill.rank, seconds=self._clock.seconds, kind=MarkKind.KILLED)
+        killed = Mark(rank=self._kill[1], seconds=self._clock.seconds, kind=MarkKind.KILLED)
         self._publish(killed)
         time.sleep(KILL_TIMEOUT_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -118,9 +117,8 @@ class FaultInjector:
 def notes(spec: RunSpec, plan: Plan) -> tuple[str, ...]:
     """Return the notes that stand beside the results of a run with faults."""
     faults = [(fault.rank, f"is {fault.text} on purpose") for fault in map(parse_slow, spec.slow)]
-    for fault in map(parse_kill, spec.kill):
-        after = f"{fault.seconds:g} s of training"
-        faults.append((fault.rank, f"is to be killed after {after}, on purpose"))
+    for rank, seconds in parse_kills(spec.kill).items():
+        faults.append((rank, f"is to be killed after {seconds:g} s of training, on purpose"))
     found = [
         f"Rank {rank} {what}."
         if rank < plan.num_workers

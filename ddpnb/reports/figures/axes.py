@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from ddpnb.history.summary import StrategySummary
+from ddpnb.protocol.catalogue import Style
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import Look, dress
-from ddpnb.reports.style import Style
 
 LABEL_CHARACTERS = 26
 """Maximum length of a label; a longer one is shortened."""

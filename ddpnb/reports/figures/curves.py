@@ -21,7 +21,7 @@ from ddpnb.history.summary import evaluations
 from ddpnb.reports.figures.axes import Strategy, marker, prepare, round_up, shortened
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import Look
-from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS
+from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS, ink_of
 
 GRID_POINTS = 240
 """Number of points of the median of repeats."""
@@ -154,7 +154,7 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
         note, at = _draw_events(axes, strategy, line, panel.x)
         if note:
             up = (0.3 if panel.is_share else 0.94) - 0.09 * num_note_lines  # clear of most lines
-            _draw_note(axes, note, at / right, up, strategy.style.ink)
+            _draw_note(axes, note, at / right, up, ink_of(strategy.style))
             num_note_lines += note.count("\n") + 1
 
 
@@ -205,7 +205,7 @@ def _draw_labels(axes: Axes, shown: Sequence[tuple[Strategy, Line]], is_log: boo
         style, leader = each.style, [begins, begins, label_at]
         axes.plot(at[:3], leader, color=style.colour, linewidth=1.0, alpha=0.7, zorder=1, **whole)
         axes.plot(*end, markersize=8, zorder=4, clip_on=False, **marker(style))
-        label: Look = {"fontsize": SMALL_POINTS, "color": style.ink, "va": "center", **whole}
+        label: Look = {"fontsize": SMALL_POINTS, "color": ink_of(style), "va": "center", **whole}
         axes.text(at[3], label_at, shortened(each.summary.label), **label)
 
 

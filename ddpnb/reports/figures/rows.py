@@ -14,17 +14,17 @@ from matplotlib.patches import Rectangle
 
 from ddpnb.history.model import slowness
 from ddpnb.history.summary import staleness_counts
-from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.protocol.catalogue import BASELINE, CEILING, Style
 from ddpnb.reports.figures.axes import Strategy, marker, prepare, round_up, shortened
 from ddpnb.reports.formatting import number, percent, short, size
 from ddpnb.reports.kit import DPI, Look, legend
-from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, Style
+from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, ink_of
 
 BAR = 0.6
 """Height of a bar, as a share of its row."""
 LEGEND: Look = {
     **{"labelcolor": MUTED, "fontsize": SMALL_POINTS},
-    **{"handlelength": 0.8, "labelspacing": 0.2, "columnspacing": 0.8},
+    **{"handlelength": 0.8, "labelspacing": 0.1, "columnspacing": 0.8},
 }
 MB = 1e6
 SLOW = 1.25
@@ -87,10 +87,11 @@ def draw_column(axes: Axes, column: Column, strategies: Sequence[Strategy], num_
     axes.tick_params(labelbottom=right > 0)
     below = column.below(strategies)
     axes.set_xlabel(below, loc="left", fontsize=SMALL_POINTS, color=MUTED, labelpad=3)
-    if column.looks:  # two lines below the ticks
-        at = (0.0, -0.26 * DPI / axes.bbox.height)
-        num = (len(column.looks) + 1) // 2
-        legend(axes, column.looks, loc="upper left", bbox_to_anchor=at, ncols=num, **LEGEND)
+    drawn = {each.get_label() for each in axes.patches}
+    if looks := {name: look for name, look in column.looks.items() if name in drawn}:
+        at = (0.0, -0.24 * DPI / axes.bbox.height)  # three lines below the ticks
+        num = (len(looks) + 2) // 3
+        legend(axes, looks, loc="upper left", bbox_to_anchor=at, ncols=num, **LEGEND)
 
 
 def draw_name(
@@ -102,7 +103,7 @@ def draw_name(
     look = {**marker(style), "markersize": 9, "markeredgecolor": style.colour}
     look["alpha"] = 1.0 if is_begun else 0.45
     figure.add_artist(Line2D([x], [y], transform=figure.transFigure, **look))
-    ink, weight = (style.ink, "bold") if is_begun else (MUTED, "normal")
+    ink, weight = (ink_of(style), "bold") if is_begun else (MUTED, "normal")
     text = figure.text(x + 0.2 / width, y, shortened(label), va="center", color=ink)
     text.set(fontsize=SMALL_POINTS, weight=weight)
 
@@ -171,11 +172,12 @@ def _draw_split(axes: Axes, strategy: Strategy, middle: float) -> str:
     thickness = BAR * (0.68 if parts["hidden"] > 0 else 1.0)
     left = behind = 0.0
     for name, colour in PART_COLOURS.items():
-        _bar(axes, left, low + BAR - thickness, parts[name], thickness, facecolor=colour)
+        look = {"facecolor": colour, "label": name}
+        _bar(axes, left, low + BAR - thickness, parts[name], thickness, **look)
         left += parts[name]
         behind = left if name == "backward" else behind
     begin, hidden = max(behind - parts["hidden"], 0.0), {**HIDDEN, "linewidth": 0.8}
-    _bar(axes, begin, low, parts["hidden"], BAR - thickness, **hidden)
+    _bar(axes, begin, low, parts["hidden"], BAR - thickness, label="hidden", **hidden)
     if not split.is_known:
         return ""
     exposed = split.exposed_share
@@ -215,7 +217,7 @@ def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
         return ""
     height = min(0.86, 0.24 * len(times) + 0.3) / len(times)
     top = middle + height * len(times) / 2
-    ink = np.array(to_rgb(strategy.style.ink))
+    ink = np.array(to_rgb(ink_of(strategy.style)))
     look: Look = {"marker": "v", "markersize": 8, "markeredgecolor": "white", "zorder": 3}
     for index, rank in enumerate(latest.ranks):
         depth = min(max((times[rank.rank] - 0.9) / 1.1, 0.0), 1.0)  # 0.9× pale, 2× full
@@ -281,8 +283,8 @@ STALENESS = Column(
 def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
     """Draw what the rank that holds most holds; a GPU's peak is an outline around it."""
     memory, low, left = strategy.summary.memory, middle - BAR / 2, 0.0
-    for colour, num_bytes in zip(MEMORY_COLOURS.values(), memory, strict=False):
-        _bar(axes, left, low, num_bytes / MB, BAR, facecolor=colour)
+    for (part, colour), num_bytes in zip(MEMORY_COLOURS.items(), memory, strict=False):
+        _bar(axes, left, low, num_bytes / MB, BAR, facecolor=colour, label=part)
         left += num_bytes / MB
     _bar(axes, 0, low, memory.peak / MB, BAR, facecolor="none", edgecolor=MUTED, linewidth=1.0)
     return size(memory.total) if memory.total else ""
@@ -299,7 +301,7 @@ def _memory_differs(strategies: Sequence[Strategy]) -> bool:
 
 
 MEMORY = Column(
-    title="Memory per rank, MB",
+    title="Rank's memory, MB",
     draw=_draw_memory,
     reach=lambda strategy: round_up(strategy.summary.memory.total / MB * 1.01),
     says=_memory_differs,

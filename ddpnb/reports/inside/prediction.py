@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 
 from ddpnb.reports.formatting import NOTHING, counted, in_units, percent, short, tick
 from ddpnb.reports.kit import Look, Picture, Sheet, Shown, dress, write
-from ddpnb.reports.style import INK, LINES, MUTED, PAPER, style_of
+from ddpnb.reports.style import INK, LINES, MUTED, PAPER, ink_of, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
 from ddpnb.scaling.model import Point, point
 from ddpnb.scaling.predict import Prediction
@@ -174,7 +174,7 @@ def draw(prediction: Prediction) -> "Figure":
         x, y = [each.num_ranks for each in points], [each.samples_per_second for each in points]
         look = {"marker": style.marker, "edgecolors": style.colour, "zorder": 3}
         axes.scatter(x, y, s=45, facecolors=PAPER, linewidths=1.6, **look)
-        texts[f"{name}: {percent(line[-1] / ideal[-1])}"] = (line[-1], style.ink)
+        texts[f"{name}: {percent(line[-1] / ideal[-1])}"] = (line[-1], ink_of(style))
     for name, rate in prediction.measured.items():
         num = 1 if name == "single" else found.num_ranks
         look = {"marker": styles[name].marker, "color": styles[name].colour, "zorder": 4}

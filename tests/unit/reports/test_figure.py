@@ -70,7 +70,10 @@ def test_no_text_covers_another_and_all_are_inside():
     )
     names = [*(f"Own{n}" for n in range(14)), "async:compensate=on", "async:bound=2"]
     many = compared(*(fake_run(name, num_steps=20) for name in names))
-    for comparison, options in ((held, ALL), (many, EVERYTHING), (curved(fake_comparison()), ALL)):
+    long = slowed("single", "ddp", "async", "local-sgd:every=8")
+    curves = curved(fake_comparison())
+    shown = (held, ALL), (many, EVERYTHING), (curves, ALL), (long, EVERYTHING)
+    for comparison, options in shown:
         texts = shown_texts(comparison, options)
         boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
         edge = texts[0].figure.bbox.width - 10
@@ -156,7 +159,7 @@ def test_ranks_and_staleness_stand_where_they_say_something():
     assert titles(held, ALL) == [
         *(*LOSSES, "Held-out accuracy by samples", "Held-out accuracy by time, s"),
         *("Held-out loss by samples", *ALWAYS),
-        *("Own work by rank", "Memory per rank, MB", "Staleness"),
+        *("Own work by rank", "Rank's memory, MB", "Staleness"),
     ]
 
 
@@ -231,7 +234,7 @@ def holding(comparison: Comparison, **held: Memory) -> Comparison:
 
 
 def test_unlike_memory_has_a_bar_of_its_parts():
-    title, plain = "Memory per rank, MB", fake_comparison(("single", "ddp", "dp"))
+    title, plain = "Rank's memory, MB", fake_comparison(("single", "ddp", "dp"))
     ddp = Memory(4_000_000, 4_000_000, 4_000_000, 1_000_000)
     alike = holding(plain, single=ddp._replace(activations=90_000_000), ddp=ddp, dp=ddp)
     assert title not in titles(alike)

@@ -2,7 +2,7 @@ import pytest
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.reports.kit import RANK_COLOURS, ink_on
-from ddpnb.reports.style import SPARE_STYLES, contrast_on_white, style_of
+from ddpnb.reports.style import SPARE_STYLES, contrast_on_white, ink_of, style_of
 
 LOOKS = [entry.look for entry in STRATEGIES.values()]
 
@@ -29,7 +29,7 @@ def test_a_variant_differs_from_its_strategy_and_from_its_sisters():
 
 @pytest.mark.parametrize("shade", [0, 2])
 def test_text_in_a_strategys_colour_can_be_read(shade: int):
-    inks = [style_of(name, (), shade).ink for name in (*STRATEGIES, "mine", "ddp:hook=fp16")]
+    inks = [ink_of(style_of(name, (), shade)) for name in (*STRATEGIES, "mine", "ddp:hook=fp16")]
     assert min(map(contrast_on_white, inks)) >= 4.5
 
 
