@@ -149,13 +149,9 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
         axes.plot(line.faint_x, line.faint_y, color=colour, linewidth=1.0, alpha=0.28, zorder=2)
         axes.plot(line.x, line.y, color=colour, linestyle=dashes, linewidth=2.6, zorder=3)
     _draw_labels(axes, shown, panel.log)
-    num_note_lines = 0
+    up = 0.3 if panel.is_share else 0.94  # clear of most lines
     for strategy, line in panel.lines:
-        note, at = _draw_events(axes, strategy, line, panel.x)
-        if note:
-            up = (0.3 if panel.is_share else 0.94) - 0.09 * num_note_lines  # clear of most lines
-            _draw_note(axes, note, at / right, up, ink_of(strategy.style))
-            num_note_lines += note.count("\n") + 1
+        up -= 0.09 * _draw_events(axes, strategy, line, panel.x, up)
 
 
 def _draw_target(axes: Axes, target: float, *, is_reached_from_below: bool) -> None:
@@ -226,8 +222,8 @@ def spread_out(
     return list(map(float, placed))
 
 
-def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str) -> tuple[str, float]:
-    """Draw what happened during the run; return what is written beside it, and from where on.
+def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str, up: float) -> int:
+    """Draw what happened during the run, with a note below a height; return the note's lines.
 
     Losses that are NaN or infinite are crosses at the top, and other events lines across.
     """
@@ -241,17 +237,16 @@ def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str) -> tuple[st
     }
     for at in marks.values():
         axes.plot([at, at], [0, 1], linewidth=1.4, linestyle=":", zorder=3, **at_x)
+    named = sorted(marks, key=lambda text: marks[text])[-MAX_NAMED:] if x == "seconds" else []
+    begins = min((marks[text] for text in named), default=0.0)
     if len(line.bad_x):
         look: Look = {"marker": "x", "markersize": 6, "markeredgewidth": 2, "linestyle": ""}
         heights = np.full(len(line.bad_x), 0.985)
         axes.plot(line.bad_x, heights, zorder=4, clip_on=False, **look, **at_x)
-        return " NaN or ∞ ", float(line.bad_x[0])
-    named = sorted(marks, key=lambda text: marks[text])[-MAX_NAMED:] if x == "seconds" else []
-    return "\n".join(named), min((marks[text] for text in named), default=0.0)
-
-
-def _draw_note(axes: Axes, note: str, begins: float, up: float, ink: str) -> None:
-    """Write a note right of a place on the x axis, left of it in the right half."""
-    look: Look = {"ha": "left" if begins < 0.5 else "right", "va": "top", "fontsize": SMALL_POINTS}
-    box_look = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}
-    axes.text(begins, up, note, color=ink, bbox=box_look, transform=axes.transAxes, **look)
+        named, begins = [" NaN or ∞ "], float(line.bad_x[0])
+    if named:
+        side = "left" if begins < axes.get_xlim()[1] / 2 else "right"
+        box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}
+        look = {**at_x, "color": ink_of(strategy.style), "fontsize": SMALL_POINTS}
+        axes.text(begins, up, "\n".join(named), ha=side, va="top", bbox=box, **look)
+    return len(named)
