@@ -7,12 +7,11 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from ddpnb.history.model import Status
-from ddpnb.history.query import StoredRun
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
-from tests.unit.history.fake_runs import fake_comparison, header, spec
+from tests.unit.history.fake_runs import fake_comparison, header, spec, stored
 
 OUTPUT_PIXELS = 828
 """Width of an output in a JupyterLab of 1280 pixels, with the file browser open."""
@@ -62,17 +61,8 @@ def test_a_table_that_does_not_fit_scrolls_alone_and_keeps_its_names(page: Page)
 
 def test_one_long_name_or_failure_leaves_the_stored_runs_readable(page: Page):
     killed = "rank 1 was killed, which most often means that the memory was used up; " * 2
-    plain = StoredRun(
-        run_id="1",
-        comparison_id="1",
-        comparison="a-comparison",
-        name="ddp",
-        created=1e9,
-        task="digits",
-        num_events=720,
-        spec=spec("ddp"),
-        header=header(spec("ddp"), 3),
-    )
+    fields = {"num_events": 720, "spec": spec("ddp"), "header": header(spec("ddp"), 3)}
+    plain = stored("a-comparison/ddp", **fields)
     long = "a_module.of_mine_with_a_very_long_name:build_task"
     runs = [
         replace(plain, comparison_id="3", task=long, created=1e9 - 1),

@@ -20,14 +20,11 @@ def folder() -> Iterator[Path]:
 
 
 def test_a_folder_stays_while_its_fork_server_lives(folder: Path):
+    assert folder not in remove_leftovers(), "it is just being made"
     with hold(folder / SERVER_LOCK):
         assert folder not in remove_leftovers()
     assert folder in remove_leftovers()
     assert not folder.exists()
-
-
-def test_a_folder_that_is_just_being_made_stays(folder: Path):
-    assert folder not in remove_leftovers()
 
 
 def test_a_killed_holder_holds_nothing(folder: Path):

@@ -4,9 +4,11 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, RunSnapshot, Status
+from ddpnb.history.query import StoredRun
 from ddpnb.protocol.messages import (
     EventBatch,
     Mark,
@@ -56,6 +58,13 @@ def ended_run(
         run.add(batch(run.run_id, own, rank=rank, header=header(run_spec, len(own))))
     run.end(Status.FINISHED)
     return run
+
+
+def stored(name: str = "digits-1/ddp", created: float = 1e9, **fields: Any) -> StoredRun:
+    """A line in the list of runs."""
+    comparison, _, strategy = name.partition("/")
+    given = {"run_id": name, "comparison_id": comparison, "task": "digits"} | fields
+    return StoredRun(comparison=comparison, name=strategy, created=created, **given)
 
 
 def compared(*runs: Run) -> Comparison:

@@ -1,30 +1,16 @@
 import pytest
 
 from ddpnb.history.model import Status
-from ddpnb.history.query import StoredRun, matching
+from ddpnb.history.query import matching
 from ddpnb.protocol.errors import UserError
-
-
-def stored(name: str, *, created: float, task: str = "digits", repeat: int = 0) -> StoredRun:
-    comparison, _, strategy = name.partition("/")
-    return StoredRun(
-        run_id=f"{name}{repeat}",
-        comparison_id=comparison,
-        comparison=comparison,
-        name=strategy,
-        repeat=repeat,
-        created=created,
-        task=task,
-        status=Status.STOPPED if created == 1 else Status.FINISHED,
-    )
-
+from tests.unit.history.fake_runs import stored
 
 RUNS = (
-    stored("old/ddp", created=1),
-    stored("race/single", created=2),
-    stored("race/ddp:hook=fp16", created=2),
-    stored("race/ddp:hook=fp16", created=3, repeat=1),
-    stored("New/async", created=4, task="synthetic:samples=512"),
+    stored("old/ddp", 1, status=Status.STOPPED),
+    stored("race/single", 2),
+    stored("race/ddp:hook=fp16", 2),
+    stored("race/ddp:hook=fp16", 3, repeat=1),
+    stored("New/async", 4, task="synthetic:samples=512"),
 )
 
 

@@ -73,10 +73,3 @@ def test_metrics_of_ones_own_are_columns():
     assert found["grad"].fillna(-1).tolist() == [0.5, -1]
     assert found["metric_loss"].tolist()[1] == 9.0
     assert found["loss"].tolist() == [1.0, 1.0]
-
-
-def test_an_empty_comparison_can_be_shown_and_saved(tmp_path: Path):
-    result = ComparisonResult(Comparison(comparison_id="c", name="c"))
-    assert "Nothing has finished yet." in repr(result)
-    result.save(tmp_path / "it.html")
-    assert len(result.steps()) == 0

@@ -7,7 +7,6 @@ import pytest
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
-from ddpnb.history.query import StoredRun
 from ddpnb.protocol.memory import Memory
 from ddpnb.protocol.messages import Evaluating
 from ddpnb.protocol.notation import Target
@@ -31,6 +30,7 @@ from tests.unit.history.fake_runs import (
     run_of,
     spec,
     step,
+    stored,
 )
 
 SPEEDS = ["strategy", "samples/s", "speed-up"]
@@ -137,13 +137,8 @@ def test_advice_marks_a_cell_for_every_machine(ranks, recommended, tensorflow):
 
 
 def test_stored_runs_are_listed_newest_first_with_repeats_together():
-    old = StoredRun(
-        **{"run_id": "1", "comparison_id": "1", "comparison": "digits-1", "name": "ddp"},
-        **{"created": 1e9, "task": "digits", "num_events": 12},
-        spec=spec("ddp"),
-        header=header(spec("ddp"), 3),
-    )
-    new = replace(old, comparison_id="2", comparison="digits-2", created=2e9)
+    old = stored(num_events=12, spec=spec("ddp"))
+    new = stored("digits-2/ddp", 2e9, num_events=12, spec=spec("ddp"))
     table = runs_table([old, new, replace(new, repeat=1)])
     assert "3 stored runs, newest first" in table.text()
     assert table.to_frame()[["name", "runs", "batch", "steps"]].to_numpy().tolist() == [
