@@ -22,8 +22,8 @@ from ddpnb.protocol.messages import (
 
 BATCH_SIZE = 256
 NUM_RANKS = 2
-NUM_REPORTING = {"single": 1, "dp": 1, "ddp": NUM_RANKS, "async": NUM_RANKS}
-WORKERS = {"single": 1, "dp": 2, "ddp": NUM_RANKS, "async": NUM_RANKS}
+NUM_REPORTING = {"single": 1, "dp": 1}
+"""Ranks that report, where not all do."""
 STEP_SECONDS = {"single": 0.0240, "dp": 0.0200, "ddp": 0.0150, "async": 0.0262}
 NOTES = {"dp": ("emulated on CPU threads: 2 replicas in one process",)}
 
@@ -77,7 +77,7 @@ def header(run_spec: RunSpec, num_steps: int) -> RunHeader:
         run_id=run_spec.run_id,
         strategy=strategy,
         synchronous=strategy != "async",
-        num_workers=WORKERS.get(strategy, NUM_RANKS),
+        num_workers=1 if strategy == "single" else NUM_RANKS,
         num_ranks=NUM_REPORTING.get(strategy, NUM_RANKS),
         num_threads=1,
         device="cpu",
@@ -138,30 +138,24 @@ def fake_run(
     run = run_of(run_spec, comparison=comparison, created=1000.0 + repeat)
     random_ = random.Random(f"{strategy}{repeat}")
     num_reporting = NUM_REPORTING.get(strategy, NUM_RANKS)
-    own_steps = num_steps if strategy != "async" else num_steps * num_reporting // NUM_RANKS
     for rank in range(num_reporting):
         seconds = 0.0
         events = []
         noise = random.Random(f"{strategy}{repeat}{rank if strategy == 'async' else 0}")
-        for index in range(int(own_steps * share)):
-            slow = 1.25 if 0.45 < index / own_steps < 0.6 else 1.0
-            lasted = STEP_SECONDS.get(strategy, 0.018) * slow * noise.uniform(0.9, 1.12)
+        for index in range(int(num_steps * share)):
+            lasted = STEP_SECONDS.get(strategy, 0.018) * noise.uniform(0.9, 1.12)
             if slow_rank is not None and strategy != "async":
                 lasted *= 1.6
-            is_slow = slow_rank == rank
             seconds += lasted
-            level = 0.12 + 2.2 * math.exp(-6.0 * index / own_steps)
-            lag = 1.18 if strategy == "async" else 1.0
-            loss = level * lag * math.exp(random_.gauss(0, 0.16))
+            level = 0.12 + 2.2 * math.exp(-6.0 * index / num_steps)
+            loss = level * math.exp(random_.gauss(0, 0.16))
             if nan_from is not None and index >= nan_from:
                 loss = math.nan
             staleness = random_.choice((0, 1, 1, 1, 2, 3)) if strategy == "async" else None
-            event = replace(
-                step(index, seconds, loss, BATCH_SIZE // num_reporting, staleness),
-                parts=_parts(strategy, lasted, num_reporting, is_slow=is_slow),
-                num_bytes_sent=0 if strategy == "single" else 49_380,
-            )
-            events.append(event)
+            event = step(index, seconds, loss, BATCH_SIZE // num_reporting, staleness)
+            parts = _parts(strategy, lasted, is_slow=slow_rank == rank)
+            sent = 0 if strategy == "single" else 49_380
+            events.append(replace(event, parts=parts, num_bytes_sent=sent))
         own = [mark for mark in marks if mark.rank == rank]
         head = header(run_spec, num_steps)
         run.add(batch(run.run_id, events, rank=rank, header=head, marks=own))
@@ -172,8 +166,8 @@ def fake_run(
     return run
 
 
-def _parts(strategy: str, lasted: float, num_reporting: int, *, is_slow: bool) -> Parts:
-    """Divide a step as a strategy of so many ranks would."""
+def _parts(strategy: str, lasted: float, *, is_slow: bool) -> Parts:
+    """Divide a step as a strategy would."""
     others = 0.0 if strategy == "single" else 0.04 if is_slow else 0.24
     own = lasted * (1 - others)
     return Parts(

@@ -1,12 +1,11 @@
 import math
 from dataclasses import replace
-from importlib.metadata import version
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from ddpnb.history.comparison import environment, overlay
+from ddpnb.history.comparison import overlay
 from ddpnb.history.curve import smoothed
 from ddpnb.history.model import Run, Status
 from ddpnb.history.summary import StrategySummary, samples_per_second, summarise
@@ -205,12 +204,6 @@ def test_overlaying_keeps_each_run_once_and_what_is_shared():
     assert len(both.runs) == 1
     assert (both.name, both.environment) == ("digits-1, b", {})
     assert set(both.differing) == {"torch", "python", "host"}
-
-
-def test_the_environment_says_where_and_with_what():
-    found = environment()
-    assert found["torch"] == version("torch")
-    assert {"python", "host", "CPU cores", "ddpnb"} <= set(found)
 
 
 def test_nothing_is_measured_against_a_run_that_is_under_way():

@@ -133,7 +133,7 @@ def test_repeats_become_a_median_over_at_least_half():
 
 def slowed(*strategies: str) -> Comparison:
     """Runs of which rank 1 became slow, as they are stored."""
-    mark = Mark(rank=1, seconds=2.0, text="3x slower")
+    mark = Mark(rank=1, seconds=1.0, text="3x slower")
     runs = [fake_run(name, num_steps=150, slow_rank=1, marks=[mark]) for name in strategies]
     whole = compared(*runs)
     return replace(whole, specs=tuple(run.spec for run in whole.runs if run.spec))

@@ -136,17 +136,3 @@ def test_a_collective_is_drawn_up_to_sixteen_ranks(num_ranks: int):
     result = shown(num_ranks)
     assert len(ranks_in(result.plot().figure)) == min(num_ranks, 16)
     assert ("Bandwidth-bound at this size" in result.text()) == (num_ranks > 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "sentence"),
-    [
-        ("all_redduce", {}, "did you mean all_reduce"),
-        ("broadcast", {"op": "max"}, "leave --op out"),
-        ("reduce", {"root": 7}, "--root 7"),
-        ("all_reduce", {"num_bytes": 4 * 10**9}, "at most 256,000,000"),
-    ],
-)
-def test_what_does_not_suit_a_collective_is_one_sentence(name, options, sentence):
-    with pytest.raises(UserError, match=sentence):
-        CollectiveSpec(name=name, ranks=(0, 1, 2, 3), **options)

@@ -7,13 +7,11 @@ import pytest
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot, Status
-from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import Bucket, CapReport
 from ddpnb.protocol.messages import Mark, MarkKind, Parts
 from ddpnb.protocol.trace import Span
 from ddpnb.reports.inside.buckets import DdpInspection, one_by_one
 from ddpnb.reports.inside.versions import async_inspection, updates_of
-from ddpnb.session.inside import InspectionRequest
 from tests.unit.history.fake_runs import batch, header, run_of, spec, step
 
 MS = 1e-3
@@ -124,16 +122,3 @@ def test_versions_are_drawn_with_a_death_and_for_many_workers(num_ranks: int):
         assert float(about.split()[-1]) == pytest.approx(sum(own) / len(own), rel=0.05)
         assert about in arrows
         assert f"rank {rank}: {about}" in inspection.text()
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"model": "net", "task": "digits"}, "Inspect net or a task"),
-        ({"model": "net", "given": {"batch_size": 8}}, "--batch-size goes with a task"),
-        ({"batch": "x"}, "--batch goes with a model"),
-    ],
-)
-def test_what_does_not_go_together_is_one_sentence(given: dict, named: str):
-    with pytest.raises(UserError, match=named):
-        InspectionRequest(**given)
