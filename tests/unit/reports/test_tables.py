@@ -87,11 +87,7 @@ def test_a_class_sees_five_columns_and_the_others_folded():
         assert set(titles) <= set(found)
         assert all(column.about for column in whole.columns)
         assert column_texts(five, "samples/s") == column_texts(whole, "samples/s")
-        html = how_to_read(whole)
-        check_html(html)
-        for column in whole.columns:
-            assert column.title.split(" ")[0] in html
-        assert five.notes == ()
+        check_html(how_to_read(whole))
 
 
 def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():

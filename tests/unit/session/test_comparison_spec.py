@@ -107,7 +107,6 @@ MISTAKES = {
     "gossip:together=on": ["gossip has no options"],
     "ddp ddp:": ["ddp:option=value"],
     "ddp:hook=fp16,hook=bf16": ["twice"],
-    "Own:every=1,every=2": ["twice"],
     "ddp:bucket_cap_mb=0": ["ddp:bucket_cap_mb"],
     "diloco:outer_lr=0": ["diloco:outer_lr"],
     "async:momentum=1": ["async:momentum", "less than 1"],
@@ -160,7 +159,6 @@ WRONG_VALUES = {
     "--slow": "1 1:3x,2 1:0.5x 1:1x 1:0ms 1:99999x 1:9999999999999s",
     "--kill": "1 1@99999999999999999999s 1@1s,0@2s,1@9s",
     "--jitter": "lots 20 -5% 99999999999%",
-    "--epoxs": "1",
     "--epoch": "1",
     "--lucky": "",
 }

@@ -25,7 +25,6 @@ def test_sets_of_ranks_are_read(text: str | None, expected: tuple[int, ...]):
     [
         ("abc", "'abc' does not name ranks: write numbers and ranges, such as 0,2-3."),
         ("-1", "does not name ranks"),
-        ("0,,1", "does not name ranks"),
         ("1.5", "does not name ranks"),
         ("3-1", "'3-1' names no rank: write the smaller number first"),
         ("4", "There is no rank 4: the ranks are 0-3."),
