@@ -115,7 +115,6 @@ class Rank:
 def make_state(rank: int, world_size: int) -> RankState:
     return RankState(
         rank=rank,
-        local_rank=rank,
         world_size=world_size,
         local_world_size=world_size,
         pid=0,

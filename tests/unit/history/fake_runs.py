@@ -49,8 +49,6 @@ def run_of(run_spec: RunSpec, *, comparison: str = "", created: float = 0.0) -> 
 def header(run_spec: RunSpec, num_steps: int, synchronous: bool | None = None) -> RunHeader:
     strategy = run_spec.strategy
     return RunHeader(
-        run_id=run_spec.run_id,
-        strategy=strategy,
         synchronous=strategy != "async" if synchronous is None else synchronous,
         num_workers=WORKERS.get(strategy, NUM_RANKS),
         num_ranks=NUM_REPORTING.get(strategy, NUM_RANKS),
@@ -197,7 +195,6 @@ def _report(run_id: str, rank: int, events: Sequence[StepEvent], strategy: str) 
         rank=rank,
         took_part=True,
         num_steps=len(events),
-        num_samples=sum(event.num_samples for event in events),
         seconds=events[-1].seconds,
         final_loss={"async": 0.131}.get(strategy, 0.118) if evaluates else math.nan,
         held_out_loss=0.152 if evaluates else math.nan,

@@ -20,7 +20,6 @@ SPEC = ComparisonSpec(strategies=("ddp",), training=TrainingSpec(task="digits"))
 STATES = tuple(
     RankState(
         rank=rank,
-        local_rank=rank,
         world_size=2,
         local_world_size=2,
         pid=100 + rank,
