@@ -11,7 +11,7 @@ from ddpnb.rank.laboratory.order import VirtualOrder
 from ddpnb.rank.laboratory.times import ComputeTimes
 
 LINK = LinkSpec(bits_per_second=8e9, latency_seconds=30e-6)  # 1 GB/s
-TIMES = ComputeTimes(seconds_per_sample=1e-3, seconds_per_pass=2e-3)
+TIMES = ComputeTimes(compute=Compute(1e-3, 2e-3))
 SIZE = 4 * 1_000_000
 
 
@@ -46,7 +46,7 @@ def test_one_server_saturates_where_its_link_is_full():
 
 
 def test_a_slow_worker_takes_fewer_shards():
-    slow = ComputeTimes(seconds_per_sample=1e-3, slow=(parse_slow("1:4x"),))
+    slow = ComputeTimes(compute=Compute(1e-3), slow=(parse_slow("1:4x"),))
     took = [sum(rank == each for rank, _ in served(4, 400, slow)) for each in range(4)]
     assert took[0] / took[1] == pytest.approx(4, rel=0.25)
     assert served(4, 100, slow) == served(4, 100, slow)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.laboratory.order import VirtualOrder
 from ddpnb.rank.laboratory.times import ComputeTimes
@@ -17,7 +18,7 @@ COMPUTE = 0.1
 def served(num_workers: int) -> float:
     """Return the gradients a second of the server of emulated devices."""
     order = VirtualOrder(
-        ComputeTimes(seconds_per_sample=COMPUTE),
+        ComputeTimes(compute=Compute(COMPUTE)),
         num_workers=num_workers,
         link=lambda _: LINK,
         num_bytes=SIZE,
