@@ -80,8 +80,6 @@ class TrainingSpec:
         most=86_400,
         example="S",
     )
-    num_warmup_steps: int = 3
-    """Steps of a throwaway model before the training, so that no clock sees a cold start."""
     accumulate: int = _steps(
         1, "gradient accumulation: micro-batches per step of each worker", least=1
     )
