@@ -10,8 +10,9 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -21,7 +22,9 @@ from benchmarks.table import README, RESULTS, machine
 from benchmarks.work import COMPARE, LOOP, SCRIPT, rate_in
 
 RESULT = RESULTS / "versus.json"
-READMES = (README, README.parents[1] / "README.md")
+OVERVIEW = README.parents[1] / "README.md"
+HEADLINES = ("start", "cell", "rate", "raise", "killed", "left")
+"""The rows that the overview shows."""
 BEGIN, END = "<!-- what follows is written by: make bench -->\n", "<!-- until here -->\n"
 LIMIT_SECONDS = 20
 """What a peer has to come back to the prompt after a fault."""
@@ -198,7 +201,7 @@ def _works_again(opened: NotebookOf) -> None:
             opened.begin()
         opened.cell(check, LIMIT_SECONDS)
     num_kept = opened.said().count("7")
-    opened.remark = f"variables of {num_kept} of {opened.num_ranks} ranks kept"
+    opened.remark = f"{num_kept} of {opened.num_ranks} kept"
 
 
 def _left_behind(opened: NotebookOf) -> float:
@@ -362,36 +365,39 @@ def keep(found: dict[str, dict[str, Measured]]) -> None:
     for name, row in found.items():
         stored["rows"][name] = {peer: asdict(each) for peer, each in row.items()}
     RESULT.write_text(json.dumps(stored, indent=1) + "\n")
-    for readme in READMES:
-        readme.write_text(with_table(readme.read_text()))
+    for readme in (README, OVERVIEW):
+        readme.write_text(with_table(readme))
 
 
-def with_table(text: str) -> str:
-    """Return a text with the table between its two marks."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
+def with_table(readme: Path) -> str:
+    """Return a page with the table between its two marks."""
+    before, _, rest = readme.read_text().partition(BEGIN)
+    shown = table(HEADLINES if readme == OVERVIEW else [*ROWS, *OURS], readme == OVERVIEW)
+    return f"{before}{BEGIN}{shown}{END}{rest.partition(END)[2]}"
 
 
-def table() -> str:
-    """Return the stored rows in Markdown: medians, and below what happened where one cannot."""
+def table(names: Sequence[str], is_short: bool = False) -> str:
+    """Return stored rows in Markdown: medians, and below what happened where one cannot."""
     stored = json.loads(RESULT.read_text())
     rows = {
         name: {peer: Measured(**each) for peer, each in stored["rows"][name].items()}
-        for name in [*ROWS, *OURS]
+        for name in names
         if name in stored["rows"]
     }
     peers = [peer.name for peer in PEERS if any(peer.name in row for row in rows.values())]
-    lines = [f"| | {' | '.join(peers)} | promise |", "|---" * (len(peers) + 2) + "|"]
+    last = "" if is_short else " promise |"
+    lines = [f"| | {' | '.join(peers)} |{last}", "|---" * (len(peers) + 2 - is_short) + "|"]
     reasons: dict[str, int] = {}
     for name, found in rows.items():
         row = ROWS.get(name) or OURS[name]
         cells = [_cell(found.get(peer), reasons) for peer in peers]
         title = row.name + (f" ({row.unit})" if row.unit else "")
-        lines.append(f"| {title} | {' | '.join(cells)} | {row.promise(found)} |")
+        last = "" if is_short else f" {row.promise(found)} |"
+        lines.append(f"| {title} | {' | '.join(cells)} |{last}")
     about = stored["machine"]
     on = f"{stored['date']}, {about['cores']} cores of {about['cpu']}, torch {about['torch']}"
     notes = "; ".join(f"[{number}] {reason}" for reason, number in reasons.items())
-    return "\n".join([*lines, "", f"{on}. {notes}", ""])
+    return "\n".join([*lines, *([] if is_short else ["", f"{on}. {notes}"]), ""])
 
 
 def _cell(measured: Measured | None, reasons: dict[str, int]) -> str:

@@ -47,14 +47,6 @@ class Curve:
     def __len__(self) -> int:
         return len(self.mean)
 
-    @property
-    def updates(self) -> Floats:
-        """Updates made up to each point."""
-        made: Floats = np.minimum(
-            np.arange(1.0, len(self) + 1) * self.num_merged, float(self.num_updates)
-        )
-        return made
-
 
 def curve_of(rows: Records, header: RunHeader | None, name: str = "loss") -> Curve:
     """Return the curve of a run's steps.
@@ -152,7 +144,9 @@ def smoothed(curve: Curve) -> Floats:
     averages = np.full(len(curve), np.nan)
     if len(curve) == 0:
         return averages
-    at = curve.samples if curve.samples[-1] > 0 else curve.updates  # a loop may log no samples
+    at = curve.samples
+    if at[-1] == 0:  # a loop may log no samples
+        at = np.arange(1.0, len(curve) + 1) * curve.num_merged
     spans = at[-1] / curve.num_updates + SMOOTHED_SHARE * at
     shares = -np.expm1(-np.diff(at, prepend=0.0) / spans)
     total = weight = 0.0

@@ -134,12 +134,8 @@ class Store:
         if wanted_name:
             query.check_name(wanted_name)
         specs = json.dumps([dataclasses.asdict(spec) for spec in comparison.specs])
-        texts = (
-            comparison.task,
-            comparison.source,
-            specs,
-            json.dumps(dict(comparison.environment)),
-        )
+        environment = json.dumps(dict(comparison.environment))
+        texts = (comparison.task, comparison.source, specs, environment)
         with self._write() as connection:
             taken = {each for (each,) in connection.execute("SELECT name FROM comparisons")}
             name = wanted_name or query.numbered(comparison.name, taken)

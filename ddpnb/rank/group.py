@@ -100,7 +100,7 @@ class Group:
             os.environ.setdefault(name, value)
         level = dist.DebugLevel.DETAIL if is_checked else dist.DebugLevel.OFF
         dist.set_debug_level(level)
-        self.collective_checks.start(self.folder, generation)
+        self.collective_checks.start(self.folder, generation, is_exact=is_checked)
         if generation:  # a rank that dies while the first group is formed ends the start
             self._meet(store)
         init_process_group(

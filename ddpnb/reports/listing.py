@@ -15,7 +15,7 @@ from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.reports.formatting import NOTHING, counted, notes
 from ddpnb.reports.kit import Shown
 from ddpnb.reports.style import style_of
-from ddpnb.reports.table import Cell, Column, Table, pairs_table, table_row
+from ddpnb.reports.table import Cell, Column, Table, table_row
 
 
 def ranks_table(states: Sequence[RankState]) -> Table:
@@ -138,8 +138,13 @@ class Details(Shown):
         if specs:
             settings["repeats"] = str(max(spec.repeat for spec in specs) + 1)
         settings |= {f"model of {name}": str(path) for name, path in _models(specs)}
-        table = pairs_table(comparison.name, settings | dict(comparison.environment))
-        return dataclasses.replace(table, notes=notes(comparison, summarise(comparison)))
+        settings |= comparison.environment
+        return Table(
+            caption=comparison.name,
+            columns=(Column(title="name"), Column(title="value", is_prose=True)),
+            rows=tuple(table_row(name, value) for name, value in settings.items()),
+            notes=notes(comparison, summarise(comparison)),
+        )
 
 
 def _models(specs: Sequence[RunSpec]) -> Iterator[tuple[str, Path]]:

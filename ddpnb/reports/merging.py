@@ -21,8 +21,6 @@ On the ranks, ipykernel sends printed text every 0.2 s.
 MAX_ROWS = 64
 """How many of a stream's last lines a progress bar can still return to."""
 
-MAX_ESCAPE = 8
-"""The most letters of an escape sequence."""
 MOVES = re.compile(r"(\n|\x1b\[\d*[AB])")
 """A line end, or an escape sequence that moves up (tqdm's ``position=1``) or down."""
 ERASES = re.compile(r"\x1b\[\d*[JK]")
@@ -184,7 +182,7 @@ class Screen:
     def write(self, text: str) -> list[Item]:
         """Add text; return the lines that are finished."""
         text, self._incomplete = self._incomplete + text, ""
-        if found := INCOMPLETE.search(text, max(0, len(text) - MAX_ESCAPE)):
+        if found := INCOMPLETE.search(text):
             text, self._incomplete = text[: found.start()], found[0]
         if len(self._rows) == 1 and not redraws(text) and "\r" not in self._rows[0]:
             *lines, self._rows[0] = (self._rows[0] + text).split("\n")

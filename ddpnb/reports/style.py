@@ -10,9 +10,6 @@ from ddpnb.protocol.catalogue import STRATEGIES, Dashes, Style
 from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.protocol.options import check_options, option
 
-PANELS = ("all",)
-"""What can be drawn beyond the panels that are always there."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotOptions:
@@ -25,7 +22,7 @@ class PlotOptions:
         from_text=parse_target,
         example="LOSS",
     )
-    panels: str = option("", "draw every panel", choices=PANELS, example="all")
+    panels: str = option("", "draw every panel", choices=("all",), example="all")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -50,9 +47,8 @@ PART_COLOURS = {
     "optimizer": "#c3c9a8",
     "communication": "#d1495b",
     "waiting": "#edae49",
-    "hidden": "#d1495b",
 }
-"""The parts of a step: cool colours for computing, warm ones for the cost of other ranks."""
+"""The parts of a step in order: cool colours for computing, warm ones for what others cost."""
 
 MEMORY_COLOURS = {
     "parameters": "#4a7c6f",

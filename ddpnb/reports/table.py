@@ -6,7 +6,7 @@ All text is escaped.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, final
@@ -123,20 +123,6 @@ class Table:
 def table_row(*shown: Cell | str | int) -> tuple[Cell, ...]:
     """Return a row; a text or a number becomes a cell."""
     return tuple(each if isinstance(each, Cell) else Cell(text=str(each)) for each in shown)
-
-
-def columns(*titles: str) -> tuple[Column, ...]:
-    """Return heads of a column of names, and of numbers after it."""
-    return tuple(Column(title=title, is_number=at > 0) for at, title in enumerate(titles))
-
-
-def pairs_table(caption: str, pairs: Mapping[str, str]) -> Table:
-    """Return a table of names and values, one pair a row."""
-    return Table(
-        caption=caption,
-        columns=(Column(title="name"), Column(title="value", is_prose=True)),
-        rows=tuple(table_row(name, value) for name, value in pairs.items()),
-    )
 
 
 def dot(colour: str, is_hollow: bool = False) -> str:

@@ -121,8 +121,6 @@ class Prediction:
     searched: int
     limits: Mapping[str, str]
     """What holds each strategy up most at the most ranks."""
-    alone: float
-    """Samples/s of one rank."""
 
     @property
     def measured(self) -> Mapping[str, float]:
@@ -170,7 +168,6 @@ def predict(found: Calibration, question: Question) -> Prediction:
         searched=searched,
         stops={name: stops_at(name, work, machine, searched) for name in strategies},
         limits={name: limit_of(name, work, machine, max(able)) for name in strategies},
-        alone=point("single", work, machine, 1).samples_per_second,
     )
 
 

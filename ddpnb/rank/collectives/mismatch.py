@@ -63,14 +63,17 @@ class MismatchCheck(intercept.Listener):
         self._logs: WeakKeyDictionary[Any, CollectiveLog | None] = WeakKeyDictionary()
         """By group; None: its calls are not compared."""
         self._num_opened: Counter[str] = Counter()
+        self._is_exact = False
 
-    def start(self, folder: Path, generation: int) -> None:
+    def start(self, folder: Path, generation: int, *, is_exact: bool = False) -> None:
         """Start afresh with a new default group, and remove the files of older ones.
 
         Args:
             folder: a private directory that all ranks of this host share.
             generation: how many default groups there were before.
+            is_exact: whether tensors of one size must have one shape too.
         """
+        self._is_exact = is_exact
         self._prefix = folder / f"calls-{generation}-"
         self._logs.clear()
         self._num_opened.clear()
@@ -107,6 +110,8 @@ class MismatchCheck(intercept.Listener):
         if log is None:
             return
         entry = entry_of(call, log.ranks)
+        if self._is_exact and entry.size != NOT_COMPARED:
+            entry = entry._replace(checksum=entry.checksum ^ entry.shape)
         call.notes[self] = log
         log.write(entry, users_line())
 

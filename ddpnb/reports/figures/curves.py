@@ -126,13 +126,13 @@ def _median(lines: Sequence[Points]) -> Points:
 
 def draw_curves(axes: Axes, panel: CurvePanel) -> None:
     """Draw each strategy's line on bare axes, with its name at the right."""
+    axes.set_yscale("log" if panel.log else "linear")
     prepare(axes, panel.title, lines="y")
     axes.tick_params(axis="y", length=0)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
-    if panel.log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
-        axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    logarithmic = LogLocator(subs=(1.0, 2.0, 5.0), numticks=6)
+    linear = MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10])
+    axes.yaxis.set_major_locator(logarithmic if panel.log else linear)
     if panel.target is not None:
         _draw_target(axes, panel.target, is_reached_from_below=panel.is_share)
     shown = [each for each in panel.lines if _can_show(each[1], panel.log).any()]

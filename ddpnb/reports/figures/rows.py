@@ -22,8 +22,6 @@ from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_
 
 BAR = 0.6
 """Height of a bar, as a share of its row."""
-STACKED = ("data", "forward", "backward", "optimizer", "communication", "waiting")
-"""The parts of a step from left to right: a rank's own work first."""
 LEGEND: Look = {
     **{"labelcolor": MUTED, "fontsize": SMALL_POINTS},
     **{"handlelength": 0.8, "labelspacing": 0.1, "columnspacing": 0.8},
@@ -36,12 +34,8 @@ MAX_SHOWN_STALENESS = 8
 LEAST_DIFFERENCE = 1.5
 """How many times as much memory is worth a column."""
 
-PART_LOOKS: Mapping[str, Look] = {
-    **{part: {"facecolor": PART_COLOURS[part]} for part in STACKED},
-    "hidden": {"facecolor": "white", "edgecolor": PART_COLOURS["hidden"], "hatch": "//////"},
-}
-MEMORY_LOOKS: Mapping[str, Look] = {
-    part: {"facecolor": colour} for part, colour in MEMORY_COLOURS.items()
+HIDDEN: Look = {
+    **{"facecolor": "white", "edgecolor": PART_COLOURS["communication"], "hatch": "//////"},
 }
 
 
@@ -63,7 +57,7 @@ class Column:
     """For the text at the right."""
     below: Callable[[Sequence[Strategy]], str] = lambda _: ""
     """Returns the label below the ticks."""
-    looks: Mapping[str, Look] = field(default_factory=dict)
+    looks: Mapping[str, str | Look] = field(default_factory=dict)
     """The legend below the ticks."""
 
 
@@ -177,20 +171,13 @@ def _draw_split(axes: Axes, strategy: Strategy, middle: float) -> str:
     parts = {name: 1000 * seconds for name, seconds in split.parts._asdict().items()}
     thickness = BAR * (0.68 if parts["hidden"] > 0 else 1.0)
     left = behind = 0.0
-    for name in STACKED:
-        _bar(
-            axes,
-            left,
-            low + BAR - thickness,
-            parts[name],
-            thickness,
-            label=name,
-            **PART_LOOKS[name],
-        )
+    for name, colour in PART_COLOURS.items():
+        look = {"facecolor": colour, "label": name}
+        _bar(axes, left, low + BAR - thickness, parts[name], thickness, **look)
         left += parts[name]
         behind = left if name == "backward" else behind
-    hidden = {**PART_LOOKS["hidden"], "linewidth": 0.8, "label": "hidden"}
-    _bar(axes, max(behind - parts["hidden"], 0.0), low, parts["hidden"], BAR - thickness, **hidden)
+    begin, hidden = max(behind - parts["hidden"], 0.0), {**HIDDEN, "linewidth": 0.8}
+    _bar(axes, begin, low, parts["hidden"], BAR - thickness, label="hidden", **hidden)
     if not split.is_known:
         return ""
     exposed = split.exposed_share
@@ -204,7 +191,7 @@ SPLIT = Column(
     reach=lambda strategy: round_up(1000 * strategy.summary.split.seconds * 1.01),
     share=1.35,
     text_inches=2.12,
-    looks=PART_LOOKS,
+    looks={**PART_COLOURS, "hidden": HIDDEN},
 )
 
 # -- ranks ---------------------------------------------------------------------------------
@@ -296,8 +283,8 @@ STALENESS = Column(
 def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
     """Draw what the rank that holds most holds; a GPU's peak is an outline around it."""
     memory, low, left = strategy.summary.memory, middle - BAR / 2, 0.0
-    for (part, look), num_bytes in zip(MEMORY_LOOKS.items(), memory, strict=False):
-        _bar(axes, left, low, num_bytes / MB, BAR, label=part, **look)
+    for (part, colour), num_bytes in zip(MEMORY_COLOURS.items(), memory, strict=False):
+        _bar(axes, left, low, num_bytes / MB, BAR, facecolor=colour, label=part)
         left += num_bytes / MB
     _bar(axes, 0, low, memory.peak / MB, BAR, facecolor="none", edgecolor=MUTED, linewidth=1.0)
     return size(memory.total) if memory.total else ""
@@ -320,5 +307,5 @@ MEMORY = Column(
     says=_memory_differs,
     share=1.0,
     text_inches=0.92,
-    looks=MEMORY_LOOKS,
+    looks=MEMORY_COLOURS,
 )

@@ -15,7 +15,7 @@ from ddpnb.protocol.trace import Span
 from ddpnb.reports.formatting import counted, in_units, listed, size
 from ddpnb.reports.inside.timeline import bounds, draw_timeline
 from ddpnb.reports.kit import Picture, Shown
-from ddpnb.reports.table import Column, Table, columns, table_row
+from ddpnb.reports.table import Column, Table, table_row
 
 MAX_BUCKETS, MAX_NAMES = 4, 3
 """Buckets in a row of the table, and parameters that are named in a sentence."""
@@ -96,7 +96,8 @@ class DdpInspection(Shown):
             caption=f"{self.title}: {size(self.gradient_bytes)} of gradients, whose all-reduces "
             "hide behind the backward pass or are exposed",
             columns=(
-                *columns("bucket_cap_mb", "step", "exposed", "hidden", "buckets"),
+                Column(title="bucket_cap_mb"),
+                *(Column(title=each, is_number=True) for each in (*Split._fields, "buckets")),
                 Column(title="bytes, when it is full, first parameter", is_prose=True),
             ),
             rows=tuple(rows),

@@ -147,7 +147,8 @@ def draw(prediction: Prediction) -> "Figure":
         name: [point(name, work, machine, num).samples_per_second for num in ranks]
         for name in names
     }
-    ideal = [num * prediction.alone for num in ranks]
+    alone = point("single", work, machine, 1).samples_per_second
+    ideal = [num * alone for num in ranks]
     rates = [rate for line in (*lines.values(), ideal) for rate in line]
     rates += prediction.measured.values()
     kind = "emulated" if found.devices else "measured"

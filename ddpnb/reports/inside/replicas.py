@@ -210,8 +210,10 @@ def _cause(
             return _of_gradients(finding, is_ddp=is_ddp)
         case _, Part.BUFFERS:
             return _of_buffers(finding, is_ddp=is_ddp)
+        case _, Part.STATE if finding.lacking:
+            return f"{spoken_ranks(finding.lacking).capitalize()} has made no step yet."
         case _, Part.STATE:
-            return _of_state(finding, skipped)
+            return skipped or "It is made of gradients, which differ, or have differed."
     return "Each rank has computed its own, from its own samples or random numbers."
 
 
@@ -285,12 +287,6 @@ def _is_by_design(finding: Finding, held: Sequence[Held]) -> bool:
 def _is_statistic(buffer: str) -> bool:
     """Return whether a buffer is one of BatchNorm's, by its name."""
     return buffer.endswith(("running_mean", "running_var", "num_batches_tracked"))
-
-
-def _of_state(finding: Finding, skipped: str) -> str:
-    if finding.lacking:
-        return f"{spoken_ranks(finding.lacking).capitalize()} has made no step yet."
-    return skipped or "It is made of gradients, and those of the ranks differ, or have differed."
 
 
 def _skipped_step(replicas: Sequence[RankReplica]) -> str:

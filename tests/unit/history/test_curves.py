@@ -81,7 +81,7 @@ def test_neighbouring_updates_are_merged(num: int):
     curve = curve_of(every, None)
     parts = [losses[i : i + curve.num_merged] for i in range(0, num, curve.num_merged)]
     assert len(curve) == len(parts) <= MAX_POINTS
-    assert (curve.samples[-1], curve.num_updates, curve.updates[-1]) == (num * 10, num, num)
+    assert (curve.samples[-1], curve.num_updates) == (num * 10, num)
     known = [part[np.isfinite(part)] for part in parts]
     means = [part.mean() if len(part) else np.nan for part in known]
     np.testing.assert_allclose(curve.mean, means)
