@@ -88,8 +88,6 @@ class Fed:
 
     def header(self, spec: RunSpec) -> RunHeader:
         return RunHeader(
-            run_id=spec.run_id,
-            strategy=spec.strategy,
             synchronous=spec.strategy != "async",
             num_workers=1 if spec.strategy == "single" else 2,
             num_ranks=NUM_REPORTING[spec.strategy],

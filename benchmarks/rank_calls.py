@@ -52,7 +52,6 @@ def _serve(rank: int, num_ranks: int, folder: Path, rendezvous: Path, pipe: Conn
     torch.set_num_threads(1)
     state = RankState(
         rank=rank,
-        local_rank=rank,
         world_size=num_ranks,
         local_world_size=num_ranks,
         pid=0,

@@ -72,8 +72,8 @@ tests/rank/test_trace.py -k every_call
 
 an emulated all-reduce is one message too long
 protocol/costs.py
-- Messages(2 * (n - 1), 2
-+ Messages(2 * n - 1, 2
+- an all-gather", "2 (N - 1)"
++ an all-gather", "2 N - 1"
 tests/rank/test_laboratory.py -k 'its_messages and ddp-2'
 
 every epoch has the order of the first

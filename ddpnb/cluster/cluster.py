@@ -325,7 +325,7 @@ class Cluster:
         """
         self.processes.prepare(rank)  # where it fails, the rank is dead
         self.exits.pop(rank, None)
-        self.processes.start_rank(
+        self.processes.link_of(rank).start_rank(
             rank,
             torchrun_environment(self.placement, rank),
             rank_settings(self.placement, rank, home=self.home, generation=generation),
@@ -342,7 +342,7 @@ class Cluster:
 
     def raise_if_dead(self) -> None:
         """Raise a RuntimeError, with the end of the log, if a process ended while starting."""
-        prepared = self.processes.server.prepared
+        prepared = self.processes.prepared
         if prepared.done() and (cause := prepared.exception()):
             raise RuntimeError(f"The ranks could not be prepared: {cause}")
         if exits := list(self.exits.values()):
@@ -358,7 +358,7 @@ class Cluster:
         for rank in range(num_ranks):
             self.start_rank(rank, generation=self.generation)
         self._client = client = EngineClient(self.profile, self.raise_if_dead)
-        self.processes.server.prepared.result(START_TIMEOUT_SECONDS)
+        self.processes.prepared.result(START_TIMEOUT_SECONDS)
         progress(f"{num_ranks} ranks form a process group")
         self.states = tuple(client.wait_for(num_ranks, self.raise_if_dead))
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from pathlib import Path
@@ -60,7 +60,6 @@ class ForkServer:
         folder: Path,
         controller_arguments: list[str],
         num_threads: int,
-        has_ranks: bool = True,
         on_exit: OnExit,
         preload: str = "",
     ) -> None:
@@ -70,7 +69,6 @@ class ForkServer:
             folder: the cluster's private run folder; the fork server removes it.
             controller_arguments: ipyparallel's command line for the controller.
             num_threads: OpenMP threads of each rank; torch reads it when it is imported.
-            has_ranks: whether it starts ranks; else the controller alone.
             on_exit: called when a process has ended.
             preload: modules that the fork server imports, with those that the user names.
         """
@@ -87,12 +85,6 @@ class ForkServer:
         theirs.close()
         self.pid = self._server.pid
         self.link = ForkServerLink(pipe, on_exit=on_exit, on_end=self._note_end)
-        self.prepared: Future[list[str]] = Future()
-        """Resolves to the names of the GPUs once ranks can be started."""
-        if has_ranks:
-            self.prepared = self.link.request(KernelRequest.PREPARE)
-        else:
-            self.prepared.set_result([])
 
     def stop(self) -> None:
         """End it and its children, and wait for it; may be called twice."""
@@ -119,6 +111,8 @@ class Processes(abc.ABC):
 
     server: ForkServer
     """The kernel's child, from which this host's processes descend."""
+    prepared: Future[list[str]]
+    """Resolves to the names of this host's GPUs once its ranks, if it has any, can be started."""
     placement: Placement
 
     @property
@@ -141,12 +135,6 @@ class Processes(abc.ABC):
         """End every process of the cluster and wait for it; may be called twice."""
         self.server.stop()
 
-    def start_rank(
-        self, rank: int, environment: Mapping[str, str], settings: Mapping[str, object]
-    ) -> None:
-        """Start one rank, which joins the process group of ``settings["generation"]``, if any."""
-        self._link_of(rank).start_rank(rank, environment, settings)
-
     def command(self, rank: int, command: RankCommand, *arguments: object) -> "Future[Any]":
         """Have a rank's control thread carry out a command, and return its answer.
 
@@ -154,14 +142,15 @@ class Processes(abc.ABC):
         carry the command out, or the whole cluster is gone.
         """
         fields = {"rank": rank, "command": command, "arguments": arguments}
-        return self._link_of(rank).request(KernelRequest.FORWARD, **fields)
+        return self.link_of(rank).request(KernelRequest.FORWARD, **fields)
 
     def signal(self, ranks: list[int], number: int) -> "list[Future[Any]]":
         """Send a signal to those of the ranks that are alive; what is returned is done then."""
         fields = {"ranks": ranks, "number": number}
         return [link.request(KernelRequest.SIGNAL, **fields) for link in self.links]
 
-    def _link_of(self, rank: int) -> ForkServerLink:
+    def link_of(self, rank: int) -> ForkServerLink:
+        """Return the fork server of a rank's host."""
         return self.links[self.placement.host_of[rank]]
 
 
@@ -194,6 +183,7 @@ class LocalProcesses(Processes):
             on_exit=on_exit,
             preload="torch._dynamo" if is_crowded else "",
         )
+        self.prepared = self.server.link.request(KernelRequest.PREPARE)
 
     @property
     def links(self) -> Sequence[ForkServerLink]:
@@ -203,7 +193,7 @@ class LocalProcesses(Processes):
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Place the ranks, once the GPUs are known if they may be used."""
         progress("importing torch")
-        gpus = [] if self._planned else self.server.prepared.result(START_TIMEOUT_SECONDS)
+        gpus = [] if self._planned else self.prepared.result(START_TIMEOUT_SECONDS)
         self.placement = self._planned or self._place(len(gpus))
         return self.placement
 

@@ -7,6 +7,7 @@ next group.
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -36,12 +37,11 @@ class RankRecovery:
     """Whether the run goes on when a rank other than 0 dies."""
     before_joining: Callable[[int], None] = lambda _: None
     """Prepares a new process for the run, before it joins."""
-    restarted: set[int] = field(default_factory=set)
-    """Ranks that got a new process during the run."""
+    restarted: Counter[int] = field(default_factory=Counter)
+    """How many new processes each rank got during the run."""
     _began_at: float = float("inf")
     _num_batches: dict[int, int] = field(default_factory=dict)
     _num_steps: dict[int, int] = field(default_factory=dict)
-    _num_starts: dict[int, int] = field(default_factory=dict)
     _starting: set[int] = field(default_factory=set)
     _calls: dict[int, Call] = field(default_factory=dict)
     _killed: set[int] = field(default_factory=set)
@@ -109,10 +109,9 @@ class RankRecovery:
         self._training_again.discard(rank)
         if self.cluster.spans_hosts:  # it could not join, and its host may be gone
             return
-        self._num_starts[rank] = self._num_starts.get(rank, 0) + 1
-        if self._num_starts[rank] <= MAX_STARTS:
+        if self.restarted[rank] < MAX_STARTS:
             self.cluster.restart_alone(rank)
-            self.restarted.add(rank)
+            self.restarted[rank] += 1
             self._starting.add(rank)
 
     def _join(self, rank: int) -> None:

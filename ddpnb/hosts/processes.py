@@ -33,11 +33,10 @@ from ddpnb.cluster.processes import (
     wait_for_file,
 )
 from ddpnb.hosts.launchers import LaunchedHosts
-from ddpnb.hosts.network import free_ports
-from ddpnb.hosts.reasons import check, silent
+from ddpnb.hosts.network import free_ports, versions
 from ddpnb.hosts.router import RemoteHost
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.hosts.ssh import SshHosts
+from ddpnb.hosts.ssh import SshHosts, silent
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KernelRequest, working_folder
@@ -46,6 +45,8 @@ ANSWER_SECONDS = 30.0
 """How long an agent may take to answer."""
 PREPARE_SECONDS = 120.0
 """How long a host may take to import torch."""
+MAX_CLOCK_SECONDS = 5.0
+"""How far a host's clock may be off: times of runs and of checkpoints are compared."""
 
 
 def start_cluster(spec: ClusterSpec, progress: Callable[[str], None] = lambda _: None) -> Cluster:
@@ -68,6 +69,8 @@ class HostProcesses(Processes):
         self._hosts: list[RemoteHost] = []
         self._is_placed = False
         self._environment: dict[str, str] = {}
+        self.prepared = Future()
+        self.prepared.set_result([])  # the ranks are the agents'
         self._starter = (LaunchedHosts if spec.is_launched else SshHosts)(spec, folder)
         try:
             address = self._starter.address
@@ -76,7 +79,6 @@ class HostProcesses(Processes):
                 folder=folder,
                 controller_arguments=controller_arguments(folder / "profile", address, ports),
                 num_threads=1,
-                has_ranks=False,
                 on_exit=on_exit,
             )
         except BaseException:
@@ -194,7 +196,7 @@ class HostProcesses(Processes):
             [report] = self._ask([host], KernelRequest.CHECK, **question, port=own_port)
             host.report = report | {"clock": report["clock"] - time.time()}
         for host in hosts:
-            check(host.name, host.report, self._home, interface)
+            check_host(host, self._home, interface)
 
     def _prepare(self, hosts: Sequence[RemoteHost]) -> None:
         """Have agents import torch, and engines find the controller."""
@@ -229,3 +231,22 @@ def _described(host: RemoteHost) -> Host:
     names = ("address", "interface", "num_cores", "num_gpus")
     known = {name: host.report[name] for name in names}
     return Host(name=host.name, size=host.size, **known)
+
+
+def check_host(host: RemoteHost, home: Path, interface: str) -> None:
+    """Raise a UserError if a host cannot be used."""
+    name, report = host.name, host.report
+    for package, here in versions().items():
+        there = report["versions"][package] or "none"
+        if there != here:
+            raise UserError(
+                f"Host {name} has {package} {there}, and this one {here}: install the same "
+                "version, or name another Python with --python."
+            )
+    if not report["has_home"]:
+        raise UserError(f"Host {name} has no folder {home}, where cells are to run: make it.")
+    if abs(off := report["clock"]) > MAX_CLOCK_SECONDS:
+        raise UserError(f"The clock of host {name} is off by {off:+.0f} s: run NTP on both.")
+    if interface and not report["address"]:
+        known = ", ".join(report["interfaces"])
+        raise UserError(f"Host {name} has no interface {interface} with IPv4; it has: {known}.")

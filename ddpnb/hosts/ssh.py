@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpnb.hosts.reasons import explain, silent
+from ddpnb.hosts.network import versions
 from ddpnb.hosts.router import RemoteHost, Router
 from ddpnb.hosts.spec import HostsSpec, parse_hosts
 from ddpnb.hosts.wire import NUM_SOCKETS
@@ -43,6 +43,19 @@ python={python}
 "$python" -m ddpnb.hosts.relay
 """
 """Runs in a shell on the host, which removes the sockets that sshd leaves behind."""
+REASONS = (
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "it has another host key than in your known_hosts: check the new key, then remove the old "
+        "one as `ssh {host}` says",
+    ),
+    ("ost key", "its host key is not known: check it, then connect once with `ssh {host}`"),
+    ("Permission denied", "it does not let you in: set up a key for `ssh {host}`"),
+    ("port forwarding failed", "its sshd needs AllowStreamLocalForwarding yes"),
+    ("no answer at", "it does not reach the kernel: does its sshd forward Unix sockets?"),
+    ("No module named", "its Python has {line}: install ddpnb {version}, or give --python"),
+)
+"""What ssh, the relay or the agent may write, and what it means."""
 
 
 class SshHosts:
@@ -140,3 +153,25 @@ class SshHosts:
 
     def _log(self, name: str) -> Path:
         return self._folder / f"host-{name}.log"
+
+
+def explain(host: str, text: str) -> str:
+    """Return the sentence on why a host's agent did not start.
+
+    ``text`` is what ssh, the relay and the agent have written.
+    """
+    lines = text.strip().splitlines() or ["ssh has ended"]
+    for found, reason in REASONS:
+        if line := next((each for each in lines if found in each), ""):
+            line = line[line.find(found) :].replace("'", "").replace("No", "no", 1)
+            words = {"host": host, "line": line, "version": versions()["ddpnb"]}
+            return f"Host {host} cannot be used: {reason.format(**words)}."
+    return f"Host {host} cannot be used: {lines[-1].strip().removesuffix('.')}."
+
+
+def silent(host: str, seconds: float) -> str:
+    """Return the sentence on a host that does not answer."""
+    return (
+        f"Host {host} has not answered within {seconds:g} s: it is too slow, or its connection "
+        "was lost."
+    )

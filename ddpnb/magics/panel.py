@@ -18,7 +18,8 @@ from ddpnb.cluster.placement import MAX_RANKS, ClusterSpec
 from ddpnb.history.comparison import line_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.training_options import TRAINING_OPTIONS
+from ddpnb.protocol.options import options_of
+from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import LiveFigureAndTable
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import ANSI, render_error
@@ -26,6 +27,8 @@ from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.session import this_session
 
 CHOSEN = ("single", "ddp", "async")
+CONTROLS = ("num_epochs", "batch_size", "devices", "link", "slow")
+"""The options of a training that have a control."""
 DEFAULTS = {"num_epochs": "6", "batch_size": "64"}
 """Where the panel starts from another value than ``%ddp_compare``."""
 WITHOUT_KERNEL = "The panel needs its kernel: run the cell again. Its figure and table are below."
@@ -65,10 +68,12 @@ class Panel:
         self.repeats = count("repeats", "of each strategy", value=1, max=1000)
         self.choices = {
             each.flag: text(
-                each.label, each.about, value=DEFAULTS.get(name, ""), placeholder=each.example
+                each.keyword.replace("_", " "),
+                each.about,
+                value=DEFAULTS.get(name, ""),
+                placeholder=each.example,
             )
-            for name, each in TRAINING_OPTIONS.items()
-            if each.label
+            for name, each in options_of(TrainingSpec, *CONTROLS).items()
         }
         self.magic = _control(widgets.Textarea, "as a magic", "copy it", width="60em", rows=3)
         self.run = widgets.Button(description="Run", tooltip="train the selected strategies")

@@ -25,7 +25,6 @@ class RankState:
     """The process and device of one rank."""
 
     rank: int
-    local_rank: int
     world_size: int
     local_world_size: int
     """How many ranks its host has."""
@@ -90,8 +89,6 @@ class RunSpec(TrainingSpec):
 class RunHeader:
     """What a run turned out to be; its first rank sends it before the first step."""
 
-    run_id: str
-    strategy: str
     synchronous: bool
     """Whether all workers make step k together; otherwise each counts its own steps."""
     num_workers: int
@@ -296,7 +293,6 @@ class RunReport:
     rank: int
     took_part: bool
     num_steps: int = 0
-    num_samples: int = 0
     num_bytes_received: int = 0
     """In all steps; what was sent is in each step's row."""
     seconds: float = math.nan
@@ -391,7 +387,6 @@ class Failure:
 class CellReport:
     """How a cell ended on one rank."""
 
-    rank: int
     failure: Failure | None = None
     num_collectives: int = 0
     """Collectives of the default group that had begun here when the cell ended."""

@@ -47,8 +47,6 @@ class Option:
     """The heading above its help."""
     example: str = "N"
     """A value, for the help."""
-    label: str = ""
-    """Of its control in the panel; empty: it has no control."""
     most_values: int = 1
     """How many values may be given: ``"0.02,0.05"``, a tuple."""
 

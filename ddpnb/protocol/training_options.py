@@ -45,11 +45,8 @@ class TrainingSpec:
         "passes over the training data; for asynchronous runs counted in samples seen",
         flag="--epochs",
         above=0,
-        label="epochs",
     )
-    batch_size: int = _training(
-        256, "the global batch: samples per step over all workers", least=1, label="batch"
-    )
+    batch_size: int = _training(256, "the global batch: samples per step over all workers", least=1)
     learning_rate: float = _training(
         0.05,
         "learning rate of the default optimizer, SGD; of several, 0.02,0.05,0.1, each "
@@ -83,8 +80,6 @@ class TrainingSpec:
         most=86_400,
         example="S",
     )
-    num_warmup_steps: int = 3
-    """Steps of a throwaway model before the training, so that no clock sees a cold start."""
     accumulate: int = _steps(
         1, "gradient accumulation: micro-batches per step of each worker", least=1
     )
@@ -105,7 +100,6 @@ class TrainingSpec:
         "time is computed for so many devices, each as fast as one idle core: 8; or for "
         "cards, on two hosts: 16xV100/2; gradients and losses are real; real: it is measured",
         example="8xV100",
-        label="devices",
         offers=tuple(f"8x{card}" for card in CARDS),
     )
     as_: str = _devices(
@@ -127,7 +121,6 @@ class TrainingSpec:
         "the network between hosts, rate and one-way latency, with one host between its "
         f"devices; or {', '.join(LINKS)}",
         example="1Gbit,0.5ms",
-        label="link",
         offers=tuple(LINKS),
     )
     num_data_workers: int = _data(
@@ -145,7 +138,6 @@ class TrainingSpec:
         "rank 1 takes 3 times as long; 1:50ms: 50 ms longer per step; separate several by commas",
         most_values=64,
         example="1:3x",
-        label="slow rank",
     )
     jitter: float = _faults(
         0.0,

@@ -60,7 +60,6 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         for error in errors:
             release_frames(error)
     return CellReport(
-        rank=rank,
         failure=failure,
         num_collectives=engine.group.collective_checks.num_made,
         trace=None if recorder is None else recorder.spans(),

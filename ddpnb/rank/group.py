@@ -217,7 +217,6 @@ class Group:
         own, num_gpus = self.device.index or 0, torch.cuda.device_count() if on_gpu else 0
         return RankState(
             rank=self.rank,
-            local_rank=self.local_rank,
             world_size=self.world_size,
             pid=os.getpid(),
             host=self.host or socket.gethostname(),

@@ -117,7 +117,7 @@ def _stated(measured: Measured, devices: Devices) -> tuple[Workload, Machine]:
     """Return what the clocks of emulated devices are made of."""
     assert devices.compute is not None, "it is measured before anything trains"
     mean = 1 + measured.jitter / 2
-    per_pass, per_sample = devices.compute.seconds_per_pass, devices.compute.seconds_per_sample
+    per_sample, per_pass = devices.compute
     alone = Cost(mean * measured.num_passes * per_pass, mean * per_sample)
     work = Workload(
         alone=alone,

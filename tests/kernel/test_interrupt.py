@@ -259,7 +259,7 @@ def test_a_run_that_had_trained_to_its_end_keeps_all_but_its_evaluation(kernel: 
     cell = kernel.wait(request)
     assert cell.error == "KeyboardInterrupt"
     kernel.run("import ddpnb\nresult = ddpnb.load('judged')\nrun = result.comparison.runs[0]")
-    assert kernel.value("[report.num_samples for report in run.reports]") == "[128, 128]"
+    assert kernel.value("run.num_samples") == "256"
     assert kernel.value("run.status.value, run.reports[0].evaluation_was_cut") == "finished True"
     rate = "256 / max(report.seconds for report in run.reports)"
     assert kernel.value(f"result.to_frame().samples_per_second[0] / ({rate})") == "1.0"

@@ -115,13 +115,12 @@ class Rank:
 def make_state(rank: int, world_size: int) -> RankState:
     return RankState(
         rank=rank,
-        local_rank=rank,
         world_size=world_size,
         local_world_size=world_size,
         pid=0,
         host="here",
         device="cpu",
-        device_name="CPU",
+        device_name="",
         num_threads=1,
         backend="gloo",
     )

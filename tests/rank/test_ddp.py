@@ -35,7 +35,7 @@ HIDES = ["ddp", "ddp:hook=fp16", "ddp-overlap-by-hand:bucket_mb=0.6"]
 
 @pytest.mark.parametrize("word", [*HIDES, "ddp-shm"])
 def test_exposed_and_hidden_communication_are_distinguished(ranks, word):
-    for result in ranks(2).call(train_job, spec_of(word, source=DEEP, num_warmup_steps=0)):
+    for result in ranks(2).call(train_job, spec_of(word, source=DEEP)):
         for step in steps_of(result)[1:]:
             parts = step.parts
             assert parts.communication > 0

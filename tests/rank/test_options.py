@@ -65,7 +65,7 @@ def test_momentum_is_what_was_chosen(ranks, strategy, momentum, used):
     spec = spec_of(strategy, momentum=momentum)
     result = ranks(1).call(train_job, spec)[0]
     assert header_of(result).momentum == used
-    own = spec_of("single", source=CELL + OWN_SGD.format(momentum=used), num_warmup_steps=0)
+    own = spec_of("single", source=CELL + OWN_SGD.format(momentum=used))
     assert losses(result) == pytest.approx(losses(ranks(1).call(train_job, own)[0]), abs=1e-6)
     if momentum > 0:  # of a cell's own optimizer it is not known which of both is meant
         with pytest.raises(UserError, match="Momentum"):

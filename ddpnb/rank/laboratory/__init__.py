@@ -38,8 +38,7 @@ class Laboratory:
         size = num_bytes(each for each in model.parameters() if each.requires_grad)
         assert devices.compute is not None, "it is measured before anything trains"
         times = ComputeTimes(
-            seconds_per_sample=devices.compute.seconds_per_sample,
-            seconds_per_pass=devices.compute.seconds_per_pass,
+            compute=devices.compute,
             seconds_per_replica=devices.seconds_per_replica,
             wrapper_seconds=devices.wrapper_seconds,
             **varied,

@@ -24,9 +24,7 @@ from ddpnb.protocol.notation import Slow
 class ComputeTimes:
     """The seconds that each emulated device computes."""
 
-    seconds_per_sample: float = 0.0
-    seconds_per_pass: float = 0.0
-    """Of a forward and a backward pass, however few samples they have."""
+    compute: Compute
     num_passes: int = 1
     """Micro-batches of a step."""
     seconds_per_replica: float = 0.0
@@ -54,7 +52,8 @@ class ComputeTimes:
 
     def work(self, num_samples: int, num_passes: int = 1) -> float:
         """Return the seconds of passes over some samples together, on a device that is not slow."""
-        return num_passes * self.seconds_per_pass + self.seconds_per_sample * num_samples
+        per_sample, per_pass = self.compute
+        return num_passes * per_pass + per_sample * num_samples
 
     def step(self, rank: int, step: int, num_samples: int) -> float:
         """Return the seconds of a whole step, without any exchange."""

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn, final
 
+from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
 from ddpnb.protocol.notation import parse_kills, parse_slow
 from ddpnb.rank.laboratory.clock import VirtualClock
@@ -62,11 +63,12 @@ class FaultInjector:
         self._kill = min(((at, rank) for rank, at in kills if rank in workers), default=None)
         """When, in seconds of training, and which rank."""
         self._sleeps = context.laboratory is None and bool(self._slow or spec.jitter)
-        self._times = ComputeTimes(slow=self._slow, jitter=spec.jitter, seed=spec.seed)
-        self._compute_seconds = 0.0
+        seconds = 0.0
         if self._sleeps and (spec.jitter > 0 or any(fault.factor > 1 for fault in self._slow)):
             alone = context.worker("m", num_steps=1)
-            self._compute_seconds = measure_compute_seconds(alone, context.usual_batch())
+            seconds = measure_compute_seconds(alone, context.usual_batch())
+        own = Compute(0.0, seconds_per_pass=seconds)
+        self._times = ComputeTimes(compute=own, slow=self._slow, jitter=spec.jitter, seed=spec.seed)
         self._device = context.device
         self._clock = clock
         self._publish = publish
@@ -111,7 +113,7 @@ class FaultInjector:
 
     def _delay(self, worker: int) -> float:
         factor = self._times.factor(worker, self._step)
-        return (factor - 1) * self._compute_seconds + self._times.delay(worker)
+        return (factor - 1) * self._times.work(0) + self._times.delay(worker)
 
 
 def notes(spec: RunSpec, plan: Plan) -> tuple[str, ...]:

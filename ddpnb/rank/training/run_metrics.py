@@ -22,7 +22,7 @@ Publish = Callable[[RunHeader | StepEvent | Mark | Evaluating], None]
 
 @dataclass(slots=True, kw_only=True)
 class RunMetrics:
-    """Counts the steps and samples of this rank, and publishes them as events."""
+    """Counts the steps of this rank, and publishes them as events."""
 
     context: RunContext
     publish: Publish
@@ -31,7 +31,6 @@ class RunMetrics:
     late_seconds: float = 0.0
     """How long the others had trained when this rank joined."""
     num_steps: int = 0
-    num_samples: int = 0
     num_bytes_received: int = 0
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
@@ -58,7 +57,6 @@ class RunMetrics:
             number, seconds = first_step + self.num_steps, self.late_seconds + step.seconds
             self.publish(replace(step, step=number, seconds=seconds))
             self.num_steps += 1
-            self.num_samples += step.num_samples
             self.num_bytes_received += step.num_bytes_received
 
     def note_memory(self, memory: Memory) -> None:
@@ -82,7 +80,6 @@ class RunMetrics:
             rank=self.context.state.rank,
             took_part=True,
             num_steps=self.num_steps,
-            num_samples=self.num_samples,
             num_bytes_received=self.num_bytes_received,
             seconds=self.clock.seconds,
             was_stopped=self.was_stopped,
@@ -97,8 +94,6 @@ def header_of(context: RunContext, worker: Worker) -> RunHeader:
     of_plan = () if is_emulated else plan.notes
     own_notes = (*of_plan, *worker.notes, *context.task.notes, *context.spec.notes)
     return RunHeader(
-        run_id=context.spec.run_id,
-        strategy=context.spec.strategy,
         synchronous=plan.synchronous,
         num_workers=plan.num_workers,
         num_ranks=plan.num_ranks,

@@ -7,11 +7,11 @@ from ddpnb.protocol.messages import CellReport, Failure
 
 def failed(rank: int, **more: bool) -> Returned:
     failure = Failure(rank=rank, name="ValueError", text="bad", failed_at=0.0, **more)
-    return Returned(rank=rank, value=CellReport(rank=rank, failure=failure))
+    return Returned(rank=rank, value=CellReport(failure=failure))
 
 
 def ended(rank: int) -> Returned:
-    return Returned(rank=rank, value=CellReport(rank=rank, num_collectives=3))
+    return Returned(rank=rank, value=CellReport(num_collectives=3))
 
 
 def test_ranks_are_waited_for_after_a_failure_and_from_the_last_end_on():

@@ -30,7 +30,7 @@ class FakeCluster:
 
     def end(self, *ranks: int) -> None:
         for rank in ranks:
-            self.call.inbox.put(Returned(rank=rank, value=CellReport(rank=rank)))
+            self.call.inbox.put(Returned(rank=rank, value=CellReport()))
             self.call.inbox.put(OutputEnded(rank=rank))
 
     def ask(self, what: str) -> None:
@@ -89,7 +89,7 @@ def test_output_that_comes_too_late_is_said_to_be_missing_once(monkeypatch: pyte
     cluster = FakeCluster(Timeouts(), obeys=lambda _: False)
     watch, notes = watched(cluster)
     cluster.end(0)
-    cluster.call.inbox.put(Returned(rank=1, value=CellReport(rank=1)))
+    cluster.call.inbox.put(Returned(rank=1, value=CellReport()))
     watch.run()
     (note,) = notes
     assert "rank 1 " in note

@@ -74,8 +74,6 @@ def compared(*runs: Run) -> Comparison:
 def header(run_spec: RunSpec, num_steps: int) -> RunHeader:
     strategy = run_spec.strategy
     return RunHeader(
-        run_id=run_spec.run_id,
-        strategy=strategy,
         synchronous=strategy != "async",
         num_workers=1 if strategy == "single" else NUM_RANKS,
         num_ranks=NUM_REPORTING.get(strategy, NUM_RANKS),
@@ -216,7 +214,6 @@ def _report(run_id: str, rank: int, events: Sequence[StepEvent], strategy: str) 
         rank=rank,
         took_part=True,
         num_steps=len(events),
-        num_samples=sum(event.num_samples for event in events),
         seconds=events[-1].seconds,
         final_loss={"async": 0.131}.get(strategy, 0.118) if evaluates else math.nan,
         held_out_loss=0.152 if evaluates else math.nan,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpnb.protocol.devices import parse_devices
+from ddpnb.protocol.devices import Compute, parse_devices
 from ddpnb.protocol.notation import parse_link, parse_slow
 from ddpnb.rank.laboratory.order import VirtualOrder
 from ddpnb.rank.laboratory.times import ComputeTimes
@@ -34,14 +34,14 @@ def served(num_workers: int, num_shards: int, times: ComputeTimes) -> list[tuple
 
 @pytest.mark.parametrize("num_workers", [2, 3, 5, 8, 16, 48])
 def test_a_server_takes_as_many_gradients_as_its_formula_says(num_workers):
-    found = served(num_workers, 60 * num_workers, ComputeTimes(seconds_per_sample=0.1))
+    found = served(num_workers, 60 * num_workers, ComputeTimes(compute=Compute(0.1)))
     (_, begin), *rest = found[len(found) // 3 :]
     formula = 1 / 0.1 + server_bound(LINK, SIZE, 0.1, num_workers - 1)  # rank 0: no link
     assert len(rest) / (rest[-1][1] - begin) == pytest.approx(formula, rel=0.03)
 
 
 def test_a_slow_worker_takes_fewer_shards():
-    slow = ComputeTimes(seconds_per_sample=0.1, slow=(parse_slow("1:4x"),))
+    slow = ComputeTimes(compute=Compute(0.1), slow=(parse_slow("1:4x"),))
     took = [sum(rank == each for rank, _ in served(4, 400, slow)) for each in range(4)]
     assert took[0] / took[1] == pytest.approx(4, rel=0.25)
     assert served(4, 100, slow) == served(4, 100, slow)

@@ -153,7 +153,7 @@ def test_a_timeout_and_an_interrupt_are_one_line():
         failure(4, "KeyboardInterrupt"),
         failure(5, "ZeroDivisionError", line=2),
     ]
-    stopped = {rank: CellReport(rank=rank, failure=each) for rank, each in enumerate(found)}
+    stopped = {rank: CellReport(failure=each) for rank, each in enumerate(found)}
     where = where_stopped(Outcome(returned=stopped))
     assert where == (
         " (ranks 0,3 in line 4, rank 1 in line 6, rank 2 had finished, "
