@@ -27,11 +27,10 @@ class Progress:
     """Shown after the line in a notebook, fainter."""
 
     def html(self) -> str:
-        """Return the line with a bar in the strategy's colour."""
+        """Return the line between a bar and what is quiet."""
         return (
             '<div style="font-variant-numeric:tabular-nums;padding:.25em .2em;white-space:nowrap">'
-            f'<progress value="{self.share:.3f}" style="width:11em;margin-right:.8em;'
-            f'accent-color:{self.colour}"></progress>'
+            f'<progress value="{self.share:.3f}" style="width:11em;margin-right:.8em"></progress>'
             f"{dot(self.colour)}{escape(self.text)}"
             f'<div style="{QUIET}">{escape(self.quiet)}</div></div>'
         )
