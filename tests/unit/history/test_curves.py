@@ -12,10 +12,6 @@ from ddpnb.protocol.messages import Parts, StepEvent, pack_step
 from tests.unit.history.fake_runs import batch, header, run_of, spec, step
 
 
-def a_run(strategy: str) -> Run:
-    return run_of(spec(strategy), comparison="digits-1", created=1.0)
-
-
 def drawn(run: Run) -> Curve:
     return run.snapshot().curve
 
@@ -25,7 +21,7 @@ def rows(rank: int, *steps: StepEvent) -> Records:
 
 
 def test_synchronous_steps_are_a_weighted_mean_at_the_slowest_worker():
-    run = a_run("ddp")
+    run = run_of(spec("ddp"))
     run.add(batch(run.run_id, [step(0, 1.5, 8.0, 10), step(1, 1.9, 4.0, 30)], rank=1))
     assert len(drawn(run)) == 0, "the header is awaited"
     head = header(spec("ddp"), 2)
@@ -37,7 +33,7 @@ def test_synchronous_steps_are_a_weighted_mean_at_the_slowest_worker():
 
 
 def test_a_step_that_one_worker_has_not_reported_is_held_back_until_the_end():
-    run = a_run("ddp")
+    run = run_of(spec("ddp"))
     head = header(spec("ddp"), 2)
     run.add(batch(run.run_id, [step(0, 1.0), step(1, 2.0), step(4, 5.0)], header=head))
     assert len(drawn(run)) == 0
@@ -47,13 +43,13 @@ def test_a_step_that_one_worker_has_not_reported_is_held_back_until_the_end():
     run.add(batch(run.run_id, [step(1, 2.0)], rank=1, sequence=1))
     run.end(Status.STOPPED)
     assert drawn(run).samples.tolist() == [20, 40, 60], "each late share is in its place"
-    replicas = a_run("dp")  # one process, which is not waited for twice
+    replicas = run_of(spec("dp"))  # one process, which is not waited for twice
     replicas.add(batch(replicas.run_id, [step(0, 1.0)], header=header(spec("dp"), 2)))
     assert drawn(replicas).samples.tolist() == [10]
 
 
 def test_a_worker_without_samples_does_not_poison_the_mean():
-    run = a_run("ddp")
+    run = run_of(spec("ddp"))
     run.add(batch(run.run_id, [step(0, 1.0, 3.0, 10)], header=header(spec("ddp"), 1)))
     run.add(batch(run.run_id, [step(0, 1.0, math.nan, 0)], rank=1))
     assert drawn(run).mean.tolist() == [3.0]
@@ -66,7 +62,7 @@ def test_a_worker_without_samples_does_not_poison_the_mean():
 @pytest.mark.parametrize("strategy", ["async", ""])
 def test_asynchronous_steps_are_in_the_order_of_time(strategy: str):
     """Also those that one rank reports long after the other."""
-    run = a_run(strategy) if strategy else Run(run_id="m", name="mine")
+    run = run_of(spec(strategy)) if strategy else Run(run_id="m", name="mine")
     head = header(spec("async"), 2) if strategy else None
     run.add(batch(run.run_id, [step(i, i + 1.0, 4.0 - i) for i in range(4)], header=head))
     assert drawn(run).samples.tolist() == [10, 20, 30, 40]

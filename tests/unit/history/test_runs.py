@@ -5,12 +5,8 @@ from ddpnb.protocol.messages import RunReport
 from tests.unit.history.fake_runs import batch, header, run_of, spec, step
 
 
-def a_run() -> Run:
-    return run_of(spec("ddp"), comparison="digits-1", created=5.0)
-
-
 def test_steps_are_kept_as_rows_and_a_snapshot_does_not_change():
-    run = a_run()
+    run = run_of(spec("ddp"))
     run.add(batch(run.run_id, [step(3, 1.5, 0.25, 7, 2)], rank=1, header=header(spec("ddp"), 1)))
     before = run.snapshot()
     (row,) = before.events
@@ -25,7 +21,7 @@ def test_steps_are_kept_as_rows_and_a_snapshot_does_not_change():
 
 
 def test_what_followed_a_last_step_is_a_part_of_it():
-    run = a_run()
+    run = run_of(spec("ddp"))
     for rank, end in enumerate((2.5, 2.75)):
         steps = [step(0, 1.0), step(1, 2.0)]
         run.add(batch(run.run_id, steps, rank=rank, header=header(spec("ddp"), 1)))

@@ -25,10 +25,6 @@ def lines(shown: Shown) -> list[tuple[list[int], str]]:
     return [(ranks, item[1]) for ranks, item in shown]
 
 
-def of_rank(shown: Shown, rank: int) -> list[str]:
-    return [item[1] for ranks, item in shown if rank in ranks]
-
-
 def test_equal_lines_are_shown_once_and_split_by_no_line_that_one_rank_has_more():
     shown = merged(*["a\n\nb\n"] * 3)
     assert lines(shown) == [([0, 1, 2], line) for line in ("a", "", "b")]
@@ -40,8 +36,9 @@ def test_every_rank_keeps_its_own_order_whatever_it_writes():
     generator = random.Random(0)
     for _ in range(50):
         wrote = [[generator.choice("abcd") for _ in range(generator.randrange(8))] for _ in "012"]
-        shown = merged(*("".join(f"{line}\n" for line in rank) for rank in wrote))
-        assert [of_rank(shown, rank) for rank in range(3)] == wrote
+        shown = lines(merged(*("".join(f"{line}\n" for line in rank) for rank in wrote)))
+        for rank in range(3):
+            assert [line for ranks, line in shown if rank in ranks] == wrote[rank]
 
 
 def test_a_line_waits_for_the_same_line_of_a_running_rank_but_not_for_long():
