@@ -116,6 +116,15 @@ def test_the_environment_is_torchruns():
     assert set(environment) >= SET_BY_TORCHRUN
 
 
+def test_across_hosts_ranks_are_counted_on_each_one_anew():
+    hosts = [Host(name=name, num_cores=2, size=size) for name, size in (("a", 2), ("b", 1))]
+    plan = place_ranks(ClusterSpec(), hosts)
+    found = [torchrun_environment(plan, rank) for rank in range(3)]
+    assert [each["LOCAL_RANK"] for each in found] == ["0", "1", "0"]
+    assert [each["GROUP_RANK"] for each in found] == ["0", "0", "1"]
+    assert [each["LOCAL_WORLD_SIZE"] for each in found] == ["2", "2", "1"]
+
+
 def test_hyper_threads_of_one_core_count_once(tmp_path: Path):
     cpus = os.sched_getaffinity(0)
     for cpu in cpus:
