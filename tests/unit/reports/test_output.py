@@ -28,8 +28,10 @@ def lines(shown: Shown) -> list[tuple[list[int], str]]:
 def test_equal_lines_are_shown_once_and_split_by_no_line_that_one_rank_has_more():
     shown = merged(*["a\n\nb\n"] * 3)
     assert lines(shown) == [([0, 1, 2], line) for line in ("a", "", "b")]
-    shown = merged("start\nonly here\nend\n", "start\nend\n")
-    assert lines(shown) == [([0, 1], "start"), ([0], "only here"), ([0, 1], "end")]
+    more, less = "start\nonly here\nend\n", "start\nend\n"
+    for rank, wrote in enumerate(((more, less), (less, more))):
+        shown = lines(merged(*wrote))
+        assert shown == [([0, 1], "start"), ([rank], "only here"), ([0, 1], "end")]
 
 
 def test_every_rank_keeps_its_own_order_whatever_it_writes():
