@@ -24,6 +24,9 @@ class FakeCluster:
         self.supervised: list[Call] = []
         self.asked: list[str] = []
         self.call = Call(ranks=(0, 1))
+        self.abort = lambda ranks: self.ask("abort")
+        self.interrupt = lambda ranks: self.ask("interrupt")
+        self.kill = lambda ranks: self.ask("kill")
 
     def end(self, *ranks: int) -> None:
         for rank in ranks:
@@ -34,15 +37,6 @@ class FakeCluster:
         self.asked.append(what)
         if self.obeys(what):
             self.end(*self.call.running)
-
-    def abort(self, ranks: Sequence[int]) -> None:
-        self.ask("abort")
-
-    def interrupt(self, ranks: Sequence[int]) -> None:
-        self.ask("interrupt")
-
-    def kill(self, ranks: Sequence[int]) -> None:
-        self.ask("kill")
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
         assert number == signal.SIGCONT

@@ -46,10 +46,26 @@ def run_of(run_spec: RunSpec, *, comparison: str = "", created: float = 0.0) -> 
     )
 
 
-def header(run_spec: RunSpec, num_steps: int, synchronous: bool | None = None) -> RunHeader:
+def ended_run(
+    strategy: str | RunSpec, *steps: Sequence[StepEvent], repeat: int = 0, comparison: str = "c"
+) -> Run:
+    """A finished run of which each rank has made some steps."""
+    run_spec = spec(strategy, repeat) if isinstance(strategy, str) else strategy
+    run = run_of(run_spec, comparison=comparison, created=float(repeat))
+    for rank, own in enumerate(steps):
+        run.add(batch(run.run_id, own, rank=rank, header=header(run_spec, len(own))))
+    run.end(Status.FINISHED)
+    return run
+
+
+def compared(*runs: Run) -> Comparison:
+    return Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+
+
+def header(run_spec: RunSpec, num_steps: int) -> RunHeader:
     strategy = run_spec.strategy
     return RunHeader(
-        synchronous=strategy != "async" if synchronous is None else synchronous,
+        synchronous=strategy != "async",
         num_workers=WORKERS.get(strategy, NUM_RANKS),
         num_ranks=NUM_REPORTING.get(strategy, NUM_RANKS),
         num_threads=1,

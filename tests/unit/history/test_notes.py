@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpnb.history.notes import notes_of, stable_fraction, stable_rate
+from ddpnb.history.notes import notes_of, stable_rate
 from ddpnb.rank.strategies.asynchronous import ParameterStore
 from tests.rank.fit import packed
 from tests.unit.history.fake_runs import fake_run
@@ -60,15 +60,6 @@ def test_the_server_itself_leaves_the_minimum_beyond_the_limit(num_workers):
 
     assert end(0.8) < 1e-2
     assert end(1.2) > 1e2
-
-
-def test_the_fractions_are_those_of_the_table():
-    found = [
-        round(100 * stable_fraction(momentum, num - 1, num))
-        for momentum in (0, 0.5, 0.9)
-        for num in (2, 4, 8)
-    ]
-    assert found == [100, 89, 84, 33, 27, 26, 5, 4, 3]
 
 
 def notes(strategy: str, momentum: float, staleness: float) -> tuple[str, ...]:

@@ -1,14 +1,8 @@
 """What does a run hold of what has arrived, and what is known of its ranks?"""
 
-import math
-
-import numpy as np
-import pytest
-
-from ddpnb.history.model import Run, Status, slowness, step_split
-from ddpnb.history.rows import metrics_of
+from ddpnb.history.model import Run, Status
 from ddpnb.protocol.messages import RunReport
-from tests.unit.history.fake_runs import batch, fake_run, header, run_of, spec, step
+from tests.unit.history.fake_runs import batch, header, run_of, spec, step
 
 
 def a_run() -> Run:
@@ -41,38 +35,6 @@ def test_what_followed_a_last_step_is_a_part_of_it():
     assert snapshot.events["seconds"].tolist() == [1.0, 2.5, 1.0, 2.75]
     assert snapshot.seconds == snapshot.curve.seconds[-1] == 2.75
     assert [rank.seconds for rank in snapshot.ranks] == [2.5, 2.75]
-
-
-def test_a_metric_stands_in_the_row_of_its_step():
-    run = Run(run_id="m", name="mine")
-    run.add(batch("m", [step(0, 0.5)]))
-    run.add(batch("m", [step(1, 1.0)], sequence=1, metrics=[(0, "grad", 2.5), (0, "lr", 0.1)]))
-    events = run.snapshot().events
-    fields = metrics_of(events)
-    assert list(fields) == ["grad", "lr"]
-    np.testing.assert_array_equal(events[fields["grad"]], [np.nan, 2.5])
-
-
-def test_the_mean_step_adds_up_and_hidden_time_is_not_in_it():
-    run = fake_run("ddp", num_steps=50).snapshot()
-    split = step_split([run, run])
-    assert split.seconds == pytest.approx(float(run.events["seconds"].max()) / 50, rel=0.05)
-    assert split.parts.hidden > 0
-    assert split.exposed_share == pytest.approx(0.24, abs=0.01)
-    assert split.num_bytes_sent == 49_380
-    unknown = step_split([Run(run_id="m", name="mine").snapshot()])
-    assert not unknown.is_known
-    assert math.isnan(unknown.exposed_share)
-
-
-def test_a_slow_rank_makes_the_other_wait():
-    run = fake_run("ddp", num_steps=50, slow_rank=1).snapshot()
-    first, second = run.ranks
-    assert first.parts.waiting > 10 * second.parts.waiting
-    times = slowness(run.ranks)
-    assert times[0] == 1.0
-    assert times[1] > 1.15
-    assert slowness([]) == {}
 
 
 def test_a_long_run_is_measured_anew_once_it_has_grown_and_when_it_ends():

@@ -75,10 +75,14 @@ def test_a_run_comes_back_as_it_was(store: Store):
     (live,), (run,) = recorder.comparison.runs, loaded.runs
     assert run.events.tobytes() == live.events.tobytes()
     assert run.events.dtype == live.events.dtype
+    for name in ("samples", "seconds", "mean", "lowest", "highest"):
+        np.testing.assert_array_equal(getattr(live.curve, name), getattr(run.curve, name))
     assert (run.spec, run.header, run.status) == (live.spec, live.header, live.status)
     assert (run.marks, repr(run.reports)) == ((mark,), repr(live.reports))
     assert (loaded.source, loaded.task) == ("def model(): ...", "digits")
     assert loaded.environment == recorder.comparison.environment
+    (now,), (later,) = summarise(recorder.comparison), summarise(loaded)
+    assert now.num_workers == later.num_workers == store.list()[0].num_workers == 2
 
 
 def test_comparisons_are_numbered_and_found_by_name(store: Store):
@@ -144,25 +148,6 @@ def test_two_notebooks_write_at_once(tmp_path: Path):
         list(pool.map(write_many, range(2)))
     found = {run.comparison: run.num_events for run in stores[0].list()}
     assert found == {"digits-1": 40, "digits-2": 40}
-
-
-def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store):
-    """Also where one rank comes late."""
-    recorder = Recorder(store, name="late", task="cell", source="", specs=())
-    recorder.begin("r1", "mine")
-    for sequence in range(4):
-        steps = range(1000 * sequence, 1000 * (sequence + 1))
-        for rank in range(2):
-            events = [step(i, i + 1.0 + rank / 2, loss=1 / (i + 1 + rank)) for i in steps]
-            recorder.add(batch("r1", events, rank=rank, sequence=sequence))
-    recorder.end("r1", Status.FINISHED)
-    (live,), (loaded,) = recorder.comparison.runs, store.load("late").runs
-    assert len(live.events) == len(loaded.events) == 8000
-    for name in ("samples", "seconds", "mean", "lowest", "highest"):
-        np.testing.assert_array_equal(getattr(live.curve, name), getattr(loaded.curve, name))
-    assert np.diff(loaded.curve.mean).max() < 0
-    (now,), (later,) = summarise(recorder.comparison), summarise(store.load("late"))
-    assert now.num_workers == later.num_workers == store.list()[0].num_workers == 2
 
 
 def test_a_file_that_is_no_database_or_no_folder_is_refused_in_one_sentence(tmp_path: Path):

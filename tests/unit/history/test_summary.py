@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ddpnb.history.comparison import Comparison, environment, overlay
+from ddpnb.history.comparison import environment, overlay
 from ddpnb.history.curve import smoothed
 from ddpnb.history.model import Run, Status
 from ddpnb.history.summary import StrategySummary, samples_per_second, summarise
@@ -14,10 +14,10 @@ from ddpnb.protocol.messages import Evaluation, Mark, MarkKind
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.result import ComparisonResult
 from tests.unit.history.fake_runs import (
-    batch,
+    compared,
+    ended_run,
     fake_comparison,
     fake_run,
-    header,
     run_of,
     spec,
     step,
@@ -26,17 +26,8 @@ from tests.unit.history.fake_runs import (
 
 def timed(strategy: str, seconds: tuple[float, ...], repeat: int = 0, samples: int = 100) -> Run:
     """A run whose workers each saw ``samples`` in the given seconds."""
-    run_spec = spec(strategy, repeat)
-    run = run_of(run_spec, comparison="digits-1", created=float(repeat))
-    for rank, lasted in enumerate(seconds):
-        events = [step(0, lasted, samples=samples)]
-        run.add(batch(run.run_id, events, rank=rank, header=header(run_spec, 1)))
-    run.end(Status.FINISHED)
-    return run
-
-
-def compared(*runs: Run) -> Comparison:
-    return Comparison(comparison_id="c", name="c", runs=tuple(r.snapshot() for r in runs))
+    steps = [[step(0, lasted, samples=samples)] for lasted in seconds]
+    return ended_run(strategy, *steps, repeat=repeat, comparison="digits-1")
 
 
 def repeated(**rates: tuple[float, ...]) -> tuple[Run, ...]:
@@ -143,11 +134,7 @@ def test_when_a_loss_was_reached_follows_from_the_steps():
 
 def test_a_repeat_that_misses_the_target_is_worse_than_any():
     def run(name: str, repeat: int, loss: float) -> Run:
-        made = run_of(spec(name, repeat), comparison="c", created=float(repeat))
-        steps = [step(i, i + 1.0, loss) for i in range(3)]
-        made.add(batch(made.run_id, steps, header=header(spec(name, repeat), 3)))
-        made.end(Status.FINISHED)
-        return made
+        return ended_run(name, [step(i, i + 1.0, loss) for i in range(3)], repeat=repeat)
 
     runs = [run("single", repeat, 0.1) for repeat in range(5)]
     runs += [run("ddp", repeat, 0.1 if repeat < 3 else 0.9) for repeat in range(5)]
@@ -164,7 +151,7 @@ def test_steps_that_a_death_lost_are_noted():
     died = replace(run, marks=(Mark(rank=1, seconds=0.9, kind=MarkKind.DIED),))
     on_purpose = replace(died, spec=replace(run.spec, kill=("1@100ms",)))
     for each, is_noted in ((died, True), (on_purpose, False)):
-        (ddp,) = summarise(Comparison(comparison_id="c", name="c", runs=(each,)))
+        (ddp,) = summarise(fake_comparison(()).with_runs([each]))
         assert ("half second before" in ddp.notes[0]) == is_noted
 
 
@@ -185,19 +172,15 @@ def test_speed_up_is_over_the_devices_and_the_single_of_its_own_comparison():
 
 
 def test_a_ceiling_is_as_fast_as_if_all_workers_were_as_slow_as_the_slowest():
-    def run(*, is_ceiling: bool) -> Run:
-        made = run_of(replace(spec("no-comm"), is_ceiling=is_ceiling))
-        for rank, num in enumerate((1, 3)):  # steps of 100 samples in the same time
-            steps = [step(i, 4.0 * (i + 1) / num, samples=100) for i in range(num)]
-            head = header(spec("no-comm"), 4)
-            made.add(batch(made.run_id, steps, rank=rank, header=head))
-        made.end(Status.FINISHED)
-        return made
-
-    ceiling = run(is_ceiling=True).snapshot()
+    steps = [
+        [step(i, 4.0 * (i + 1) / num, samples=100) for i in range(num)]  # in the same time
+        for num in (1, 3)
+    ]
+    added, asked = (replace(spec("no-comm"), is_ceiling=is_added) for is_added in (True, False))
+    ceiling = ended_run(added, *steps).snapshot()
     assert samples_per_second(ceiling) == 2 * 100 / 4
     assert ceiling.curve.samples.tolist() == [200], "steps that only one rank made are none"
-    assert samples_per_second(run(is_ceiling=False).snapshot()) == 400 / 4
+    assert samples_per_second(ended_run(asked, *steps).snapshot()) == 400 / 4
 
 
 def test_what_is_wrong_with_a_run_is_noted():
@@ -233,6 +216,5 @@ def test_the_environment_says_where_and_with_what():
 def test_nothing_is_measured_against_a_run_that_is_under_way():
     ended, under_way = fake_run("ddp", num_steps=60), fake_run("single", num_steps=60, share=0.5)
     for baseline, known in ((under_way, False), (fake_run("single", num_steps=60), True)):
-        runs = (ended.snapshot(), baseline.snapshot())
-        ddp, _ = summarise(Comparison(comparison_id="c", name="c", runs=runs))
+        ddp, _ = summarise(compared(ended, baseline))
         assert math.isfinite(ddp.speed_up) == known

@@ -23,11 +23,10 @@ def run(
     *,
     repeat: int = 0,
     status: Status = Status.FINISHED,
-    num_held_out: int = 360,
 ) -> RunSnapshot:
     made = fake_run(name, repeat=repeat, num_steps=20).snapshot()
     assert made.spec is not None
-    scored = [replace(r, held_out_loss=loss, num_held_out=num_held_out) for r in made.reports]
+    scored = [replace(each, held_out_loss=loss, num_held_out=360) for each in made.reports]
     return replace(
         made,
         run_id=f"{name}:{rate}:{repeat}",
@@ -112,5 +111,5 @@ def test_the_table_says_how_the_rates_were_chosen():
     assert [row[at].text for row in table.rows] == ["0.02", "0.05"]
     (note,) = [note for note in table.notes if "by lr" in note]
     assert "single 0.02: 0.300, 0.05: 0.350, 0.1: diverged; ddp 0.02: 0.400, 0.05: 0.300" in note
-    unknown = compared(*[run("ddp", rate, NAN, num_held_out=0) for rate in RATES])
+    unknown = compared(*[replace(run("ddp", rate, NAN), reports=()) for rate in RATES])
     assert "diverged" not in " ".join(notes(unknown, ()))

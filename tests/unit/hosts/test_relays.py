@@ -102,8 +102,6 @@ def test_agent_and_relay_end_with_each_other_and_with_the_kernel(router, relay, 
     folder = Path(f"/dev/shm/ddpnb-{name}")
     link = ForkServerLink(router.relays[name].pipe, on_exit=print, on_end=lambda: None)
     assert link.request(KernelRequest.PROBE, others=[]).result(30) is None
-    with pytest.raises(RuntimeError, match="KeyError"):
-        link.request("of a later version").result(30)  # type: ignore[arg-type]
     (agent,) = psutil.Process(relay.pid).children()
     assert folder.stat().st_mode & 0o777 == 0o700
     {"agent": agent.kill, "link": link.close, "kernel": router.stop}[first]()

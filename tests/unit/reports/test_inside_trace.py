@@ -85,13 +85,8 @@ def test_a_trace_is_saved_as_the_ending_says(tmp_path: Path):
     starts = {".json": b'{"schemaVersion"', ".png": b"\x89PNG", ".svg": b"<?xml"}
     starts |= {".html": b"<!doctype html>", ".txt": b"Cell 3 on 2 ranks"}
     for ending in TraceResult.endings:
-        path = tmp_path / "deep" / f"trace{ending}"
-        assert TWO.save(path).startswith(f"{path}: ")
-        assert path.read_bytes().startswith(starts[ending])
-    with pytest.raises(UserError, match=r"it\.pdf cannot be written: choose one of \.json"):
-        TWO.save(tmp_path / "it.pdf")
-    with pytest.raises(UserError, match="cannot be written"):
-        TWO.save(path / "it.txt")
+        TWO.save(tmp_path / f"trace{ending}")
+        assert (tmp_path / f"trace{ending}").read_bytes().startswith(starts[ending])
 
 
 def test_a_cell_without_collectives_is_one_sentence():

@@ -9,12 +9,12 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import Bucket, CapReport
-from ddpnb.protocol.messages import Mark, MarkKind, Parts, StepEvent
+from ddpnb.protocol.messages import Mark, MarkKind, Parts
 from ddpnb.protocol.trace import Span
 from ddpnb.reports.inside.buckets import DdpInspection, one_by_one
 from ddpnb.reports.inside.versions import async_inspection, updates_of
 from ddpnb.session.inside import InspectionRequest
-from tests.unit.history.fake_runs import batch, header, run_of, spec
+from tests.unit.history.fake_runs import batch, header, run_of, spec, step
 
 MS = 1e-3
 
@@ -48,10 +48,6 @@ def inspection_of(num_ranks: int, num_buckets: int = 2, **others) -> DdpInspecti
         )
         reports.append((own, replace(own, cap_mb=1.0)))
     return DdpInspection(title="net", reports=tuple(reports), **{"unused": {}, **others})
-
-
-def test_communication_is_hidden_where_the_rank_computes_and_exposed_elsewhere():
-    assert inspection_of(2).split() == pytest.approx((10 * MS, 4 * MS, 3 * MS))
 
 
 def test_a_bucket_is_drawn_from_the_end_of_the_one_ahead():
@@ -89,18 +85,11 @@ def async_run(
     for version in range(num_updates):
         rank = min(ends, key=ends.__getitem__)
         truth.append((rank, read[rank], version + 1))
-        seen = ends[rank] + skew * rank
-        steps[rank].append(
-            StepEvent(
-                step=len(steps[rank]),
-                seconds=seen,
-                num_samples=8,
-                loss=1.0,
-                staleness=version - read[rank],
-                version=version + 1,
-                parts=Parts(forward=0.005, backward=ends[rank] - free_at[rank] - 0.005),
-            )
+        made = step(
+            len(steps[rank]), ends[rank] + skew * rank, samples=8, staleness=version - read[rank]
         )
+        parts = Parts(forward=0.005, backward=ends[rank] - free_at[rank] - 0.005)
+        steps[rank].append(replace(made, version=version + 1, parts=parts))
         free_at[rank], read[rank] = ends[rank], version + 1
         ends[rank] += 0.01 * (1 + chance.random())
     run_spec = spec(strategy)

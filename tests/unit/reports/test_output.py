@@ -1,10 +1,8 @@
-import json
 import random
 import time
 
 import pytest
 
-from ddpnb.reports.displays import Displays
 from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Screen
 
 Shown = list[tuple[list[int], Item]]
@@ -31,12 +29,9 @@ def of_rank(shown: Shown, rank: int) -> list[str]:
     return [item[1] for ranks, item in shown if rank in ranks]
 
 
-def test_equal_lines_are_shown_once():
+def test_equal_lines_are_shown_once_and_split_by_no_line_that_one_rank_has_more():
     shown = merged(*["a\n\nb\n"] * 3)
     assert lines(shown) == [([0, 1, 2], line) for line in ("a", "", "b")]
-
-
-def test_a_line_that_one_rank_has_more_splits_no_pair():
     shown = merged("start\nonly here\nend\n", "start\nend\n")
     assert lines(shown) == [([0, 1], "start"), ([0], "only here"), ([0, 1], "end")]
 
@@ -69,10 +64,7 @@ def test_stdout_and_stderr_are_different_lines():
     for rank, stream in enumerate(("stdout", "stderr")):
         merger.write(rank, stream, "x\n")
         merger.finish(rank)
-    assert [(ranks, kind) for ranks, (kind, _) in taken(merger)] == [
-        ([0], "stdout"),
-        ([1], "stderr"),
-    ]
+    assert taken(merger) == [([0], ("stdout", "x")), ([1], ("stderr", "x"))]
 
 
 def test_a_line_may_come_in_pieces():
@@ -122,18 +114,6 @@ def test_a_plain_line_below_bars_finishes_them():
     assert screen.lines() == ["2/2"]
     assert merged("a\r\n") == [([0], ("stdout", "a"))], "a line's end on Windows"
     assert Screen("stdout").write("\x1b[31mred\x1b[0m\n") == [("stdout", "\x1b[31mred\x1b[0m")]
-
-
-def test_equal_displays_are_shown_once_and_different_ones_apart():
-    merger, displays = OutputMerger((0, 1)), Displays()
-    for rank in (0, 1):
-        same, own = {"text/html": "<b>same</b>"}, {"text/plain": str(rank)}
-        merger.add(rank, [displays.item(rank, "display", {"data": same, "metadata": {}})])
-        merger.add(rank, [displays.item(rank, "value", {"data": own})])
-        merger.finish(rank)
-    shown = taken(merger)
-    assert [ranks for ranks, _ in shown] == [[0, 1], [0], [1]]
-    assert json.loads(shown[0][1][1])["data"] == {"text/html": "<b>same</b>"}
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -1,6 +1,4 @@
 import csv
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,25 +64,13 @@ def test_a_result_is_not_shown_twice_in_one_cell(result: ComparisonResult):
         InteractiveShell.clear_instance()
 
 
-def test_frames_have_one_row_per_run_and_per_step(result: ComparisonResult):
-    frame, steps = result.to_frame(), result.steps()
-    assert frame["strategy"].tolist() == ["single", "dp", "ddp", "async"]
-    assert frame["num_steps"].tolist() == [60, 60, 120, 120]
-    assert frame["held_out_accuracy"].notna().all()
-    ratio = frame["samples_per_second"] / frame["samples_per_second"][0]
-    assert frame["speed_up"].tolist() == pytest.approx(ratio.tolist())
-    assert len(steps) == 360
-    assert steps.loc[steps.strategy == "single", "staleness"].isna().all()
-    assert steps.loc[steps.strategy == "async", "staleness"].max() == 3
-
-
 def test_metrics_of_ones_own_are_columns():
     run = Run(run_id="m", name="mine")
     steps = [step(0, 1.0, 1.0), step(1, 2.0, 1.0)]
     run.add(batch("m", steps, metrics=[(0, "grad", 0.5), (1, "loss", 9.0)]))
     mine = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
     found = ComparisonResult(mine).steps()
-    assert found["grad"].tolist()[0] == 0.5
+    assert found["grad"].fillna(-1).tolist() == [0.5, -1]
     assert found["metric_loss"].tolist()[1] == 9.0
     assert found["loss"].tolist() == [1.0, 1.0]
 
@@ -94,12 +80,3 @@ def test_an_empty_comparison_can_be_shown_and_saved(tmp_path: Path):
     assert "Nothing has finished yet." in repr(result)
     result.save(tmp_path / "it.html")
     assert len(result.steps()) == 0
-
-
-def test_neither_torch_nor_pyplot_nor_pandas_is_imported():
-    code = (
-        "import sys, ddpnb.reports.result, ddpnb.history.store;"
-        "print([m for m in ('torch', 'matplotlib.pyplot', 'pandas') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -4,20 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.sentence import sentence
-from tests.unit.history.fake_runs import (
-    batch,
-    fake_comparison,
-    fake_run,
-    header,
-    run_of,
-    spec,
-    step,
-)
-from tests.unit.history.test_summary import compared, repeated
+from tests.unit.history.fake_runs import compared, ended_run, fake_comparison, fake_run, step
+from tests.unit.history.test_summary import repeated
 
 
 @pytest.mark.parametrize(
@@ -80,25 +71,22 @@ def test_trouble_comes_first_and_emulation_last():
     ],
 )
 def test_accuracies_stand_beside_the_error_of_their_samples(num: int, end: str):
+    comparison = fake_comparison(("single", "ddp", "async"))
     runs = [
         replace(run, reports=tuple(replace(each, num_held_out=num) for each in run.reports))
-        for run in fake_comparison(("single", "ddp", "async")).runs
+        for run in comparison.runs
     ]
-    found = sentence(Comparison(comparison_id="c", name="c", runs=tuple(runs)))
+    found = sentence(comparison.with_runs(runs))
     accuracies = "held-out accuracy is 96.1 % for single and ddp, and 94.7 % for async"
     assert found.endswith(f"; {accuracies}{end}.")
 
 
 def reaching(losses: tuple[float, ...]) -> str:
     """The sentence on repeats with these losses, where one of 0.5 is the target."""
-    runs = []
-    for repeat, loss in enumerate(losses):
-        run = run_of(spec("zero", repeat), comparison="c", created=1.0)
-        steps = [step(i, 4.0 * (i + 1), loss) for i in range(4)]
-        head = replace(header(spec("zero", repeat), 4), num_ranks=1)
-        run.add(batch(run.run_id, steps, header=head))
-        run.end(Status.FINISHED)
-        runs.append(run)
+    runs = [
+        ended_run("zero", [step(i, 4.0 * (i + 1), loss) for i in range(4)], repeat=repeat)
+        for repeat, loss in enumerate(losses)
+    ]
     return sentence(compared(*runs), Target(value=0.5))
 
 

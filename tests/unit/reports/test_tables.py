@@ -24,6 +24,7 @@ from tests.rank.ranks import make_state
 from tests.unit.history.fake_runs import (
     STEP_SECONDS,
     batch,
+    compared,
     fake_comparison,
     fake_run,
     header,
@@ -70,7 +71,6 @@ def test_the_scores_in_text():
     speed = r"\([\d,]+\) +\(1\.\d\d×\) +\(\d\d %\)"
     assert re.search(rf"dp \(emulated\) +{speed}", dp)
     assert "in brackets: emulated on CPU threads" in text
-    assert "emulated on CPU threads" in text
     assert re.search(r"async .* 1 / 3 .* 94\.7 %", text)
 
 
@@ -103,8 +103,8 @@ def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():
         run.add(batch(weak.run_id, steps, header=header(weak, 3)))
         assert len(run.snapshot().curve) == 3, "no other rank is awaited"
         runs.append(run)
-    assert "global batch 32 per worker" in results_table(of_runs(*runs)).caption
-    assert runs_frame(of_runs(*runs))["batch_size"].tolist() == [32, 64]
+    assert "global batch 32 per worker" in results_table(compared(*runs)).caption
+    assert runs_frame(compared(*runs))["batch_size"].tolist() == [32, 64]
 
 
 def test_ranks_that_share_a_device_say_with_whom():
@@ -181,12 +181,8 @@ def reported(strategy: str, **changes: object) -> Run:
 
 def test_a_metric_that_is_nan_is_told_from_one_that_no_run_measured():
     runs = reported("ddp", held_out_metrics={"f1": math.nan}), fake_run("dp")
-    table = results_table(of_runs(*runs))
+    table = results_table(compared(*runs))
     assert column_texts(table, "held-out f1") == ["NaN", "–"]
-
-
-def of_runs(*runs: Run) -> Comparison:
-    return Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
 
 
 def heads(table: Table) -> set[str]:
@@ -208,15 +204,15 @@ def test_what_communication_cost_is_in_the_table_where_it_is_known():
 def test_lost_samples_and_unlike_memory_have_columns():
     ddp = Memory(4_000_000, 4_000_000, 4_000_000, 1_000_000)
     other = reported("async", num_lost_samples=640, memory=ddp._replace(optimizer=2_000_000))
-    text = results_table(of_runs(reported("ddp", memory=ddp), other)).text()
+    text = results_table(compared(reported("ddp", memory=ddp), other)).text()
     assert re.search(r"ddp .* 13 MB", text)
     assert re.search(r"async .* 640 +11 MB", text)
     assert "optimizer state and activations" in text
     computed = [reported(n, memory=Memory(s, s, s)) for n, s in (("ddp", 8_000), ("fsdp", 4_000))]
-    assert runs_frame(of_runs(*computed))["memory_gradients"].tolist() == [8_000, 4_000]
-    assert "(activations are not known)" in results_table(of_runs(*computed)).text()
+    assert runs_frame(compared(*computed))["memory_gradients"].tolist() == [8_000, 4_000]
+    assert "(activations are not known)" in results_table(compared(*computed)).text()
     equal = [reported(name, memory=Memory(9)) for name in ("ddp", "dp")]
-    assert "memory per rank" not in heads(results_table(of_runs(*equal)))
+    assert "memory per rank" not in heads(results_table(compared(*equal)))
 
 
 def test_when_a_target_was_reached_is_in_the_table_and_a_ceiling_never_misses_it():

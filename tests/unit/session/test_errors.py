@@ -23,9 +23,11 @@ def failure(
     return Failure(rank=rank, name=name, text=text, failed_at=at, traceback=trace, **more)  # type: ignore[arg-type]
 
 
+GLOO = "[gloo] Connection closed by peer [127.0.0.1]:4242"
+
+
 def closed(rank: int, at: float) -> Failure:
-    text = "[gloo] Connection closed by peer [127.0.0.1]:4242"
-    return failure(rank, "RuntimeError", text, at=at, is_consequence=True)
+    return failure(rank, "RuntimeError", GLOO, at=at, is_consequence=True)
 
 
 def lost(rank: int, text: str = "was killed by SIGKILL", **more: object) -> Failure:
@@ -80,42 +82,66 @@ def test_the_sentence_names_the_cause(failures: list[Failure], sentence: str, ca
     )
 
 
-def test_identical_failures_are_shown_once_whatever_their_colours():
-    failures = [
-        failure(0, traceback=("\x1b[31mline 2\x1b[39m", "bad")),
-        failure(1, traceback=("line 2", "bad")),
-        failure(3, traceback=("line 2", "\x1b[0mbad")),
-    ]
-    lines = render_failures(failures)
-    assert lines[0] == "RankError: ranks 0-1,3 failed: ValueError: bad"
-    assert sum("line 2" in line for line in lines) == 1
+BAD, LINE = "rank 1 failed: ValueError: bad", "Cell In[3], line 2"
+WAITED = "in a collective for it and stopped: connection closed by peer)"
+BACK = "back, the other ranks keep their variables"
+MISMATCH = "CollectiveMismatchError"
+LAYOUTS = [
+    (  # identical ones are shown once, whatever their colours
+        [
+            failure(0, traceback=("\x1b[31mline 2\x1b[39m", "bad")),
+            failure(1, traceback=("line 2", "bad")),
+            failure(3, traceback=("line 2", "\x1b[0mbad")),
+        ],
+        ["ranks 0-1,3 failed: ValueError: bad", "\x1b[31mline 2\x1b[39m", "bad"],
+    ),
+    (
+        [failure(0, text="a"), failure(1, text="b"), failure(2, text="a")],
+        [
+            "ranks 0,2 failed: ValueError: a",
+            LINE,
+            "",
+            "RankError: rank 1 failed: ValueError: b",
+            LINE,
+        ],
+    ),
+    (  # the last line of a traceback is the sentence
+        [failure(1, traceback=("line 2", "", "\x1b[31mValueError\x1b[39m: bad"))],
+        [BAD, "line 2"],
+    ),
+    (
+        [failure(1), closed(0, 2), closed(2, 3)],
+        [BAD, LINE, "", f"(ranks 0,2 were waiting {WAITED}"],
+    ),
+    (
+        [failure(1), closed(0, 2), replace(closed(2, 3), was_waiting=False)],
+        [BAD, LINE, "", f"(rank 0 was waiting {WAITED}", "(rank 2 was stopped with it)"],
+    ),
+    (  # where there are only consequences, one is shown in full
+        [closed(0, 1), closed(1, 2)],
+        [f"rank 0 failed: RuntimeError: {GLOO}", LINE, "", f"(rank 1 was waiting {WAITED}"],
+    ),
+    (
+        [
+            lost(1, traceback=("log of 1",)),
+            lost(0, "has ended with code 3", traceback=("log of 0",)),
+        ],
+        [
+            "rank 1 was killed by SIGKILL; rank 0 has ended with code 3; "
+            f"%ddp_restart --ranks 0-1 brings them {BACK}",
+            *("log of 1", "log of 0"),
+        ],
+    ),
+    (
+        [failure(rank, MISMATCH, f"{rank} and 1", breaks_group=True) for rank in (0, 2)],
+        [f"ranks 0,2 failed: {MISMATCH}: 0 and 1", LINE],
+    ),
+]
 
 
-def test_different_failures_are_all_shown():
-    lines = render_failures([failure(0, text="a"), failure(1, text="b"), failure(2, text="a")])
-    text = "\n".join(lines)
-    assert ("ranks 0,2" in text, "rank 1 " in text, text.count("Cell In[3]")) == (True, True, 2)
-
-
-def test_consequences_are_folded_into_one_line():
-    lines = render_failures(RankError([failure(1, at=1), closed(0, 2), closed(2, 3)]).failures)
-    text = "\n".join(lines)
-    assert "gloo" not in text
-    assert lines[-1] == (
-        "(ranks 0,2 were waiting in a collective for it and stopped: connection closed by peer)"
-    )
-    assert "(rank 0 was waiting" in render_failures([failure(1), closed(0, 2)])[-1]
-
-
-def test_ranks_that_waited_for_nothing_have_a_line_of_their_own():
-    lines = render_failures([failure(1), closed(0, 2), replace(closed(2, 3), was_waiting=False)])
-    assert ["rank 0" in lines[-2], "rank 2" in lines[-1]] == [True, True]
-
-
-def test_where_there_are_only_consequences_one_is_shown_in_full():
-    lines = render_failures([closed(0, 1), closed(1, 2)])
-    assert "gloo" in "\n".join(lines)
-    assert "(rank 1 was waiting" in lines[-1]
+@pytest.mark.parametrize(("failures", "lines"), LAYOUTS)
+def test_each_failure_is_shown_once_and_what_followed_is_a_line(failures, lines):
+    assert render_failures(failures) == [f"RankError: {lines[0]}", *lines[1:]]
 
 
 def test_a_timeout_and_an_interrupt_are_one_line():
@@ -144,32 +170,3 @@ def test_a_timeout_and_an_interrupt_are_one_line():
     assert type(CellInterrupt()).__name__ == "KeyboardInterrupt"
     assert len(CellInterrupt()._render_traceback_()) == 1
     assert render_error(OSError("plain")) == "OSError('plain')"
-
-
-def test_the_cause_is_shown_once_and_without_blank_lines_at_the_end():
-    lines = render_failures(
-        [failure(1, traceback=("line 2", "", "\x1b[31mValueError\x1b[39m: bad"))]
-    )
-    assert lines == ["RankError: rank 1 failed: ValueError: bad", "line 2"]
-    assert render_failures([lost(1, traceback=("",)), closed(0, 2)])[1:3] == [
-        "",
-        "(rank 0 was waiting in a collective for it and stopped: connection closed by peer)",
-    ]
-
-
-def test_ranks_that_died_in_two_ways_are_brought_back_by_one_line():
-    killed = lost(1, traceback=("log of 1",))
-    ended = lost(0, "has ended with exit code 3", traceback=("log of 0",))
-    text = "\n".join(render_failures([killed, ended]))
-    assert text.count("RankError") == 1
-    assert text.endswith("log of 1\nlog of 0")
-    assert "rank 1 was killed by SIGKILL; rank 0 has ended with exit code 3; %ddp_restart" in text
-    assert "--ranks 0-1 brings them back" in text
-
-
-def test_calls_that_do_not_match_are_shown_once():
-    name, both = "CollectiveMismatchError", {"breaks_group": True}
-    lines = render_failures(
-        [failure(0, name, "0 and 1", **both), failure(2, name, "1 and 2", **both)]
-    )
-    assert lines == [f"RankError: ranks 0,2 failed: {name}: 0 and 1", "Cell In[3], line 2"]

@@ -19,7 +19,10 @@ assert {"ddp_start", "ddp_stop"} <= set(shell.magics_manager.magics["line"])
 """
 
 
-@pytest.mark.parametrize("code", ["import ddpnb; dir(ddpnb)", LOAD])
+RESULT = "import ddpnb.reports.result, ddpnb.history.store"
+
+
+@pytest.mark.parametrize("code", ["import ddpnb; dir(ddpnb)", LOAD, RESULT])
 def test_importing_and_loading_import_nothing_heavy(code: str):
     code += f"\nimport json, sys\nprint(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
     done = subprocess.run(

@@ -9,28 +9,15 @@ import pytest
 from ddpnb import api
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.session import Session
+from tests.rank.ranks import make_state
 
 SPEC = ComparisonSpec(strategies=("ddp",), training=TrainingSpec(task="digits"))
-STATES = tuple(
-    RankState(
-        rank=rank,
-        world_size=2,
-        local_world_size=2,
-        pid=100 + rank,
-        host="here",
-        device="cpu",
-        device_name="",
-        num_threads=1,
-        backend="gloo",
-    )
-    for rank in (0, 1)
-)
+STATES = tuple(make_state(rank, 2) for rank in (0, 1))
 
 
 class FakeCluster(SimpleNamespace):
