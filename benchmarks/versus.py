@@ -378,6 +378,8 @@ def with_table(readme: Path) -> str:
 
 def table(names: Sequence[str], is_short: bool = False) -> str:
     """Return stored rows in Markdown: medians, and below what happened where one cannot."""
+    if not RESULT.exists():
+        return ""
     stored = json.loads(RESULT.read_text())
     rows = {
         name: {peer: Measured(**each) for peer, each in stored["rows"][name].items()}

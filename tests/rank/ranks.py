@@ -120,7 +120,7 @@ def make_state(rank: int, world_size: int) -> RankState:
         pid=0,
         host="here",
         device="cpu",
-        device_name="CPU",
+        device_name="",
         num_threads=1,
         backend="gloo",
     )
