@@ -19,8 +19,6 @@ from ddpnb.protocol.processes import ForkServerEvent, KernelRequest, limit_waits
 WRITE_SECONDS = 10.0
 """How long a fork server may take to read; one that does not is given up."""
 
-Event = dict[str, Any]
-
 
 class Service(StrEnum):
     """A process of the cluster other than a rank."""
@@ -140,7 +138,7 @@ class ForkServerLink:
         for answer in unanswered.values():
             answer.set_exception(RuntimeError("the fork server has ended"))
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: dict[str, Any]) -> None:
         match event.pop("event"):
             case ForkServerEvent.ANSWER:
                 if (answer := self._answers.pop(event["id"], None)) is not None:

@@ -20,8 +20,7 @@ from ddpnb.history.model import RunSnapshot, Status, StepSplit, step_split
 from ddpnb.history.notes import notes_of
 from ddpnb.history.rows import metrics_of
 from ddpnb.protocol.catalogue import BASELINE, CEILING
-from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.messages import Evaluation
+from ddpnb.protocol.messages import Evaluation, Memory
 from ddpnb.protocol.notation import Target
 
 SHORT_SECONDS = 4.0

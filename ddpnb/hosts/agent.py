@@ -122,7 +122,7 @@ def main(kernel_fd: str, folder: str, sockets: str) -> None:
     agent = Agent(server=server, sockets=sockets)
     server.handlers |= {
         KernelRequest.CHECK: agent.check,
-        KernelRequest.PROBE: lambda others: probe(others),
+        KernelRequest.PROBE: probe,
         KernelRequest.PREPARE: agent.prepare,
     }
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

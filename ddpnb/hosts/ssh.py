@@ -104,7 +104,14 @@ class SshHosts:
         """Return the sentence on why a host's agent has ended before it was of use."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._ssh[host.name].wait(1.0)  # it ends soon after its relay, and has written all then
-        return explain(host.name, self._log(host.name).read_text(errors="replace"))
+        text = self._log(host.name).read_text(errors="replace")
+        lines = text.strip().splitlines() or ["ssh has ended"]
+        for found, reason in REASONS:
+            if line := next((each for each in lines if found in each), ""):
+                line = line[line.find(found) :].replace("'", "").replace("No", "no", 1)
+                words = {"host": host.name, "line": line, "version": versions()["ddpnb"]}
+                return f"Host {host.name} cannot be used: {reason.format(**words)}."
+        return f"Host {host.name} cannot be used: {lines[-1].strip().removesuffix('.')}."
 
     def stop(self) -> None:
         """Disconnect from the relays, with which each ssh ends."""
@@ -153,20 +160,6 @@ class SshHosts:
 
     def _log(self, name: str) -> Path:
         return self._folder / f"host-{name}.log"
-
-
-def explain(host: str, text: str) -> str:
-    """Return the sentence on why a host's agent did not start.
-
-    ``text`` is what ssh, the relay and the agent have written.
-    """
-    lines = text.strip().splitlines() or ["ssh has ended"]
-    for found, reason in REASONS:
-        if line := next((each for each in lines if found in each), ""):
-            line = line[line.find(found) :].replace("'", "").replace("No", "no", 1)
-            words = {"host": host, "line": line, "version": versions()["ddpnb"]}
-            return f"Host {host} cannot be used: {reason.format(**words)}."
-    return f"Host {host} cannot be used: {lines[-1].strip().removesuffix('.')}."
 
 
 def silent(host: str, seconds: float) -> str:

@@ -14,14 +14,6 @@ from ddpnb.protocol.processes import die_with_parent
 Frame = dict[str, Any]
 """A message over a pipe, as JSON."""
 
-ENGINE = (
-    "--log-level=ERROR",
-    "--IPEngine.enable_nanny=False",  # the fork server handles signals and deaths
-    "--IPEngine.max_heartbeat_misses=0",
-    "--IPEngine.timeout=120",  # s; many ranks register at once
-)
-"""What every engine's command line of ipyparallel has."""
-
 
 def run_child(main: Callable[[], None]) -> NoReturn:
     """Run ``main`` in a forked child as if it were a fresh process, then exit."""
@@ -60,7 +52,10 @@ def run_rank(
         f"--profile-dir={profile}",
         f"--IPEngine.url_file={profile / 'security/ipcontroller-engine.json'}",
         f"--IPEngine.id={rank}",
-        *ENGINE,
+        "--log-level=ERROR",
+        "--IPEngine.enable_nanny=False",  # the fork server handles signals and deaths
+        "--IPEngine.max_heartbeat_misses=0",
+        "--IPEngine.timeout=120",  # s; many ranks register at once
     ]
     engine.run(settings | {"engine_arguments": arguments}, pipe=pipe, folder=folder)
 

@@ -42,19 +42,11 @@ class InspectSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterSize:
-    """A parameter that needs a gradient."""
-
-    name: str
-    shape: tuple[int, ...]
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What a rank has found, alone: the model fits the batch, and has gradients."""
 
-    parameters: tuple[ParameterSize, ...]
+    parameters: dict[str, tuple[int, ...]]
+    """The shape of each that needs a gradient."""
     unused: tuple[str, ...]
     """Parameters that had no part in the loss."""
 

@@ -234,7 +234,9 @@ class LinkSpec:
     @property
     def text(self) -> str:
         """For users: ``"1 Gbit/s and 0.5 ms"``."""
-        return f"{_bits(self.bits_per_second)} and {spoken_seconds(self.latency_seconds)}"
+        size, unit = (1e9, "Gbit/s") if self.bits_per_second >= 1e9 else (1e6, "Mbit/s")
+        rate = f"{self.bits_per_second / size:g} {unit}"
+        return f"{rate} and {spoken_seconds(self.latency_seconds)}"
 
 
 def _gigabits(rate: float, microseconds: float) -> LinkSpec:
@@ -302,10 +304,6 @@ def check_across_hosts(strategies: Iterable[str]) -> None:
                 f"{name} trains in the memory of one host, and the ranks are on several: compare "
                 f"{instead}."
             )
-
-
-def _bits(rate: float) -> str:
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
 
 
 def spoken_seconds(seconds: float) -> str:

@@ -18,7 +18,13 @@ from typing import Any
 
 from ddpnb.protocol.errors import UserError, kind_of, one_of
 
-WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+KINDS: Mapping[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a text"),
+}
+"""Types of values, what stands for each, and its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,10 +215,11 @@ def as_kind(name: str, value: object, kind: type) -> Any:
     Raises:
         UserError: it is of another kind.
     """
-    if kind not in WORDS and isinstance(value, kind):
+    if kind not in KINDS and isinstance(value, kind):
         return value
+    abstract, words = KINDS.get(kind, (str, "a number or a text"))
     is_bool = isinstance(value, bool) or type(value).__name__ == "bool"  # numpy's
-    if is_bool if kind is bool else isinstance(value, _ABSTRACT.get(kind, str)) and not is_bool:
+    if is_bool if kind is bool else isinstance(value, abstract) and not is_bool:
         try:
             return kind(value)
         except OverflowError:
@@ -221,7 +228,4 @@ def as_kind(name: str, value: object, kind: type) -> Any:
         raise UserError(f"{name} takes a text, not a class: write its name, {value.__name__!r}.")
     is_short = isinstance(value, str | Real) and len(repr(value)) < 40
     shown = repr(value) if is_short else kind_of(value)
-    raise UserError(f"{name} takes {WORDS.get(kind, 'a number or a text')}, not {shown}.")
-
-
-_ABSTRACT: dict[type, type] = {int: Integral, float: Real, str: str}
+    raise UserError(f"{name} takes {words}, not {shown}.")

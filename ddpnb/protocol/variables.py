@@ -35,9 +35,6 @@ ALIGNED_BYTES = 64
 NOTEBOOK_FUNCTIONS = ("ddpnb.rank.variables", "notebook_functions")
 """What a cell imports, from where, that stands for functions of the notebook."""
 
-Part = memoryview
-"""The pickle, or the memory of one array."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
@@ -53,7 +50,7 @@ class Parcel:
 # -- pickling ------------------------------------------------------------------------------
 
 
-def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> list[Part]:
+def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> list[memoryview]:
     """Pickle a value; raises what pickling raises.
 
     Args:
@@ -77,7 +74,7 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
 
     def __init__(self, file: io.BytesIO, *, for_ranks: bool, classes: Collection[str]) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._take)
-        self.buffers: list[Part] = []
+        self.buffers: list[memoryview] = []
         self._for_ranks = for_ranks
         self._classes = classes
         if for_ranks:
@@ -152,7 +149,7 @@ def rebuild_tensor(
 # -- sending and receiving -----------------------------------------------------------------
 
 
-def packed(parts: Sequence[Part], path: str, *, num_copies: int = 1) -> Parcel:
+def packed(parts: Sequence[memoryview], path: str, *, num_copies: int = 1) -> Parcel:
     """Return a parcel of what was pickled: in the file ``path``, which exists, or in itself.
 
     It is in itself if it is small, if no file is named, or if the file's folder has no room.

@@ -144,17 +144,17 @@ def inspect_step(
     )
     warn_stale(cluster.ensure_group())
     found = ask(cluster, calls.find_inspected(spec))
-    shapes = {rank: [(p.name, p.shape) for p in each.parameters] for rank, each in found.items()}
+    shapes = {rank: list(each.parameters.items()) for rank, each in found.items()}
     if others := sorted(rank for rank, each in shapes.items() if each != shapes[0]):
         raise UserError(
             f"{spec.title} has other parameters on {spoken_ranks(others)} than on rank 0: "
             "DDP needs the same on every rank."
         )
     unused = {
-        each.name: tuple(rank for rank in sorted(found) if each.name in found[rank].unused)
-        for each in found[0].parameters
+        name: ranks
+        for name in found[0].parameters
+        if (ranks := tuple(rank for rank in sorted(found) if name in found[rank].unused))
     }
-    unused = {name: ranks for name, ranks in unused.items() if ranks}
     reports = ask(cluster, calls.inspect_ddp(replace(spec, finds_unused=bool(unused))))
     over = "" if spec.devices is None else f" on {spec.devices.text}"
     return DdpInspection(

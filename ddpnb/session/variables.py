@@ -16,7 +16,7 @@ from ddpnb.protocol import calls
 from ddpnb.protocol.calls import RankCall, Request
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.notation import parse_ranks
-from ddpnb.protocol.variables import NOTEBOOK_FUNCTIONS, Parcel, Part, dump, packed, receive
+from ddpnb.protocol.variables import NOTEBOOK_FUNCTIONS, Parcel, dump, packed, receive
 from ddpnb.session.asking import ask
 from ddpnb.session.errors import RankError
 
@@ -30,7 +30,7 @@ def push(cluster: Cluster, variables: Mapping[str, object], ranks: str | None) -
     send(cluster, pickled(variables, dict(variables)), variables, chosen, calls.push)
 
 
-def pickled(variables: Mapping[str, object], value: object) -> list[Part]:
+def pickled(variables: Mapping[str, object], value: object) -> list[memoryview]:
     """Pickle for the ranks a value that is made of variables; a UserError if one cannot be."""
     try:
         return dump(value, for_ranks=True)
@@ -40,7 +40,7 @@ def pickled(variables: Mapping[str, object], value: object) -> list[Part]:
 
 def send(
     cluster: Cluster,
-    parts: Sequence[Part],
+    parts: Sequence[memoryview],
     names: Iterable[str],
     ranks: Sequence[int],
     taken_by: Callable[[Parcel], Request[None]],
@@ -152,7 +152,7 @@ class NotebookFunctions:
 
     names: tuple[str, ...]
     """The arguments that were given: ``("model", "data")``."""
-    parts: Sequence[Part]
+    parts: Sequence[memoryview]
     key: str
     """Under which the ranks keep them, until the next comparison with functions."""
     source: str

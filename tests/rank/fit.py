@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.messages import Memory, RankState
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpnb.protocol.devices import MODELS
-from ddpnb.protocol.memory import Memory
+from ddpnb.protocol.messages import Memory
 from ddpnb.rank.tasks import digits
 from tests.cells import CELL, STEP, WITH_DROPOUT
 from tests.rank import runs

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.errors import UserError, closest, kind_of, summary_of
-from ddpnb.protocol.inspection import Found, InspectSpec, ParameterSize
+from ddpnb.protocol.inspection import Found, InspectSpec
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.base import OptimizerFactory, split_step
 from ddpnb.rank.tasks.batches import Shard, copied
@@ -65,10 +64,7 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
         loss.backward()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         return Found(
-            parameters=tuple(
-                ParameterSize(name=name, shape=tuple(p.shape), num_bytes=num_bytes([p]))
-                for name, p in trained.items()
-            ),
+            parameters={name: tuple(p.shape) for name, p in trained.items()},
             unused=tuple(name for name, p in trained.items() if p.grad is None),
         )
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.messages import Memory, RankState
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.servers.queue import WorkQueue
 from ddpnb.rank.tasks.batches import Shard, every_step, tensors_of

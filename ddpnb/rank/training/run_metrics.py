@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.optim import SGD, Optimizer
 
-from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.messages import Evaluating, Mark, RunHeader, RunReport, StepEvent
+from ddpnb.protocol.messages import Evaluating, Mark, Memory, RunHeader, RunReport, StepEvent
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext

@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from ddpnb.history.comparison import Comparison, overlay
 from ddpnb.history.model import Run
 from ddpnb.history.summary import time_to_target
-from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.messages import Evaluation, Mark
+from ddpnb.protocol.messages import Evaluation, Mark, Memory
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.figures.curves import held_out, losses
 from ddpnb.reports.figures.figure import draw

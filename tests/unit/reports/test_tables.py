@@ -7,8 +7,7 @@ import pytest
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
-from ddpnb.protocol.memory import Memory
-from ddpnb.protocol.messages import Evaluating
+from ddpnb.protocol.messages import Evaluating, Memory
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.export.data import runs_frame
 from ddpnb.reports.findings import results_table
