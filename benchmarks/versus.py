@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.measure import pss
+from benchmarks.measure import Figure, pss
 from benchmarks.peers import DDPNB, PEERS, CannotError, NotebookOf, Peer, notebook
 from benchmarks.table import README, RESULTS, machine
 from benchmarks.work import COMPARE, LOOP, SCRIPT, rate_in
@@ -341,8 +341,11 @@ OURS = {
 QUICK = ("start", "load", "cell", "push", "pull", "raise", "picture")
 
 
-def measure(rows: str = "", peers: str = "", quick: int = 0) -> list:
-    """Measure rows and peers, named with ``+`` between them; without names, all."""
+def measure(rows: str = "", peers: str = "", quick: int = 0, rounds: int = 0) -> list[Figure]:
+    """Measure rows and peers, named with ``+`` between them; without names, all.
+
+    ``rounds`` takes the place of each row's own number.
+    """
     everyone = {peer.name: peer for peer in PEERS}
     asked = {name: everyone[name] for name in peers.split("+") if name} or everyone
     names = [name for name in rows.split("+") if name] or (QUICK if quick else [*ROWS, *OURS])
@@ -351,7 +354,7 @@ def measure(rows: str = "", peers: str = "", quick: int = 0) -> list:
         row = ROWS.get(name) or OURS[name]
         beside = ("ddpnb", "torchrun") if name == "comparison" else ("ddpnb",)
         given = asked if name in ROWS else {key: asked[key] for key in beside if key in asked}
-        found[name] = row.measure(given, max(1, row.rounds // (3 if quick else 1)))
+        found[name] = row.measure(given, rounds or max(1, row.rounds // (3 if quick else 1)))
         print(f"{row.name}: " + "; ".join(f"{peer} {each}" for peer, each in found[name].items()))
     if found and not quick:
         keep(found)
