@@ -278,7 +278,7 @@ def kill_and_bring_back(running: Kernel, victim: int) -> tuple[float, float, boo
 MEET = "import torch.distributed as dist\n"
 WORK = {
     "a cell": "%%ddp\nx = rank",
-    "a comparison": "%ddp_compare ddp async --task digits --epochs 1",
+    "a comparison": "result = %ddp_compare ddp async --task digits --epochs 1",
     "a raise": f"%%ddp\n{MEET}if rank == 1: raise ValueError('on purpose')\ndist.barrier()",
     "a rank left out": f"%%ddp\n{MEET}if rank == 1: dist.barrier()",
     "a kill": f"%%ddp\nimport os\n{MEET}if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()",
@@ -298,10 +298,12 @@ def lasting(minutes: float) -> list[Figure]:
             running.run("%load_ext ddpnb\n%ddp_start -n 2 --device cpu")
             for name in WORK:  # what is allocated once is allocated now
                 work(running, name)
-        before = [used(running) for running in notebooks]
+        before = [used(running) for running in notebooks]  # after a restart, as at the end
         end = time.monotonic() + 60 * minutes
         with ThreadPoolExecutor(len(notebooks)) as pool:
             counts = list(pool.map(partial(work_until, end), notebooks, range(len(notebooks))))
+        for running in notebooks:
+            work(running, "a restart")
         after = [used(running) for running in notebooks]
         for running in notebooks:
             running.run("%ddp_stop")
