@@ -157,7 +157,8 @@ def _no(reason: str) -> str:
 
 def _rate(opened: NotebookOf) -> float:
     opened.cell(LOOP + SAY.format(folder=opened.folder, what="rate"))
-    return float(opened.said()[0])
+    said = opened.said()
+    return float(said[0] if said else _no("the cell ends without a result"))
 
 
 def _idle_memory(opened: NotebookOf) -> float:
@@ -362,11 +363,12 @@ def measure(rows: str = "", peers: str = "", quick: int = 0, rounds: int = 0) ->
 
 
 def keep(found: dict[str, dict[str, Measured]]) -> None:
-    """Store the rows, each in the place of its earlier one, and write the tables of the READMEs."""
+    """Store what was measured in the place of earlier figures, and write the READMEs' tables."""
     stored = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": {}}
     stored |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
     for name, row in found.items():
-        stored["rows"][name] = {peer: asdict(each) for peer, each in row.items()}
+        measured = {peer: asdict(each) for peer, each in row.items()}
+        stored["rows"].setdefault(name, {}).update(measured)
     RESULT.write_text(json.dumps(stored, indent=1) + "\n")
     for readme in (README, OVERVIEW):
         readme.write_text(with_table(readme))
