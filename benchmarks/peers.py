@@ -107,10 +107,7 @@ PX = Peer(
 PX_TUNED = Peer(
     name="ipyparallel, tuned",
     load=PX.load,
-    begin=_PX_BEGIN.replace(
-        "{options}",
-        ", controller_args=['--ping=200']",
-    ),
+    begin=_PX_BEGIN.replace("{options}", ", controller_args=['--ping=200']"),
     cell="%%px --no-stream\n{source}",
     group=_PX_GROUP,
     stop=_PX_STOP,
@@ -272,7 +269,9 @@ class NotebookOf:
         self.peer, self.num_ranks = peer, num_ranks
         self.folder = Path(tempfile.mkdtemp(prefix="ddpnb-bench-"))
         self.mark = uuid.uuid4().hex
-        python, began = environment(peer), time.perf_counter()
+        self.printed, self.remark = "", ""
+        self.first_picture: float | None = None
+        python, self._began = environment(peer), time.perf_counter()
         own = {key: value.format(n=num_ranks) for key, value in peer.environment.items()}
         path = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}"}  # as if activated
         self._manager = KernelManager(kernel_name="python3")
@@ -286,11 +285,12 @@ class NotebookOf:
         )
         self._client = self._manager.client()
         self._client.start_channels()
+
+    def load(self) -> None:
+        """Wait for the kernel, and run in it what the peer needs before ranks can be started."""
         self._client.wait_for_ready(timeout=60)
-        self.printed, self.remark = "", ""
-        self.loaded_seconds = self.run(peer.load)
-        self._opened_seconds = time.perf_counter() - began
-        self.first_picture: float | None = None
+        self.loaded_seconds = self.run(self.peer.load)
+        self._opened_seconds = time.perf_counter() - self._began
 
     def run(self, source: str, limit: float = 60) -> float:
         """Run a cell and return its seconds.
@@ -327,7 +327,7 @@ class NotebookOf:
 
         Torch's import is a part of it; so is the kernel's start where that starts the ranks.
         """
-        text = self.peer.begin.format(n=self.num_ranks, port=free_port(), options="")
+        text = self.peer.begin.format(n=self.num_ranks, port=free_port())
         seconds = self.run(text or "pass", 120) + (self._opened_seconds if self.peer.module else 0)
         if self.peer.group:
             seconds += self.cell(self.peer.group.format(n=self.num_ranks, port=free_port()))
@@ -382,6 +382,7 @@ def notebook(peer: Peer, num_ranks: int = 2, begin: bool = True) -> Iterator[Not
     """Open a notebook that uses a peer, with its ranks started unless told not to."""
     opened = NotebookOf(peer, num_ranks)
     try:
+        opened.load()
         if begin:
             opened.begin()
         yield opened
