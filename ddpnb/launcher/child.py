@@ -1,5 +1,6 @@
 """A rank as a child of the fork server, from fork to exit (ranks)."""
 
+import gc
 import os
 import signal
 import sys
@@ -42,6 +43,9 @@ def run_rank(
     ``settings`` are those of ``ddpnb.rank.engine.run``, without the engine's command line.
     """
     die_with_parent()
+    # A process that fetches samples must not end a group it has inherited: that would wait for
+    # threads which it does not have, or crash.
+    os.register_at_fork(after_in_child=gc.freeze)
     redirect_output(folder / f"rank-{rank}.log")
     os.environ.update(environment)
     sys.argv[:] = [""]  # as in an interpreter that runs no script; else the fork server's

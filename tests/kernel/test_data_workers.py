@@ -77,3 +77,32 @@ def test_they_end_with_a_rank_that_is_killed(kernel: Kernel):
     assert "Rank 1 was killed by --kill" in cell.text
     assert len(fetching) == 4
     assert gone(fetching)
+
+
+def test_they_do_not_end_what_a_rank_has_left_to_the_garbage_collector(kernel: Kernel):
+    cell = kernel.run("""%%ddp --ranks 0
+import gc, os
+from torch.utils.data import DataLoader
+
+class Group:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        ended_by.append(os.getpid())
+
+class Own:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        gc.collect()
+        return ended_by
+
+ended_by = []
+gc.disable()
+Group()
+fetched = list(DataLoader(Own(), batch_size=None, num_workers=1, multiprocessing_context="fork"))
+gc.enable()
+fetched""")
+    assert cell.passed.by_rank == {0: ["[[]]"]}
