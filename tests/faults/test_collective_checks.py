@@ -46,6 +46,15 @@ def test_calls_that_do_not_match_are_refused_and_nothing_is_lost(
     check_they_go_on(quick)
 
 
+def test_a_message_outside_the_hosts_memory_is_refused(three: Cluster) -> None:
+    source = "if rank < 2: dist.send(torch.ones(3, device='meta'), 1 - rank)"
+    ended = run(three, source)
+    assert {rank: f.name for rank, f in ended.failures.items()} == dict.fromkeys(
+        (0, 1), "ValueError"
+    )
+    check_they_go_on(three)
+
+
 def test_a_checked_cell_compares_exact_shapes_too(three: Cluster) -> None:
     source = "dist.all_reduce(torch.ones(2, 2) if rank else torch.ones(4))"
     ended = run(three, source, is_checked=True)

@@ -117,6 +117,31 @@ def test_every_strategy_trains_where_two_ranks_share_a_gpu():
     assert found.forward_seconds["zero"] > 0
 
 
+def test_a_message_from_a_gpu_over_gloo_is_refused_and_the_ranks_live_on():
+    ddpnb.start(2, backend="gloo")
+    with pytest.raises(RankError, match="gloo's messages lie in the host's memory"):
+        ddpnb.run_cell(
+            "import torch, torch.distributed as dist\nx = torch.ones(3, device=device)\n"
+            "dist.send(x, 1) if rank == 0 else dist.recv(x, 0)"
+        )
+    ddpnb.run_cell("dist.all_reduce(x); total = x[0].item()")
+    assert ddpnb.pull("total") == {0: 2.0, 1: 2.0}
+
+
+def test_dp_finds_the_memory_that_ddp_has_left():
+    """Weights, gradients, ``ddp``'s buckets and momentum take 60 % of the GPU, each strategy's."""
+    ddpnb.start(1)
+    total = torch.cuda.get_device_properties(0).total_memory
+    size = int((0.6 * total / 16) ** 0.5)
+    source = (
+        "import torch\n"
+        f"def model(): return torch.nn.Linear({size}, {size}, bias=False)\n"
+        f"def data(split): return torch.randn(16, {size}), torch.arange(16)\n"
+    )
+    result = ddpnb.compare("ddp", "dp", source=source, batch_size=8, lr=1e-4, momentum=0.9)
+    assert set(result.to_frame().status) == {"finished"}
+
+
 def test_choices_that_need_a_gpu():
     ddpnb.start(2, backend="gloo")
     chosen = {"source": WITH_BATCHNORM, "batch_size": 32, "amp": "bf16"}

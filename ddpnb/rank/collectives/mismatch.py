@@ -102,8 +102,15 @@ class MismatchCheck(intercept.Listener):
 
         Raises:
             CollectiveMismatchError: another rank has made another call.
+            ValueError: gloo would read a message from a GPU's memory, which ends the process.
         """
         if call.collective.is_message:
+            (tensor,) = call.tensors
+            if tensor.device.type != "cpu" and dist.get_backend(call.group) == "gloo":
+                raise ValueError(
+                    f"{call.name} of a tensor on {tensor.device}: gloo's messages lie in the "
+                    "host's memory. Give it tensor.cpu(), or use an all_reduce or a broadcast."
+                )
             return
         group = call.group
         log = self._logs[group] if group in self._logs else self._open(call)
