@@ -38,7 +38,7 @@ from ddpnb.session.inside import INSPECTED, InspectionRequest, check_replicas, i
 from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
-from ddpnb.session.status import describe_ranks, status_table, with_notes
+from ddpnb.session.status import describe_ranks, status_table
 from ddpnb.session.variables import NotebookFunctions
 from ddpnb.session.variables import pull as pull_from
 from ddpnb.session.variables import push as push_to
@@ -99,11 +99,10 @@ def status() -> Table:
     session = this_session()
     cluster, running = session.cluster(allow_lost=True), session.comparison
     if running is None:
-        return with_notes(status_table(cluster, cluster.busy), cluster)
+        return status_table(cluster, cluster.busy)
     training = running.training
     progress = progress_of(training.recorder.comparison) if training else "being checked"
-    note = f"a comparison is training: {progress}"
-    return with_notes(status_table(cluster, cluster.ranks, [note]), cluster)
+    return status_table(cluster, cluster.ranks, [f"a comparison is training: {progress}"])
 
 
 @twin()
