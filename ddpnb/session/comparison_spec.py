@@ -84,6 +84,7 @@ class ComparisonSpec:
         chosen = asdict(self.training) | {"data_seed": seed, "comparison": new_id()}
         ceiling = chosen | {"is_ceiling": True, "save": False, "kill": (), "rates": ()}
         rates = self.training.rates or (self.training.learning_rate,)
+        seeds = [(seed + repeat) % 2**63 for repeat in range(self.num_repeats)]
         turns = [(0, rate) for rate in rates]
         turns += [(repeat, rates[0]) for repeat in range(1, self.num_repeats)]
         return tuple(
@@ -93,7 +94,7 @@ class ComparisonSpec:
                 repeat=repeat,
                 models="" if is_ceiling else folder,
                 **(ceiling if is_ceiling else chosen)
-                | {"seed": seed_of(seed, repeat), "learning_rate": rate},
+                | {"seed": seeds[repeat], "learning_rate": rate},
             )
             for turn, (repeat, rate) in enumerate(turns)
             for position in range(len(names))
@@ -148,11 +149,6 @@ def refuse_magics(source: str) -> None:
             ) from None
     except ValueError:  # a null byte, which the ranks refuse too
         return
-
-
-def seed_of(seed: int, repeat: int) -> int:
-    """Return the seed of a repeat; the first one has that of the comparison."""
-    return (seed + repeat) % 2**63
 
 
 def long_enough(specs: Sequence[RunSpec], num_epochs: float) -> tuple[RunSpec, ...]:

@@ -77,7 +77,7 @@ class Training:
             KeyboardInterrupt: it was interrupted; the ranks have stopped.
         """
         errors: dict[str, Exception] = {}
-        load = OtherPrograms(state.pid for state in self.cluster.states)
+        load = OtherPrograms()
         try:
             for number, spec in enumerate(self.specs):
                 if self._is_stopped or spec.strategy in errors:
@@ -94,7 +94,7 @@ class Training:
             self._result = result = self.result
             is_on_cores = all(state.device == "cpu" for state in self.cluster.states)
             is_measured = not any(spec.is_emulated for spec in self.specs)
-            if is_on_cores and is_measured and not self.cluster.spans_hosts:
+            if is_on_cores and is_measured and self.cluster.is_local:
                 result.remark = disturbance(load.share(), len(self.cluster.ranks))
             self.live.finish(result)
             self.printed.show()
