@@ -48,7 +48,13 @@ class ComparisonSpec:
         if not self.strategies:
             names = ", ".join(STRATEGIES)
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
-        if errors := dict.fromkeys(filter(None, map(self._error_of, self.strategies))):
+        errors: dict[str, None] = {}
+        for strategy in self.strategies:
+            try:
+                check_devices(strategy, self.training.devices, self.training.link)
+            except UserError as error:
+                errors[str(error)] = None
+        if errors:
             raise UserError(" ".join(errors))
         task = self.training.task
         if task != CELL_TASK and self.training.source.strip():
@@ -56,14 +62,6 @@ class ComparisonSpec:
                 f"--task {task} and a cell that defines the task: leave one of them out."
             )
         refuse_magics(self.training.source)
-
-    def _error_of(self, strategy: str) -> str:
-        """Return what is wrong with a strategy; empty if it can be trained."""
-        try:
-            check_devices(strategy, self.training.devices, self.training.link)
-        except UserError as error:
-            return str(error)
-        return ""
 
     def run_specs(self, models: Path | None = None) -> tuple[RunSpec, ...]:
         """Return every training; ``models`` is the folder for trained weights.
