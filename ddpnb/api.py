@@ -39,7 +39,7 @@ from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
 from ddpnb.session.status import describe_ranks, status_table
-from ddpnb.session.variables import NotebookFunctions
+from ddpnb.session.variables import FUNCTIONS, NotebookFunctions
 from ddpnb.session.variables import pull as pull_from
 from ddpnb.session.variables import push as push_to
 from ddpnb.twins import twin
@@ -200,6 +200,7 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 
 
 @twin(
+    FUNCTIONS,
     options_of(ComparisonSpec),
     options_of(PlotOptions, "log", "target", "panels"),
     TRAINING_OPTIONS,
@@ -207,17 +208,11 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 def compare(
     *strategies: str,
     source: Path | str = "",
-    model: object = None,
-    data: object = None,
-    loss: object = None,
-    metric: object = None,
-    training_step: object = None,
-    validation_step: object = None,
-    optimizer: object = None,
-    collate_fn: object = None,
     **choices: Any,
 ) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
+
+    Functions and classes of the notebook travel with the names that they use.
 
     Args:
         *strategies: ``"ddp"``, with options ``"ddp:hook=fp16"``, or the name of a class in
@@ -225,15 +220,6 @@ def compare(
         source: a cell that defines ``model()`` and ``data(split)``, optionally
             what docs/your-code.md lists, and a strategy of your own; or a file,
             ``"cell.py"``.
-        model: in place of ``source``: a function that returns a new model.  Functions and
-            classes of the notebook travel with the names that they use.
-        data: with ``model``: a function of ``"train"`` or ``"test"`` that returns samples.
-        loss: and the following, with ``model``: functions as a cell defines them.
-        metric: of all held-out outputs and their targets.
-        training_step: of model and batch.
-        validation_step: likewise, on held-out samples.
-        optimizer: of the parameters.
-        collate_fn: of the items of a batch.
         **choices: as listed.
 
     Returns:
@@ -245,18 +231,7 @@ def compare(
         UserError: something cannot be trained; nothing has been trained then.
         RankError: a strategy failed; the others have been trained.
     """
-    functions = NotebookFunctions.of(
-        {
-            "model": model,
-            "data": data,
-            "loss": loss,
-            "metric": metric,
-            "training_step": training_step,
-            "validation_step": validation_step,
-            "optimizer": optimizer,
-            "collate_fn": collate_fn,
-        }
-    )
+    functions = NotebookFunctions.of(choices)
     if functions is not None and (source or "task" in choices):
         other = "source" if source else "task"
         raise UserError(
