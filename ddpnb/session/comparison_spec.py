@@ -81,7 +81,7 @@ class ComparisonSpec:
         names = list(dict.fromkeys([*added, *self.strategies]))
         seed = self.training.seed
         folder = str(models) if self.training.save and models else ""
-        chosen = asdict(self.training) | {"data_seed": seed, "comparison": new_id()}
+        chosen = asdict(self.training) | {"comparison": new_id()}
         ceiling = chosen | {"is_ceiling": True, "save": False, "kill": (), "rates": ()}
         rates = self.training.rates or (self.training.learning_rate,)
         turns = [(0, rate) for rate in rates]

@@ -234,7 +234,7 @@ def build_context(
     named += parse_kills(spec.kill)
     parse_ranks(",".join(map(str, named)), state.world_size)  # raises where one is missing
     # so that the data are the same on every rank, and in every repeat
-    seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)
+    seed_everything(spec.data_seed)
     task = load_task(spec, namespace, filename)
     known = ChainMap(dict(task.defined), dict(namespace))
     plan = make_strategy(spec.strategy, known).plan(state)
