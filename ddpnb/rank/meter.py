@@ -8,6 +8,7 @@ through ``torch.distributed``, the servers for everything that goes through shar
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ddpnb.protocol.messages import Parts, StepEvent
+from ddpnb.rank.collectives.intercept import Listener
+from ddpnb.rank.collectives.table import Call
 
 Phase = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
 """What the time of a step can be spent on; the fields of ``messages.Parts`` that exclude each
@@ -161,3 +164,29 @@ class Meter:
             self.timer.hide(self._first, self._last)
             self.timer.begin("communication", at=self._last)
             self._num_in_flight = 0
+
+
+@final
+class Account(Listener):
+    """Reports the calls of a run to its meter.
+
+    Args:
+        meter: of the thread that makes the account.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._thread = threading.get_ident()
+
+    def begin(self, call: Call) -> None:
+        """Count the bytes, and a message that is on its way from now on."""
+        sent, received = call.traffic
+        self._meter.count(sent=sent, received=received)
+        if not call.is_blocking:
+            self._meter.issued()
+
+    def waiting(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Count the time of a wait."""
+        if threading.get_ident() != self._thread:  # beside the run's own steps
+            return contextlib.nullcontext()
+        return self._meter.communicating() if call.is_blocking else self._meter.awaited()

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.messages import Memory, RankState
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.meter import Traffic
+from ddpnb.rank.meter import Account, Traffic
 from ddpnb.rank.servers.memory import PackedTensors, pack
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy

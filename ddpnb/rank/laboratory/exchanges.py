@@ -21,7 +21,6 @@ from torch import Tensor
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.costs import Messages, in_turn, num_parts
 from ddpnb.protocol.notation import LinkSpec
-from ddpnb.rank.collectives.account import traffic_of
 from ddpnb.rank.collectives.board import Board
 from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.sums import SharedSums
@@ -84,7 +83,7 @@ class Exchanges(Listener):
         """Post when this rank is ready."""
         if self.clock.is_paused:
             return
-        sent, received = traffic_of(call)
+        sent, received = call.traffic
         scale = self.clock.scale
         self.meter.count(sent=round(sent * scale), received=round(received * scale))
         if call.group.size() == 1:

@@ -25,12 +25,11 @@ import torch
 from torch import nn
 
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec, StepEvent
-from ddpnb.rank.activations import Activations
 from ddpnb.rank.cancellation import CancellationToken, RunCancelledError
-from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges
+from ddpnb.rank.meter import Account
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
@@ -43,7 +42,7 @@ from ddpnb.rank.training.rehearsal import rehearse, release_memory
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.stop import Stop
-from ddpnb.rank.worker import Worker
+from ddpnb.rank.worker import Activations, Worker
 
 CEILING_SECONDS = 4.0
 """How long a rank trains a ceiling, if the run is as long."""

@@ -11,10 +11,10 @@ from contextlib import closing
 
 import torch
 
-from ddpnb.rank.activations import Activations
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.batches import Shard, every_step
 from ddpnb.rank.training.context import RunContext
+from ddpnb.rank.worker import Activations
 
 NUM_STEPS = 3
 
