@@ -23,9 +23,8 @@ from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
-from ddpnb.rank.tasks.samples import DatasetSamples
+from ddpnb.rank.tasks.samples import NUM_PREFETCHED, DatasetSamples, prefetching
 from ddpnb.rank.training.optimizers import make_optimizer
-from ddpnb.rank.training.prefetching import NUM_PREFETCHED, prefetching
 from ddpnb.rank.worker import Batch, Worker
 
 UNNAMED = "<comparison>"

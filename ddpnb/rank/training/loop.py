@@ -19,11 +19,14 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import nn
 
+from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec, StepEvent
 from ddpnb.rank.cancellation import CancellationToken, RunCancelledError
 from ddpnb.rank.collectives.intercept import Listener, listening
@@ -41,13 +44,14 @@ from ddpnb.rank.training.judging import judged
 from ddpnb.rank.training.rehearsal import rehearse, release_memory
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
-from ddpnb.rank.training.stop import Stop
 from ddpnb.rank.worker import Activations, Worker
 
 CEILING_SECONDS = 4.0
 """How long a rank trains a ceiling, if the run is as long."""
 CEILING_STEPS = 30
 """Steps of a ceiling on emulated devices, where each takes as long as the others."""
+STEPS_BETWEEN_LOOKS = 8
+"""How often ranks of several hosts look whether to stop."""
 
 
 def run(
@@ -124,7 +128,7 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         # -- prepare ----------------------------------------------------------------------
         fault_injector = FaultInjector(context, metrics.clock, metrics.publish)
         strategy = opened.enter_context(closing(context.strategy()))
-        stop = Stop(context, metrics.clock, should_stop)
+        stop = Stop(metrics, should_stop)
         worker = context.worker(
             "t",
             num_steps=context.schedule.num_steps,
@@ -212,3 +216,48 @@ def _train(
         if clock.seconds >= most_seconds or step + 1 >= most_steps:
             break
     metrics.add(clock.stop())
+
+
+@final
+@dataclass(eq=False)
+class Stop:
+    """The step before which all ranks of a run stop, without a message per step.
+
+    The first rank that is asked to stop chooses the step before which all ranks stop.  It writes
+    the number to the process group's store, where all ranks look.  On one host that is a file, and
+    a look takes some 10 us; on several it takes a message, so ranks look before a few steps only.
+
+    A synchronous step ends on no rank before every rank has begun it.  So a rank is at most
+    ``num_steps_ahead`` steps ahead of the writer (0 on a CPU, a few on a GPU, see ``timing``).
+    Within twice as many steps, every rank has looked at least once, and no rank is past the chosen
+    step by then.  Workers that never wait for each other stop each for itself.
+    """
+
+    metrics: RunMetrics
+    wanted: Callable[[], bool]
+    """Returns whether this rank has been asked to stop."""
+
+    def __post_init__(self) -> None:
+        context, clock = self.metrics.context, self.metrics.clock
+        plan, state = context.plan, context.state
+        self._key = context.name("stop")
+        self._is_alone = plan.num_ranks == 1 or not plan.synchronous or plan.num_steps_ahead is None
+        is_on_one_host = state.local_world_size == state.world_size
+        self._every = 1 if is_on_one_host else STEPS_BETWEEN_LOOKS
+        self._margin = 2 * (clock.num_steps_ahead + (plan.num_steps_ahead or 0) + self._every)
+        self._last: int | None = None
+
+    def before(self, step: int) -> bool:
+        """Return whether to stop before this step, which this rank has not begun."""
+        if self._is_alone:
+            return self.wanted()
+        if self._last is None and step % self._every == 0:
+            self._last = self._chosen(step)
+        return self._last is not None and step >= self._last
+
+    def _chosen(self, step: int) -> int | None:
+        """Return the last step, if a rank has chosen one; this rank does where it is asked to."""
+        store = group_store()
+        if self.wanted():
+            store.compare_set(self._key, "", str(step + self._margin))  # unless one was first
+        return int(store.get(self._key)) if store.check([self._key]) else None
