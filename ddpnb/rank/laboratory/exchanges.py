@@ -65,8 +65,8 @@ class Exchanges(Listener):
     """Raises where this rank should no longer wait."""
 
     def __post_init__(self) -> None:
-        times, num_bytes = self.laboratory.times, self.laboratory.num_bytes
-        self._wrapper_seconds = times.wrapper_seconds / max(num_bytes, 1)
+        devices, num_bytes = self.laboratory.devices, self.laboratory.num_bytes
+        self._wrapper_seconds = devices.wrapper_seconds / max(num_bytes, 1)
         """What DDP itself adds to a step, for each byte of the gradients."""
         self.clock.settle = self._settle_cpp
         self._boards: dict[str, Board] = {}
@@ -148,7 +148,7 @@ class Exchanges(Listener):
         ready = [pending.board.read(pending.number, place) for place in places]
         num = pending.num_parts
         part = Messages(pending.messages.number, pending.messages.num_bytes / num)
-        seconds, now = part.seconds(pending.link), self.clock.now
+        seconds, now = part.seconds(pending.link), self.clock.seconds
         for begin, end in in_turn(seconds, num, ready, self._free):
             self.clock.hide(min(begin, now), min(end, now))
             self._free = pending.end = end
@@ -162,13 +162,12 @@ class Exchanges(Listener):
         own, size = group.rank(), group.size()
         link = self.laboratory.devices.link_between(call.ranks)
         seconds = Messages(0, self.clock.scale * call.num_bytes).seconds(link)
-        self.clock.compute_unplanned()
         self.clock.computed()
         if call.collective.operation == "recv_any_source_":
             return  # nobody knows yet from whom it comes
         if call.name == "send":
             place = own * size + call.arguments[1]
-            departs = max(self.clock.now, self._sends_until)
+            departs = max(self.clock.seconds, self._sends_until)
             self._sends_until = departs + seconds
             self._board(f"{name}.m", size * size).post(
                 self._next(name, place), place, (departs, departs)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.laboratory.order import SERVER_RANK
+from ddpnb.rank.laboratory.order import SERVER_RANK, VirtualOrder
 from ddpnb.rank.servers.memory import Gradients, PackedTensors, SharedMemory, pack
 from ddpnb.rank.servers.queue import (
     NO_BOUND,
@@ -172,14 +172,15 @@ class Client:
             opened.callback(self._memory.close)
             self._copy = self._memory.copy_of(SERVER_RANK)
             self._copy.fill([parameter.detach() for parameter in self._trained])
-            laboratory = worker.laboratory
+            num, emulated = worker.world_size, worker.laboratory
+            order = emulated and VirtualOrder(emulated, num_workers=num, shard=worker.shard)
             self.queue = WorkQueue(
                 make_updates(self._memory.copies),
                 num_workers=worker.world_size,
                 num_shards=worker.num_steps * worker.world_size,
                 timeout_seconds=self._timeout,
                 num_prefetched=worker.num_prefetched,
-                order=laboratory and laboratory.order(worker.world_size, worker.shard),
+                order=order,
                 bound=bound,
             )
             place = [self._serve(self.queue, num_remote, opened), num_local]

@@ -4,7 +4,7 @@
 
 c: the time of this worker's own forward and backward pass, measured before the run and without
 any communication, so that waiting for others is never multiplied; f, s, u: those of an emulated
-device (``laboratory.times``), whose own clock is slow instead.  The rank sleeps between its forward
+device (``laboratory``), whose own clock is slow instead.  The rank sleeps between its forward
 and its backward pass, so that its parameters grow older and its gradient arrives later.  The sleep
 counts as forward.
 
@@ -24,8 +24,8 @@ from typing import NoReturn, final
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
 from ddpnb.protocol.notation import parse_kills, parse_slow
+from ddpnb.rank.laboratory import ComputeTimes
 from ddpnb.rank.laboratory.clock import VirtualClock
-from ddpnb.rank.laboratory.times import ComputeTimes
 from ddpnb.rank.meter import synchronize, timed
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.training.context import RunContext

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RunSpec
-from ddpnb.rank.laboratory.times import measured
+from ddpnb.rank.laboratory import measured
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.training.context import UNNAMED, RunContext, build_context
 from ddpnb.rank.training.evaluation import Score, score
