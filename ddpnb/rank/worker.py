@@ -38,7 +38,9 @@ class Activations:
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     def of(self, forward: Callable[[], Tensor], model: nn.Module) -> Tensor:
-        """Return the loss of the forward pass through a model that is measured."""
+        """Return the loss of a forward pass through a model; measure it where that is due."""
+        if not self.is_due:
+            return forward()
         try:
             with self.hooks():
                 loss = forward()
@@ -175,8 +177,7 @@ class Worker:
                 timer.compute("forward", micro_batch.num_samples)
                 forward = partial(loss_of or partial(self._loss_of, called), micro_batch, share)
                 with self.autocast():
-                    is_due = self.activations.is_due
-                    loss = self.activations.of(forward, self.model) if is_due else forward()
+                    loss = self.activations.of(forward, self.model)
                 self.delay()
                 timer.compute("backward", micro_batch.num_samples)
                 (loss * (weight * share)).backward()

@@ -35,7 +35,6 @@ class AsynchronousStrategy(Strategy):
 
     def __init__(self, *, momentum: float | None = None, timeout: float = 60.0) -> None:
         self.timeout = timeout
-        self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains."""
@@ -51,7 +50,7 @@ class AsynchronousStrategy(Strategy):
         """
         client = Client(worker, num_copies, make_updates, timeout_seconds=self.timeout, bound=bound)
         self.worker, self.queue = worker, client.queue
-        self.client = self._opened.enter_context(contextlib.closing(client))
+        self.client = self.opened.enter_context(contextlib.closing(client))
         client.begin()
 
     def shards(self) -> Iterator[Shard]:
@@ -62,10 +61,6 @@ class AsynchronousStrategy(Strategy):
         """Take the parameters when all workers are done; takes part: every living rank."""
         self.client.finish()
         return self.worker.model
-
-    def close(self) -> None:
-        """Disconnect; report a failure unless this worker has finished."""
-        self._opened.close()
 
 
 @contextlib.contextmanager

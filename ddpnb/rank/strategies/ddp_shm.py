@@ -37,14 +37,13 @@ CHUNK_BYTES: Final = 1 << 22
 class DdpShm(DdpStrategy):
     """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory."""
 
-    sums: SharedSums | None = None
-
     def setup(self, worker: Worker) -> None:
         """Wrap the model; takes part: every rank."""
         super().setup(worker)
         waiting = partial(worker.meter.communicating, "waiting")
         path = worker.folder / worker.name
         self.sums = SharedSums(path, worker.cancellation.check, waiting)
+        self.opened.callback(self.sums.close)
         self.wrap(worker)
         self.ddp.register_comm_hook(None, self.all_reduce)
         self.divisor = 1  # the hook sums, and nothing divides
@@ -52,7 +51,7 @@ class DdpShm(DdpStrategy):
     def all_reduce(self, _: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Sum a bucket over all ranks, as DDP's communication hook; takes part: every rank."""
         num_ranks, meter, flat = self.worker.world_size, self.worker.meter, bucket.buffer()
-        if self.sums is not None and num_ranks > 1:
+        if num_ranks > 1:
             with meter.communicating():
                 for piece in flat.split(CHUNK_BYTES // flat.element_size()):
                     self.sums.add(dist.group.WORLD, piece)
@@ -60,8 +59,3 @@ class DdpShm(DdpStrategy):
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(flat)
         return done
-
-    def close(self) -> None:
-        """Remove the shared memory."""
-        if self.sums is not None:
-            self.sums.close()

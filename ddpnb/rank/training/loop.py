@@ -126,7 +126,7 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         if not context.spec.is_emulated:
             rehearse(context, activations)
         # -- prepare ----------------------------------------------------------------------
-        fault_injector = FaultInjector(context, metrics.clock, metrics.publish)
+        fault_injector = FaultInjector(metrics)
         strategy = opened.enter_context(closing(context.strategy()))
         stop = Stop(metrics, should_stop)
         worker = context.worker(

@@ -4,7 +4,6 @@ Each mistake is one sentence that says what to do about it.
 """
 
 import math
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -20,6 +19,7 @@ from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RunSpec
 from ddpnb.rank.laboratory import measured
+from ddpnb.rank.meter import timed
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.training.context import UNNAMED, RunContext, build_context
 from ddpnb.rank.training.evaluation import Score, score
@@ -159,12 +159,9 @@ def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score
         few = partial(judge, batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
         split = "test" if is_held_out else "train"
         found = attempt(f"The model cannot be evaluated on data({split!r})", few)
-    usual, seconds = context.usual_batch().num_samples, []
-    for _ in range(2):
-        began = time.perf_counter()
-        num_judged = judge(batch_size=usual, max_samples=usual).num_samples
-        seconds.append((time.perf_counter() - began) / num_judged)
-    return found, min(seconds)
+    usual = min(context.usual_batch().num_samples, len(context.task.held_out))
+    again = partial(judge, batch_size=usual, max_samples=usual)
+    return found, min(timed(again, worker.device) for _ in range(2)) / usual
 
 
 def _with_place(error: UserError, cell: int, filename: str) -> UserError:
