@@ -71,7 +71,7 @@ def measure(
                 stepper = _Stepper(subject, cap, device, Clock(device))
                 if laboratory is not None:
                     clock, path = VirtualClock(laboratory, own), folder / f"inspect-{number}"
-                    exchanges = Exchanges(laboratory, clock, Meter(clock), path, cancellation.check)
+                    exchanges = Exchanges(clock, Meter(clock), path, cancellation.check)
                     opened.enter_context(closing(exchanges))
                     opened.enter_context(listening(exchanges))
                     stepper.emulate(clock, exchanges)

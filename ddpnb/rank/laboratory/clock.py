@@ -34,9 +34,8 @@ class VirtualClock(Timer):
         """The virtual time since the run began."""
         self.is_paused = False
         """Whether exchanges take no time now."""
-        self._devices = laboratory.devices
+        self.laboratory = laboratory
         self.scale = laboratory.scale
-        self._times = laboratory.times
         self._ranks = ranks
         self._usual_bytes = laboratory.scale * laboratory.num_bytes
         """Of the gradients, which a phase is assumed to issue until one has ended."""
@@ -67,7 +66,7 @@ class VirtualClock(Timer):
     def begin_step(self, num_samples: int) -> None:
         """Begin a step on so many samples of this worker."""
         self._unplanned = num_samples
-        self._delay_left = max(self._times.delay(rank) for rank in self._ranks)
+        self._delay_left = max(self.laboratory.times.delay(rank) for rank in self._ranks)
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Count the time from now on as ``phase``."""
@@ -88,7 +87,7 @@ class VirtualClock(Timer):
         self._computing, self._progress, self._num_produced = phase, 0.0, 0.0
         self._length = share * self._work(num_samples)
         if phase == "forward" and len(self._ranks) > 1:
-            self._length += len(self._ranks) * self._devices.seconds_per_replica
+            self._length += len(self._ranks) * self.laboratory.devices.seconds_per_replica
 
     def produced(self, num_bytes: int) -> None:
         """Advance to where the phase has made so many more bytes of gradients."""
@@ -177,7 +176,7 @@ class VirtualClock(Timer):
             is_scaled: whether they hold parameters or gradients, not samples or outputs.
         """
         messages = Messages(num_messages, num_bytes * (self.scale if is_scaled else 1.0))
-        self.wait_until(self.seconds + messages.seconds(self._devices.device_link))
+        self.wait_until(self.seconds + messages.seconds(self.laboratory.devices.device_link))
 
     def wait_until(self, end: float) -> None:
         """Advance to a later time, counted as communication."""
@@ -198,8 +197,8 @@ class VirtualClock(Timer):
     def _work(self, num_samples: int) -> float:
         """Return the seconds of the slowest device of this process."""
         each = -(-num_samples // len(self._ranks))
-        factors = (self._times.factor(rank, self._step) for rank in self._ranks)
-        return max(factors) * self._times.work(each)
+        factors = (self.laboratory.times.factor(rank, self._step) for rank in self._ranks)
+        return max(factors) * self.laboratory.times.work(each)
 
     def _count(self, until: float) -> None:
         self._spent[self._phase] = self._spent.get(self._phase, 0.0) + until - self._since

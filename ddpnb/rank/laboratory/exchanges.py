@@ -25,7 +25,6 @@ from ddpnb.rank.collectives.board import Board
 from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.sums import SharedSums
 from ddpnb.rank.collectives.table import Call
-from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.meter import Meter
 
@@ -53,8 +52,6 @@ class _Pending:
 class Exchanges(Listener):
     """Advances a rank's clock by what its exchanges cost."""
 
-    laboratory: Laboratory
-    """The devices, and what lies between them."""
     clock: VirtualClock
     """Of this rank's device."""
     meter: Meter
@@ -65,8 +62,9 @@ class Exchanges(Listener):
     """Raises where this rank should no longer wait."""
 
     def __post_init__(self) -> None:
-        devices, num_bytes = self.laboratory.devices, self.laboratory.num_bytes
-        self._wrapper_seconds = devices.wrapper_seconds / max(num_bytes, 1)
+        laboratory = self.clock.laboratory
+        self._devices = laboratory.devices
+        self._wrapper_seconds = self._devices.wrapper_seconds / max(laboratory.num_bytes, 1)
         """What DDP itself adds to a step, for each byte of the gradients."""
         self.clock.settle = self._settle_cpp
         self._boards: dict[str, Board] = {}
@@ -108,7 +106,7 @@ class Exchanges(Listener):
             number=number,
             messages=scaled,
             num_parts=num_parts(size, ready),
-            link=self.laboratory.devices.link_between(call.ranks),
+            link=self._devices.link_between(call.ranks),
         )
         call.notes[self] = partial(self._settle, pending)
         self._pending.append(pending)
@@ -160,7 +158,7 @@ class Exchanges(Listener):
         """Post when a message departs; note what is to be received."""
         group, name = call.group, call.group.group_name
         own, size = group.rank(), group.size()
-        link = self.laboratory.devices.link_between(call.ranks)
+        link = self._devices.link_between(call.ranks)
         seconds = Messages(0, self.clock.scale * call.num_bytes).seconds(link)
         self.clock.computed()
         if call.collective.operation == "recv_any_source_":

@@ -164,11 +164,10 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
 
 def _heard_by(metrics: RunMetrics, worker: Worker) -> AbstractContextManager[Listener]:
     """Return the context of what counts this rank's calls."""
-    clock, laboratory = metrics.clock, worker.laboratory
-    if laboratory is None or not isinstance(clock, VirtualClock):
+    clock, path = metrics.clock, worker.folder / worker.name
+    if not isinstance(clock, VirtualClock):
         return contextlib.nullcontext(Account(worker.meter))
-    path, check = worker.folder / worker.name, worker.cancellation.check
-    return closing(Exchanges(laboratory, clock, worker.meter, path, check))
+    return closing(Exchanges(clock, worker.meter, path, worker.cancellation.check))
 
 
 def _train(
