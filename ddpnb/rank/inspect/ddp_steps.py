@@ -30,12 +30,13 @@ from ddpnb.protocol.trace import Lane, Span
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.inspect.subject import DEFAULT_CAP_MB, Subject, subject_of
+from ddpnb.rank.inspect.subject import Subject, subject_of
 from ddpnb.rank.laboratory import Laboratory, measured
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges
 from ddpnb.rank.meter import Meter, Moment, Timer, synchronize
 from ddpnb.rank.random_state import preserve_globals
+from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
 from ddpnb.rank.tasks.batches import copied, tensors_of
 from ddpnb.rank.training.timing import Clock, seconds_between
 

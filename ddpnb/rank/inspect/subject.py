@@ -17,12 +17,10 @@ from ddpnb.protocol.errors import UserError, closest, kind_of, summary_of
 from ddpnb.protocol.inspection import Found, InspectSpec
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.random_state import preserve_globals
+from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
 from ddpnb.rank.tasks.base import OptimizerFactory, split_step
 from ddpnb.rank.tasks.batches import Shard, copied
 from ddpnb.rank.training.context import build_context
-
-DEFAULT_CAP_MB = 25.0
-"""Torch's: then the first bucket has 1 MB, so that sending begins early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

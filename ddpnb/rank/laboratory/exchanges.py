@@ -7,8 +7,9 @@ hand-written ring and a user's own class.
 """
 
 import contextlib
+import itertools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +70,8 @@ class Exchanges(Listener):
         self.clock.settle = self._settle_cpp
         self._boards: dict[str, Board] = {}
         self._sums = SharedSums(self.path, self.check)
-        self._numbers: dict[tuple[str, int], int] = {}
+        self._numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
+        """Counts the calls of a group, under -1, and the messages of each pair of ranks."""
         self._pending: deque[_Pending] = deque()
         self.ends: deque[float] = deque(maxlen=1000)
         """When the latest collectives have ended."""
@@ -98,7 +100,7 @@ class Exchanges(Listener):
             self.clock.spend(self._wrapper_seconds * call.num_bytes)
         ready = self.clock.issue(size, is_needed=is_needed)
         board = self._board(group.group_name, group.size())
-        number = self._next(group.group_name, -1)
+        number = next(self._numbers[group.group_name, -1])
         board.post(number, group.rank(), ready)
         pending = _Pending(
             call=call,
@@ -167,9 +169,8 @@ class Exchanges(Listener):
             place = own * size + call.arguments[1]
             departs = max(self.clock.seconds, self._sends_until)
             self._sends_until = departs + seconds
-            self._board(f"{name}.m", size * size).post(
-                self._next(name, place), place, (departs, departs)
-            )
+            number = next(self._numbers[name, place])
+            self._board(f"{name}.m", size * size).post(number, place, (departs, departs))
             call.notes[self] = partial(self.clock.wait_until, self._sends_until)
         else:
             call.notes[self] = partial(self._receive, call, seconds, link.latency_seconds)
@@ -180,7 +181,7 @@ class Exchanges(Listener):
         source = call.arguments[1]
         place = source * group.size() + group.rank()
         board = self._board(f"{name}.m", group.size() ** 2)
-        departed, _ = board.read(self._next(name, place), place)
+        departed, _ = board.read(next(self._numbers[name, place]), place)
         begins = max(departed + latency, self._receives_until)
         self._receives_until = begins + seconds
         self.clock.wait_until(self._receives_until)
@@ -196,11 +197,6 @@ class Exchanges(Listener):
             path = self.path.with_name(f"{self.path.name}.{group}.clock")
             self._boards[group] = Board(path, num_places, self.check)
         return self._boards[group]
-
-    def _next(self, group: str, pair: int) -> int:
-        number = self._numbers.get((group, pair), 0)
-        self._numbers[group, pair] = number + 1
-        return number
 
 
 def _fits(tensor: Tensor) -> bool:
