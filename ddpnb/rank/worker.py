@@ -92,7 +92,7 @@ class Worker:
     name: str
     """Prefix of file names in ``folder``; no two trainings share it."""
     meter: Meter = field(default_factory=Meter)
-    """Counts seconds and bytes of communication; whatever carries messages reports to it."""
+    """Counts seconds and bytes; whatever carries messages reports to it."""
     activations: Activations = field(default_factory=Activations)
     """Measures what autograd keeps of one forward pass."""
     accumulate: int = 1
@@ -170,20 +170,20 @@ class Worker:
         called.zero_grad()
         micro_batches = batch.split(self.accumulate)
         total = torch.zeros((), device=self.device)
-        timer = self.meter.timer
+        meter = self.meter
         for number, micro_batch in enumerate(micro_batches, start=1):
             share = micro_batch.num_samples / batch.num_samples
             with unsynced() if number < len(micro_batches) else nullcontext():
-                timer.compute("forward", micro_batch.num_samples)
+                meter.compute("forward", micro_batch.num_samples)
                 forward = partial(loss_of or partial(self._loss_of, called), micro_batch, share)
                 with self.autocast():
                     loss = self.activations.of(forward, self.model)
                 self.delay()
-                timer.compute("backward", micro_batch.num_samples)
+                meter.compute("backward", micro_batch.num_samples)
                 (loss * (weight * share)).backward()
             total += share * loss.detach()
-        timer.computed()
-        self.meter.backward_ended()
+        meter.computed()
+        meter.backward_ended()
         return total
 
     def _loss_of(self, called: nn.Module, batch: Batch, share: float) -> Tensor:
@@ -206,7 +206,7 @@ class Worker:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's step."""
-        self.meter.timer.begin("optimizer")
+        self.meter.begin("optimizer")
         optimizer.step()
 
 

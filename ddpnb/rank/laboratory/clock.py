@@ -15,11 +15,11 @@ from ddpnb.protocol.costs import Messages
 from ddpnb.protocol.devices import FORWARD_SHARE
 from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.laboratory import Laboratory
-from ddpnb.rank.meter import Moment, Phase, Timer, completed
+from ddpnb.rank.meter import Meter, Moment, Phase, completed
 
 
 @final
-class VirtualClock(Timer):
+class VirtualClock(Meter):
     """The time of one device.
 
     Args:
@@ -30,6 +30,7 @@ class VirtualClock(Timer):
     num_steps_ahead = 0
 
     def __init__(self, laboratory: Laboratory, ranks: range) -> None:
+        super().__init__()
         self.seconds = 0.0
         """The virtual time since the run began."""
         self.is_paused = False

@@ -27,7 +27,6 @@ from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.sums import SharedSums
 from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.laboratory.clock import VirtualClock
-from ddpnb.rank.meter import Meter
 
 LEAST_BYTES: Final = 1 << 14
 """Of a tensor that is summed in shared memory: gloo sums a smaller one as fast."""
@@ -55,8 +54,6 @@ class Exchanges(Listener):
 
     clock: VirtualClock
     """Of this rank's device."""
-    meter: Meter
-    """Counts the bytes."""
     path: Path
     """Prefix of the files in the run folder that the ranks share."""
     check: Callable[[], None]
@@ -85,7 +82,7 @@ class Exchanges(Listener):
             return
         sent, received = call.traffic
         scale = self.clock.scale
-        self.meter.count(sent=round(sent * scale), received=round(received * scale))
+        self.clock.count(sent=round(sent * scale), received=round(received * scale))
         if call.group.size() == 1:
             return
         if call.collective.is_message:

@@ -113,7 +113,7 @@ class Client:
                 parameter.data = tensor
         reply = self._call(RequestKind.BEGIN)
         self._shards.extend(reply.shards)
-        self._worker.meter.timer.wait_until(reply.now)
+        self._worker.meter.wait_until(reply.now)
 
     def shards(self) -> Iterator[int]:
         """Yield the numbers of this worker's shards, until all are handed out."""
@@ -129,13 +129,13 @@ class Client:
         """
         meter = self._worker.meter
         with meter.communicating():
-            asked_at = meter.timer.moment()
+            asked_at = meter.moment()
             reply = self._call(RequestKind.STEP, weight, gradients)
-            meter.timer.wait_until(reply.now)
+            meter.wait_until(reply.now)
             if isinstance(asked_at, float) and reply.waited_seconds > 0:  # the host's own clock
-                meter.timer.begin("waiting", at=asked_at)
-                meter.timer.begin("communication", at=asked_at + reply.waited_seconds)
-        size = round(meter.timer.scale * self._num_bytes)
+                meter.begin("waiting", at=asked_at)
+                meter.begin("communication", at=asked_at + reply.waited_seconds)
+        size = round(meter.scale * self._num_bytes)
         meter.count(sent=size, received=size)
         self._shards.extend(reply.shards)
         self._worker.version = reply.version
@@ -143,7 +143,7 @@ class Client:
 
     def finish(self) -> None:
         """Wait until all workers are done; take the final parameters."""
-        self._worker.meter.timer.wait_until(self._call(RequestKind.DONE).now)
+        self._worker.meter.wait_until(self._call(RequestKind.DONE).now)
         self._is_over = True
         for parameter in self._trained:
             if parameter.device.type == "cpu":

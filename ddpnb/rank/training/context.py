@@ -16,7 +16,7 @@ from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import parse_kills, parse_ranks, parse_slow, parse_strategy
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.laboratory import Laboratory
-from ddpnb.rank.meter import Meter, Timer
+from ddpnb.rank.meter import Meter
 from ddpnb.rank.random_state import preserve_random, seed_everything
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan, Strategy
@@ -72,12 +72,12 @@ class RunContext:
         phase: str,
         *,
         num_steps: int,
-        timer: Timer | None = None,
+        meter: Meter | None = None,
         delay: Callable[[], None] = lambda: None,
     ) -> Worker:
         """Build a model from the seed: the same weights in every phase, on every rank.
 
-        It is trained on so many global batches.  The timer measures its steps, and ``delay`` makes
+        It is trained on so many global batches.  The meter measures its steps, and ``delay`` makes
         them take longer.
         """
         model = self.make_model()
@@ -104,7 +104,7 @@ class RunContext:
             num_steps=num_steps,
             folder=self.folder,
             name=self.name(phase),
-            meter=Meter(timer),
+            meter=meter or Meter(),
             accumulate=self.spec.accumulate,
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
             laboratory=self.laboratory,

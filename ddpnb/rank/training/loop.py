@@ -132,7 +132,7 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         worker = context.worker(
             "t",
             num_steps=context.schedule.num_steps,
-            timer=metrics.clock,
+            meter=metrics.clock,
             delay=fault_injector.delay,
         )
         worker.activations = activations
@@ -167,7 +167,7 @@ def _heard_by(metrics: RunMetrics, worker: Worker) -> AbstractContextManager[Lis
     clock, path = metrics.clock, worker.folder / worker.name
     if not isinstance(clock, VirtualClock):
         return contextlib.nullcontext(Account(worker.meter))
-    return closing(Exchanges(clock, worker.meter, path, worker.cancellation.check))
+    return closing(Exchanges(clock, path, worker.cancellation.check))
 
 
 def _train(
