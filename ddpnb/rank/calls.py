@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any, Concatenate
 
 from ddpnb.protocol import calls
@@ -16,7 +17,7 @@ from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import collective, ddp_steps, replicas, samples, subject
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.training import loop, validation
-from ddpnb.rank.training.context import UNNAMED
+from ddpnb.rank.training.context import Place
 
 trained = variables.TrainedModels()
 
@@ -83,7 +84,7 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     cells.announce(spec.source, engine.shell)
     return validation.validate(
         spec,
-        **run_options(engine, spec),
+        place_of(engine, spec),
         num_calls=lambda: sum(each or 0 for each in checks.num_calls().values()),
     )
 
@@ -100,26 +101,28 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
         return cells.interruptible(
             lambda: loop.run(
                 spec,
-                **run_options(engine, spec),
+                place_of(engine, spec),
                 publish=publisher.publish,
                 should_stop=engine.stop_wanted.is_set,
                 rejoin_info=rejoin_info,
-                cancellation=group.cancellation,
                 keep=functools.partial(trained.keep, spec),
             )
         )
 
 
-def run_options(engine: RankEngine, spec: RunSpec | None) -> dict[str, Any]:
-    """Return what a run, or its check, needs of this rank; its cell is shown as ``Cell In[n]``."""
-    return {
-        "state": engine.group.state(),
-        "folder": engine.group.folder,
-        "namespace": engine.shell.user_ns,
-        "filename": engine.shell.compile.cache(spec.source, spec.cell, spec.source)
-        if spec is not None and spec.cell
-        else UNNAMED,
-    }
+def place_of(engine: RankEngine, spec: RunSpec | None) -> Place:
+    """Return where this rank makes a run, whose cell is shown as ``Cell In[n]``."""
+    group, shell = engine.group, engine.shell
+    place = Place(
+        state=group.state(),
+        namespace=shell.user_ns,
+        folder=group.folder,
+        cancellation=group.cancellation,
+    )
+    if spec is None or not spec.cell:
+        return place
+    filename = shell.compile.cache(spec.source, spec.cell, spec.source)
+    return replace(place, filename=filename)
 
 
 @carries_out(calls.clean_up, answers=False)
@@ -154,9 +157,7 @@ carries_out(calls.pull, runs_users_code=True)(
 )
 carries_out(calls.measure_compute, runs_users_code=True)(
     lambda engine, spec: (  # on one core, while the others are idle
-        validation.measure_compute(spec, **run_options(engine, spec))
-        if engine.group.rank == 0
-        else None
+        validation.measure_compute(spec, place_of(engine, spec)) if engine.group.rank == 0 else None
     )
 )
 carries_out(calls.digests, runs_users_code=True)(
@@ -171,12 +172,10 @@ carries_out(calls.samples, runs_users_code=True)(
     lambda engine, spec: samples.samples(spec, engine.group.state(), engine.shell.user_ns)
 )
 carries_out(calls.find_inspected, runs_users_code=True)(
-    lambda engine, spec: subject.find(spec, **run_options(engine, spec.task))
+    lambda engine, spec: subject.find(spec, place_of(engine, spec.task))
 )
 carries_out(calls.inspect_ddp, runs_users_code=True)(
-    lambda engine, spec: ddp_steps.measure(
-        spec, cancellation=engine.group.cancellation, **run_options(engine, spec.task)
-    )
+    lambda engine, spec: ddp_steps.measure(spec, place_of(engine, spec.task))
 )
 carries_out(calls.show_collective, runs_users_code=True)(
     lambda engine, spec: collective.show(spec, device=engine.group.device)

@@ -26,7 +26,7 @@ Phase = Literal["data", "forward", "backward", "communication", "optimizer", "wa
 other."""
 
 Moment = Any
-"""A point in time on the device's own clock, from ``Timer.moment``."""
+"""A point in time on the device's own clock, from ``Meter.moment``."""
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,11 +9,9 @@ import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -25,9 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.devices import Compute, Devices
 from ddpnb.protocol.inspection import Bucket, CapReport, InspectSpec
-from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.trace import Lane, Span
-from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.inspect.subject import Subject, subject_of
@@ -38,6 +34,7 @@ from ddpnb.rank.meter import Meter, Moment, synchronize
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
 from ddpnb.rank.tasks.batches import copied, tensors_of
+from ddpnb.rank.training.context import Place
 from ddpnb.rank.training.timing import Clock, seconds_between
 
 NUM_WARMUP_STEPS: Final = 3
@@ -47,32 +44,24 @@ MOST_SECONDS: Final = 2.0
 """Of the measured steps, about."""
 
 
-def measure(
-    spec: InspectSpec,
-    state: RankState,
-    namespace: Mapping[str, Any],
-    *,
-    cancellation: CancellationToken,
-    folder: Path,
-    **task: Any,
-) -> tuple[CapReport, ...]:
+def measure(spec: InspectSpec, place: Place) -> tuple[CapReport, ...]:
     """Make steps with each value of ``bucket_cap_mb``, the model's own first.
 
     Takes part: every rank.  All give the same ``spec``, which ``find`` has accepted, and share
-    ``folder``.
+    the folder.
     """
-    device = torch.device(state.device)
+    device, rank = torch.device(place.state.device), place.state.rank
     with preserve_globals(device):
-        subject = subject_of(spec, state, namespace, **task)
+        subject = subject_of(spec, place)
         caps = dict.fromkeys([subject.cap_mb, *spec.bucket_caps])
         laboratory = None if spec.devices is None else _laboratory(spec.devices, subject)
-        reports, own = [], range(state.rank, state.rank + 1)
+        reports, own = [], range(rank, rank + 1)
         for number, cap in enumerate(caps):
             with contextlib.ExitStack() as opened:
                 stepper = _Stepper(subject, cap, device, Clock(device))
                 if laboratory is not None:
-                    clock, path = VirtualClock(laboratory, own), folder / f"inspect-{number}"
-                    exchanges = Exchanges(clock, path, cancellation.check)
+                    clock, path = VirtualClock(laboratory, own), place.folder / f"inspect-{number}"
+                    exchanges = Exchanges(clock, path, place.cancellation.check)
                     opened.enter_context(closing(exchanges))
                     opened.enter_context(listening(exchanges))
                     stepper.emulate(clock, exchanges)

@@ -3,7 +3,7 @@
 import contextlib
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -27,8 +27,20 @@ from ddpnb.rank.tasks.samples import NUM_PREFETCHED, DatasetSamples, prefetching
 from ddpnb.rank.training.optimizers import make_optimizer
 from ddpnb.rank.worker import Batch, Worker
 
-UNNAMED = "<comparison>"
-"""What tracebacks call a comparison's cell that has no number."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run is made: this rank, and what it shares with others."""
+
+    state: RankState
+    namespace: Mapping[str, object] = field(default_factory=dict)
+    """The user's variables on this rank; left as they are."""
+    folder: Path = Path()
+    """A private directory that all ranks of this host share, for sockets and shared memory."""
+    filename: str = "<comparison>"
+    """What tracebacks call the comparison's cell."""
+    cancellation: CancellationToken = field(default_factory=CancellationToken)
+    """Ends waits that are not the group's, and runs, when the group is aborted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,14 +226,7 @@ class RunContext:
 
 
 def build_context(
-    spec: RunSpec,
-    state: RankState,
-    namespace: Mapping[str, object],
-    *,
-    folder: Path = Path(),
-    cancellation: CancellationToken | None = None,
-    filename: str,
-    rejoin_info: RejoinInfo | None = None,
+    spec: RunSpec, place: Place, *, rejoin_info: RejoinInfo | None = None
 ) -> RunContext:
     """Load the task and find out which ranks take part.
 
@@ -229,13 +234,14 @@ def build_context(
         UserError: something cannot be trained.
         Exception: whatever the cell itself raises, with its own traceback.
     """
+    state = place.state
     named = [each.rank for each in map(parse_slow, spec.slow)]
     named += parse_kills(spec.kill)
     parse_ranks(",".join(map(str, named)), state.world_size)  # raises where one is missing
     # so that the data are the same on every rank, and in every repeat
     seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)
-    task = load_task(spec, namespace, filename)
-    known = ChainMap(dict(task.defined), dict(namespace))
+    task = load_task(spec, place.namespace, place.filename)
+    known = ChainMap(dict(task.defined), dict(place.namespace))
     plan = make_strategy(spec.strategy, known).plan(state)
     schedule = BatchSchedule(
         len(task.train),
@@ -250,8 +256,8 @@ def build_context(
         plan=plan,
         task=task,
         schedule=schedule,
-        folder=folder,
-        cancellation=cancellation or CancellationToken(),
+        folder=place.folder,
+        cancellation=place.cancellation,
         namespace=known,
         rejoin_info=rejoin_info,
     )

@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 import torch
 from torch import nn
 
 from ddpnb.compat.torch_internals import group_store
-from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec, StepEvent
-from ddpnb.rank.cancellation import CancellationToken, RunCancelledError
+from ddpnb.protocol.messages import RejoinInfo, RunReport, RunSpec, StepEvent
+from ddpnb.rank.cancellation import RunCancelledError
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges
@@ -37,7 +36,7 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks.batches import Shard, Tree
-from ddpnb.rank.training.context import UNNAMED, build_context
+from ddpnb.rank.training.context import Place, build_context
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.judging import judged
@@ -56,15 +55,11 @@ STEPS_BETWEEN_LOOKS = 8
 
 def run(
     spec: RunSpec,
+    place: Place,
     *,
-    state: RankState,
-    folder: Path,
     publish: Publish,
-    namespace: Mapping[str, object],
     should_stop: Callable[[], bool],
-    filename: str = UNNAMED,
     rejoin_info: RejoinInfo | None = None,
-    cancellation: CancellationToken | None = None,
     keep: Callable[[nn.Module], None] = lambda _: None,
 ) -> RunReport:
     """Train and evaluate one run.  Takes part: every rank of the default process group.
@@ -73,33 +68,21 @@ def run(
 
     Args:
         spec: the training.
-        state: where this rank lives.
-        folder: a private directory that all ranks of this host share, for sockets and
-            shared memory; the run leaves nothing in it.
+        place: where it is made; the run leaves nothing in its folder.
         publish: takes the header (on rank 0, before the first step) and an event for each step.
-        namespace: the user's variables on this rank; left as they are.
         should_stop: called before each step; if it is true on one rank, the run ends on all.
             Workers that never wait for each other end each for itself.
-        filename: what tracebacks call the comparison's cell.
         rejoin_info: where this rank joins if the others train already; it is in no group then.
-        cancellation: ends waits that are not the group's.
         keep: takes the trained model, on rank 0, before it is evaluated.
 
     Raises:
         UserError: what ``validate`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
+    state = place.state
     with preserve_globals(torch.device(state.device)), contextlib.ExitStack() as opened:
         # -- build ------------------------------------------------------------------------
-        context = build_context(
-            spec,
-            state,
-            namespace,
-            folder=folder,
-            filename=filename,
-            cancellation=cancellation,
-            rejoin_info=rejoin_info,
-        )
+        context = build_context(spec, place, rejoin_info=rejoin_info)
         no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if state.rank >= context.plan.num_ranks:
             return no_part
