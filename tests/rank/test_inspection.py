@@ -106,7 +106,6 @@ def test_a_bucket_takes_its_messages_on_emulated_devices(ranks):
 )
 def test_a_mistake_is_one_sentence(given: dict[str, str], named: str):
     state = make_state(0, 2)
+    place = Place(state=state, namespace=namespace_of(state, is_ddp=False))
     with pytest.raises(UserError, match=named):
-        subject.find(
-            spec_of(given), Place(state=state, namespace=namespace_of(state, is_ddp=False))
-        )
+        subject.find(spec_of(given), place)

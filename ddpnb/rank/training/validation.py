@@ -40,8 +40,8 @@ def validate(spec: RunSpec, place: Place, *, num_calls: Callable[[], int] = int)
 
     Each rank may call it alone, as it sends nothing; only the user's own code may, such as a class
     or a step, and takes part with every rank of the group.  A class has its files in a folder of
-    ``CHECKS``, which is removed once all ranks have checked.  ``num_calls``
-    returns how many collectives this rank has called.
+    ``CHECKS``, which is removed once all ranks have checked.  ``num_calls`` returns how many
+    collectives this rank has called.
 
     Raises:
         UserError: one sentence that says what is wrong and what to do.
