@@ -141,7 +141,7 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         if not metrics.was_stopped:
             snapshots.average()
         lost = [] if strategy.queue is None else map(worker.shard, strategy.queue.lost_shards)
-        metrics.num_lost_samples = sum(len(context.schedule.indices(shard)) for shard in lost)
+        metrics.num_lost_samples = sum(map(context.schedule.num_in, lost))
     return model, snapshots
 
 

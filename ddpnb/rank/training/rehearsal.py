@@ -61,4 +61,4 @@ def _shards(context: RunContext, num_steps: int) -> Iterator[Shard]:
         for step in (0, smallest)
         for each in (0, num_parts - 1)
     ]
-    yield from {len(schedule.indices(shard)): shard for shard in slices}.values()
+    yield from {schedule.num_in(shard): shard for shard in slices}.values()

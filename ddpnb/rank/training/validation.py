@@ -31,9 +31,6 @@ CHECKS = "checks"
 MIN_SECONDS_MARGIN = 1.1
 """By how much a run is planned longer than ``--min-seconds``."""
 
-NUM_FEW = 8
-"""Samples that a loss is looked at with."""
-
 
 def validate(spec: RunSpec, place: Place, *, num_calls: Callable[[], int] = int) -> Checked:
     """Check a training before anything trains.
@@ -67,7 +64,7 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
     num_before = num_calls()
     if not context.is_own:
         check_step(worker, batch, context.spec.strategy)
-        refuse_sum(worker, context.samples, context.first_indices(NUM_FEW))
+        refuse_sum(context, worker)
         result = _with_times(result, context, worker)
     if not context.is_evaluated:
         return result
