@@ -16,6 +16,7 @@ evaluate  compute its loss and accuracy on rank 0, on training and held-out samp
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
@@ -35,12 +36,11 @@ from ddpnb.rank.meter import Account
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.tasks.batches import Shard, Tree
-from ddpnb.rank.training.context import Place, build_context
+from ddpnb.rank.tasks.batches import Shard, Tree, every_step
+from ddpnb.rank.training.context import Place, RunContext, build_context
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.judging import judged
-from ddpnb.rank.training.rehearsal import rehearse, release_memory
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.worker import Activations, Worker
@@ -49,6 +49,7 @@ CEILING_SECONDS = 4.0
 """How long a rank trains a ceiling, if the run is as long."""
 CEILING_STEPS = 30
 """Steps of a ceiling on emulated devices, where each takes as long as the others."""
+REHEARSED_STEPS = 3
 STEPS_BETWEEN_LOOKS = 8
 """How often ranks of several hosts look whether to stop."""
 
@@ -143,6 +144,55 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         lost = [] if strategy.queue is None else map(worker.shard, strategy.queue.lost_shards)
         metrics.num_lost_samples = sum(map(context.schedule.num_in, lost))
     return model, snapshots
+
+
+def rehearse(context: RunContext, activations: Activations) -> None:
+    """Make a few steps of a throwaway before the measured ones; takes part: every rank of the plan.
+
+    They load code, start threads, fill the memory allocator, and compile what the user compiles,
+    for every size of batch that will come.  They leave no trace.
+    """
+    if context.rejoin_info is not None:
+        return
+    num_steps = min(REHEARSED_STEPS, context.schedule.num_steps)
+    with preserve_globals(context.device), closing(context.strategy()) as strategy:
+        worker = context.worker("r", num_steps=num_steps)
+        worker.activations = activations
+        strategy.setup(worker)
+        for shard in _rehearsed(context, num_steps):
+            strategy.step(context.batch(shard, context.fetch(shard)))
+        strategy.finish()
+    del strategy, worker
+    release_memory(context.device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give a GPU back what earlier models held: other ranks and runs may need it."""
+    if device.type == "cuda":
+        gc.collect()  # DDP and its hooks refer to each other
+        torch.cuda.empty_cache()
+
+
+def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
+    """Yield this rank's slice of the first batches, then one of each other size.
+
+    Every rank of the plan makes as many steps; nothing is taken from any queue.
+    """
+    plan, schedule = context.plan, context.schedule
+    part, num_parts = context.state.rank, plan.num_ranks
+    yield from every_step(num_steps, part=part, num_parts=num_parts)
+    smallest = schedule.smallest_shard(1).step
+    if plan.synchronous:
+        if schedule.size(smallest) != schedule.size(0):
+            yield Shard(step=smallest, part=part, num_parts=num_parts)
+        return
+    # Workers get slices of any rank: the first is a step's largest, the last its smallest.
+    slices = [
+        Shard(step=step, part=each, num_parts=num_parts)
+        for step in (0, smallest)
+        for each in (0, num_parts - 1)
+    ]
+    yield from {schedule.num_in(shard): shard for shard in slices}.values()
 
 
 def _heard_by(metrics: RunMetrics, worker: Worker) -> AbstractContextManager[Listener]:
