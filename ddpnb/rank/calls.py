@@ -17,7 +17,7 @@ from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import collective, ddp_steps, replicas, samples, subject
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.training import loop, validation
-from ddpnb.rank.training.context import Place
+from ddpnb.rank.training.context import Surroundings
 
 trained = variables.TrainedModels()
 
@@ -84,7 +84,7 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     cells.announce(spec.source, engine.shell)
     return validation.validate(
         spec,
-        place_of(engine, spec),
+        surroundings_of(engine, spec),
         num_calls=lambda: sum(each or 0 for each in checks.num_calls().values()),
     )
 
@@ -101,7 +101,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
         return cells.interruptible(
             lambda: loop.run(
                 spec,
-                place_of(engine, spec),
+                surroundings_of(engine, spec),
                 publish=publisher.publish,
                 should_stop=engine.stop_wanted.is_set,
                 rejoin_info=rejoin_info,
@@ -110,19 +110,19 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
         )
 
 
-def place_of(engine: RankEngine, spec: RunSpec | None) -> Place:
+def surroundings_of(engine: RankEngine, spec: RunSpec | None) -> Surroundings:
     """Return where this rank makes a run, whose cell is shown as ``Cell In[n]``."""
     group, shell = engine.group, engine.shell
-    place = Place(
+    here = Surroundings(
         state=group.state(),
         namespace=shell.user_ns,
         folder=group.folder,
         cancellation=group.cancellation,
     )
     if spec is None or not spec.cell:
-        return place
+        return here
     filename = shell.compile.cache(spec.source, spec.cell, spec.source)
-    return replace(place, filename=filename)
+    return replace(here, filename=filename)
 
 
 @carries_out(calls.clean_up, answers=False)
@@ -157,7 +157,9 @@ carries_out(calls.pull, runs_users_code=True)(
 )
 carries_out(calls.measure_compute, runs_users_code=True)(
     lambda engine, spec: (  # on one core, while the others are idle
-        validation.measure_compute(spec, place_of(engine, spec)) if engine.group.rank == 0 else None
+        validation.measure_compute(spec, surroundings_of(engine, spec))
+        if engine.group.rank == 0
+        else None
     )
 )
 carries_out(calls.digests, runs_users_code=True)(
@@ -172,10 +174,10 @@ carries_out(calls.samples, runs_users_code=True)(
     lambda engine, spec: samples.samples(spec, engine.group.state(), engine.shell.user_ns)
 )
 carries_out(calls.find_inspected, runs_users_code=True)(
-    lambda engine, spec: subject.find(spec, place_of(engine, spec.task))
+    lambda engine, spec: subject.find(spec, surroundings_of(engine, spec.task))
 )
 carries_out(calls.inspect_ddp, runs_users_code=True)(
-    lambda engine, spec: ddp_steps.measure(spec, place_of(engine, spec.task))
+    lambda engine, spec: ddp_steps.measure(spec, surroundings_of(engine, spec.task))
 )
 carries_out(calls.show_collective, runs_users_code=True)(
     lambda engine, spec: collective.show(spec, device=engine.group.device)

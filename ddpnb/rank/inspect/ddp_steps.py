@@ -34,7 +34,7 @@ from ddpnb.rank.meter import Meter, Moment, synchronize
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
 from ddpnb.rank.tasks.batches import copied, tensors_of
-from ddpnb.rank.training.context import Place
+from ddpnb.rank.training.context import Surroundings
 from ddpnb.rank.training.timing import Clock, seconds_between
 
 NUM_WARMUP_STEPS: Final = 3
@@ -44,15 +44,15 @@ MOST_SECONDS: Final = 2.0
 """Of the measured steps, about."""
 
 
-def measure(spec: InspectSpec, place: Place) -> tuple[CapReport, ...]:
+def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
     """Make steps with each value of ``bucket_cap_mb``, the model's own first.
 
     Takes part: every rank.  All give the same ``spec``, which ``find`` has accepted, and share
     the folder.
     """
-    device, rank = torch.device(place.state.device), place.state.rank
+    device, rank = torch.device(here.state.device), here.state.rank
     with preserve_globals(device):
-        subject = subject_of(spec, place)
+        subject = subject_of(spec, here)
         caps = dict.fromkeys([subject.cap_mb, *spec.bucket_caps])
         laboratory = None if spec.devices is None else _laboratory(spec.devices, subject)
         reports, own = [], range(rank, rank + 1)
@@ -60,8 +60,8 @@ def measure(spec: InspectSpec, place: Place) -> tuple[CapReport, ...]:
             with contextlib.ExitStack() as opened:
                 stepper = _Stepper(subject, cap, device, Clock(device))
                 if laboratory is not None:
-                    clock, path = VirtualClock(laboratory, own), place.folder / f"inspect-{number}"
-                    exchanges = Exchanges(clock, path, place.cancellation.check)
+                    clock, path = VirtualClock(laboratory, own), here.folder / f"inspect-{number}"
+                    exchanges = Exchanges(clock, path, here.cancellation.check)
                     opened.enter_context(closing(exchanges))
                     opened.enter_context(listening(exchanges))
                     stepper.emulate(clock, exchanges)

@@ -29,7 +29,7 @@ from ddpnb.rank.worker import Batch, Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Surroundings:
     """Where a run is made: this rank, and what it shares with others."""
 
     state: RankState
@@ -226,7 +226,7 @@ class RunContext:
 
 
 def build_context(
-    spec: RunSpec, place: Place, *, rejoin_info: RejoinInfo | None = None
+    spec: RunSpec, here: Surroundings, *, rejoin_info: RejoinInfo | None = None
 ) -> RunContext:
     """Load the task and find out which ranks take part.
 
@@ -234,14 +234,14 @@ def build_context(
         UserError: something cannot be trained.
         Exception: whatever the cell itself raises, with its own traceback.
     """
-    state = place.state
+    state = here.state
     named = [each.rank for each in map(parse_slow, spec.slow)]
     named += parse_kills(spec.kill)
     parse_ranks(",".join(map(str, named)), state.world_size)  # raises where one is missing
     # so that the data are the same on every rank, and in every repeat
     seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)
-    task = load_task(spec, place.namespace, place.filename)
-    known = ChainMap(dict(task.defined), dict(place.namespace))
+    task = load_task(spec, here.namespace, here.filename)
+    known = ChainMap(dict(task.defined), dict(here.namespace))
     plan = make_strategy(spec.strategy, known).plan(state)
     schedule = BatchSchedule(
         len(task.train),
@@ -256,8 +256,8 @@ def build_context(
         plan=plan,
         task=task,
         schedule=schedule,
-        folder=place.folder,
-        cancellation=place.cancellation,
+        folder=here.folder,
+        cancellation=here.cancellation,
         namespace=known,
         rejoin_info=rejoin_info,
     )

@@ -37,7 +37,7 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks.batches import Shard, Tree, every_step
-from ddpnb.rank.training.context import Place, RunContext, build_context
+from ddpnb.rank.training.context import RunContext, Surroundings, build_context
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.judging import judged
@@ -56,7 +56,7 @@ STEPS_BETWEEN_LOOKS = 8
 
 def run(
     spec: RunSpec,
-    place: Place,
+    here: Surroundings,
     *,
     publish: Publish,
     should_stop: Callable[[], bool],
@@ -69,7 +69,7 @@ def run(
 
     Args:
         spec: the training.
-        place: where it is made; the run leaves nothing in its folder.
+        here: where it is made; the run leaves nothing in its folder.
         publish: takes the header (on rank 0, before the first step) and an event for each step.
         should_stop: called before each step; if it is true on one rank, the run ends on all.
             Workers that never wait for each other end each for itself.
@@ -80,10 +80,10 @@ def run(
         UserError: what ``validate`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
-    state = place.state
+    state = here.state
     with preserve_globals(torch.device(state.device)), contextlib.ExitStack() as opened:
         # -- build ------------------------------------------------------------------------
-        context = build_context(spec, place, rejoin_info=rejoin_info)
+        context = build_context(spec, here, rejoin_info=rejoin_info)
         no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if state.rank >= context.plan.num_ranks:
             return no_part

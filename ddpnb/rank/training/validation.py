@@ -19,7 +19,7 @@ from ddpnb.protocol.messages import Checked, RunSpec
 from ddpnb.rank.laboratory import measured
 from ddpnb.rank.meter import timed
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.training.context import Place, RunContext, build_context
+from ddpnb.rank.training.context import RunContext, Surroundings, build_context
 from ddpnb.rank.training.evaluation import Score, score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds
 from ddpnb.rank.training.model_checks import attempt, check_model, check_step, refuse_sum
@@ -32,7 +32,7 @@ MIN_SECONDS_MARGIN = 1.1
 """By how much a run is planned longer than ``--min-seconds``."""
 
 
-def validate(spec: RunSpec, place: Place, *, num_calls: Callable[[], int] = int) -> Checked:
+def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] = int) -> Checked:
     """Check a training before anything trains.
 
     Each rank may call it alone, as it sends nothing; only the user's own code may, such as a class
@@ -44,12 +44,12 @@ def validate(spec: RunSpec, place: Place, *, num_calls: Callable[[], int] = int)
         UserError: one sentence that says what is wrong and what to do.
         Exception: whatever the cell itself raises, with its own traceback.
     """
-    with preserve_globals(torch.device(place.state.device)):
+    with preserve_globals(torch.device(here.state.device)):
         try:
-            context = build_context(spec, replace(place, folder=place.folder / CHECKS))
+            context = build_context(spec, replace(here, folder=here.folder / CHECKS))
             return _checked(context, num_calls)
         except UserError as error:
-            raise _with_place(error, spec.cell, place.filename) from error.__cause__
+            raise _with_place(error, spec.cell, here.filename) from error.__cause__
 
 
 def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
@@ -88,11 +88,11 @@ def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked
     return replace(result, num_epochs=num_epochs, seconds_per_trained=seconds / usual.num_samples)
 
 
-def measure_compute(spec: RunSpec, place: Place) -> Compute:
+def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
     """Return what a step takes one core; called on one rank, with the arguments of ``validate``."""
-    with preserve_globals(torch.device(place.state.device)):
+    with preserve_globals(torch.device(here.state.device)):
         torch.set_num_threads(1)
-        context = build_context(spec, place)
+        context = build_context(spec, here)
         worker = context.worker("check", num_steps=1)
         num_samples = max(1, context.schedule.size(0) // context.state.world_size)
         optimizer = worker.optimizer(worker.parameters)
