@@ -3,7 +3,7 @@
 import contextlib
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -48,21 +48,22 @@ class RunContext:
     """One run on one rank: its task, its batches, and which ranks take part."""
 
     spec: RunSpec
-    state: RankState
+    here: Surroundings
+    """Its names are the user's, and those that the task's cell defines."""
     plan: Plan
     task: Task
     schedule: BatchSchedule
-    folder: Path
-    cancellation: CancellationToken
-    """Ends the run on this rank when the group is aborted."""
-    namespace: Mapping[str, object]
-    """Where a strategy of the user's own is looked up."""
     rejoin_info: RejoinInfo | None = None
     """Where this rank joins, if the others train already."""
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
-        return make_strategy(self.spec.strategy, self.namespace)
+        return make_strategy(self.spec.strategy, self.here.namespace)
+
+    @property
+    def state(self) -> RankState:
+        """Where this rank lives."""
+        return self.here.state
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +115,7 @@ class RunContext:
             local_world_size=self.state.local_world_size,
             num_parts=self.plan.num_ranks,
             num_steps=num_steps,
-            folder=self.folder,
+            folder=self.here.folder,
             name=self.name(phase),
             meter=meter or Meter(),
             accumulate=self.spec.accumulate,
@@ -123,7 +124,7 @@ class RunContext:
             delay=delay,
             joins=self.rejoin_info is not None,
             num_prefetched=NUM_PREFETCHED * self.num_data_workers,
-            cancellation=self.cancellation,
+            cancellation=self.here.cancellation,
         )
 
     @cached_property
@@ -252,12 +253,9 @@ def build_context(
     )
     return RunContext(
         spec=spec,
-        state=state,
+        here=replace(here, namespace=known),
         plan=plan,
         task=task,
         schedule=schedule,
-        folder=here.folder,
-        cancellation=here.cancellation,
-        namespace=known,
         rejoin_info=rejoin_info,
     )

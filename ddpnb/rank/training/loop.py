@@ -223,7 +223,7 @@ def _train(
         if stop.before(step):
             metrics.was_stopped = True
             break
-        if context.cancellation.is_aborted:  # a strategy may never wait for the others
+        if context.here.cancellation.is_aborted:  # a strategy may never wait for the others
             raise RunCancelledError("This rank was ended with the others.")
         batch = context.batch(shard, tree)
         if fault_injector.is_kill_due:
