@@ -10,7 +10,6 @@ import statistics
 import time
 from collections import deque
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, final
 
@@ -27,7 +26,7 @@ from ddpnb.protocol.trace import Lane, Span
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.inspect.subject import Subject, subject_of
-from ddpnb.rank.laboratory import Laboratory, measured
+from ddpnb.rank.laboratory import ComputeTimes, Laboratory, measured
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges
 from ddpnb.rank.meter import Meter, Moment, synchronize
@@ -72,15 +71,17 @@ def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
 def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
     """Return the devices, whose computing is measured where it is not given."""
     model = subject.make_model()
-    if devices.compute is None:
+    compute = devices.compute
+    if compute is None:
         num_samples = len(next(tensors_of(subject.batch)))
         found = measured(
             lambda: subject.loss_of(model, copied(subject.batch)).backward(), num_samples
         )
         fastest = torch.tensor([found.seconds_per_sample], dtype=torch.float64)
         dist.all_reduce(fastest, op=dist.ReduceOp.MIN)  # takes part: every rank
-        devices = replace(devices, compute=Compute(fastest.item()))
-    return Laboratory.of(devices, model=model)
+        compute = Compute(fastest.item())
+    size = num_bytes(each for each in model.parameters() if each.requires_grad)
+    return Laboratory(devices=devices, times=ComputeTimes(compute=compute), num_bytes=size)
 
 
 class _Step(NamedTuple):

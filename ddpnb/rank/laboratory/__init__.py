@@ -16,11 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
-from torch import nn
-
 from ddpnb.protocol.devices import Compute, Devices
 from ddpnb.protocol.notation import Slow
-from ddpnb.rank.collectives.flat import num_bytes
 
 TRIAL_SECONDS = 2.0
 """How long a core is measured."""
@@ -74,23 +71,8 @@ class Laboratory:
     times: ComputeTimes
     num_bytes: int
     """Of the gradients of the model that is trained."""
-    num_in_shard: Callable[[Any], int]
+    num_in_shard: Callable[[Any], int] = lambda _: 0
     """Returns the samples of a shard."""
-
-    @classmethod
-    def of(
-        cls,
-        devices: Devices,
-        *,
-        model: nn.Module,
-        num_in_shard: Callable[[Any], int] = lambda _: 0,
-        **varied: Any,
-    ) -> "Laboratory":
-        """Return devices whose computing is known; ``varied`` are further ``ComputeTimes``."""
-        size = num_bytes(each for each in model.parameters() if each.requires_grad)
-        assert devices.compute is not None, "it is measured before anything trains"
-        times = ComputeTimes(compute=devices.compute, **varied)
-        return cls(devices=devices, times=times, num_bytes=size, num_in_shard=num_in_shard)
 
     @cached_property
     def scale(self) -> float:

@@ -15,7 +15,8 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import parse_kills, parse_ranks, parse_slow, parse_strategy
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.laboratory import Laboratory
+from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.laboratory import ComputeTimes, Laboratory
 from ddpnb.rank.meter import Meter
 from ddpnb.rank.random_state import preserve_random, seed_everything
 from ddpnb.rank.strategies import make_strategy
@@ -135,14 +136,16 @@ class RunContext:
             return None
         schedule = self.schedule
         least = schedule.num_in(schedule.smallest_shard(self.plan.num_workers))
-        return Laboratory.of(
-            emulated,
-            model=self.make_model(),
-            num_in_shard=schedule.num_in,
+        times = ComputeTimes(
+            compute=emulated.compute,
             num_passes=min(self.spec.accumulate, least),
             slow=tuple(map(parse_slow, self.spec.slow)),
             jitter=self.spec.jitter,
             seed=self.spec.seed,
+        )
+        size = num_bytes(each for each in self.make_model().parameters() if each.requires_grad)
+        return Laboratory(
+            devices=emulated, times=times, num_bytes=size, num_in_shard=schedule.num_in
         )
 
     def barrier(self) -> None:
