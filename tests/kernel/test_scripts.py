@@ -183,7 +183,9 @@ def test_what_is_no_script_is_refused_in_one_sentence(kernel: Kernel, folder: Pa
         "--tiemout 3 src/train.py": "did you mean --timeout?",
         "-m src.nothing": "src.nothing",
     }.items():
-        assert named in kernel.run(f"%ddp_run {line}").refusal
+        cell = kernel.run(f"%ddp_run {line}")
+        assert named in cell.error_text
+        assert len(cell.error_text.splitlines()) == 1
 
 
 def test_it_can_be_stopped_and_looked_at(kernel: Kernel, folder: Path):
