@@ -59,13 +59,6 @@ RIGHT = {
         "with Join([net]):\n"
         "    for _ in range(3 + rank): net(torch.ones(1, 3)).sum().backward()"
     ),
-    "compiled": (
-        "@torch.compile(backend='eager')\n"
-        "def double(value):\n"
-        "    dist.all_reduce(value)\n"
-        "    return 2 * value\n"
-        "found = double(torch.ones(3)).tolist()"
-    ),
 }
 
 LISTENERS = {
