@@ -11,6 +11,7 @@ from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol import calls
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import Script
 from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.options import options_of, read_options
@@ -34,7 +35,12 @@ from ddpnb.scaling.predict import Question
 from ddpnb.session.asking import ask
 from ddpnb.session.cells import CellOptions, RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
-from ddpnb.session.inside import INSPECTED, InspectionRequest, check_replicas, inspect_step
+from ddpnb.session.inside import (
+    INSPECTED,
+    check_replicas,
+    inspect_step,
+    training_to_inspect,
+)
 from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
@@ -402,9 +408,9 @@ def last_trace() -> TraceResult:
     return trace
 
 
-@twin(options_of(InspectionRequest), options_of(TrainingSpec, "task", *INSPECTED))
+@twin(options_of(InspectSpec), options_of(TrainingSpec, "task", *INSPECTED))
 def inspect(
-    model: str = "", *, source: str = "", **choices: Any
+    model: str = "", *, source: str = "", run: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:
     """Return what happens in a training step; the twin of ``%ddp_inspect``.
 
@@ -413,6 +419,7 @@ def inspect(
     Args:
         model: a model, or a DDP, of the ranks' cells; by default a task is inspected.
         source: a cell that defines ``model()`` and ``data(split)``.
+        run: in place of a step: versions in a stored run of async.
         **choices: as listed.
 
     Returns:
@@ -422,18 +429,15 @@ def inspect(
         UserError: there is nothing to inspect, or the model does not fit the batch.
         RankError: the user's code failed on a rank.
     """
-    request = InspectionRequest(
-        model=model,
-        task=choices.get("task", ""),
-        source=source,
-        given=read_options(TrainingSpec, {k: choices[k] for k in INSPECTED if choices.get(k)}),
-        **read_options(InspectionRequest, choices),
-    )
-    session = this_session()
-    if request.run:
-        return async_inspection(session.load([request.run]).comparison)
-    training = request.training(this_cell_number(), session.last_training)
-    return inspect_step(session.idle_cluster(), request, training)
+    session, cell, task = this_session(), this_cell_number(), choices.get("task", "")
+    given = read_options(TrainingSpec, {k: choices[k] for k in INSPECTED if choices.get(k)})
+    own = read_options(InspectSpec, choices)
+    if run:
+        if any((model, task, source, *given.values(), *own.values())):
+            raise UserError(f"--run {run} draws what is stored: leave the other options out.")
+        return async_inspection(session.load([run]).comparison)
+    training = training_to_inspect(model, task, source, cell, given, session.last_training)
+    return inspect_step(session.idle_cluster(), InspectSpec(model=model, **own), training)
 
 
 @twin(options_of(Question))

@@ -136,7 +136,7 @@ class Devices:
 
     @property
     def wrapper_seconds(self) -> float:
-        """What DDP itself adds to a step on one device."""
+        """What DDP itself adds to a step: its hooks, and the copies to its buckets."""
         if not self.model:
             return 0.0
         published = MODELS[self.model]
@@ -144,7 +144,7 @@ class Devices:
 
     @property
     def seconds_per_replica(self) -> float:
-        """What Python takes for each replica of DataParallel in a step."""
+        """What Python takes for each replica of DataParallel in a step, as threads take turns."""
         return REPLICA_SECONDS_PER_TENSOR * MODELS[self.model].num_tensors if self.model else 0.0
 
     @property

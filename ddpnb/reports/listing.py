@@ -98,10 +98,7 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
     )
 
 
-HIDDEN = {
-    *("run_id", "strategy", "repeat", "data_seed", "is_ceiling", "source", "cell"),
-    *("models", "rates"),
-}
+HIDDEN = {"run_id", "strategy", "repeat", "is_ceiling", "source", "cell", "models", "rates"}
 """Fields of ``RunSpec`` that are no settings of a comparison."""
 
 

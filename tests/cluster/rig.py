@@ -17,12 +17,17 @@ from ddpnb.cluster.call import CallEvent, Output, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch
+from ddpnb.history.store import Store
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol import calls
 from ddpnb.protocol.messages import CellSpec, Failure
 from ddpnb.protocol.processes import RankCommand
+from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.session.comparison import prepare
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.status import describe_ranks
+from ddpnb.session.training import Training
 from ddpnb.session.variables import pull as pull_variable
 from tests.system_packages import find_program
 
@@ -205,6 +210,25 @@ def run(cluster: Cluster, source: str, **options: Any) -> Ended:
 
 def pull(cluster: Cluster, expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
     return pull_variable(cluster, expression, cluster.ranks if ranks is None else ranks)
+
+
+def total(cluster: Cluster) -> list[float]:
+    """What all ranks have of an all-reduce of ones."""
+    run(cluster, ALL_REDUCE)
+    return pull(cluster, "total.item()")
+
+
+def prepared(
+    cluster: Cluster, folder: Path, *strategies: str, num_repeats: int = 1, **options: Any
+) -> Training:
+    """A comparison of these strategies alone, about to train, which is stored in a folder."""
+    spec = ComparisonSpec(
+        strategies=strategies,
+        training=TrainingSpec(**options),
+        num_repeats=num_repeats,
+        baseline=False,
+    )
+    return prepare(cluster, Store(folder), spec)
 
 
 def processes_of(cluster: Cluster) -> list[psutil.Process]:

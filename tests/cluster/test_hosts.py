@@ -14,12 +14,8 @@ import pytest
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.model import RunSnapshot
-from ddpnb.history.store import Store
 from ddpnb.hosts import processes, ssh
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import prepare
-from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.status import status_table
 from ddpnb.session.training import Training
 from tests.cluster.rig import (
@@ -28,11 +24,13 @@ from tests.cluster.rig import (
     begin,
     finish,
     knock,
+    prepared,
     pull,
     run,
     shown,
     started_on_hosts,
     stop_when,
+    total,
     wait_until,
     wait_until_gone,
 )
@@ -102,11 +100,6 @@ def cluster(two_each) -> Iterator[Cluster]:
         print(f"rank {rank}:", two_each.log_tail(rank, 60))
 
 
-def total(cluster: Cluster) -> list[float]:
-    run(cluster, ALL_REDUCE)
-    return pull(cluster, "total.item()")
-
-
 def test_ranks_are_laid_out_host_by_host(cluster, hosts):
     assert total(cluster) == [4.0] * 4
     found = pull(cluster, f"[__import__('os').environ[name] for name in {VARIABLES}]")
@@ -162,16 +155,12 @@ def data(split):
     x = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
     return x, (x.sum(dim=1) > 0).long()
 """
-
-
-def a_comparison(*strategies: str, num_epochs: float = 1) -> ComparisonSpec:
-    training = TrainingSpec(source=CELL, num_epochs=num_epochs, batch_size=40)
-    return ComparisonSpec(strategies=strategies, training=training, baseline=False)
+TRAINED = {"source": CELL, "num_epochs": 1, "batch_size": 40}
 
 
 def test_strategies_train_across_hosts(cluster, tmp_path):
-    spec = a_comparison("ddp", "fsdp", "async", "gossip", "single:threads=all")
-    comparison = prepare(cluster, Store(tmp_path), spec).run().comparison
+    names = "ddp", "fsdp", "async", "gossip", "single:threads=all"
+    comparison = prepared(cluster, tmp_path, *names, **TRAINED).run().comparison
     *found, single = comparison.runs
     assert [each.status for each in comparison.runs] == ["finished"] * 5
     assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
@@ -182,7 +171,7 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["ddp", "async"])
 def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy, monkeypatch):
-    training = prepare(cluster, Store(tmp_path), a_comparison(strategy, num_epochs=100_000))
+    training = prepared(cluster, tmp_path, strategy, **TRAINED | {"num_epochs": 100_000})
     monkeypatch.setattr("ddpnb.session.training.GRACE_SECONDS", SECONDS)
     found = trained(training, training.stop)
     assert (found.status, found.detail) == ("stopped", "stopped by the user")
@@ -192,9 +181,8 @@ def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy, monkeypatc
 
 
 def test_shared_memory_is_refused_across_hosts(cluster, tmp_path):
-    spec = a_comparison("dp", "hogwild", "ddp", "central", "ddp-shm")
     with pytest.raises(UserError, match=r"dp .*: compare ddp"):
-        prepare(cluster, Store(tmp_path), spec)
+        prepared(cluster, tmp_path, "dp", "hogwild", "ddp", "central", "ddp-shm", **TRAINED)
 
 
 def test_a_rank_that_leaves_a_call_out_is_named(cluster):
@@ -312,7 +300,7 @@ def test_a_killed_relay_takes_agent_ranks_and_files_along(cluster, hosts, tmp_pa
 
 
 def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_path, capsys):
-    training = prepare(cluster, Store(tmp_path), a_comparison("async", num_epochs=300))
+    training = prepared(cluster, tmp_path, "async", **TRAINED | {"num_epochs": 300})
     (agent,) = hosts.running("agent", "b")
     found = trained(training, agent.kill)
     assert found.status == "finished"

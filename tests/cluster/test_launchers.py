@@ -11,11 +11,9 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.history.store import Store
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.errors import UserError
-from ddpnb.session.comparison import prepare
 from ddpnb.session.status import status_table
 from tests.cluster.rig import (
     DYNAMO,
@@ -23,15 +21,17 @@ from tests.cluster.rig import (
     begin,
     finish,
     knock,
+    prepared,
     pull,
     run,
     shown,
     started_on_hosts,
+    total,
     wait_until,
     wait_until_gone,
 )
 from tests.cluster.simulated_slurm import jobs, simulated_slurm
-from tests.cluster.test_hosts import REDUCE_FOR_EVER, VARIABLES, a_comparison, total
+from tests.cluster.test_hosts import REDUCE_FOR_EVER, TRAINED, VARIABLES
 from tests.cluster.two_hosts import two_hosts
 
 TWO_EACH = {"num_ranks": 4, "ranks_per_host": 2, "device": "cpu", "num_threads": 1}
@@ -104,7 +104,7 @@ def test_ranks_are_laid_out_node_by_node_and_train(cluster, tmp_path):
     table = status_table(cluster, ())
     assert [row[2].text for row in table.rows] == ["n1", "n1", "n2", "n2"]
     assert pull(cluster, TASK) == [[]] * 4
-    (run_,) = prepare(cluster, Store(tmp_path), a_comparison("ddp")).run().comparison.runs
+    (run_,) = prepared(cluster, tmp_path, "ddp", **TRAINED).run().comparison.runs
     assert run_.status == "finished"
     assert {*run_.events["rank"]} == {0, 1, 2, 3}
 

@@ -1,19 +1,17 @@
 """Does an asynchronous comparison go on when a rank is killed, and does the rank come back?"""
 
 import threading
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.store import Store
-from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import prepare
-from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import RankError
-from tests.cluster.rig import ALL_REDUCE, pull, run, wait_until
+from ddpnb.session.training import Training
+from tests.cluster.rig import prepared, pull, run, total, wait_until
 
 CELL = """
 import os, signal, sys, time, torch
@@ -51,34 +49,24 @@ def data(split):
 """
 
 
-def a_spec(
-    strategy: str,
+def deadly(
+    cluster: Cluster,
     folder: Path,
-    *,
+    *strategies: str,
     rank: int = 1,
     num_calls: int = 50,
-    num_epochs: float = 3,
-) -> ComparisonSpec:
+    more: str = "",
+    **options: Any,
+) -> Training:
     """A training in which a rank kills its own process, once."""
-    return ComparisonSpec(
-        strategies=(strategy,),
-        training=TrainingSpec(
-            source=CELL.format(
-                marker=str(folder / "marker"),
-                hold=str(folder / "hold"),
-                rank=rank,
-                num_calls=num_calls,
-            ),
-            num_epochs=num_epochs,
-            batch_size=10,
-        ),
-        baseline=False,
-    )
+    signs = {sign: str(folder / sign) for sign in ("marker", "hold")}
+    source = CELL.format(rank=rank, num_calls=num_calls, **signs) + more
+    usual = {"source": source, "num_epochs": 3, "batch_size": 10}
+    return prepared(cluster, folder, *strategies, **usual | options)
 
 
-def trained(cluster: Cluster, folder: Path, spec: ComparisonSpec) -> RunSnapshot:
+def trained(folder: Path, training: Training) -> RunSnapshot:
     """Train while a rank dies; the others wait for it, however long its return takes."""
-    training = prepare(cluster, Store(folder), spec)
     has_ended = threading.Event()
 
     def marks() -> int:
@@ -102,9 +90,8 @@ def trained(cluster: Cluster, folder: Path, spec: ComparisonSpec) -> RunSnapshot
 
 @pytest.mark.parametrize("strategy", ["async", "async:bound=1", "hogwild"])
 def test_a_killed_rank_costs_its_share_and_comes_back(cluster, tmp_path, capsys, strategy):
-    store = Store(tmp_path)
     run(cluster, "kept = rank")
-    snapshot = trained(cluster, tmp_path, a_spec(strategy, tmp_path))
+    snapshot = trained(tmp_path, deadly(cluster, tmp_path, strategy))
     assert snapshot.status == "finished"
     assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
     assert {mark.rank for mark in snapshot.marks} == {1}
@@ -121,10 +108,9 @@ def test_a_killed_rank_costs_its_share_and_comes_back(cluster, tmp_path, capsys,
     assert 1 <= (events["seconds"] < came_back).sum() < 50  # the dead process's own
     assert len(set(events["step"])) == len(events)
     assert f"lost {rank_0.num_lost_samples} samples" in capsys.readouterr().err
-    again = prepare(cluster, store, a_spec("ddp", tmp_path, num_epochs=0.2)).run()
+    again = deadly(cluster, tmp_path, "ddp", num_epochs=0.2).run()
     assert again.comparison.runs[0].status == "finished"
-    assert not run(cluster, ALL_REDUCE).failures
-    assert pull(cluster, "total.item()") == [2.0, 2.0]
+    assert total(cluster) == [2.0, 2.0]
     assert pull(cluster, "kept", ranks=[0]) == [0]
 
 
@@ -146,24 +132,19 @@ def model():
 
 
 def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(cluster, tmp_path):
-    store = Store(tmp_path)
     late = LATE.format(marker=str(tmp_path / "marker"), over=str(tmp_path / "over"))
-    spec = a_spec("async", tmp_path, num_epochs=1)
-    spec = replace(spec, training=replace(spec.training, source=spec.training.source + late))
-    result = prepare(cluster, store, spec).run()
-    (snapshot,) = result.comparison.runs
+    training = deadly(cluster, tmp_path, "async", more=late, num_epochs=1)
+    (snapshot,) = training.run().comparison.runs
     assert snapshot.status == "finished"
     assert [mark.text for mark in snapshot.marks] == ["killed"]  # it has not come back
     assert (tmp_path / "over").exists()
-    assert not run(cluster, ALL_REDUCE).failures
-    assert pull(cluster, "total.item()") == [2.0, 2.0]
+    assert total(cluster) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("strategy", ["async:bound=1", "hogwild"])
 def test_of_a_rank_killed_on_purpose_every_step_is_there(cluster, tmp_path, strategy):
-    spec = a_spec(strategy, tmp_path, num_calls=-1)
-    spec = replace(spec, training=replace(spec.training, kill=("1@1s",)))
-    snapshot = trained(cluster, tmp_path, spec)
+    training = deadly(cluster, tmp_path, strategy, num_calls=-1, kill=("1@1s",))
+    snapshot = trained(tmp_path, training)
     assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
     killed, came_back = (mark.seconds for mark in snapshot.marks)
     lost = snapshot.reports[0].num_lost_samples
@@ -178,15 +159,12 @@ def test_of_a_rank_killed_on_purpose_every_step_is_there(cluster, tmp_path, stra
 
 def test_the_death_of_rank_0_fails_the_run(cluster, tmp_path):
     with pytest.raises(RankError):
-        prepare(cluster, Store(tmp_path), a_spec("async", tmp_path, rank=0)).run()
+        deadly(cluster, tmp_path, "async", rank=0).run()
 
 
 def test_what_a_rank_did_before_its_kill_failed_the_run_is_reported(cluster, tmp_path):
-    store = Store(tmp_path)
-    spec = a_spec("ddp", tmp_path, num_calls=-1)
-    spec = replace(spec, training=replace(spec.training, kill=("1@700ms",)))
-    prepare(cluster, store, spec).run()
-    (snapshot,) = store.load("cell-1").runs
+    deadly(cluster, tmp_path, "ddp", num_calls=-1, kill=("1@700ms",)).run()
+    (snapshot,) = Store(tmp_path).load("cell-1").runs
     assert (snapshot.status, [mark.text for mark in snapshot.marks]) == ("failed", ["killed"])
     killed = snapshot.marks[0].seconds
     events = snapshot.events[snapshot.events["rank"] == 1]
@@ -195,15 +173,13 @@ def test_what_a_rank_did_before_its_kill_failed_the_run_is_reported(cluster, tmp
 
 
 def test_the_strategies_after_one_that_a_death_ended_are_trained(cluster, tmp_path, capsys):
-    store = Store(tmp_path)
-    spec = a_spec("ddp", tmp_path, num_calls=20, num_epochs=1)
-    spec = replace(spec, strategies=("single", "ddp", "no-comm"), num_repeats=2)
+    names, options = ("single", "ddp", "no-comm"), {"num_repeats": 2, "num_epochs": 1}
     with pytest.raises(RankError, match="rank 1"):
-        prepare(cluster, store, spec).run()
+        deadly(cluster, tmp_path, *names, num_calls=20, **options).run()
     shown = capsys.readouterr().err
     assert "ddp failed and is left out; still to be trained: no-comm, single." in shown
     assert "Rank 1 died, which ended the training; a new process stands for it now" in shown
     assert pull(cluster, "1 + rank") == [1, 2]
-    found = [(run.name, str(run.status)) for run in store.load("cell-1").runs]
+    found = [(run.name, str(run.status)) for run in Store(tmp_path).load("cell-1").runs]
     others = [("single", "finished"), ("no-comm", "finished")]
     assert sorted(found) == sorted([*others, *others, ("ddp", "failed")])

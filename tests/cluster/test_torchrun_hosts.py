@@ -11,12 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.history.store import Store
-from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.export.script import write_script
-from ddpnb.session.comparison import prepare
-from ddpnb.session.comparison_spec import ComparisonSpec
-from tests.cluster.rig import DYNAMO, started, wait_until
+from tests.cluster.rig import DYNAMO, prepared, started, wait_until
 from tests.cluster.two_hosts import TwoHosts, two_hosts
 
 SECONDS = 200.0
@@ -93,10 +89,9 @@ def test_a_worker_killed_under_torchrun_costs_one_interval(hosts, tmp_path):
 def trained_and_exported(folder: Path) -> tuple[list[float], float]:
     """Return the notebook's loss in the last step of each epoch, and the held-out one."""
     source = CELL.format(folder=str(folder), seconds=SECONDS)
-    training = TrainingSpec(source=source, num_epochs=3, batch_size=40, seed=3)
-    spec = ComparisonSpec(strategies=("ddp",), training=training, baseline=False)
+    options = {"source": source, "num_epochs": 3, "batch_size": 40, "seed": 3}
     with started(2, environment=DYNAMO) as cluster:
-        comparison = prepare(cluster, Store(folder / "data"), spec).run().comparison
+        comparison = prepared(cluster, folder / "data", "ddp", **options).run().comparison
     (run,) = comparison.runs
     assert run.status == "finished"
     write_script(comparison, folder / "train.py")

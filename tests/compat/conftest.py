@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.kernel.client import Cell, Kernel
+from tests.kernel.client import Cell, Kernel, kernel_in
 
 PRELOAD = (
     "torch._dynamo",
@@ -35,14 +35,10 @@ def is_installed(name: str) -> bool:
 @pytest.fixture(scope="session")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """A kernel in a folder of its own, with two ranks that have imported what they need."""
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "data").mkdir()
     offline = {"HF_HUB_OFFLINE": "1", "DDPNB_PRELOAD": " ".join(filter(is_installed, PRELOAD))}
-    kernel = Kernel(folder, offline)
-    started = kernel.run("%load_ext ddpnb\n%ddp_start -n 2 --device cpu", timeout=120)
-    assert not started.error, started.error_text
-    yield kernel
-    kernel.stop()
+    with kernel_in(tmp_path_factory.mktemp("project"), offline) as kernel:
+        assert kernel.run("%ddp_start -n 2 --device cpu", timeout=120).passed
+        yield kernel
 
 
 Run = Callable[[str], Cell]
@@ -54,9 +50,7 @@ def run(kernel: Kernel) -> Run:
     """Run a cell that must not fail; afterwards the ranks must still be able to meet."""
 
     def run(source: str) -> Cell:
-        cell = kernel.run(source, timeout=120)
-        assert not cell.error, cell.text
-        return cell
+        return kernel.run(source, timeout=120).passed
 
     return run
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,15 +16,11 @@ from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
 from ddpnb.history.model import Status
-from ddpnb.history.store import Store
 from ddpnb.protocol import calls
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import prepare
-from ddpnb.session.comparison_spec import ComparisonSpec
+from ddpnb.protocol.messages import RunSpec
 from ddpnb.session.errors import RankError
-from ddpnb.session.training import Training
-from tests.cluster.rig import DYNAMO, pull, run, started, wait_until
+from tests.cluster.rig import DYNAMO, prepared, pull, run, started, wait_until
 
 ALL = [*(name for name in STRATEGIES if name not in ("single", "dp")), "async:bound=1"]
 WAIT_ELSEWHERE = ["async", "async:bound=1", "hogwild"]
@@ -81,11 +78,9 @@ def kept(cluster: Cluster) -> Iterator[None]:
     assert not [path.name for path in cluster.folder.iterdir() if path.suffix in OF_A_RUN]
 
 
-def a_spec(strategy: str, marker: Path, mood: str, num_epochs: float = LONG) -> ComparisonSpec:
-    training = TrainingSpec(
-        source=CELL.format(marker=str(marker), mood=mood), num_epochs=num_epochs, batch_size=10
-    )
-    return ComparisonSpec(strategies=(strategy,), training=training, baseline=False)
+def options(marker: Path, mood: str, num_epochs: float = LONG) -> dict[str, Any]:
+    source = CELL.format(marker=str(marker), mood=mood)
+    return {"source": source, "num_epochs": num_epochs, "batch_size": 10}
 
 
 def call_once(marker: Path, function: Callable[[], object]) -> Future[float]:
@@ -101,14 +96,9 @@ def call_once(marker: Path, function: Callable[[], object]) -> Future[float]:
     return ThreadPoolExecutor().submit(call)
 
 
-def prepared(cluster: Cluster, folder: Path, strategy: str, mood: str) -> tuple[Training, Path]:
-    marker = folder / "marker"
-    return prepare(cluster, Store(folder), a_spec(strategy, marker, mood)), marker
-
-
 @pytest.mark.parametrize("strategy", ALL)
 def test_a_model_that_raises_on_one_rank_ends_the_run_for_all(cluster, tmp_path, strategy):
-    training, _ = prepared(cluster, tmp_path, strategy, RAISES)
+    training = prepared(cluster, tmp_path, strategy, **options(tmp_path / "marker", RAISES))
     with pytest.raises(RankError) as caught:
         training.run()
     ended = time.time()
@@ -129,7 +119,8 @@ def test_a_model_that_raises_on_one_rank_ends_the_run_for_all(cluster, tmp_path,
 def test_an_interrupt_ends_a_run_in_which_a_rank_waits_also_some_time_after_a_stop(
     cluster, tmp_path, strategy, is_stop
 ):
-    training, marker = prepared(cluster, tmp_path, strategy, SLEEPS)
+    marker = tmp_path / "marker"
+    training = prepared(cluster, tmp_path, strategy, **options(marker, SLEEPS))
     interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
     called = call_once(marker, training.stop if is_stop else interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -144,7 +135,8 @@ def test_an_interrupt_ends_a_run_in_which_a_rank_waits_also_some_time_after_a_st
 def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy, is_begun):
     """For a step, or for the run to begin."""
     marker = tmp_path / "marker"
-    (spec,) = a_spec(strategy, marker, SLEEPS if is_begun else "pass", SHORT).run_specs()
+    chosen = options(marker, SLEEPS if is_begun else "pass", SHORT)
+    spec = RunSpec(run_id=str(tmp_path), strategy=strategy, **chosen)
     if not is_begun:
         is_late = f"    if rank == 1: Path({str(marker)!r}).touch(); {SLEEPS}\n"
         source = spec.source.replace("def model():\n", f"def model():\n{is_late}")

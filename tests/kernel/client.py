@@ -4,13 +4,17 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
 from types import MappingProxyType
 from typing import Any
 
+import psutil
 from jupyter_client.manager import KernelManager
+
+from tests.cluster.rig import is_alive
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 Output = dict[str, Any]
@@ -25,8 +29,6 @@ class Cell:
     number: int = 0
     """The ``n`` of ``In [n]``."""
     status: str = ""
-    payload: list[Output] = field(default_factory=list)
-    """What the kernel asks the client to show in a pager: the text of ``name?``."""
     clears_next: bool = False
     """Whether the next output takes the place of all that stands there."""
     num_updates: int = 0
@@ -147,7 +149,6 @@ class Kernel:
                 break
         cell.seconds = time.monotonic() - began
         cell.number, cell.status = reply["execution_count"], reply["status"]
-        cell.payload = reply.get("payload", [])
         return cell
 
     def wait_for_text(self, request: str, text: str, *, timeout: float = 30.0) -> Cell:
@@ -188,11 +189,31 @@ class Kernel:
         """Return what ``print(expression)`` prints in the notebook."""
         return self.run(f"print({expression})").stdout.rstrip("\n")
 
-    def restart(self, *, now: bool = False) -> Cell:
-        """Restart the kernel as a client does, ``now``: by SIGKILL; load ddpnb anew."""
-        self.manager.restart_kernel(now=now)
+    def wait_for_value(self, expression: str, text: str, *, timeout: float = 60.0) -> None:
+        """Ask again and again until what ``print(expression)`` prints has a text in it."""
+        deadline = time.monotonic() + timeout
+        while text not in (found := self.value(expression)):
+            assert time.monotonic() < deadline, f"{expression} is still {found}, without {text}"
+            time.sleep(0.1)
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """All that it has started and that lives, and what that has started."""
+        started = psutil.Process(self.manager.provisioner.pid).children(recursive=True)
+        return [process for process in started if is_alive(process)]
+
+    @property
+    def run_folder(self) -> Path:
+        """Where its cluster has its files."""
+        return Path(
+            self.value("__import__('ddpnb').session.session.this_session()._cluster.folder")
+        )
+
+    def kill_and_restart(self) -> None:
+        """Kill the kernel by SIGKILL, and start one anew in its place, with ddpnb."""
+        self.manager.restart_kernel(now=True)
         self.client.wait_for_ready(timeout=60)
-        return self.run("%load_ext ddpnb")
+        self.run("%load_ext ddpnb")
 
     def stop(self) -> None:
         self.client.stop_channels()
@@ -244,3 +265,17 @@ class Kernel:
             if reply["parent_header"].get("msg_id") == request:
                 content: Output = reply["content"]
                 return content
+
+
+@contextmanager
+def kernel_in(
+    folder: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Kernel]:
+    """Yield a kernel with ddpnb in a folder with a ``data/``: no run lands in the repository."""
+    (folder / "data").mkdir()
+    kernel = Kernel(folder, environment)
+    try:
+        kernel.run("%load_ext ddpnb")
+        yield kernel
+    finally:
+        kernel.stop()

@@ -1,21 +1,10 @@
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.rig import DYNAMO
-from tests.kernel.client import Kernel
-
-
-@contextmanager
-def kernel_in(folder: Path) -> Iterator[Kernel]:
-    """Yield a kernel in a folder with a ``data/``, so that no run lands in the repository."""
-    (folder / "data").mkdir()
-    kernel = Kernel(folder)
-    kernel.run("%load_ext ddpnb")
-    yield kernel
-    kernel.stop()
+from tests.kernel.client import Kernel, kernel_in
 
 
 @pytest.fixture(scope="package")
@@ -42,7 +31,7 @@ def kernel_of_module(shared_kernel: Kernel) -> Kernel:
 
 
 def with_two_ranks(kernel: Kernel) -> Kernel:
-    ready = kernel.run(
+    assert kernel.run(
         f"""
 import os
 from ddpnb.session.session import this_session
@@ -57,8 +46,7 @@ if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks
         del os.environ[name]
     cluster = this_session()._cluster
 """
-    )
-    assert not ready.error, ready.error_text
+    ).passed
     return kernel
 
 

@@ -11,11 +11,8 @@ from tests.kernel.client import Cell, Kernel
 LONG = "%ddp_compare ddp --task digits --epochs 100000 --no-baseline --no-wait"
 
 
-def ended(kernel: Kernel, *, timeout: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout
-    while kernel.value("this_session().comparison is None") != "True":
-        assert time.monotonic() < deadline, "the comparison did not end"
-        time.sleep(0.1)
+def wait_for_end(kernel: Kernel) -> None:
+    kernel.wait_for_value("this_session().comparison is None", "True", timeout=30)
 
 
 @pytest.fixture
@@ -23,12 +20,10 @@ def training(kernel: Kernel) -> Iterator[Cell]:
     """A comparison that would take hours, a moment after its first updates."""
     request = kernel.begin(f"running = {LONG} --name long")
     cell = kernel.wait(request).passed
-    deadline = time.monotonic() + 30
-    while kernel.value("len(running.result.steps())") == "0":
-        assert time.monotonic() < deadline, "nothing was trained"
+    kernel.wait_for_value("len(running.result.steps()) > 0", "True", timeout=30)
     yield cell
     kernel.run("%ddp_interrupt")
-    ended(kernel)
+    wait_for_end(kernel)
 
 
 def test_while_it_trains_the_notebook_goes_on_and_everybody_knows(training: Cell, kernel: Kernel):
@@ -59,9 +54,8 @@ def test_interrupt_stops_it_and_keeps_what_was_trained(training: Cell, kernel: K
     kernel.run("first = len(running.result.steps())")
     began = time.monotonic()
     cell = kernel.run("%ddp_interrupt")
-    expected = "Interrupted the comparison; what it has trained is kept.\n"
-    assert cell.text == expected
-    ended(kernel)
+    assert cell.text == "Interrupted the comparison; what it has trained is kept.\n"
+    wait_for_end(kernel)
     print(f"stopped after {time.monotonic() - began:.2f} s")
     assert kernel.value("running") == "<comparison: stopped>"
     assert kernel.value("running.result.comparison.runs[0].status") == "stopped"
@@ -94,11 +88,10 @@ def test_one_that_ends_gives_its_result_and_shows_it_where_it_began(kernel: Kern
 
 def test_a_rank_that_dies_ends_it_and_is_shown_under_its_cell(training: Cell, kernel: Kernel):
     kernel.run("import os, signal\nos.kill(cluster.states[1].pid, signal.SIGKILL)")
-    ended(kernel)
+    wait_for_end(kernel)
     kernel.wait_until(lambda: "<table" in training.bundles("text/html")[-1])
     kernel.wait_until(lambda: "%ddp_restart" in training.stdout)
     assert "rank 1" in training.stdout
     assert "%ddp_restart --ranks 1" in training.stdout
     assert kernel.value("running") == "<comparison: failed>"
-    with_table = training.bundles("text/html")[-1]
-    assert "failed" in with_table
+    assert "failed" in training.bundles("text/html")[-1]

@@ -34,37 +34,19 @@ def test_a_comparison_ends_as_one_sentence_one_picture_and_one_table(compared: C
     assert "emulated on CPU threads" in text
 
 
-def test_efficiency_is_that_of_the_machine_times_that_of_communication(
-    compared: Cell, kernel: Kernel
-):
-    kernel.run("frame = small.to_frame().set_index('strategy')")
-    off = "(frame.machine * frame.communication - frame.efficiency).abs().max()"
-    assert kernel.value(f"{off} < 1e-9 or {off} != {off}") == "True"  # NaN where it is not parted
-    assert kernel.value("frame.communication['no-comm'], frame.final_loss.isna()['no-comm']") == (
-        "1.0 True"
-    )
-    assert kernel.value("frame.machine.isna()['single']") == "True"
-
-
 def test_the_results_methods(compared: Cell, kernel: Kernel):
     (output,) = kernel.run("small").outputs
     assert {"text/plain", "text/html", "image/png"} <= set(output["data"])
-    names = kernel.value("sorted(small.to_frame().strategy)")
+    kernel.run("frame = small.to_frame().set_index('strategy')")
+    names = kernel.value("sorted(frame.index)")
     assert names == "['async', 'ddp', 'dp', 'no-comm', 'single']"
+    assert kernel.value("[*frame.index[frame.final_loss.isna()]]") == "['no-comm']"
     assert kernel.value("len(small.steps()) >= 4 * 5") == "True"
     assert "samples/s" in kernel.run("print(small.table())").stdout
     assert len(kernel.run("small.plot()").bundles("image/png")) == 1
     assert "<table" in kernel.run("small.table()").bundles("text/html")[0]
     kernel.run("small.save('saved/small.html')")
     assert (kernel.folder / "saved" / "small.html").stat().st_size > 500
-
-
-def test_all_start_from_the_same_weights_and_see_the_same_samples(compared: Cell, kernel: Kernel):
-    first = kernel.value(
-        "small.steps().query('step == 0 and strategy != \"async\"')"
-        ".groupby('strategy').loss.mean().round(4).nunique()"
-    )
-    assert first == "1"
 
 
 def test_each_strategy_is_compared_at_its_best_learning_rate(kernel: Kernel):
@@ -94,14 +76,6 @@ def test_each_strategy_is_compared_at_its_best_learning_rate(kernel: Kernel):
     stored = "ddpnb.load('tuned').comparison"
     kernel.run("import ddpnb")
     assert kernel.value(f"(len({stored}.runs), len({stored}.other_rates))") == "(4, 2)"
-
-
-def test_learning_rates_cannot_be_tried_with_an_optimizer_of_ones_own(kernel: Kernel):
-    own = "\ndef optimizer(params):\n    return torch.optim.SGD(params, lr=0.1)\n"
-    refused = kernel.run(COMPARED.replace("--name lines", "--lr 0.1,0.2") + own).error_text
-    assert (
-        "A choice of --lr is for the default optimizer, and the cell defines optimizer" in refused
-    )
 
 
 def test_what_emulated_devices_need_is_said(kernel: Kernel):
@@ -163,6 +137,11 @@ WRONG = {
     "option": ("--epochs 1", "--epoxs 1", "did you mean --epochs?"),
     "cell": ("Linear(4, 2)", "Linear(5, 2)", "model(inputs) failed on a batch"),
     "target": ("--epochs 1", "--target accuracy=0.9 --eval-every 0", "leave --eval-every 0 out"),
+    "rates": (
+        "--name lines\n",
+        "--lr 0.1,0.2\ndef optimizer(params): ...\n",
+        "A choice of --lr is for the default optimizer, and the cell defines optimizer",
+    ),
     "ranks": ("--epochs 1", "--slow 7:3x", "There is no rank 7: the ranks are 0-1"),
 }
 """Mistakes that are found in the line, on the ranks, and beside what they found."""

@@ -37,9 +37,8 @@ def check_usable(kernel: Kernel) -> None:
 def test_after_an_error_the_failed_frame_is_looked_into(kernel: Kernel):
     assert kernel.run(FAILING).error == "RankError"
     cell, prompts = kernel.answer("%ddp_debug 1", "p local + 1000", "up", "p kept", "q")
-    assert not cell.error, cell.error_text
     assert prompts == ["[1] ipdb> "] * 4
-    assert {"1042", "11"} <= set(cell.by_rank[1])
+    assert {"1042", "11"} <= set(cell.passed.by_rank[1])
     assert 0 not in cell.by_rank
     assert kernel.run("%%ddp\nkept").by_rank == {0: ["10"], 1: ["11"]}
     check_usable(kernel)
@@ -48,8 +47,7 @@ def test_after_an_error_the_failed_frame_is_looked_into(kernel: Kernel):
 def test_a_rank_stops_at_a_breakpoint_while_the_others_wait(kernel: Kernel):
     lines = "p here * 100", "n", "n", "p there", "c"
     cell, _ = kernel.answer(f"%%ddp --debug 1\n{STOPPING}", *lines)
-    assert not cell.error, cell.error_text
-    assert "600" in cell.by_rank[1]
+    assert "600" in cell.passed.by_rank[1]
     assert cell.by_rank[0] == ["6 4.0"]
     assert cell.by_rank[1][-1] == "7 4.0"
     assert "hang" not in cell.text
@@ -59,9 +57,8 @@ def test_a_rank_stops_at_a_breakpoint_while_the_others_wait(kernel: Kernel):
 @pytest.mark.parametrize("last", ["breakpoint()", "breakpoint()\nz = y"])
 def test_a_breakpoint_in_the_last_lines_shows_the_cells_variables(kernel: Kernel, last: str):
     cell, prompts = kernel.answer(f"%%ddp --debug 1\ny = rank + 100\n{last}", "p y * 10", "c")
-    assert not cell.error, cell.error_text
     assert len(prompts) == 2
-    assert "1010" in cell.by_rank[1]
+    assert "1010" in cell.passed.by_rank[1]
     assert "IPython" not in cell.text
     check_usable(kernel)
 

@@ -39,24 +39,20 @@ before = torch.get_rng_state()
 
 @pytest.fixture(scope="module")
 def with_model(kernel_of_module: Kernel) -> Kernel:
-    cell = kernel_of_module.run(MODEL)
-    assert not cell.error, cell.error_text
+    assert kernel_of_module.run(MODEL).passed
     return kernel_of_module
 
 
 @pytest.mark.parametrize("line", ["%ddp_inspect only --batch x", "%ddp_check only"])
 def test_what_one_rank_lacks_is_named(with_model: Kernel, line: str):
-    cell = with_model.run(line)
-    assert cell.error == "UserError"
-    assert "On rank 1 alone: only is None" in cell.error_text
+    assert "On rank 1 alone: only is None" in with_model.run(line).refusal
 
 
 def test_a_step_of_ddp_is_shown_and_changes_nothing(with_model: Kernel):
     cell = with_model.run(
         '%ddp_inspect model --batch x --loss "nn.functional.cross_entropy(output, y)" '
         "--bucket-cap 0.001"
-    )
-    assert not cell.error, cell.error_text
+    ).passed
     (html,) = cell.bundles("text/html")
     assert html.count("<img") == 2  # a step with each of two sizes
     assert with_model.value("_.gradient_bytes") == str(4 * (8 * 64 + 3 * 64 + 64 * 4 + 4))
@@ -72,14 +68,12 @@ def test_a_failure_on_one_rank_frees_the_others(with_model: Kernel):
     assert cell.error == "RankError"
     assert "ValueError: on purpose" in cell.error_text
     with_model.run("%%ddp\nfails_at = 0")
-    again = with_model.run("%ddp_inspect model --batch x")
-    assert not again.error, again.error_text
+    assert with_model.run("%ddp_inspect model --batch x").passed
 
 
 def verdicts(kernel: Kernel, line: str) -> dict[str, str]:
     """Check, and return the verdict on each part."""
-    cell = kernel.run(f"found = {line}")
-    assert not cell.error, cell.error_text
+    assert kernel.run(f"found = {line}").passed
     found = kernel.value("{f'{e.part} {e.name}'.strip(): e.verdict.name for e in found.findings}")
     return dict(eval(found))
 
@@ -105,13 +99,11 @@ def test_samples_are_handed_out_on_the_ranks(with_model: Kernel):
 
 def test_a_comparison_is_predicted_from_and_looked_into(with_model: Kernel):
     line = "%ddp_compare async ddp --task digits --epochs 2 --slow 1:2x --name kept"
-    cell = with_model.run(line, timeout=120)
-    assert not cell.error, cell.error_text
-    predicted = with_model.run("%ddp_predict --ranks 1,2,64 --link 100GbE --run kept")
-    assert not predicted.error, predicted.error_text
+    assert with_model.run(line, timeout=120).passed
+    predicted = with_model.run("%ddp_predict --ranks 1,2,64 --link 100GbE --run kept").passed
     assert "Fitted to kept: a step costs" in predicted.text
     # the task of the last comparison, and what its workers read and wrote
     for line in ("%ddp_advise", "%ddp_inspect", "%ddp_inspect --run kept/async"):
-        assert not with_model.run(line).error
+        assert with_model.run(line).passed
     written = "_.updates.version.tolist()"
     assert with_model.value(f"{written} == list(range(1, len(_.updates) + 1))") == "True"

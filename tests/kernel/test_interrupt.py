@@ -7,18 +7,28 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from tests.cluster.rig import is_alive, wait_until
+from tests.cluster.rig import wait_until
 from tests.kernel.client import Cell, Kernel
 
 PREPARE = "%%ddp\nimport time, torch, torch.distributed as dist\nkept = rank + 10"
 LOOP = "while True: time.sleep(0.01)"
 COLLECTIVE = "dist.all_reduce(torch.ones(1)) if rank == 0 else time.sleep(1000)"
 
+LOADER = """
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 10_000
+    def __getitem__(self, index): time.sleep(0.01); return torch.ones(1)
+for batch in torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=2):
+    dist.all_reduce(batch)
+    print("begun", flush=True)
+"""
 BODIES = {
-    "collective": COLLECTIVE,
-    "native code": "import ctypes; ctypes.CDLL(None).pause()",
-    "child process": "import subprocess; subprocess.run(['sleep', '1000'])",
+    "collective": (f"print('begun')\n{COLLECTIVE}", 0),
+    "native code": ("print('begun')\nimport ctypes; ctypes.CDLL(None).pause()", 0),
+    "child process": ("print('begun')\nimport subprocess; subprocess.run(['sleep', '1000'])", 2),
+    "processes that load": (LOADER, 4),
 }
+"""Cells, and how many processes they start."""
 
 
 def interrupted(kernel: Kernel, source: str, *, shown: str) -> Cell:
@@ -35,45 +45,28 @@ def check_it_goes_on(kernel: Kernel) -> None:
     assert cell.seconds < 15
 
 
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
-def test_an_interrupt_stops_every_rank_and_keeps_the_variables(kernel: Kernel, body: str):
+@pytest.mark.parametrize(("body", "num_started"), BODIES.values(), ids=BODIES)
+def test_an_interrupt_stops_every_rank_and_what_it_has_started_and_keeps_the_variables(
+    kernel: Kernel, body: str, num_started: int
+):
     kernel.run(PREPARE)
-    cell = interrupted(kernel, f"%%ddp\nprint('begun')\n{body}", shown="begun")
+    before = kernel.processes
+
+    def started() -> list[psutil.Process]:
+        return [process for process in kernel.processes if process not in before]
+
+    request = kernel.begin(f"%%ddp\n{body}")
+    kernel.wait_for_text(request, "begun")
+    wait_until(lambda: len(started()) == num_started, "what the cell starts")
+    kernel.interrupt()
+    cell = kernel.wait(request)
     assert cell.status == "error"
     assert cell.error == "KeyboardInterrupt"
     assert len(cell.error_text.splitlines()) == 1
     assert "variables are kept" in cell.error_text
     assert cell.seconds < 15
     check_it_goes_on(kernel)
-
-
-LOADER = """%%ddp
-class Slow(torch.utils.data.Dataset):
-    def __len__(self): return 10_000
-    def __getitem__(self, index): time.sleep(0.01); return torch.ones(1)
-for batch in torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=2):
-    dist.all_reduce(batch)
-    print("begun", flush=True)
-"""
-
-
-def test_an_interrupt_ends_the_workers_of_a_data_loader(kernel: Kernel):
-    kernel.run(PREPARE)
-    pids = kernel.run("%%ddp\nimport os\nprint(os.getpid())").by_rank
-    ranks = [psutil.Process(int(lines[0])) for lines in pids.values()]
-    before = [child for rank in ranks for child in rank.children(recursive=True)]
-    assert not any(map(is_alive, before))
-    request = kernel.begin(LOADER)
-    kernel.wait_for_text(request, "begun")
-    workers = [child for rank in ranks for child in rank.children() if child not in before]
-    assert len(workers) == 4
-    kernel.interrupt()
-    cell = kernel.wait(request)
-    assert cell.error == "KeyboardInterrupt"
-    assert cell.seconds < 15
-    check_it_goes_on(kernel)
-    _, alive = psutil.wait_procs(workers, timeout=30)
-    assert not alive
+    wait_until(lambda: not started(), "the end of what the cell has started")
 
 
 BUSY = """

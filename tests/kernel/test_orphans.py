@@ -3,10 +3,7 @@
 How a cluster ends with a kernel that is killed: ``tests/cluster/test_orphans.py``.
 """
 
-import json
 from pathlib import Path
-
-import psutil
 
 from tests.cluster.rig import wait_until, wait_until_gone
 from tests.kernel.client import Kernel
@@ -19,25 +16,18 @@ WAITING = """%%ddp --no-wait
 import time, torch.distributed as dist
 dist.barrier() if rank else time.sleep(1000)
 """
-DESCRIBE = """
-import json, psutil
-from ddpnb.session.session import this_session
-pids = [child.pid for child in psutil.Process().children(recursive=True)]
-print(json.dumps([str(this_session()._cluster.folder), pids]))
-"""
 
 
 def test_nothing_of_a_cluster_outlives_its_kernel(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     try:
         for source in (START, CHILD, WAITING):
-            assert not kernel.run(source).error
-        folder, pids = json.loads(kernel.run(DESCRIBE).lines[-1])
-        processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+            assert kernel.run(source).passed
+        folder, processes = kernel.run_folder, kernel.processes
         assert len(processes) >= 6
-        assert Path(folder).exists()
+        assert folder.exists()
         kernel.manager.shutdown_kernel(now=False)
         wait_until_gone(processes, timeout=10)
-        wait_until(lambda: not Path(folder).exists(), "the end of the run folder")
+        wait_until(lambda: not folder.exists(), "the end of the run folder")
     finally:
         kernel.manager.shutdown_kernel(now=True)

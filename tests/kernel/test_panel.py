@@ -1,18 +1,9 @@
 """The panel as a kernel sees it; what a person sees is in tests/browser."""
 
-import time
-
 from tests.cells import COMPARED
 from tests.kernel.client import Kernel
 
 PANEL = "panel = get_ipython().magics_manager.registry['DdpMagics'].panel"
-
-
-def wait_for_status(kernel: Kernel, word: str) -> None:
-    deadline = time.monotonic() + 60
-    while word not in kernel.value("panel.status.value"):
-        assert time.monotonic() < deadline, kernel.value("panel.status.value")
-        time.sleep(0.1)
 
 
 def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel):
@@ -28,7 +19,7 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
     assert kernel.run(setting).passed
     magic = "%%ddp_compare ddp --epochs 1 --batch-size 32"
     assert kernel.value("panel.magic.value.splitlines()[0]") == magic
-    wait_for_status(kernel, "Finished")
+    kernel.wait_for_value("panel.status.value", "Finished")
     for cell in (first, again):
         assert len(cell.bundles("image/png")) == 1
         assert "ddp" in cell.bundles("text/html")[-1]
@@ -46,4 +37,4 @@ def test_run_and_stop_at_the_wrong_moment_are_reported(kernel: Kernel):
     kernel.run("panel.run.click()")
     assert "A comparison is training on the ranks" in kernel.value("panel.status.value")
     kernel.run("panel.stop.click()")
-    wait_for_status(kernel, "Stopped")
+    kernel.wait_for_value("panel.status.value", "Stopped")

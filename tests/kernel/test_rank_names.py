@@ -35,7 +35,7 @@ COMPLETED = {
 
 @pytest.fixture
 def names(kernel: Kernel) -> Kernel:
-    assert not kernel.run(DEFINED).error
+    assert kernel.run(DEFINED).passed
     kernel.run("held_here = 1")
     return kernel
 

@@ -86,10 +86,9 @@ CASES = {
 def exported(kernel: Kernel, name: str, line: str, cell: str) -> str:
     """Compare and export; return the line that runs the script."""
     magic = "%%ddp_compare" if cell else "%ddp_compare"
-    trained = kernel.run(f"{magic} {line} --no-baseline --seed 3 --name {name}{cell}", timeout=240)
-    assert not trained.error, trained.error_text
-    written = kernel.run(f"import ddpnb\n%ddp_export {name} {name}.py")
-    assert not written.error, written.error_text
+    compare = f"{magic} {line} --no-baseline --seed 3 --name {name}{cell}"
+    assert kernel.run(compare, timeout=240).passed
+    written = kernel.run(f"import ddpnb\n%ddp_export {name} {name}.py").passed
     (command,) = re.findall(r"^    (TORCH.* torchrun .*\.py)$", written.stdout, re.MULTILINE)
     assert command in (kernel.folder / f"{name}.py").read_text()
     return str(command)

@@ -46,7 +46,3 @@ def test_a_collective_is_run_and_shown(kernel: Kernel):
     assert "rank 1: [20 21 22 23] -> [20 21 22 23]" in cell.text
     assert cell.bundles("image/png")
     assert not kernel.run("%ddp_show all_reduce --ranks 1 --size 4kB").error
-
-
-def test_what_cannot_be_shown_is_a_mistake(kernel: Kernel):
-    assert kernel.run("%ddp_show all_reduce --save x.json").error == "UserError"

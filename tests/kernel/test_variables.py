@@ -11,11 +11,7 @@ from tests.kernel.client import Kernel, both
 
 def files_left(kernel: Kernel) -> list[str]:
     """The files of variables in the run folder."""
-    return [path.name for path in run_folder(kernel).glob("variables-*")]
-
-
-def run_folder(kernel: Kernel) -> Path:
-    return Path(kernel.value("this_session()._cluster.folder"))
+    return [path.name for path in kernel.run_folder.glob("variables-*")]
 
 
 def test_push_and_pull(kernel: Kernel):

@@ -8,7 +8,7 @@ import pytest
 
 from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, torch_internals  # noqa: F401
 from ddpnb.compat.probe import PROBES
-from tests.kernel.client import Kernel, both
+from tests.kernel.client import Kernel, both, kernel_in
 
 SENTENCES = [each.sentence for each in PROBES]
 
@@ -16,19 +16,12 @@ SENTENCES = [each.sentence for each in PROBES]
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """A kernel in which each probe fails, with two ranks."""
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "data").mkdir()
     here = Path(__file__).parent
     paths = [str(here / "broken"), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        kernel = Kernel(folder)
-    kernel.run("%load_ext ddpnb")
-    started = kernel.run("%ddp_start -n 2 --device cpu")
-    assert not started.error, started.error_text
-    assert_all_shown(started.text)
-    yield kernel
-    kernel.stop()
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with kernel_in(tmp_path_factory.mktemp("project"), environment) as kernel:
+        assert_all_shown(kernel.run("%ddp_start -n 2 --device cpu").passed.text)
+        yield kernel
 
 
 def assert_all_shown(text: str) -> None:
@@ -53,8 +46,7 @@ display(HTML("<b>shown</b>"))
 print(hasattr(dist.ProcessGroup.allreduce, "__wrapped__"))
 total.shape
 """
-    )
-    assert not cell.error, cell.error_text
+    ).passed
     assert cell.by_rank == both("sum 2.0", "False", "", "torch.Size([1])")
     assert "aside" in cell.stderr
     assert cell.bundles("text/html").count("<b>shown</b>") == 1
@@ -71,8 +63,7 @@ def test_mistakes_are_shown_and_refused(kernel: Kernel):
 
 def test_strategies_are_trained_and_zero_alone_is_refused_in_a_sentence(kernel: Kernel):
     line = "%ddp_compare ddp async --task digits --epochs 1 --data-workers 1"
-    cell = kernel.run(line, timeout=200)
-    assert not cell.error, cell.error_text
+    cell = kernel.run(line, timeout=200).passed
     assert "ddp" in cell.text
     assert "async" in cell.text
     cell = kernel.run("%ddp_compare zero --task digits --epochs 1", timeout=200)

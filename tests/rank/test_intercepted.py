@@ -5,10 +5,9 @@ import contextlib
 import pytest
 import torch.distributed as dist
 
-from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.trace import recording
-from ddpnb.rank.meter import Meter
+from ddpnb.rank.meter import Account, Meter
 
 SETUP = """
 import threading, time
@@ -59,13 +58,6 @@ RIGHT = {
         "net = DDP(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))\n"
         "with Join([net]):\n"
         "    for _ in range(3 + rank): net(torch.ones(1, 3)).sum().backward()"
-    ),
-    "compiled": (
-        "@torch.compile(backend='eager')\n"
-        "def double(value):\n"
-        "    dist.all_reduce(value)\n"
-        "    return 2 * value\n"
-        "found = double(torch.ones(3)).tolist()"
     ),
 }
 

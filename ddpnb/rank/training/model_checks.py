@@ -18,10 +18,13 @@ from ddpnb.protocol.notation import Choice, parse_strategy
 from ddpnb.rank.random_state import preserve_globals, seed_everything
 from ddpnb.rank.strategies.fsdp import layers_of
 from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, split_step
-from ddpnb.rank.tasks.batches import Tree, shape_of
+from ddpnb.rank.tasks.batches import shape_of
+from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.evaluation import number_of, pair_of
 from ddpnb.rank.worker import Batch, Worker, state_of
 
+NUM_FEW = 8
+"""Samples that a loss is looked at with."""
 SMALLEST = 1e-6
 """A loss below is rounding alone: nothing is concluded from it."""
 
@@ -129,25 +132,20 @@ def attempt(failed: str, call: Callable[[], Result]) -> Result:
 # -- losses -------------------------------------------------------------------------------------
 
 
-def refuse_sum(worker: Worker, fetch: Callable[[Tensor], Tree], indices: Tensor) -> None:
+def refuse_sum(context: RunContext, worker: Worker) -> None:
     """Refuse a loss that doubles when each sample is there twice: a sum, and no mean.
 
     The model is in evaluation mode, and random numbers are seeded alike for each evaluation.  What
     draws them all the same, such as a VAE's loss, or is computed for one number of samples alone,
     cannot be checked so.
-
-    Args:
-        worker: its model is in training mode.
-        fetch: returns the samples with these numbers, on the worker's device.
-        indices: of a few samples.
     """
-    step = worker.training_step
+    step, indices = worker.training_step, context.first_indices(NUM_FEW)
     is_short = isinstance(step, Supervised)
 
     def loss_of(numbers: Tensor, seed: int = 0) -> float:
         seed_everything(seed)
         with torch.set_grad_enabled(not is_short):  # a step may need gradients
-            return split_step(step(worker.model, fetch(numbers)))[0].item()
+            return split_step(step(worker.model, context.samples(numbers)))[0].item()
 
     worker.model.eval()
     with preserve_globals(worker.device):

@@ -1,4 +1,5 @@
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def test_a_result_is_saved_as_page_picture_and_numbers(result: ComparisonResult,
         assert result.save(folder / name).startswith(f"{folder / name}: ")
     html = (folder / "it.html").read_text()
     check_html(html.removeprefix("<!doctype html>"))
-    assert "data:image/png;base64," in html
+    assert all(piece in html for piece in ("data:image/png;base64,", "@media print"))
+    assert not re.search(r'(?:src|href)="(?!data:)', html), "it needs nothing beside it"
     assert "def model(): ...  # &lt;script&gt;" in html
     assert "2.13.0" in html
     assert result.sentence() in html

@@ -1,4 +1,5 @@
-"""Runs with little or nothing in them: one sentence or a picture, never a traceback."""
+"""Stored runs are listed, shown in full, drawn, exported and deleted, also those with little or
+nothing in them: one sentence or a picture, never a traceback."""
 
 import re
 
@@ -38,7 +39,7 @@ LOSSES = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def odd_runs(kernel_of_module: Kernel) -> None:
+def stored(kernel_of_module: Kernel) -> None:
     """What the store holds: odd losses, nothing at all, two tasks."""
     odd = [ODD.format(name=name, loss=loss) for name, loss in LOSSES.items()]
     for source in (*odd, EMPTY):
@@ -53,7 +54,7 @@ def odd_runs(kernel_of_module: Kernel) -> None:
 
 DRAWN = [*LOSSES, "empty", "empty/ddp", "diverged", "of-digits/ddp", "of-digits of-noise"]
 DRAWN += ["of-noise nans empty", "nans infinite diverged empty"]
-KINDS = ("csv", "runs.csv", "html", "png")
+KINDS = ("csv", "runs.csv", "html", "png", "svg")
 
 
 @pytest.mark.parametrize("options", ["", " --log --target 0.3"])
@@ -74,8 +75,28 @@ def test_what_differs_and_what_went_wrong_is_shown(kernel: Kernel):
 
 def test_odd_runs_are_shown_in_full_and_exported(kernel: Kernel):
     for name in (*LOSSES, "empty", "diverged"):
-        lines = [f"%ddp_export {name} {name}.{kind}" for kind in KINDS]
-        shown = f"import ddpnb\nddpnb.load('{name}').to_frame().shape"
-        cell = kernel.run("\n".join([f"%ddp_runs --show {name}", *lines, shown])).passed
+        lines = [f"%ddp_export {name} {name}.{kind}" for kind in KINDS[:-1]]
+        twins = f"import ddpnb\nddpnb.load('{name}').to_frame().shape\n"
+        twins += f"ddpnb.export('{name}', path='{name}.svg')"
+        cell = kernel.run("\n".join([f"%ddp_runs --show {name}", *lines, twins])).passed
         assert not cell.stderr
         assert all((kernel.folder / f"{name}.{kind}").stat().st_size > 0 for kind in KINDS)
+
+
+def test_runs_are_listed_by_what_they_are_and_shown_with_all_that_repeats_them(kernel: Kernel):
+    assert re.search(r"^of-digits/ddp ", kernel.run("%ddp_runs of-d").text, re.MULTILINE)
+    for words in ("of-d", "--last 1"):
+        assert "of-noise/ddp" not in kernel.run(f"%ddp_runs {words}").text
+    assert "--last" in kernel.run("%ddp_runs --last 0").refusal
+    cell = kernel.run("%ddp_runs --show of-digits").passed
+    magic = "%ddp_compare ddp --task digits --epochs 0.3 --batch-size 256 --lr 0.05 --momentum 0 "
+    assert magic in cell.text
+    assert magic in cell.bundles("text/html")[0]
+    for what in ("torch ", "python ", "CPU ", "GPUs ", "threads of each rank ", "backend gloo"):
+        assert f"\n{what}" in re.sub(" +", " ", cell.text)
+
+
+def test_deleting_is_said(kernel: Kernel):
+    assert kernel.run("%ddp_runs --delete of-noise").lines == ["Deleted of-noise/ddp#1."]
+    assert "of-noise/ddp" not in kernel.run("%ddp_runs").text
+    assert kernel.run("%ddp_runs --delete of-noise").error == "UserError"
