@@ -44,8 +44,8 @@ from ddpnb.session.inside import (
 from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
-from ddpnb.session.status import describe_ranks, status_table, with_notes
-from ddpnb.session.variables import NotebookFunctions
+from ddpnb.session.status import describe_ranks, status_table
+from ddpnb.session.variables import FUNCTIONS, NotebookFunctions
 from ddpnb.session.variables import pull as pull_from
 from ddpnb.session.variables import push as push_to
 from ddpnb.twins import twin
@@ -105,11 +105,10 @@ def status() -> Table:
     session = this_session()
     cluster, running = session.cluster(allow_lost=True), session.comparison
     if running is None:
-        return with_notes(status_table(cluster, cluster.busy), cluster)
+        return status_table(cluster, cluster.busy)
     training = running.training
     progress = progress_of(training.recorder.comparison) if training else "being checked"
-    note = f"a comparison is training: {progress}"
-    return with_notes(status_table(cluster, cluster.ranks, [note]), cluster)
+    return status_table(cluster, cluster.ranks, [f"a comparison is training: {progress}"])
 
 
 @twin()
@@ -207,6 +206,7 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 
 
 @twin(
+    FUNCTIONS,
     options_of(ComparisonSpec),
     options_of(PlotOptions, "log", "target", "panels"),
     TRAINING_OPTIONS,
@@ -214,17 +214,11 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 def compare(
     *strategies: str,
     source: Path | str = "",
-    model: object = None,
-    data: object = None,
-    loss: object = None,
-    metric: object = None,
-    training_step: object = None,
-    validation_step: object = None,
-    optimizer: object = None,
-    collate_fn: object = None,
     **choices: Any,
 ) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
+
+    Functions and classes of the notebook travel with the names that they use.
 
     Args:
         *strategies: ``"ddp"``, with options ``"ddp:hook=fp16"``, or the name of a class in
@@ -232,15 +226,6 @@ def compare(
         source: a cell that defines ``model()`` and ``data(split)``, optionally
             what docs/your-code.md lists, and a strategy of your own; or a file,
             ``"cell.py"``.
-        model: in place of ``source``: a function that returns a new model.  Functions and
-            classes of the notebook travel with the names that they use.
-        data: with ``model``: a function of ``"train"`` or ``"test"`` that returns samples.
-        loss: and the following, with ``model``: functions as a cell defines them.
-        metric: of all held-out outputs and their targets.
-        training_step: of model and batch.
-        validation_step: likewise, on held-out samples.
-        optimizer: of the parameters.
-        collate_fn: of the items of a batch.
         **choices: as listed.
 
     Returns:
@@ -252,18 +237,7 @@ def compare(
         UserError: something cannot be trained; nothing has been trained then.
         RankError: a strategy failed; the others have been trained.
     """
-    functions = NotebookFunctions.of(
-        {
-            "model": model,
-            "data": data,
-            "loss": loss,
-            "metric": metric,
-            "training_step": training_step,
-            "validation_step": validation_step,
-            "optimizer": optimizer,
-            "collate_fn": collate_fn,
-        }
-    )
+    functions = NotebookFunctions.of(choices)
     if functions is not None and (source or "task" in choices):
         other = "source" if source else "task"
         raise UserError(
