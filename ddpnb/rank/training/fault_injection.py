@@ -60,7 +60,7 @@ class FaultInjector:
         if self._sleeps and (spec.jitter > 0 or any(fault.factor > 1 for fault in self._slow)):
             alone = context.worker("m", num_steps=1)
             seconds = measure_compute_seconds(alone, context.usual_batch())
-        own = Compute(0.0, seconds_per_pass=seconds)
+        own = Compute(0.0, fixed=seconds)
         self._times = ComputeTimes(compute=own, slow=self._slow, jitter=spec.jitter, seed=spec.seed)
         self._device = context.device
         self._seconds, self._step = 0.0, 0
