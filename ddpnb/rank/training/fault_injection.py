@@ -49,7 +49,7 @@ class FaultInjector:
 
     def __init__(self, metrics: RunMetrics) -> None:
         context, self._metrics = metrics.context, metrics
-        spec, workers, is_new = context.spec, context.workers, context.rejoin_info is None
+        spec, workers, is_new = context.spec, context.workers, context.here.rejoin_info is None
         self._workers = workers
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = parse_kills(spec.kill).items() if is_new else ()
