@@ -224,9 +224,6 @@ def _train(
         if context.here.cancellation.is_aborted:  # a strategy may never wait for the others
             raise RunCancelledError("This rank was ended with the others.")
         batch = context.batch(shard, tree)
-        if fault_injector.is_kill_due:
-            metrics.add(clock.stop())  # steps that a GPU has yet to finish
-            fault_injector.kill()
         fault_injector.begin_step()
         clock.begin_step(batch.num_samples)
         loss = strategy.step(batch)
