@@ -380,7 +380,7 @@ class CellSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Prompt:
     """What a rank asks with ``input()``; its debugger does so too."""
 
     text: str

@@ -101,10 +101,9 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
         return cells.interruptible(
             lambda: loop.run(
                 spec,
-                surroundings_of(engine, spec),
+                replace(surroundings_of(engine, spec), rejoin_info=rejoin_info),
                 publish=publisher.publish,
                 should_stop=engine.stop_wanted.is_set,
-                rejoin_info=rejoin_info,
                 keep=functools.partial(trained.keep, spec),
             )
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import re
 import signal
 import sys
@@ -45,6 +46,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     while the cell runs.
     """
     rank = engine.group.rank
+    os.truncate(engine.group.folder / f"rank-{rank}.log", 0)  # last words are this cell's
     cell, num_outputs = id_of(engine.kernel.get_parent("shell")), engine.sending.num_outputs
     with contextlib.ExitStack() as opened:
         publisher = opened.enter_context(closing(Publisher(rank=rank, run_id=spec.run_id)))

@@ -38,6 +38,14 @@ def wait_for_kernel(page: Page) -> None:
     page.wait_for_function(KERNEL_IS_THERE, timeout=90_000)
 
 
+def open_notebook(page: Page, address: str, path: str) -> None:
+    """Open a notebook below the folder of JupyterLab."""
+    page.goto(address.format(path=path))
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+    page.wait_for_selector(".jp-NotebookPanel-toolbar")
+    page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
+
+
 def find_chromium() -> str:
     """Return the path of Chromium; where there is none, skip, but fail in CI."""
     names = ["chromium", "chromium-browser", "google-chrome"]

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Locator, Page, TimeoutError
 
 from ddpnb.reports.figures.figure import WIDTH
 from ddpnb.reports.style import SMALL_POINTS
-from tests.browser.lab import SCREENSHOTS, wait_for_kernel
+from tests.browser.lab import SCREENSHOTS, open_notebook, wait_for_kernel
 from tests.lessons import SOLUTIONS, shortened
 
 LESSON = SOLUTIONS[0]
@@ -41,19 +41,11 @@ def folder(lab_folder: Path) -> Path:
 def lesson(chromium: Browser, lab_address: str, folder: Path) -> Iterator[Page]:
     """The lesson, open in JupyterLab in a folder of its own."""
     page = chromium.new_page(viewport={"width": 1366, "height": 768})
-    open_notebook(page, lab_address, LESSON.name)
+    open_notebook(page, lab_address, f"lesson/notebooks/{LESSON.name}")
     wait_for_kernel(page)
     yield page
     use_theme(page, "JupyterLab Light")
     page.close()
-
-
-def open_notebook(page: Page, address: str, name: str) -> None:
-    """Open a notebook of the folder."""
-    page.goto(address.format(path=f"lesson/notebooks/{name}"))
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
-    page.wait_for_selector(".jp-NotebookPanel-toolbar")
-    page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
 
 
 def use_theme(page: Page, name: str) -> None:
@@ -147,7 +139,7 @@ def test_a_saved_notebook_shows_figure_and_table_without_a_kernel(
     saved = json.loads(original.read_text())
     saved["metadata"]["kernelspec"] = {"name": "gone", "display_name": "gone", "language": ""}
     (folder / "notebooks" / "saved.ipynb").write_text(json.dumps(saved))
-    open_notebook(lesson, lab_address, "saved.ipynb")
+    open_notebook(lesson, lab_address, "lesson/notebooks/saved.ipynb")
     if (dialog := lesson.locator(".jp-Dialog")).count():  # it asks for a kernel
         dialog.get_by_role("button", name="No Kernel").click()
     race = lesson.locator(".jp-CodeCell").nth(RACE - 1)

@@ -9,7 +9,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.browser.lab import wait_for_kernel
+from tests.browser.lab import open_notebook, wait_for_kernel
 from tests.browser.test_lab import command, screenshot
 
 PANEL = 1
@@ -27,10 +27,8 @@ def page(chromium: Browser, lab_folder: Path, lab_address: str) -> Iterator[Page
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(notebook, lab_folder / "panel" / "panel.ipynb")
     page = chromium.new_page(viewport={"width": 1600, "height": 1100})
-    page.goto(lab_address.format(path="panel/panel.ipynb"))
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+    open_notebook(page, lab_address, "panel/panel.ipynb")
     wait_for_kernel(page)
-    page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
     for index in (0, PANEL):
         cell(page, index).locator(".jp-InputArea-editor").click()
         command(page, "notebook:run-cell")

@@ -31,18 +31,6 @@ from tests.cluster.rig import (
 THREADS = max(1, num_cores() // 2)
 
 
-def test_every_rank_reports_where_it_lives(cluster: Cluster):
-    states = cluster.states
-    assert [(s.rank, s.world_size) for s in states] == [(0, 2), (1, 2)]
-    assert [(s.device, s.backend, s.num_threads) for s in states] == [("cpu", "gloo", THREADS)] * 2
-    descendants = {process.pid for process in processes_of(cluster)}
-    pids = [state.pid for state in states]
-    assert len(set(pids)) == 2
-    assert set(pids) <= descendants
-    assert cluster.living == cluster.ranks == (0, 1)
-    assert cluster.lost is None
-
-
 def test_a_folder_that_was_removed_is_named(tmp_path, monkeypatch, folders: list[Path]):
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()

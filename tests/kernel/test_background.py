@@ -1,7 +1,6 @@
 """A comparison in the background: the notebook goes on while it trains."""
 
 import re
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -29,9 +28,7 @@ def training(kernel: Kernel) -> Iterator[Cell]:
 def test_while_it_trains_the_notebook_goes_on_and_everybody_knows(training: Cell, kernel: Kernel):
     assert len(training.bundles("image/png")) == 1
     before = training.num_updates
-    seconds = [kernel.run("1 + 1").seconds for _ in range(20)]
-    print(f"a cell took {sorted(seconds)[10]:.3f} s, at most {max(seconds):.3f} s")
-    assert max(seconds) < 10
+    assert max(kernel.run("1 + 1").seconds for _ in range(20)) < 10
     kernel.wait_until(lambda: training.num_updates > before)
     assert len(training.outputs) == 3
     (again,) = kernel.run("%ddp_plot").bundles("image/png")
@@ -52,11 +49,9 @@ def test_while_it_trains_the_notebook_goes_on_and_everybody_knows(training: Cell
 
 def test_interrupt_stops_it_and_keeps_what_was_trained(training: Cell, kernel: Kernel):
     kernel.run("first = len(running.result.steps())")
-    began = time.monotonic()
     cell = kernel.run("%ddp_interrupt")
     assert cell.text == "Interrupted the comparison; what it has trained is kept.\n"
     wait_for_end(kernel)
-    print(f"stopped after {time.monotonic() - began:.2f} s")
     assert kernel.value("running") == "<comparison: stopped>"
     assert kernel.value("running.result.comparison.runs[0].status") == "stopped"
     assert kernel.value("len(running.result.steps()) >= first > 0") == "True"

@@ -1,4 +1,7 @@
-"""A kernel that dies while it trains: what was trained is read by the next one."""
+"""A kernel that ends: no process and no file of its cluster is left, and all that was stored is.
+
+How a cluster ends with a kernel that is killed: ``tests/cluster/test_orphans.py``.
+"""
 
 from pathlib import Path
 
@@ -8,6 +11,22 @@ from tests.kernel.client import kernel_in
 
 LINE = "%ddp_compare ddp --task digits --epochs 100000"
 """It would train for hours."""
+CHILD = "%%ddp\nimport subprocess\nchild = subprocess.Popen(['sleep', '1000'])"
+WAITING = """%%ddp --no-wait
+import time, torch.distributed as dist
+dist.barrier() if rank else time.sleep(1000)
+"""
+
+
+def test_nothing_of_a_cluster_outlives_its_kernel(tmp_path: Path):
+    with kernel_in(tmp_path) as kernel:
+        for source in ("%ddp_start -n 2 --device cpu", CHILD, WAITING):
+            assert kernel.run(source).passed
+        folder, processes = kernel.run_folder, kernel.processes
+        assert len(processes) >= 6
+        assert folder.exists()
+    wait_until_gone(processes, timeout=10)
+    wait_until(lambda: not folder.exists(), "the end of the run folder")
 
 
 def num_stored(project: Path) -> int:

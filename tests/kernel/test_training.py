@@ -60,17 +60,6 @@ def test_a_wrong_method_is_one_sentence(kernel: Kernel):
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
 
 
-def test_data_of_other_sizes_on_other_ranks_are_refused(kernel: Kernel):
-    cell = kernel.run(
-        "%%ddp_compare ddp async --batch-size 10\n"
-        "import torch\ndef model(): return torch.nn.Linear(4, 2)\n"
-        "def data(split):\n"
-        "    num = 50 + 10 * rank\n"
-        "    return torch.randn(num, 4), torch.zeros(num).long()"
-    )
-    assert "data('train') has 50 samples on rank 0 and 60 samples on rank 1; " in cell.refusal
-
-
 def test_an_error_in_the_models_forward_begins_there(kernel: Kernel):
     model = """
 class Fragile(nn.Linear):

@@ -77,7 +77,7 @@ def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
         found = measured(
             lambda: subject.loss_of(model, copied(subject.batch)).backward(), num_samples
         )
-        fastest = torch.tensor([found.seconds_per_sample], dtype=torch.float64)
+        fastest = torch.tensor([found.per_sample], dtype=torch.float64)
         dist.all_reduce(fastest, op=dist.ReduceOp.MIN)  # takes part: every rank
         compute = Compute(fastest.item())
     size = num_bytes(each for each in model.parameters() if each.requires_grad)

@@ -21,6 +21,7 @@ from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
 from ddpnb.rank.tasks.base import OptimizerFactory, split_step
 from ddpnb.rank.tasks.batches import Shard, copied
 from ddpnb.rank.training.context import Surroundings, build_context
+from ddpnb.rank.training.model_checks import attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +47,9 @@ def find(spec: InspectSpec, here: Surroundings) -> Found:
     """
     with preserve_globals(torch.device(here.state.device)):
         subject = subject_of(spec, here)
-        try:
+        with attempt(f"{spec.title} cannot be copied and called with its batch"):
             model = subject.make_model()
             loss = subject.loss_of(model, copied(subject.batch))
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"{spec.title} cannot be copied and called with its batch: "
-                f"{summary_of(error).rstrip('.')}."
-            ) from error
         if not loss.requires_grad:
             raise UserError("The loss does not depend on any parameter that needs a gradient.")
         model.zero_grad()

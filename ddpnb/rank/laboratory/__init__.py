@@ -53,8 +53,7 @@ class ComputeTimes:
 
     def work(self, num_samples: int, num_passes: int = 1) -> float:
         """Return the seconds of passes over some samples together, on a device that is not slow."""
-        per_sample, per_pass = self.compute
-        return num_passes * per_pass + per_sample * num_samples
+        return self.compute.of(num_samples) + (num_passes - 1) * self.compute.fixed
 
     def step(self, rank: int, step: int, num_samples: int) -> float:
         """Return the seconds of a whole step, without any exchange."""

@@ -42,6 +42,8 @@ class Surroundings:
     """What tracebacks call the comparison's cell."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
     """Ends waits that are not the group's, and runs, when the group is aborted."""
+    rejoin_info: RejoinInfo | None = None
+    """Where this rank joins if the others train already; it is in no group then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,6 @@ class RunContext:
     plan: Plan
     task: Task
     schedule: BatchSchedule
-    rejoin_info: RejoinInfo | None = None
-    """Where this rank joins, if the others train already."""
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
@@ -123,7 +123,7 @@ class RunContext:
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
             laboratory=self.laboratory,
             delay=delay,
-            joins=self.rejoin_info is not None,
+            joins=self.here.rejoin_info is not None,
             num_prefetched=NUM_PREFETCHED * self.num_data_workers,
             cancellation=self.here.cancellation,
         )
@@ -150,7 +150,7 @@ class RunContext:
 
     def barrier(self) -> None:
         """Wait for the other ranks.  Takes part: every rank of the plan, which is one or all."""
-        if self.plan.num_ranks == 1 or self.rejoin_info is not None:
+        if self.plan.num_ranks == 1 or self.here.rejoin_info is not None:
             return
         dist.barrier(device_ids=[self.device.index] if self.state.backend == "nccl" else None)
 
@@ -229,9 +229,7 @@ class RunContext:
         return self.task.has_loss or not (self.is_own and self.task.has_measures)
 
 
-def build_context(
-    spec: RunSpec, here: Surroundings, *, rejoin_info: RejoinInfo | None = None
-) -> RunContext:
+def build_context(spec: RunSpec, here: Surroundings) -> RunContext:
     """Load the task and find out which ranks take part.
 
     Raises:
@@ -260,5 +258,4 @@ def build_context(
         plan=plan,
         task=task,
         schedule=schedule,
-        rejoin_info=rejoin_info,
     )

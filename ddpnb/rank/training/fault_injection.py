@@ -18,7 +18,7 @@ import os
 import signal
 import time
 from functools import partial
-from typing import NoReturn, final
+from typing import final
 
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.messages import Mark, MarkKind
@@ -49,7 +49,7 @@ class FaultInjector:
 
     def __init__(self, metrics: RunMetrics) -> None:
         context, self._metrics = metrics.context, metrics
-        spec, workers, is_new = context.spec, context.workers, context.rejoin_info is None
+        spec, workers, is_new = context.spec, context.workers, context.here.rejoin_info is None
         self._workers = workers
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = parse_kills(spec.kill).items() if is_new else ()
@@ -60,7 +60,7 @@ class FaultInjector:
         if self._sleeps and (spec.jitter > 0 or any(fault.factor > 1 for fault in self._slow)):
             alone = context.worker("m", num_steps=1)
             seconds = measure_compute_seconds(alone, context.usual_batch())
-        own = Compute(0.0, seconds_per_pass=seconds)
+        own = Compute(0.0, fixed=seconds)
         self._times = ComputeTimes(compute=own, slow=self._slow, jitter=spec.jitter, seed=spec.seed)
         self._device = context.device
         self._seconds, self._step = 0.0, 0
@@ -70,25 +70,10 @@ class FaultInjector:
         for fault in self._slow:
             self._metrics.publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
 
-    @property
-    def is_kill_due(self) -> bool:
-        """Whether this process is to die before its next step."""
-        return self._kill is not None and self._metrics.clock.seconds >= self._kill[0]
-
-    def kill(self) -> NoReturn:
-        """Publish that this process is to be killed, and wait until the kernel kills it.
-
-        If no kernel listens, it kills itself.
-        """
-        assert self._kill is not None, "no kill is due"
-        seconds = self._metrics.clock.seconds
-        self._metrics.publish(Mark(rank=self._kill[1], seconds=seconds, kind=MarkKind.KILLED))
-        time.sleep(KILL_TIMEOUT_SECONDS)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("unreachable")
-
     def begin_step(self) -> None:
-        """Draw the delay of the next step."""
+        """Have this process killed, if that is due; else draw the delay of the next step."""
+        if self._kill is not None and self._metrics.clock.seconds >= self._kill[0]:
+            self._die(self._kill[1])
         if self._sleeps:
             self._seconds = max(map(self._delay, self._workers))
             self._step += 1
@@ -101,6 +86,17 @@ class FaultInjector:
         self._metrics.clock.begin("forward")
         synchronize(self._device)  # else a GPU would go on with its queued work
         time.sleep(seconds)
+
+    def _die(self, rank: int) -> None:
+        """Publish that this process is to be killed, and wait until the kernel kills it.
+
+        If no kernel listens, it kills itself.
+        """
+        metrics = self._metrics
+        metrics.add(metrics.clock.stop())  # steps that a GPU has yet to finish
+        metrics.publish(Mark(rank=rank, seconds=metrics.clock.seconds, kind=MarkKind.KILLED))
+        time.sleep(KILL_TIMEOUT_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _delay(self, worker: int) -> float:
         factor = self._times.factor(worker, self._step)

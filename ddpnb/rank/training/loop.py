@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ddpnb.compat.torch_internals import group_store
-from ddpnb.protocol.messages import RejoinInfo, RunReport, RunSpec, StepEvent
+from ddpnb.protocol.messages import RunReport, RunSpec, StepEvent
 from ddpnb.rank.cancellation import RunCancelledError
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.laboratory.clock import VirtualClock
@@ -60,7 +60,6 @@ def run(
     *,
     publish: Publish,
     should_stop: Callable[[], bool],
-    rejoin_info: RejoinInfo | None = None,
     keep: Callable[[nn.Module], None] = lambda _: None,
 ) -> RunReport:
     """Train and evaluate one run.  Takes part: every rank of the default process group.
@@ -73,7 +72,6 @@ def run(
         publish: takes the header (on rank 0, before the first step) and an event for each step.
         should_stop: called before each step; if it is true on one rank, the run ends on all.
             Workers that never wait for each other end each for itself.
-        rejoin_info: where this rank joins if the others train already; it is in no group then.
         keep: takes the trained model, on rank 0, before it is evaluated.
 
     Raises:
@@ -83,12 +81,12 @@ def run(
     state = here.state
     with preserve_globals(torch.device(state.device)), contextlib.ExitStack() as opened:
         # -- build ------------------------------------------------------------------------
-        context = build_context(spec, here, rejoin_info=rejoin_info)
+        context = build_context(spec, here)
         no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if state.rank >= context.plan.num_ranks:
             return no_part
         metrics = RunMetrics(context=context, publish=publish)
-        if rejoin_info is None:
+        if here.rejoin_info is None:
             opened.callback(release_memory, context.device)
         # -- rehearse ... finish ----------------------------------------------------------
         try:
@@ -152,7 +150,7 @@ def rehearse(context: RunContext, activations: Activations) -> None:
     They load code, start threads, fill the memory allocator, and compile what the user compiles,
     for every size of batch that will come.  They leave no trace.
     """
-    if context.rejoin_info is not None:
+    if context.here.rejoin_info is not None:
         return
     num_steps = min(REHEARSED_STEPS, context.schedule.num_steps)
     with preserve_globals(context.device), closing(context.strategy()) as strategy:
@@ -226,9 +224,6 @@ def _train(
         if context.here.cancellation.is_aborted:  # a strategy may never wait for the others
             raise RunCancelledError("This rank was ended with the others.")
         batch = context.batch(shard, tree)
-        if fault_injector.is_kill_due:
-            metrics.add(clock.stop())  # steps that a GPU has yet to finish
-            fault_injector.kill()
         fault_injector.begin_step()
         clock.begin_step(batch.num_samples)
         loss = strategy.step(batch)

@@ -52,15 +52,17 @@ class RunMetrics:
 
     def start(self) -> None:
         """Start counting time."""
-        if self.context.rejoin_info is not None and self.context.laboratory is None:
-            self.late_seconds = time.time() - self.context.rejoin_info.began_at
+        rejoin_info = self.context.here.rejoin_info
+        if rejoin_info is not None and self.context.laboratory is None:
+            self.late_seconds = time.time() - rejoin_info.began_at
         if self.context.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.context.device)
         self.clock.start()
 
     def add(self, steps: list[StepEvent]) -> None:
         """Count finished steps, number them, and publish them."""
-        first_step = self.context.rejoin_info.first_step if self.context.rejoin_info else 0
+        rejoin_info = self.context.here.rejoin_info
+        first_step = rejoin_info.first_step if rejoin_info else 0
         for step in steps:
             number, seconds = first_step + self.num_steps, self.late_seconds + step.seconds
             self.publish(replace(step, step=number, seconds=seconds))

@@ -142,9 +142,9 @@ def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score
     judge = partial(score, worker.model.eval(), context.task, worker.device, has_loss=has_loss)
     num = batch.num_samples
     for is_held_out in (False, True):  # two batches, whose outputs a metric needs joined
-        few = partial(judge, batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
         split = "test" if is_held_out else "train"
-        found = attempt(f"The model cannot be evaluated on data({split!r})", few)
+        with attempt(f"The model cannot be evaluated on data({split!r})"):
+            found = judge(batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
     usual = min(context.usual_batch().num_samples, len(context.task.held_out))
     again = partial(judge, batch_size=usual, max_samples=usual)
     return found, min(timed(again, worker.device) for _ in range(2)) / usual
