@@ -12,7 +12,7 @@ from ddpnb.protocol import calls
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RunSpec
-from ddpnb.protocol.notation import check_across_hosts, parse_strategy, spoken_ranks
+from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.formatting import counted
@@ -37,7 +37,7 @@ def prepare(
         UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
     """
     if cluster.spans_hosts:
-        check_across_hosts(spec.strategies)
+        _check_across_hosts(spec.strategies)
     shown, printed = shown_by or live(spec.options), PrintedLines()
     shown.announce(f"Checking the model and the data on {counted(len(cluster.ranks), 'rank')} ...")
     try:
@@ -76,6 +76,16 @@ def prepare(
         printed=printed,
         asked=spec,
     )
+
+
+def _check_across_hosts(strategies: Sequence[str]) -> None:
+    """Refuse strategies that need the memory of one host."""
+    for name in (parse_strategy(each).name for each in strategies):
+        if name in STRATEGIES and (instead := STRATEGIES[name].across_hosts):
+            raise UserError(
+                f"{name} trains in the memory of one host, and the ranks are on several: compare "
+                f"{instead}."
+            )
 
 
 def _check_each(
