@@ -37,7 +37,7 @@ def prepare(
         UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
     """
     if cluster.spans_hosts:
-        _check_across_hosts(spec.strategies)
+        check_across_hosts(spec.strategies)
     shown, printed = shown_by or live(spec.options), PrintedLines()
     shown.announce(f"Checking the model and the data on {counted(len(cluster.ranks), 'rank')} ...")
     try:
@@ -78,7 +78,7 @@ def prepare(
     )
 
 
-def _check_across_hosts(strategies: Sequence[str]) -> None:
+def check_across_hosts(strategies: Sequence[str]) -> None:
     """Refuse strategies that need the memory of one host."""
     for name in (parse_strategy(each).name for each in strategies):
         if name in STRATEGIES and (instead := STRATEGIES[name].across_hosts):
