@@ -25,9 +25,8 @@ from ddpnb.history.summary import samples_per_second
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.notation import check_across_hosts
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import prepare
+from ddpnb.session.comparison import check_across_hosts, prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from tests.cluster.two_hosts import TwoHosts, call, two_hosts
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpnb.cluster.wording import say
-from ddpnb.protocol.messages import RankStatus
+from ddpnb.protocol.processes import RankStatus
 
 IDLE_SHARE = 0.2
 """Processor time per second below which a waiting rank counts as idle: it moves no data."""

@@ -11,8 +11,7 @@ from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import Hang, HangDetector
 from ddpnb.cluster.wording import restart, say, sentence, them
-from ddpnb.protocol.messages import RankStatus
-from ddpnb.protocol.processes import RankCommand
+from ddpnb.protocol.processes import RankCommand, RankStatus
 
 NUM_AT_FULL_RATE = 8
 """Number of ranks that are asked at every poll; more are asked more seldom, at the same cost."""

@@ -72,10 +72,9 @@ class Recorder:
         self._write(self._store.append, batch)
 
     def add_report(self, report: RunReport) -> None:
-        """Add the report of a rank, if it took part."""
-        if report.took_part:
-            self._runs[report.run_id].add_report(report)
-            self._write(self._store.add_report, report)
+        """Add the report of a rank."""
+        self._runs[report.run_id].add_report(report)
+        self._write(self._store.add_report, report)
 
     def end(self, run_id: str, status: Status, detail: str = "") -> None:
         """Record how a run ended."""

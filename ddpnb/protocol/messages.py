@@ -2,7 +2,7 @@
 
 Frozen, checked, picklable values: calls and specs go to the ranks, events and reports come back.
 What reaches a rank that is busy goes through the fork server (``processes.RankCommand`` and
-``KernelRequest.SIGNAL``); of these, ``RankStatus`` is the answer to the one that asks for it.
+``KernelRequest.SIGNAL``).
 """
 
 import math
@@ -314,11 +314,10 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """What one rank returns when a run has ended."""
+    """What one rank returns when a run has ended; one that took no part has made no steps."""
 
     run_id: str
     rank: int
-    took_part: bool
     num_steps: int = 0
     num_bytes_received: int = 0
     """In all steps; what was sent is in each step's row."""
@@ -430,32 +429,3 @@ class StaleVariable(NamedTuple):
     """The variable, or the expression that leads to the object: ``"trainer.model"``."""
     kind: str
     """Torch's class of it: ``"DistributedDataParallel"``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStatus:
-    """What one rank is doing at one moment."""
-
-    rank: int
-    is_busy: bool
-    """Whether it runs a cell or trains."""
-    cell: int = 0
-    """The ``n`` of the cell ``In [n]`` that it runs; 0 if not known."""
-    line: int = 0
-    """The line of that cell, or of a script; 0 if not known."""
-    file: str = ""
-    """The name of that script; empty in a cell."""
-    call: str = ""
-    """The call of ``torch.distributed`` that it waits in, e.g. ``"all_reduce"``; empty if none."""
-    in_backward: bool = False
-    """Whether it is inside ``backward()``, where DDP's all-reduces run."""
-    tensor: str = ""
-    """What that call sends, e.g. ``"Float [3, 4]"``; empty if not known."""
-    peer: int | None = None
-    """The rank that it sends to or receives from."""
-    num_collectives: int = 0
-    """Collectives of all ranks that have begun here."""
-    num_bytes_between_hosts: int = 0
-    """What has come and gone between this rank and those of other hosts."""
-    cpu_seconds: float = 0.0
-    """Processor time that the process has used; 0 while it waits for a GPU, which takes all."""

@@ -285,27 +285,6 @@ def parse_link(text: str) -> LinkSpec:
     return LinkSpec(bits_per_second=rate, latency_seconds=latency)
 
 
-def check_devices(strategy: str, devices: str, link: str) -> None:
-    """Check that what a strategy exchanges can be timed on emulated devices, if there are any."""
-    name = parse_strategy(strategy).name
-    if (devices or link) and name in STRATEGIES and STRATEGIES[name].needs_shared_memory:
-        option = "--devices" if devices else "--link"
-        raise UserError(
-            f"{name} trains in memory that its ranks share, which no link offers: "
-            f"leave {option} out, or {name} out of the comparison."
-        )
-
-
-def check_across_hosts(strategies: Iterable[str]) -> None:
-    """Check that strategies train on ranks of several hosts, which share no memory."""
-    for name in (parse_strategy(each).name for each in strategies):
-        if name in STRATEGIES and (instead := STRATEGIES[name].across_hosts):
-            raise UserError(
-                f"{name} trains in the memory of one host, and the ranks are on several: compare "
-                f"{instead}."
-            )
-
-
 def spoken_seconds(seconds: float) -> str:
     """Return a short time for users: ``"0.5 ms"``."""
     return f"{1e3 * seconds:g} ms"

@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import tempfile
+from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,11 +56,40 @@ class RankCommand(StrEnum):
     ANSWER = "answer"
     """Give a rank that is debugged the user's line, or None: there is no prompt any more."""
     STATUS = "status"
-    """Answered with the fields of a ``messages.RankStatus``."""
+    """Answered with the fields of a ``RankStatus``."""
     STACK = "stack"
     """Answered with the lines of the user's stack."""
     STOP = "stop"
     """End the run in progress after its current step; not answered with anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """What one rank is doing at one moment."""
+
+    rank: int
+    is_busy: bool
+    """Whether it runs a cell or trains."""
+    cell: int = 0
+    """The ``n`` of the cell ``In [n]`` that it runs; 0 if not known."""
+    line: int = 0
+    """The line of that cell, or of a script; 0 if not known."""
+    file: str = ""
+    """The name of that script; empty in a cell."""
+    call: str = ""
+    """The call of ``torch.distributed`` that it waits in, e.g. ``"all_reduce"``; empty if none."""
+    in_backward: bool = False
+    """Whether it is inside ``backward()``, where DDP's all-reduces run."""
+    tensor: str = ""
+    """What that call sends, e.g. ``"Float [3, 4]"``; empty if not known."""
+    peer: int | None = None
+    """The rank that it sends to or receives from."""
+    num_collectives: int = 0
+    """Collectives of all ranks that have begun here."""
+    num_bytes_between_hosts: int = 0
+    """What has come and gone between this rank and those of other hosts."""
+    cpu_seconds: float = 0.0
+    """Processor time that the process has used; 0 while it waits for a GPU, which takes all."""
 
 
 _PR_SET_PDEATHSIG = 1

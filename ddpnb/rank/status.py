@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
-from ddpnb.protocol.messages import RankStatus
+from ddpnb.protocol.processes import RankStatus
 from ddpnb.rank.collectives import sums
 from ddpnb.rank.group import Group
 from ddpnb.rank.stack import BACKWARD, is_users, outward

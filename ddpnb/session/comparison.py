@@ -12,7 +12,7 @@ from ddpnb.protocol import calls
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RunSpec
-from ddpnb.protocol.notation import check_across_hosts, parse_strategy, spoken_ranks
+from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.formatting import counted
@@ -76,6 +76,16 @@ def prepare(
         printed=printed,
         asked=spec,
     )
+
+
+def check_across_hosts(strategies: Sequence[str]) -> None:
+    """Refuse strategies that need the memory of one host."""
+    for name in (parse_strategy(each).name for each in strategies):
+        if name in STRATEGIES and (instead := STRATEGIES[name].across_hosts):
+            raise UserError(
+                f"{name} trains in the memory of one host, and the ranks are on several: compare "
+                f"{instead}."
+            )
 
 
 def _check_each(

@@ -12,7 +12,7 @@ from ddpnb.history.recorder import new_id
 from ddpnb.protocol.catalogue import BASELINE, CEILING, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.protocol.notation import check_devices
+from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.options import as_kind, check_options, option, read_options
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec
 from ddpnb.reports.style import EVERYTHING, PlotOptions
@@ -51,7 +51,7 @@ class ComparisonSpec:
         errors: dict[str, None] = {}
         for strategy in self.strategies:
             try:
-                check_devices(strategy, self.training.devices, self.training.link)
+                _check_memory(strategy, self.training)
             except UserError as error:
                 errors[str(error)] = None
         if errors:
@@ -131,6 +131,17 @@ def make_comparison(
         functions=functions,
         **own,
     )
+
+
+def _check_memory(strategy: str, training: TrainingSpec) -> None:
+    """Refuse a strategy that exchanges nothing a link between emulated devices could carry."""
+    name = parse_strategy(strategy).name
+    given = [option for option in ("devices", "link") if getattr(training, option)]
+    if given and name in STRATEGIES and STRATEGIES[name].needs_shared_memory:
+        raise UserError(
+            f"{name} trains in memory that its ranks share, which no link offers: "
+            f"leave --{given[0]} out, or {name} out of the comparison."
+        )
 
 
 def refuse_magics(source: str) -> None:

@@ -11,8 +11,7 @@ from ddpnb.cluster.monitor import describe_silent, describe_stopped, stopped_ran
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
 from ddpnb.cluster.wording import remedy, say
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RankStatus
-from ddpnb.protocol.processes import RankCommand, num_cores
+from ddpnb.protocol.processes import RankCommand, RankStatus, num_cores
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.table import Table

@@ -41,10 +41,6 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
     assert header.synchronous == (strategy not in ASYNCHRONOUS)
     assert header.is_emulated == (strategy == "dp")
     for (report, _), mine in zip(results, steps, strict=True):
-        if strategy in ASYNCHRONOUS:  # a worker that wakes up late may find no shard left
-            assert report.took_part or not mine
-        else:
-            assert report.took_part == bool(mine)
         assert [step.step for step in mine] == list(range(report.num_steps))
         assert [step.seconds for step in mine] == sorted(step.seconds for step in mine)
         assert all((step.staleness is None) == (strategy not in ASYNCHRONOUS) for step in mine)
@@ -102,7 +98,7 @@ def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_ranks):
 def held(ranks, strategy: str, **changes) -> list[Memory]:
     spec = spec_of(strategy, **{"task": "digits", "source": "", "momentum": 0.9} | changes)
     results = ranks(2).call(train_job, replace(spec, num_epochs=0.1))
-    return [report.memory for report, _ in results if report.took_part]
+    return [report.memory for report, _ in results if report.memory.total]
 
 
 def test_a_report_says_what_each_rank_holds(ranks):

@@ -82,7 +82,7 @@ def run(
     with preserve_globals(torch.device(state.device)), contextlib.ExitStack() as opened:
         # -- build ------------------------------------------------------------------------
         context = build_context(spec, here)
-        no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
+        no_part = RunReport(run_id=spec.run_id, rank=state.rank)
         if state.rank >= context.plan.num_ranks:
             return no_part
         metrics = RunMetrics(context=context, publish=publish)

@@ -88,7 +88,6 @@ class RunMetrics:
         return RunReport(
             run_id=self.context.spec.run_id,
             rank=self.context.state.rank,
-            took_part=True,
             num_steps=self.num_steps,
             num_bytes_received=self.num_bytes_received,
             seconds=self.clock.seconds,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ddpnb.cluster.hangs import Hang, HangDetector, still_wait
-from ddpnb.protocol.messages import RankStatus
+from ddpnb.protocol.processes import RankStatus
 
 WAITING = RankStatus(rank=0, is_busy=True, line=3, call="all_reduce", num_collectives=7)
 BOTH = (WAITING, replace(WAITING, rank=1))

@@ -9,8 +9,8 @@ import pytest
 
 from ddpnb.cluster.call import Call, OutputEnded, Returned, Timeouts
 from ddpnb.cluster.supervision import Watch
-from ddpnb.protocol.messages import CellReport, RankStatus
-from ddpnb.protocol.processes import RankCommand
+from ddpnb.protocol.messages import CellReport
+from ddpnb.protocol.processes import RankCommand, RankStatus
 from tests.cluster.rig import EIGHTH
 
 

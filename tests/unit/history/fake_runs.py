@@ -212,7 +212,6 @@ def _report(run_id: str, rank: int, events: Sequence[StepEvent], strategy: str) 
     return RunReport(
         run_id=run_id,
         rank=rank,
-        took_part=True,
         num_steps=len(events),
         seconds=events[-1].seconds,
         final_loss={"async": 0.131}.get(strategy, 0.118) if evaluates else math.nan,

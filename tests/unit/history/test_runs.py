@@ -25,7 +25,7 @@ def test_what_followed_a_last_step_is_a_part_of_it():
     for rank, end in enumerate((2.5, 2.75)):
         steps = [step(0, 1.0), step(1, 2.0)]
         run.add(batch(run.run_id, steps, rank=rank, header=header(spec("ddp"), 1)))
-        run.add_report(RunReport(run_id=run.run_id, rank=rank, took_part=True, seconds=end))
+        run.add_report(RunReport(run_id=run.run_id, rank=rank, seconds=end))
     run.end(Status.FINISHED)
     snapshot = run.snapshot()
     assert snapshot.events["seconds"].tolist() == [1.0, 2.5, 1.0, 2.75]

@@ -67,7 +67,7 @@ def test_a_run_comes_back_as_it_was(store: Store):
     for rank in (0, 1):
         steps = [step(i, i + 1.0 + rank / 2, math.nan if i == 3 else 0.5) for i in range(30)]
         recorder.add(batch("r1", steps, rank=rank, header=head, metrics=[(2, "grad", 0.5)]))
-        recorder.add_report(RunReport(run_id="r1", rank=rank, took_part=True, seconds=31.0))
+        recorder.add_report(RunReport(run_id="r1", rank=rank, seconds=31.0))
     mark = Mark(rank=1, seconds=2.0, kind=MarkKind.CAME_BACK)
     recorder.add(batch("r1", [], sequence=1, marks=[mark]))
     recorder.end("r1", Status.FINISHED)
