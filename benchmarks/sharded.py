@@ -7,6 +7,7 @@ from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.messages import RankState, RunReport, RunSpec
 from ddpnb.rank.training import loop
+from ddpnb.rank.training.context import Surroundings
 
 NUM_RANKS = 2
 MEGABYTE = 1e6
@@ -54,10 +55,8 @@ def train(state: RankState, folder: Path, spec: RunSpec) -> RunReport:
     """Two steps; takes part: every rank."""
     return loop.run(
         spec,
-        state=state,
-        folder=folder,
+        Surroundings(state=state, folder=folder),
         publish=lambda _: None,
-        namespace={},
         should_stop=lambda: False,
     )
 

@@ -25,7 +25,6 @@ from benchmarks.kernel import Kernel, kernel
 from benchmarks.measure import Figure, pss
 from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.outcome import failure_in
 from tests.cluster.rig import Ended, begin, finish, pull, run, started
 
 SETUP = """
@@ -85,8 +84,7 @@ def one_raises(cluster: Cluster, wait: str, culprit: int, num_before: int = 0) -
 
     def note(event: CallEvent) -> None:
         if isinstance(event, Returned) and event.rank == culprit:
-            failure = failure_in(event.value)
-            assert failure is not None
+            failure = event.value.failure
             named.append(time.time() - failure.failed_at)
             began.append(failure.failed_at)
 

@@ -11,6 +11,7 @@ from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol import calls
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import Script
 from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.options import options_of, read_options
@@ -34,12 +35,17 @@ from ddpnb.scaling.predict import Question
 from ddpnb.session.asking import ask
 from ddpnb.session.cells import CellOptions, RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
-from ddpnb.session.inside import INSPECTED, InspectionRequest, check_replicas, inspect_step
+from ddpnb.session.inside import (
+    INSPECTED,
+    check_replicas,
+    inspect_step,
+    training_to_inspect,
+)
 from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
-from ddpnb.session.status import describe_ranks, status_table, with_notes
-from ddpnb.session.variables import NotebookFunctions
+from ddpnb.session.status import describe_ranks, status_table
+from ddpnb.session.variables import FUNCTIONS, NotebookFunctions
 from ddpnb.session.variables import pull as pull_from
 from ddpnb.session.variables import push as push_to
 from ddpnb.twins import twin
@@ -99,11 +105,10 @@ def status() -> Table:
     session = this_session()
     cluster, running = session.cluster(allow_lost=True), session.comparison
     if running is None:
-        return with_notes(status_table(cluster, cluster.busy), cluster)
+        return status_table(cluster, cluster.busy)
     training = running.training
     progress = progress_of(training.recorder.comparison) if training else "being checked"
-    note = f"a comparison is training: {progress}"
-    return with_notes(status_table(cluster, cluster.ranks, [note]), cluster)
+    return status_table(cluster, cluster.ranks, [f"a comparison is training: {progress}"])
 
 
 @twin()
@@ -201,6 +206,7 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 
 
 @twin(
+    FUNCTIONS,
     options_of(ComparisonSpec),
     options_of(PlotOptions, "log", "target", "panels"),
     TRAINING_OPTIONS,
@@ -208,17 +214,11 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 def compare(
     *strategies: str,
     source: Path | str = "",
-    model: object = None,
-    data: object = None,
-    loss: object = None,
-    metric: object = None,
-    training_step: object = None,
-    validation_step: object = None,
-    optimizer: object = None,
-    collate_fn: object = None,
     **choices: Any,
 ) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
+
+    Functions and classes of the notebook travel with the names that they use.
 
     Args:
         *strategies: ``"ddp"``, with options ``"ddp:hook=fp16"``, or the name of a class in
@@ -226,15 +226,6 @@ def compare(
         source: a cell that defines ``model()`` and ``data(split)``, optionally
             what docs/your-code.md lists, and a strategy of your own; or a file,
             ``"cell.py"``.
-        model: in place of ``source``: a function that returns a new model.  Functions and
-            classes of the notebook travel with the names that they use.
-        data: with ``model``: a function of ``"train"`` or ``"test"`` that returns samples.
-        loss: and the following, with ``model``: functions as a cell defines them.
-        metric: of all held-out outputs and their targets.
-        training_step: of model and batch.
-        validation_step: likewise, on held-out samples.
-        optimizer: of the parameters.
-        collate_fn: of the items of a batch.
         **choices: as listed.
 
     Returns:
@@ -246,18 +237,7 @@ def compare(
         UserError: something cannot be trained; nothing has been trained then.
         RankError: a strategy failed; the others have been trained.
     """
-    functions = NotebookFunctions.of(
-        {
-            "model": model,
-            "data": data,
-            "loss": loss,
-            "metric": metric,
-            "training_step": training_step,
-            "validation_step": validation_step,
-            "optimizer": optimizer,
-            "collate_fn": collate_fn,
-        }
-    )
+    functions = NotebookFunctions.of(choices)
     if functions is not None and (source or "task" in choices):
         other = "source" if source else "task"
         raise UserError(
@@ -428,9 +408,9 @@ def last_trace() -> TraceResult:
     return trace
 
 
-@twin(options_of(InspectionRequest), options_of(TrainingSpec, "task", *INSPECTED))
+@twin(options_of(InspectSpec), options_of(TrainingSpec, "task", *INSPECTED))
 def inspect(
-    model: str = "", *, source: str = "", **choices: Any
+    model: str = "", *, source: str = "", run: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:
     """Return what happens in a training step; the twin of ``%ddp_inspect``.
 
@@ -439,6 +419,7 @@ def inspect(
     Args:
         model: a model, or a DDP, of the ranks' cells; by default a task is inspected.
         source: a cell that defines ``model()`` and ``data(split)``.
+        run: in place of a step: versions in a stored run of async.
         **choices: as listed.
 
     Returns:
@@ -448,18 +429,15 @@ def inspect(
         UserError: there is nothing to inspect, or the model does not fit the batch.
         RankError: the user's code failed on a rank.
     """
-    request = InspectionRequest(
-        model=model,
-        task=choices.get("task", ""),
-        source=source,
-        given=read_options(TrainingSpec, {k: choices[k] for k in INSPECTED if choices.get(k)}),
-        **read_options(InspectionRequest, choices),
-    )
-    session = this_session()
-    if request.run:
-        return async_inspection(session.load([request.run]).comparison)
-    training = request.training(this_cell_number(), session.last_training)
-    return inspect_step(session.idle_cluster(), request, training)
+    session, cell, task = this_session(), this_cell_number(), choices.get("task", "")
+    given = read_options(TrainingSpec, {k: choices[k] for k in INSPECTED if choices.get(k)})
+    own = read_options(InspectSpec, choices)
+    if run:
+        if any((model, task, source, *given.values(), *own.values())):
+            raise UserError(f"--run {run} draws what is stored: leave the other options out.")
+        return async_inspection(session.load([run]).comparison)
+    training = training_to_inspect(model, task, source, cell, given, session.last_training)
+    return inspect_step(session.idle_cluster(), InspectSpec(model=model, **own), training)
 
 
 @twin(options_of(Question))

@@ -65,9 +65,9 @@ rank/collectives/mismatch.py
 tests/faults/test_collective_checks.py -k 'nothing_is_lost and type'
 
 a call counts the bytes of its tensor, not of its messages
-rank/collectives/account.py
-- round(call.messages.num_bytes)
-+ call.num_bytes
+rank/collectives/table.py
+- round(self.messages.num_bytes)
++ self.num_bytes
 tests/rank/test_trace.py -k every_call
 
 an emulated all-reduce is one message too long

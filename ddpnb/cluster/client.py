@@ -29,7 +29,7 @@ from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Question, RankState
+from ddpnb.protocol.messages import Prompt, RankState
 from ddpnb.protocol.notation import format_ranks
 
 ASK_AGAIN_SECONDS = 2.0
@@ -154,7 +154,7 @@ class EngineClient:
                     call.lose(rank, str(content))
                 case "result":
                     call.inbox.put(Returned(rank=rank, value=content))
-                case "events" if isinstance(content, Question):
+                case "events" if isinstance(content, Prompt):
                     call.inbox.put(Asked(rank=rank, text=content.text))
                 case "events":
                     call.inbox.put(Events(rank=rank, batch=content))

@@ -18,12 +18,12 @@ class Outcome:
     returned: dict[int, Any] = field(default_factory=dict)
     """What each rank returned."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Ranks that died during the call, each with the cause."""
+    """Ranks that died where the others cannot go on without them, each with the cause."""
     hang: Hang | None = None
     """Why the ranks waited for each other without end, if they did."""
     timed_out: bool = False
     failed_at: float | None = None
-    """When the first rank failed, or died where the others cannot go on without it."""
+    """When the first rank failed, or was lost."""
     last_end_at: float = 0.0
     """When a rank last returned or died."""
 
@@ -32,17 +32,18 @@ class Outcome:
         if isinstance(event, Returned):
             self.returned[event.rank] = event.value
         elif isinstance(event, Lost):
-            self.lost[event.rank] = event.cause
+            self.lost |= {} if self.survives(event.rank) else {event.rank: event.cause}
         else:
             return
         self.last_end_at = now
-        if self.failed_at is None and (self.failures or not all(map(self.survives, self.lost))):
+        if self.failed_at is None and (self.failures or self.lost):
             self.failed_at = now
 
     @property
     def failures(self) -> list[Failure]:
         """The failures that ranks have returned."""
-        return [each for each in map(failure_in, self.returned.values()) if each is not None]
+        values = [v.failure if isinstance(v, CellReport) else v for v in self.returned.values()]
+        return [value for value in values if isinstance(value, Failure)]
 
     @property
     def num_collectives(self) -> dict[int, int]:
@@ -62,10 +63,3 @@ class Outcome:
         causes = [f"rank {rank} {cause}" for rank, cause in self.lost.items()]
         own = [each for each in self.failures if not each.is_consequence]
         return "; ".join([*causes, *(f"rank {f.rank} failed: {f.name}: {f.text}" for f in own)])
-
-
-def failure_in(value: object) -> Failure | None:
-    """Return the failure in what a rank returned, if there is one."""
-    if isinstance(value, Failure):
-        return value
-    return value.failure if isinstance(value, CellReport) else None

@@ -2,9 +2,10 @@
 
 Ranks that wait for a failed rank are freed.  An interrupt or a timeout reaches every
 rank, also inside a collective.  A rank that does not stop even then is killed, and the
-user is notified.  ``outcome`` and ``hangs`` decide when each of this is due, ``stopping`` does it.
+user is notified.  ``outcome`` and ``hangs`` decide when each of this is due.
 """
 
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -15,12 +16,15 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.monitor import Monitor
 from ddpnb.cluster.outcome import Outcome
-from ddpnb.cluster.stopping import kill, leave_broken_group, stop
 from ddpnb.cluster.wording import say, sentence, them
+from ddpnb.protocol import calls
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import spoken_ranks
 
 MAX_ABORTS = 5
 """How often hanging ranks are freed before they are killed: a busy machine may need several."""
+END_TIMEOUT_SECONDS = 10.0
+"""How long a call with killed ranks may take to end."""
 
 
 def _nothing(*_: object) -> None: ...
@@ -96,7 +100,7 @@ class Watch:
                 f"{OUTPUT_TIMEOUT_SECONDS:g} s after the end."
             )
         if self.outcome.failures and not self._num_aborts:
-            leave_broken_group(self.cluster, self.outcome)
+            self._leave_broken_group()
 
     def _attend(self) -> None:
         for event in self.call.events(self.cluster.timeouts.tick_seconds):
@@ -126,7 +130,7 @@ class Watch:
         if self._num_aborts < MAX_ABORTS:
             self._abort()
         else:
-            kill(self.cluster, self.call, self.notify)
+            self._kill()
 
     def _abort(self) -> None:
         self._num_aborts += 1
@@ -134,9 +138,49 @@ class Watch:
         self._monitor.reset()
 
     def _stop_ranks(self) -> None:
+        """Interrupt and free the ranks until they stop; kill those that do not."""
         self.is_stopping = True
-        stop(self.cluster, self.call, self._attend_until_done, self.notify)
-        leave_broken_group(self.cluster, self.outcome)
+        cluster, running, timeouts = self.cluster, self.call.running, self.cluster.timeouts
+        kill_at = time.monotonic() + timeouts.kill_after_seconds
+        while running and time.monotonic() < kill_at:
+            # A rank that received SIGSTOP could not end the cell.
+            cluster.processes.signal(sorted(running), signal.SIGCONT)
+            cluster.interrupt(tuple(running))
+            self._attend_until_done(timeouts.abort_after_interrupt_seconds)
+            if running:
+                cluster.abort(tuple(running))
+            self._attend_until_done(timeouts.interrupt_again_after_seconds)
+        if running:
+            self._kill()
+        self._attend_until_done(END_TIMEOUT_SECONDS)
+        self._leave_broken_group()
+
+    def _kill(self) -> None:
+        running = sorted(self.call.running)
+        why = "as nothing else ended the wait; variables are lost"
+        self.notify(sentence(f"{say(running, 'was')} killed, {why}"))
+        self.cluster.kill(running)
+
+    def _leave_broken_group(self) -> None:
+        """Have the next call form a new group if it would meet what one rank has called alone.
+
+        A stop or a failure may come before a collective on one rank and after it on another.
+        """
+        cluster, outcome = self.cluster, self.outcome
+        if cluster.is_over:
+            return
+        ranks = [rank for rank in cluster.living if rank in outcome.returned]
+        if any(failure.breaks_group for failure in outcome.failures):
+            return cluster.abort(())
+        made: dict[str, set[int | None]] = {}
+        try:
+            for answer in cluster.gather(calls.num_calls(), ranks, END_TIMEOUT_SECONDS):
+                for group, number in answer.items():
+                    made.setdefault(group, set()).add(number)
+        except (RuntimeError, OSError, KeyError, UserError):  # a rank, or the cluster, has ended
+            return
+        if any(len(numbers) > 1 or None in numbers for numbers in made.values()):
+            cluster.abort(ranks)
 
     def _attend_until_done(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -3,6 +3,7 @@
 import copy
 import os
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpnb.course.exercises import Check, Hint, expect
+from ddpnb.course.exercises import HINTS, Check, Hint, expect
 from ddpnb.course.exercises import check as check_variables
 
 Model = nn.Module
@@ -23,9 +24,15 @@ def check(number: str, variables: dict[str, Any]) -> None:
 
     Raises:
         Hint: the solution is wrong.
+        Exception: what the student's own code raised.
     """
     expect(dist.get_world_size() > 1, "it needs two ranks or more: %ddp_restart -n 2.")
-    check_variables(CHECKS[number], variables)
+    try:
+        check_variables(CHECKS[number], variables)
+    except (AttributeError, TypeError, ValueError) as error:
+        if traceback.extract_tb(error.__traceback__)[-1].filename != __file__:
+            raise
+        raise Hint(f"it does not return what it should ({error}). {HINTS[number]}") from None
 
 
 # --- lesson 2: ranks and collectives

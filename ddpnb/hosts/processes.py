@@ -101,7 +101,12 @@ class HostProcesses(Processes):
         self._environment = torch_environment(self._spec.num_threads or min(shares))
         self._prepare(self._hosts)
         port = self._hosts[0].report["master_port"]
-        self.placement = place_ranks(self._spec, [_described(each) for each in self._hosts], port)
+        names = ("address", "interface", "num_cores", "num_gpus")
+        hosts = [
+            Host(name=each.name, size=each.size, **{name: each.report[name] for name in names})
+            for each in self._hosts
+        ]
+        self.placement = place_ranks(self._spec, hosts, port)
         self._is_placed = True
         return self.placement
 
@@ -224,13 +229,6 @@ class HostProcesses(Processes):
     def _require_controller(self) -> None:
         if self.server.link.is_over.is_set():
             raise RuntimeError("the fork server has ended while the controller started")
-
-
-def _described(host: RemoteHost) -> Host:
-    """Return what the placement of ranks needs to know."""
-    names = ("address", "interface", "num_cores", "num_gpus")
-    known = {name: host.report[name] for name in names}
-    return Host(name=host.name, size=host.size, **known)
 
 
 def check_host(host: RemoteHost, home: Path, interface: str) -> None:

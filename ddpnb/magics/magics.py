@@ -28,6 +28,7 @@ from ddpnb.magics.arguments import (
 from ddpnb.magics.completion import Completion
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import SHOWN, TRACE, CollectiveSpec
@@ -40,7 +41,7 @@ from ddpnb.reports.style import PlotOptions
 from ddpnb.scaling.predict import Question
 from ddpnb.session.cells import CellOptions
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
-from ddpnb.session.inside import INSPECTED, InspectionRequest
+from ddpnb.session.inside import INSPECTED
 from ddpnb.session.session import this_cell_number, this_session
 from ddpnb.session.variables import push
 
@@ -356,7 +357,8 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("model", nargs="?", default="", help="a model, or a DDP, of the ranks' cells")
-    @options(options_of(InspectionRequest))
+    @options(options_of(InspectSpec))
+    @argument("--run", metavar="NAME", default="", help="in place of a step: a stored run of async")
     @options(options_of(TrainingSpec, "task", *INSPECTED))
     @line_cell_magic
     def ddp_inspect(self, line: str, cell: str = "") -> Any:

@@ -24,8 +24,6 @@ from ddpnb.protocol.notation import LinkSpec
 
 BUCKET_BYTES = 25 * 2**20
 """The size of DDP's buckets (``bucket_cap_mb``)."""
-FIRST_BUCKET_BYTES = 2**20
-"""DDP sends its first bucket early, so that the link is soon in use."""
 
 
 class Messages(NamedTuple):
@@ -171,13 +169,3 @@ def in_turn(
         free = begin + seconds
         found.append((begin, free))
     return found
-
-
-def bucket_sizes(num_bytes: float, cap: float) -> list[float]:
-    """Return the bytes of DDP's buckets: the first is small, the others have at most ``cap``."""
-    sizes: list[float] = []
-    left = num_bytes
-    while left > 0:
-        sizes.append(min(cap if sizes else min(FIRST_BUCKET_BYTES, cap), left))
-        left -= sizes[-1]
-    return sizes

@@ -24,16 +24,20 @@ FORWARD_SHARE = 1 / 3
 
 
 class Compute(NamedTuple):
-    """What a device needs for a model's forward and backward pass."""
+    """The seconds that a device needs for a model's forward and backward pass, or for a step."""
 
-    seconds_per_sample: float
-    seconds_per_pass: float = 0.0
-    """However few samples it has: launching its kernels, or calling its layers."""
+    per_sample: float
+    fixed: float = 0.0
+    """However few samples there are: launching its kernels, or calling its layers."""
+
+    def of(self, num_samples: float) -> float:
+        """Return those for so many samples."""
+        return self.fixed + self.per_sample * num_samples
 
     @property
     def text(self) -> str:
         """As ``parse_compute`` reads it."""
-        return f"{1e3 * self.seconds_per_sample:.6f}ms/sample,{1e3 * self.seconds_per_pass:.6f}ms"
+        return f"{1e3 * self.per_sample:.6f}ms/sample,{1e3 * self.fixed:.6f}ms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +140,7 @@ class Devices:
 
     @property
     def wrapper_seconds(self) -> float:
-        """What DDP itself adds to a step on one device."""
+        """What DDP itself adds to a step: its hooks, and the copies to its buckets."""
         if not self.model:
             return 0.0
         published = MODELS[self.model]
@@ -144,7 +148,7 @@ class Devices:
 
     @property
     def seconds_per_replica(self) -> float:
-        """What Python takes for each replica of DataParallel in a step."""
+        """What Python takes for each replica of DataParallel in a step, as threads take turns."""
         return REPLICA_SECONDS_PER_TENSOR * MODELS[self.model].num_tensors if self.model else 0.0
 
     @property

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ddpnb.protocol.devices import Devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.trace import Span
 
 
@@ -12,22 +13,35 @@ from ddpnb.protocol.trace import Span
 class InspectSpec:
     """What to inspect: a model of the ranks' cells, or a task's."""
 
-    task: RunSpec | None = None
     model: str = ""
-    """An expression on the ranks; so are the next two."""
-    batch: str = ""
-    """What the model is called with: a tensor, or a tuple or a dict of its arguments."""
-    loss: str = ""
-    """A scalar made of ``output``; empty: its mean."""
-    bucket_caps: tuple[float, ...] = ()
-    """In MB, besides the model's own."""
+    """An expression on the ranks, as ``batch`` and ``loss`` are."""
+    batch: str = option(
+        "",
+        "the model's input on the ranks: a tensor, or a tuple or a dict of its arguments",
+        example="EXPR",
+    )
+    loss: str = option("", "a scalar made of `output`; by default its mean", example="EXPR")
+    bucket_caps: tuple[float, ...] = option(
+        (),
+        "also with these bucket_cap_mb",
+        flag="--bucket-cap",
+        above=0,
+        most_values=9,
+        example="MB,MB",
+    )
+    task: RunSpec | None = None
+    """In place of a model."""
     devices: Devices | None = None
     """Those whose time is computed; None: it is measured."""
     finds_unused: bool = False
     """Whether DDP looks for parameters without a part in the loss: on some rank there are some."""
 
     def __post_init__(self) -> None:
-        if self.task is None and not self.batch:
+        check_options(self)
+        beside = [each for each in ("batch", "loss") if getattr(self, each)]
+        if beside and not self.model:
+            raise UserError(f"--{beside[0]} goes with a model: a task has its own.")
+        if self.model and not self.batch:
             raise UserError(
                 f"Name the model's input too, an expression on the ranks: "
                 f"%ddp_inspect {self.model} --batch x."

@@ -52,8 +52,6 @@ class RunSpec(TrainingSpec):
     """As the user wrote it, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
     repeat: int = 0
     """Which one of its strategy's; the runs of one repeat share their seed, and can be paired."""
-    data_seed: int | None = None
-    """The seed while the data are loaded: the same in every repeat.  None: ``seed``."""
     is_ceiling: bool = False
     """Whether it was added to the comparison as the ceiling of the speed: trained only as long as
     that needs, and not judged."""
@@ -65,6 +63,11 @@ class RunSpec(TrainingSpec):
     """Sentences that stand beside the results."""
     num_points: int = 10
     """Points of the held-out curve where the user asks for no other number."""
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the first repeat: while the data are loaded, the same in every repeat."""
+        return (self.seed - self.repeat) % 2**63
 
     @property
     def model_file(self) -> Path | None:
@@ -377,7 +380,7 @@ class CellSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Prompt:
     """What a rank asks with ``input()``; its debugger does so too."""
 
     text: str

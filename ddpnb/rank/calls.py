@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any, Concatenate
 
 from ddpnb.protocol import calls
@@ -16,7 +17,7 @@ from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import collective, ddp_steps, replicas, samples, subject
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.training import loop, validation
-from ddpnb.rank.training.context import UNNAMED
+from ddpnb.rank.training.context import Surroundings
 
 trained = variables.TrainedModels()
 
@@ -83,7 +84,7 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     cells.announce(spec.source, engine.shell)
     return validation.validate(
         spec,
-        **run_options(engine, spec),
+        surroundings_of(engine, spec),
         num_calls=lambda: sum(each or 0 for each in checks.num_calls().values()),
     )
 
@@ -100,26 +101,27 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
         return cells.interruptible(
             lambda: loop.run(
                 spec,
-                **run_options(engine, spec),
+                replace(surroundings_of(engine, spec), rejoin_info=rejoin_info),
                 publish=publisher.publish,
                 should_stop=engine.stop_wanted.is_set,
-                rejoin_info=rejoin_info,
-                cancellation=group.cancellation,
                 keep=functools.partial(trained.keep, spec),
             )
         )
 
 
-def run_options(engine: RankEngine, spec: RunSpec | None) -> dict[str, Any]:
-    """Return what a run, or its check, needs of this rank; its cell is shown as ``Cell In[n]``."""
-    return {
-        "state": engine.group.state(),
-        "folder": engine.group.folder,
-        "namespace": engine.shell.user_ns,
-        "filename": engine.shell.compile.cache(spec.source, spec.cell, spec.source)
-        if spec is not None and spec.cell
-        else UNNAMED,
-    }
+def surroundings_of(engine: RankEngine, spec: RunSpec | None) -> Surroundings:
+    """Return where this rank makes a run, whose cell is shown as ``Cell In[n]``."""
+    group, shell = engine.group, engine.shell
+    here = Surroundings(
+        state=group.state(),
+        namespace=shell.user_ns,
+        folder=group.folder,
+        cancellation=group.cancellation,
+    )
+    if spec is None or not spec.cell:
+        return here
+    filename = shell.compile.cache(spec.source, spec.cell, spec.source)
+    return replace(here, filename=filename)
 
 
 @carries_out(calls.clean_up, answers=False)
@@ -154,7 +156,7 @@ carries_out(calls.pull, runs_users_code=True)(
 )
 carries_out(calls.measure_compute, runs_users_code=True)(
     lambda engine, spec: (  # on one core, while the others are idle
-        validation.measure_compute(spec, **run_options(engine, spec))
+        validation.measure_compute(spec, surroundings_of(engine, spec))
         if engine.group.rank == 0
         else None
     )
@@ -171,12 +173,10 @@ carries_out(calls.samples, runs_users_code=True)(
     lambda engine, spec: samples.samples(spec, engine.group.state(), engine.shell.user_ns)
 )
 carries_out(calls.find_inspected, runs_users_code=True)(
-    lambda engine, spec: subject.find(spec, **run_options(engine, spec.task))
+    lambda engine, spec: subject.find(spec, surroundings_of(engine, spec.task))
 )
 carries_out(calls.inspect_ddp, runs_users_code=True)(
-    lambda engine, spec: ddp_steps.measure(
-        spec, cancellation=engine.group.cancellation, **run_options(engine, spec.task)
-    )
+    lambda engine, spec: ddp_steps.measure(spec, surroundings_of(engine, spec.task))
 )
 carries_out(calls.show_collective, runs_users_code=True)(
     lambda engine, spec: collective.show(spec, device=engine.group.device)

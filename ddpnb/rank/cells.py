@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import re
 import signal
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import IPython
 from IPython.core.interactiveshell import ExecutionInfo
@@ -23,9 +24,8 @@ from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, CellSpec, Failure
 from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_consequence, text_of
-from ddpnb.rank.collectives.intercept import Listener, listening
+from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
-from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.engine import RankEngine, id_of
 from ddpnb.rank.publisher import Publisher
@@ -46,12 +46,13 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     while the cell runs.
     """
     rank = engine.group.rank
+    os.truncate(engine.group.folder / f"rank-{rank}.log", 0)  # last words are this cell's
     cell, num_outputs = id_of(engine.kernel.get_parent("shell")), engine.sending.num_outputs
     with contextlib.ExitStack() as opened:
         publisher = opened.enter_context(closing(Publisher(rank=rank, run_id=spec.run_id)))
         engine.publisher = publisher
         if spec.run_id:
-            opened.enter_context(listening(ClockStart(publisher)))
+            opened.enter_context(listening(publisher))
         recorder = opened.enter_context(recording(rank)) if spec.is_traced else None
         opened.enter_context(engine.adopted_group.during())
         errors = run_source(spec, engine)
@@ -65,18 +66,6 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         trace=None if recorder is None else recorder.spans(),
         is_silent=engine.sending.end_cell(cell, num_outputs),
     )
-
-
-@final
-class ClockStart(Listener):
-    """Starts the clock of a hand-written loop with its first collective."""
-
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
-
-    def begin(self, call: Call) -> None:
-        """Start the clock, if it does not run yet."""
-        self._publisher.seconds()
 
 
 def interruptible(call: Callable[[], Result]) -> Result:

@@ -8,6 +8,7 @@ through ``torch.distributed``, the servers for everything that goes through shar
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,13 +18,15 @@ import torch
 from torch import Tensor
 
 from ddpnb.protocol.messages import Parts, StepEvent
+from ddpnb.rank.collectives.intercept import Listener
+from ddpnb.rank.collectives.table import Call
 
 Phase = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
 """What the time of a step can be spent on; the fields of ``messages.Parts`` that exclude each
 other."""
 
 Moment = Any
-"""A point in time on the device's own clock, from ``Timer.moment``."""
+"""A point in time on the device's own clock, from ``Meter.moment``."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -56,8 +59,69 @@ def completed(
     return replace(step, seconds=seconds, parts=parts, loss=numbers.pop("loss"), metrics=numbers)
 
 
-class Timer:
-    """Divides the time of a step into phases, on the device's own clock; this one does nothing."""
+class Meter:
+    """Counts the communication of one worker: its seconds, exposed and hidden, and its bytes.
+
+    A message that is issued and waited for later is hidden until the wait begins.  Messages that
+    C++ waits for, as in DDP's backward pass, are hidden until the last of them is issued; the rest
+    of the backward pass waits for them and is exposed.
+
+    A subclass has a clock, which divides the time of a step into phases; without one no time is
+    counted.
+    """
+
+    def __init__(self) -> None:
+        self._sent = self._received = 0
+        self._num_in_flight = 0
+        self._first: Moment = None
+        self._last: Moment = None
+
+    def count(self, *, sent: int = 0, received: int = 0) -> None:
+        """Add bytes that this worker exchanged."""
+        self._sent += sent
+        self._received += received
+
+    def take(self) -> Traffic:
+        """Return the bytes since the last call."""
+        taken = Traffic(self._sent, self._received)
+        self._sent = self._received = 0
+        return taken
+
+    @contextlib.contextmanager
+    def communicating(self, phase: Phase = "communication") -> Iterator[None]:
+        """Count the time in this context as exposed communication, or as waiting."""
+        before = self.begin(phase)
+        try:
+            yield
+        finally:
+            self.begin(before)
+            if self._num_in_flight:
+                self._last = self.moment()
+
+    def issued(self) -> None:
+        """Note a message that is on its way while this worker goes on computing."""
+        self._last = self.moment()
+        if not self._num_in_flight:
+            self._first = self._last
+        self._num_in_flight += 1
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Count the wait for messages that were issued: hidden until now, exposed in here."""
+        if self._num_in_flight:
+            self.hide(self._first, self.moment())
+            self._num_in_flight = 0
+        with self.communicating():
+            yield
+
+    def backward_ended(self) -> None:
+        """Split the backward pass that has just ended where its last message was issued."""
+        if self._num_in_flight:
+            self.hide(self._first, self._last)
+            self.begin("communication", at=self._last)
+            self._num_in_flight = 0
+
+    # -- the clock: here it does nothing ------------------------------------------------------
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Count the time from now on, or from a recent moment, as ``phase``.
@@ -99,65 +163,26 @@ class Timer:
 
 
 @final
-class Meter:
-    """Counts the communication of one worker: its seconds, exposed and hidden, and its bytes.
-
-    A message that is issued and waited for later is hidden until the wait begins.  Messages that
-    C++ waits for, as in DDP's backward pass, are hidden until the last of them is issued; the rest
-    of the backward pass waits for them and is exposed.
+class Account(Listener):
+    """Reports the calls of a run to its meter.
 
     Args:
-        timer: the clock of the run; None: no time is counted.
+        meter: of the thread that makes the account.
     """
 
-    def __init__(self, timer: Timer | None = None) -> None:
-        self.timer = timer or Timer()
-        self._sent = self._received = 0
-        self._num_in_flight = 0
-        self._first: Moment = None
-        self._last: Moment = None
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._thread = threading.get_ident()
 
-    def count(self, *, sent: int = 0, received: int = 0) -> None:
-        """Add bytes that this worker exchanged."""
-        self._sent += sent
-        self._received += received
+    def begin(self, call: Call) -> None:
+        """Count the bytes, and a message that is on its way from now on."""
+        sent, received = call.traffic
+        self._meter.count(sent=sent, received=received)
+        if not call.is_blocking:
+            self._meter.issued()
 
-    def take(self) -> Traffic:
-        """Return the bytes since the last call."""
-        taken = Traffic(self._sent, self._received)
-        self._sent = self._received = 0
-        return taken
-
-    @contextlib.contextmanager
-    def communicating(self, phase: Phase = "communication") -> Iterator[None]:
-        """Count the time in this context as exposed communication, or as waiting."""
-        before = self.timer.begin(phase)
-        try:
-            yield
-        finally:
-            self.timer.begin(before)
-            if self._num_in_flight:
-                self._last = self.timer.moment()
-
-    def issued(self) -> None:
-        """Note a message that is on its way while this worker goes on computing."""
-        self._last = self.timer.moment()
-        if not self._num_in_flight:
-            self._first = self._last
-        self._num_in_flight += 1
-
-    @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Count the wait for messages that were issued: hidden until now, exposed in here."""
-        if self._num_in_flight:
-            self.timer.hide(self._first, self.timer.moment())
-            self._num_in_flight = 0
-        with self.communicating():
-            yield
-
-    def backward_ended(self) -> None:
-        """Split the backward pass that has just ended where its last message was issued."""
-        if self._num_in_flight:
-            self.timer.hide(self._first, self._last)
-            self.timer.begin("communication", at=self._last)
-            self._num_in_flight = 0
+    def waiting(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Count the time of a wait."""
+        if threading.get_ident() != self._thread:  # beside the run's own steps
+            return contextlib.nullcontext()
+        return self._meter.communicating() if call.is_blocking else self._meter.awaited()

@@ -21,6 +21,8 @@ from ddpnb.protocol.messages import (
     StepEvent,
     pack_step,
 )
+from ddpnb.rank.collectives.intercept import Listener
+from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.engine import RankEngine
 
 FLUSH_SECONDS = 0.5
@@ -28,10 +30,11 @@ FLUSH_SECONDS = 0.5
 kept all cores busy lost 2 % of its speed."""
 
 
-class Publisher:
+class Publisher(Listener):
     """Sends a run's events to the notebook, in order, in numbered batches.
 
-    The thread starts with the first event.
+    The thread starts with the first event.  Where it listens to calls, the first one starts the
+    clock of a hand-written loop.
 
     Args:
         rank: this rank.
@@ -50,6 +53,10 @@ class Publisher:
         self._starting = threading.Lock()
         self._flushing = threading.Lock()
         self._thread: threading.Thread | None = None
+
+    def begin(self, call: Call) -> None:
+        """Start the clock, if it does not run yet."""
+        self.seconds()
 
     def seconds(self) -> float:
         """Return the time since the first call: of a hand-written loop, without its imports."""

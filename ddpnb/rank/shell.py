@@ -21,7 +21,7 @@ from IPython.core.debugger import Pdb
 from IPython.utils.tokenutil import token_at_cursor
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellSpec, Question
+from ddpnb.protocol.messages import CellSpec, Prompt
 
 CANNOT_ASK = (
     "A rank has no prompt here: %%ddp --debug 1 gives rank 1 one at breakpoint() and input(), "
@@ -123,7 +123,7 @@ def ask(prompt: object, answers: "SimpleQueue[str | None]") -> str:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    publish_data({"question": Question(str(prompt))})
+    publish_data({"question": Prompt(str(prompt))})
     answer = answers.get()
     if answer is None:
         answers.put(None)  # for the next question, too

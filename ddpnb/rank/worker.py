@@ -11,9 +11,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from ddpnb.rank.activations import Activations
 from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collectives.flat import local
 from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.meter import Meter
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
@@ -23,6 +24,46 @@ from ddpnb.rank.tasks.batches import Shard, Tree, rows
 def state_of(model: nn.Module) -> list[Tensor]:
     """Return all parameters and buffers of a model, in its order."""
     return [*model.parameters(), *model.buffers()]
+
+
+@final
+class Activations:
+    """Measures what autograd keeps of one forward pass, and leaves all others alone."""
+
+    def __init__(self, *, is_due: bool = False) -> None:
+        self.is_due = is_due
+        """Whether the next forward pass is measured."""
+        self.num_bytes = 0
+        """What autograd kept of it, without the parameters; 0: not known."""
+        self._kept: dict[int, torch.UntypedStorage] = {}
+
+    def of(self, forward: Callable[[], Tensor], model: nn.Module) -> Tensor:
+        """Return the loss of a forward pass through a model; measure it where that is due."""
+        if not self.is_due:
+            return forward()
+        try:
+            with self.hooks():
+                loss = forward()
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            self.is_due = False  # the functions of torch.func refuse such hooks
+            return forward()
+        for parameter in map(local, model.parameters()):
+            self._kept.pop(parameter.untyped_storage().data_ptr(), None)
+        self.num_bytes = sum(storage.nbytes() for storage in self._kept.values())
+        self.is_due, self._kept = False, {}
+        return loss
+
+    def hooks(self) -> AbstractContextManager[object]:
+        """Return the context in which this thread's part of the forward pass is measured."""
+        return saved_tensors_hooks(self._keep, lambda kept: kept) if self.is_due else nullcontext()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if (here := local(tensor)).layout == torch.strided:
+            storage = here.untyped_storage()
+            self._kept[storage.data_ptr()] = storage
+        return tensor
 
 
 @final
@@ -51,7 +92,7 @@ class Worker:
     name: str
     """Prefix of file names in ``folder``; no two trainings share it."""
     meter: Meter = field(default_factory=Meter)
-    """Counts seconds and bytes of communication; whatever carries messages reports to it."""
+    """Counts seconds and bytes; whatever carries messages reports to it."""
     activations: Activations = field(default_factory=Activations)
     """Measures what autograd keeps of one forward pass."""
     accumulate: int = 1
@@ -129,21 +170,20 @@ class Worker:
         called.zero_grad()
         micro_batches = batch.split(self.accumulate)
         total = torch.zeros((), device=self.device)
-        timer = self.meter.timer
+        meter = self.meter
         for number, micro_batch in enumerate(micro_batches, start=1):
             share = micro_batch.num_samples / batch.num_samples
             with unsynced() if number < len(micro_batches) else nullcontext():
-                timer.compute("forward", micro_batch.num_samples)
+                meter.compute("forward", micro_batch.num_samples)
                 forward = partial(loss_of or partial(self._loss_of, called), micro_batch, share)
                 with self.autocast():
-                    is_due = self.activations.is_due
-                    loss = self.activations.of(forward, self.model) if is_due else forward()
+                    loss = self.activations.of(forward, self.model)
                 self.delay()
-                timer.compute("backward", micro_batch.num_samples)
+                meter.compute("backward", micro_batch.num_samples)
                 (loss * (weight * share)).backward()
             total += share * loss.detach()
-        timer.computed()
-        self.meter.backward_ended()
+        meter.computed()
+        meter.backward_ended()
         return total
 
     def _loss_of(self, called: nn.Module, batch: Batch, share: float) -> Tensor:
@@ -166,7 +206,7 @@ class Worker:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's step."""
-        self.meter.timer.begin("optimizer")
+        self.meter.begin("optimizer")
         optimizer.step()
 
 

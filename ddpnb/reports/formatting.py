@@ -195,7 +195,7 @@ def listed(parts: Sequence[str]) -> str:
 
 def _choice(spec: RunSpec, name: str) -> object:
     value = getattr(spec, name)
-    if name == "seed" and spec.data_seed is not None:  # each repeat has a seed of its own
+    if name == "seed":  # each repeat has a seed of its own
         return spec.data_seed
     if name == "learning_rate" and spec.rates:  # each strategy is compared at its best
         return spec.rates

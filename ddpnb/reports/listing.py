@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import final
@@ -18,8 +18,8 @@ from ddpnb.reports.style import style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
 
-def ranks_table(states: Sequence[RankState]) -> Table:
-    """Return one row per rank: its process, host and device."""
+def ranks_table(states: Sequence[RankState], doing: Mapping[int, str] | None = None) -> Table:
+    """Return one row per rank: its process, host and device, and what it does if that is known."""
     ordered = sorted(states, key=lambda state: state.rank)
     return Table(
         caption=f"{counted(len(ordered), 'rank')} ready",
@@ -30,13 +30,14 @@ def ranks_table(states: Sequence[RankState]) -> Table:
             Column(title="device"),
             Column(title="threads", is_number=True),
             Column(title="backend"),
-            Column(title="notes", is_prose=True),
+            Column(title="state" if doing else "notes", is_prose=True),
         ),
         rows=tuple(
             table_row(
                 *(state.rank, state.pid, state.host),
                 Cell(text=state.device, quiet=state.device_name),
-                *(state.num_threads, state.backend, _shared(state, ordered)),
+                *(state.num_threads, state.backend),
+                doing[state.rank] if doing else _shared(state, ordered),
             )
             for state in ordered
         ),
@@ -97,10 +98,7 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
     )
 
 
-HIDDEN = {
-    *("run_id", "strategy", "repeat", "data_seed", "is_ceiling", "source", "cell"),
-    *("models", "rates"),
-}
+HIDDEN = {"run_id", "strategy", "repeat", "is_ceiling", "source", "cell", "models", "rates"}
 """Fields of ``RunSpec`` that are no settings of a comparison."""
 
 

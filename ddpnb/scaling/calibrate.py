@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ddpnb.protocol.devices import Devices
+from ddpnb.protocol.devices import Compute, Devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LinkSpec
-from ddpnb.scaling.model import Cost, Machine, Workload, cost, step_seconds
+from ddpnb.scaling.model import Machine, Workload, cost, step_seconds
 from ddpnb.scaling.waiting import expected_max
 
 GLOO_LATENCY_SECONDS = 30e-6
@@ -118,7 +118,7 @@ def _stated(measured: Measured, devices: Devices) -> tuple[Workload, Machine]:
     assert devices.compute is not None, "it is measured before anything trains"
     mean = 1 + measured.jitter / 2
     per_sample, per_pass = devices.compute
-    alone = Cost(mean * measured.num_passes * per_pass, mean * per_sample)
+    alone = Compute(mean * per_sample, mean * measured.num_passes * per_pass)
     work = Workload(
         alone=alone,
         together=alone,
@@ -182,7 +182,9 @@ def _fixed_over_per_sample(measured: Measured) -> float:
     return float(min(ratios, key=spread))
 
 
-def _level(measured: Measured, strategy: str, group: Sequence[SizeClass], num_ranks: int) -> Cost:
+def _level(
+    measured: Measured, strategy: str, group: Sequence[SizeClass], num_ranks: int
+) -> Compute:
     """Return the cost that gives the measured rate.
 
     Where ranks share cores, a rank's own work is the cores' share of the time of a step.
@@ -194,7 +196,7 @@ def _level(measured: Measured, strategy: str, group: Sequence[SizeClass], num_ra
         seconds /= max(1.0, num_ranks / measured.cores)
     ratio = _fixed_over_per_sample(measured)
     per_sample = seconds / (ratio + samples)
-    return Cost(ratio * per_sample, per_sample)
+    return Compute(per_sample, ratio * per_sample)
 
 
 def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workload, Machine]:

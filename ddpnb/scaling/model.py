@@ -21,39 +21,29 @@ from ddpnb.protocol.costs import (
     COLLECTIVES,
     DOUBLE_TREE,
     Ready,
-    bucket_sizes,
     in_turn,
     num_parts,
 )
-from ddpnb.protocol.devices import FORWARD_SHARE
+from ddpnb.protocol.devices import FORWARD_SHARE, Compute
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.notation import Choice, LinkSpec, parse_strategy, slower_of
 from ddpnb.scaling.waiting import expected_max, on_cores, server_bound
 
 MEGABYTE = 2**20
+FIRST_BUCKET_BYTES = 2**20
+"""DDP sends its first bucket early, so that the link is soon in use."""
 NO_GAIN = 1.1
 """Scaling has stopped where twice the ranks bring less than this times the throughput."""
-
-
-class Cost(NamedTuple):
-    """The seconds that a rank computes in a step."""
-
-    fixed: float
-    per_sample: float
-
-    def of(self, samples: float) -> float:
-        """Return those of so many samples."""
-        return self.fixed + self.per_sample * samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What is trained, measured on one rank and on several."""
 
-    alone: Cost
-    """Of one rank alone."""
-    together: Cost
-    """Of each of ``num_together`` ranks at once, which send nothing."""
+    alone: Compute
+    """What a step takes one rank alone."""
+    together: Compute
+    """Likewise each of ``num_together`` ranks at once, which send nothing."""
     num_together: int = 1
     batch_size: float
     """Of all ranks; with ``is_weak`` of each."""
@@ -131,7 +121,7 @@ class Point(NamedTuple):
     """Over N times the throughput of one rank alone."""
 
 
-def cost(work: Workload, machine: Machine, num_ranks: int) -> Cost:
+def cost(work: Workload, machine: Machine, num_ranks: int) -> Compute:
     """Return what a step costs one of N ranks that compute at once.
 
     What ranks on cores lose to each other grows with the number that compute at once: from
@@ -145,7 +135,7 @@ def cost(work: Workload, machine: Machine, num_ranks: int) -> Cost:
     share = (busy - 1) / (measured - 1)
     most = share if math.isfinite(machine.cores_per_host) else 1.0
     pairs = zip(work.alone, work.together, strict=True)
-    return Cost(*(a + min(share, most if b > a else 1.0) * (b - a) for a, b in pairs))
+    return Compute(*(a + min(share, most if b > a else 1.0) * (b - a) for a, b in pairs))
 
 
 # -- the strategies ------------------------------------------------------------------------
@@ -217,6 +207,16 @@ def _in_buckets(case: Situation, cap: float = BUCKET_BYTES) -> float:
         number = num_parts(size, ready) if work.num_trained_bytes else 1
         _, free = in_turn(case.exchange("all_reduce", size / number), number, [ready], free)[-1]
     return compute - backward + max(now, free)
+
+
+def bucket_sizes(num_bytes: float, cap: float) -> list[float]:
+    """Return the bytes of DDP's buckets: the first is small, the others have at most ``cap``."""
+    sizes: list[float] = []
+    left = num_bytes
+    while left > 0:
+        sizes.append(min(cap if sizes else min(FIRST_BUCKET_BYTES, cap), left))
+        left -= sizes[-1]
+    return sizes
 
 
 def _after(case: Situation, *names: str) -> float:

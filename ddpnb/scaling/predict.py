@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ddpnb.protocol.costs import BEST
+from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LINKS, SECONDS, parse_link, parse_quantity
 from ddpnb.protocol.options import check_options, option
 from ddpnb.scaling.calibrate import Calibration
 from ddpnb.scaling.model import (
     FORMULAS,
-    Cost,
     Machine,
     Point,
     Workload,
@@ -176,9 +176,10 @@ def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
     work, machine, is_emulated = found.work, found.here, found.measured.devices is not None
     if question.step:
         seconds, samples = parse_step(question.step)
+        alone = Compute(seconds / samples)
         work = Workload(
-            alone=Cost(0.0, seconds / samples),
-            together=Cost(0.0, seconds / samples),
+            alone=alone,
+            together=alone,
             batch_size=samples,
             is_weak=True,
             num_bytes=work.num_bytes,

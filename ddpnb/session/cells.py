@@ -89,7 +89,8 @@ class RunningCell(Background):
         self._spec = spec
         self._cluster = cluster
         self._recorder = recorder
-        self._prompt = None if spec.debug_rank is None else Prompt(cluster, spec.debug_rank)
+        self._has_prompt = True
+        """Whether the user answers what a rank asks."""
         self._live: Live | None = None
         self._output = CellOutput(ranks, self._appear)
         warn_stale(cluster.ensure_group(is_checked=options.check))
@@ -118,8 +119,8 @@ class RunningCell(Background):
         except KeyboardInterrupt:
             error = CellInterrupt(where_stopped(self._watch.outcome), self._lost)
         finally:
-            if self._prompt is not None and not self._watch.call.done:
-                self._prompt.close()
+            if self._spec.debug_rank is not None and not self._watch.call.done:
+                self._answer(self._spec.debug_rank, None)  # it may wait for one
             self._output.close()
             self._end_run()
             if self._spec.is_traced:
@@ -136,12 +137,17 @@ class RunningCell(Background):
             self._output.take(event.rank, event.kind, event.content)
         elif isinstance(event, Asked):
             self._output.show(at_once=True)
-            if self._prompt is not None:
-                self._prompt.answer(event.text, is_over=self._watch.is_stopping)
+            is_over = self._watch.is_stopping or not self._has_prompt
+            answer = None if is_over else ask_user(f"[{event.rank}] {event.text}")
+            self._has_prompt = answer is not None
+            self._answer(event.rank, answer)
         elif isinstance(event, Events):
             self._record(event.batch)
         elif isinstance(event, OutputEnded | Lost):
             self._output.finish(event.rank)
+
+    def _answer(self, rank: int, answer: str | None) -> None:
+        self._cluster.processes.command(rank, RankCommand.ANSWER, answer)
 
     def _record(self, batch: EventBatch) -> None:
         if self._recorder is None:
@@ -235,38 +241,15 @@ def cell_in(source: Path | str) -> str:
     return read_script(text)[1] if is_file else text
 
 
-class Prompt:
-    """Asks the user what a rank asks, with the notebook's own ``input``.
-
-    Args:
-        cluster: of the rank.
-        rank: the one that asks.
-    """
-
-    def __init__(self, cluster: Cluster, rank: int) -> None:
-        self._cluster = cluster
-        self._rank = rank
-        self._is_over = False
-
-    def answer(self, question: str, *, is_over: bool = False) -> None:
-        """Ask the user; send the answer, or that there will be none any more."""
-        self._is_over |= is_over
-        answer = None if self._is_over else self._ask(f"[{self._rank}] {question}")
-        self._cluster.processes.command(self._rank, RankCommand.ANSWER, answer)
-
-    def close(self) -> None:
-        """End the rank's wait for an answer, if there is one."""
-        self._cluster.processes.command(self._rank, RankCommand.ANSWER, None)
-
-    def _ask(self, question: str) -> str | None:
-        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            return input(question)
-        except (KeyboardInterrupt, EOFError):
-            self._is_over = True
-        except NotImplementedError:  # ipykernel's StdinNotImplementedError
-            self._is_over = True
-            print("This frontend has no prompt: the rank gets no answer.", file=sys.stderr)
-        finally:
-            signal.signal(signal.SIGINT, handler)
+def ask_user(question: str) -> str | None:
+    """Return the answer at the notebook's own prompt; None: there will be none any more."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return input(question)
+    except (KeyboardInterrupt, EOFError):
         return None
+    except NotImplementedError:  # ipykernel's StdinNotImplementedError
+        print("This frontend has no prompt: the rank gets no answer.", file=sys.stderr)
+        return None
+    finally:
+        signal.signal(signal.SIGINT, handler)

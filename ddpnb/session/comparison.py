@@ -73,9 +73,8 @@ def prepare(
         specs=specs,
         survivors=frozenset(name for name, each in checked.items() if each.survives_deaths),
         live=shown,
-        options=spec.options,
         printed=printed,
-        functions=spec.functions,
+        asked=spec,
     )
 
 
@@ -86,7 +85,13 @@ def _check_each(
     shown: Live,
     printed: PrintedLines,
 ) -> dict[str, Checked]:
-    """Check every strategy on the ranks; return what was found of those that can be trained."""
+    """Check every strategy on the ranks; return what was found of those that can be trained.
+
+    The baseline and the ceiling that were added to the user's own classes alone may be left out:
+    these may train what no other strategy can, such as a model with two losses.
+    """
+    is_own = all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
+    optional = {BASELINE, CEILING}.difference(spec.strategies) if is_own else set()
     checked: dict[str, Checked] = {}
     left_out: dict[str, list[str]] = {}
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
@@ -96,13 +101,12 @@ def _check_each(
             f"and a step on {counted(len(cluster.ranks), 'rank')} ..."
         )
         warn_stale(cluster.ensure_group())  # the last check may have freed slow ranks
-        is_optional = _is_dispensable(name, spec)
         try:
             found = ask(cluster, calls.validate(each), printed=printed)
             _check_sizes(found)
             checked[name] = found[0]
         except UserError as error:
-            if not is_optional:
+            if name not in optional:
                 raise
             left_out.setdefault(str(error), []).append(name)
     for why, names in left_out.items():
@@ -139,15 +143,6 @@ def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
             "targets are no class numbers, or it has a loss or measures of its own; let metric "
             "return 'accuracy', or give a training loss."
         )
-
-
-def _is_dispensable(name: str, spec: ComparisonSpec) -> bool:
-    """Return whether a strategy was added, as baseline or ceiling, to the user's own classes alone.
-
-    These may train what no other strategy can, such as a model with two losses.
-    """
-    is_added = name in (BASELINE, CEILING) and name not in spec.strategies
-    return is_added and all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
 
 
 def with_devices(cluster: Cluster, spec: Spec) -> Spec:

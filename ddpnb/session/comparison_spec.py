@@ -48,7 +48,13 @@ class ComparisonSpec:
         if not self.strategies:
             names = ", ".join(STRATEGIES)
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
-        if errors := dict.fromkeys(filter(None, map(self._error_of, self.strategies))):
+        errors: dict[str, None] = {}
+        for strategy in self.strategies:
+            try:
+                check_devices(strategy, self.training.devices, self.training.link)
+            except UserError as error:
+                errors[str(error)] = None
+        if errors:
             raise UserError(" ".join(errors))
         task = self.training.task
         if task != CELL_TASK and self.training.source.strip():
@@ -56,14 +62,6 @@ class ComparisonSpec:
                 f"--task {task} and a cell that defines the task: leave one of them out."
             )
         refuse_magics(self.training.source)
-
-    def _error_of(self, strategy: str) -> str:
-        """Return what is wrong with a strategy; empty if it can be trained."""
-        try:
-            check_devices(strategy, self.training.devices, self.training.link)
-        except UserError as error:
-            return str(error)
-        return ""
 
     def run_specs(self, models: Path | None = None) -> tuple[RunSpec, ...]:
         """Return every training; ``models`` is the folder for trained weights.
@@ -81,9 +79,10 @@ class ComparisonSpec:
         names = list(dict.fromkeys([*added, *self.strategies]))
         seed = self.training.seed
         folder = str(models) if self.training.save and models else ""
-        chosen = asdict(self.training) | {"data_seed": seed, "comparison": new_id()}
+        chosen = asdict(self.training) | {"comparison": new_id()}
         ceiling = chosen | {"is_ceiling": True, "save": False, "kill": (), "rates": ()}
         rates = self.training.rates or (self.training.learning_rate,)
+        seeds = [(seed + repeat) % 2**63 for repeat in range(self.num_repeats)]
         turns = [(0, rate) for rate in rates]
         turns += [(repeat, rates[0]) for repeat in range(1, self.num_repeats)]
         return tuple(
@@ -93,7 +92,7 @@ class ComparisonSpec:
                 repeat=repeat,
                 models="" if is_ceiling else folder,
                 **(ceiling if is_ceiling else chosen)
-                | {"seed": seed_of(seed, repeat), "learning_rate": rate},
+                | {"seed": seeds[repeat], "learning_rate": rate},
             )
             for turn, (repeat, rate) in enumerate(turns)
             for position in range(len(names))
@@ -148,11 +147,6 @@ def refuse_magics(source: str) -> None:
             ) from None
     except ValueError:  # a null byte, which the ranks refuse too
         return
-
-
-def seed_of(seed: int, repeat: int) -> int:
-    """Return the seed of a repeat; the first one has that of the comparison."""
-    return (seed + repeat) % 2**63
 
 
 def long_enough(specs: Sequence[RunSpec], num_epochs: float) -> tuple[RunSpec, ...]:

@@ -166,18 +166,15 @@ def _deaths(dead: Sequence[Failure]) -> str:
 def render_failures(failures: Sequence[Failure]) -> list[str]:
     """Return the lines that show all failures, identical ones once, consequences last."""
     roots = [failure for failure in failures if not failure.is_consequence] or failures[:1]
-    lines: list[str] = []
-    shown: list[Failure] = []
+    groups: dict[tuple[str, str, str], list[Failure]] = {}
     for failure in roots:
-        if failure in shown:
-            continue
-        same = _identical_to(failure, roots)
-        shown += same
-        if lines:
-            lines.append("")
-        lines.append(f"RankError: {summarize([failure, *same[1:]])}")
+        groups.setdefault(_identity(failure), []).append(failure)
+    lines: list[str] = []
+    for same in groups.values():
+        lines += [""] if lines else []
+        lines.append(f"RankError: {summarize(same)}")
         by_log = {each.traceback: each for each in same}  # each death has one of its own
-        for each in by_log.values() if failure.is_death else [failure]:
+        for each in by_log.values() if same[0].is_death else same[:1]:
             lines += _traceback_lines(each)
     if consequences := [f for f in failures if f.is_consequence and f not in roots]:
         lines += ["", *_consequence_lines(consequences)]

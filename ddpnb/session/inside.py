@@ -1,7 +1,7 @@
 """What looks inside: asks the ranks, and returns what a notebook shows (kernel)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ddpnb.cluster.cluster import Cluster
@@ -11,7 +11,6 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import spoken_ranks
-from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, find, measured, with_causes
@@ -52,76 +51,49 @@ INSPECTED = ("batch_size", "devices", "as_", "link")
 """The options of a training that count in an inspection, besides its task."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectionRequest:
-    """What the user wants to look into; without a model or a task, that of the last comparison."""
+def training_to_inspect(
+    model: str,
+    task: str,
+    source: str,
+    cell: int,
+    given: Mapping[str, Any],
+    last: TrainingSpec | None,
+) -> TrainingSpec:
+    """Return the training to inspect; of a model, only the devices count.
 
-    model: str = ""
-    """An expression on the ranks, as ``batch`` and ``loss`` are."""
-    batch: str = option(
-        "",
-        "the model's input on the ranks: a tensor, or a tuple or a dict of its arguments",
-        example="EXPR",
-    )
-    loss: str = option("", "a scalar made of `output`; by default its mean", example="EXPR")
-    bucket_caps: tuple[float, ...] = option(
-        (),
-        "also with these bucket_cap_mb",
-        flag="--bucket-cap",
-        above=0,
-        most_values=9,
-        example="MB,MB",
-    )
-    run: str = option("", "in place of a step: versions in a stored run of async", example="NAME")
-    task: str = ""
-    source: str = ""
-    """A cell that defines the task."""
-    given: Mapping[str, Any] = field(default_factory=dict)
-    """Options of ``INSPECTED``, by the field."""
+    Args:
+        model: an expression on the ranks; empty: a task is inspected.
+        task: its name; without it, and without a model, that of ``source`` or of ``last``.
+        source: a cell that defines the task.
+        cell: the ``n`` of its ``In [n]``.
+        given: options of ``INSPECTED``, by the field.
+        last: the training of the latest comparison.
 
-    def __post_init__(self) -> None:
-        check_options(self)
-        has_task = self.task or self.source
-        if self.run and (self.model or has_task or self.given):
-            raise UserError(f"--run {self.run} draws what is stored: leave the other options out.")
-        if self.model and has_task:
-            raise UserError(f"Inspect {self.model} or a task: leave one of them out.")
-        if self.model and "batch_size" in self.given:
-            raise UserError("--batch-size goes with a task: leave it out here.")
-        beside = [each for each in ("batch", "loss") if getattr(self, each)]
-        if beside and not self.model:
-            raise UserError(f"--{beside[0]} goes with a model: a task has its own.")
-
-    def training(self, cell: int, last: TrainingSpec | None) -> TrainingSpec:
-        """Return the training to inspect; of a model, only the devices count.
-
-        Args:
-            cell: the ``n`` of ``source``'s ``In [n]``.
-            last: the training of the latest comparison.
-
-        Raises:
-            UserError: none is named, and nothing was compared before.
-        """
-        if self.source:
-            return TrainingSpec(source=self.source, cell=cell, **self.given)
-        if self.task or self.model:
-            return TrainingSpec(task=self.task or "digits", **self.given)
-        if last is None:
-            raise UserError(
-                'Name what to inspect: a model of the ranks, %ddp_inspect model --batch "x, y", '
-                "or a task, %ddp_inspect --task digits."
-            )
-        return replace(last, **self.given)
+    Raises:
+        UserError: none is named, and nothing was compared before; or more than one.
+    """
+    if model and (task or source):
+        raise UserError(f"Inspect {model} or a task: leave one of them out.")
+    if model and "batch_size" in given:
+        raise UserError("--batch-size goes with a task: leave it out here.")
+    if source:
+        return TrainingSpec(source=source, cell=cell, **given)
+    if task or model:
+        return TrainingSpec(task=task or "digits", **given)
+    if last is None:
+        raise UserError(
+            'Name what to inspect: a model of the ranks, %ddp_inspect model --batch "x, y", '
+            "or a task, %ddp_inspect --task digits."
+        )
+    return replace(last, **given)
 
 
-def inspect_step(
-    cluster: Cluster, request: InspectionRequest, training: TrainingSpec
-) -> DdpInspection:
+def inspect_step(cluster: Cluster, spec: InspectSpec, training: TrainingSpec) -> DdpInspection:
     """Make steps of DDP on all ranks; return what happened in them.
 
     Args:
         cluster: its ranks are idle.
-        request: what to inspect.
+        spec: what to inspect; it has no task and no devices yet.
         training: of the task, or what counts of one beside a model.
 
     Raises:
@@ -133,15 +105,8 @@ def inspect_step(
         raise UserError(
             "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."
         )
-    chosen = asdict(training) | {"data_seed": training.seed}
-    spec = InspectSpec(
-        task=None if request.model else RunSpec(run_id=new_id(), strategy="ddp", **chosen),
-        model=request.model,
-        batch=request.batch,
-        loss=request.loss,
-        bucket_caps=request.bucket_caps,
-        devices=with_devices(cluster, training).emulated,
-    )
+    task = None if spec.model else RunSpec(run_id=new_id(), strategy="ddp", **asdict(training))
+    spec = replace(spec, task=task, devices=with_devices(cluster, training).emulated)
     warn_stale(cluster.ensure_group())
     found = ask(cluster, calls.find_inspected(spec))
     shapes = {rank: list(each.parameters.items()) for rank, each in found.items()}

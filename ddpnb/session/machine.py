@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterable
 
 import psutil
 
@@ -12,31 +11,17 @@ LEAST_SHARE = 0.2
 
 
 class OtherPrograms:
-    """The processor time that others than this kernel and the ranks use from now on.
+    """The processor time that others than this kernel and its processes use from now on."""
 
-    Args:
-        ranks: the process ids of the ranks.  What these and the kernel have started is theirs.
-    """
-
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self._pids = [os.getpid(), *ranks]
+    def __init__(self) -> None:
         self._began = time.monotonic()
-        self._before = _busy_seconds() - self._own_seconds()
+        self._before = _busy_seconds() - _own_seconds()
 
     def share(self) -> float:
         """Return the share of all cores that they have used: 0 to 1."""
-        used = _busy_seconds() - self._own_seconds() - self._before
+        used = _busy_seconds() - _own_seconds() - self._before
         cores = (time.monotonic() - self._began) * (os.cpu_count() or 1)
         return min(max(used / cores, 0.0), 1.0) if cores > 0 else 0.0
-
-    def _own_seconds(self) -> float:
-        own, seconds = set(self._pids), 0.0
-        for process in psutil.process_iter():  # by number, so that a parent comes first
-            with contextlib.suppress(psutil.Error):  # it has ended
-                if process.pid in own or process.ppid() in own:
-                    own.add(process.pid)
-                    seconds += sum(process.cpu_times()[:4])
-        return seconds
 
 
 def disturbance(share: float, num_ranks: int) -> str:
@@ -52,3 +37,11 @@ def disturbance(share: float, num_ranks: int) -> str:
 def _busy_seconds() -> float:
     times = psutil.cpu_times()
     return float(sum(times[:8]) - times.idle - getattr(times, "iowait", 0.0))
+
+
+def _own_seconds() -> float:
+    kernel, seconds = psutil.Process(), 0.0
+    for process in (kernel, *kernel.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            seconds += sum(process.cpu_times()[:4])
+    return seconds

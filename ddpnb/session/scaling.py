@@ -48,7 +48,10 @@ def measured_in(comparison: Comparison) -> Measured:
             f"{comparison.name} has no {' and no '.join(missing)} that has finished, which a "
             "prediction is calibrated on: compare without --no-baseline."
         )
-    runs = {name: _runs_of(comparison, name) for name in summaries}
+    runs = {
+        name: [run for run in each.runs if run.status is Status.FINISHED]
+        for name, each in summaries.items()
+    }
     single, together = runs[BASELINE], runs[CEILING]
     spec, header = single[0].spec, together[0].header
     assert spec is not None
@@ -104,11 +107,6 @@ def _comparison(store: Store, run: str) -> Comparison:
 def _counts(summary: StrategySummary) -> bool:
     is_measured = math.isfinite(summary.samples_per_second.middle)
     return summary.status is Status.FINISHED and is_measured and not summary.is_emulated
-
-
-def _runs_of(comparison: Comparison, name: str) -> list[RunSnapshot]:
-    runs = [run for run in comparison.runs if run.name == name]
-    return [run for run in runs if run.status is Status.FINISHED]
 
 
 def _steps(runs: Sequence[RunSnapshot]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

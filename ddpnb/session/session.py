@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 
 from IPython.core.getipython import get_ipython
 
@@ -58,7 +58,6 @@ class Session:
         self._cells: list[RunningCell] = []
         """Those that run in the background."""
         self._comparison: RunningComparison | None = None
-        self._store: Store | None = None
         self.last_training: TrainingSpec | None = None
         """Of the latest comparison: what ``inspect`` inspects by default."""
         self._asked: Call | None = None
@@ -255,12 +254,10 @@ class Session:
         """Return every name that ``load`` takes."""
         return all_names(self.store.list())
 
-    @property
+    @cached_property
     def store(self) -> Store:
         """The stored runs of the notebook's project."""
-        if self._store is None:
-            self._store = Store(runs_folder())
-        return self._store
+        return Store(runs_folder())
 
     # -- private ---------------------------------------------------------------------
 

@@ -14,50 +14,29 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.processes import RankCommand, num_cores
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.table import Cell, Column, Table, table_row
+from ddpnb.reports.listing import ranks_table
+from ddpnb.reports.table import Table
 
 ANSWER_SECONDS = 3.0
 """How long a rank may take to report its position; a stopped process never does."""
 
 
 def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] = ()) -> Table:
-    """Return one row per rank: process, device, and whether it is idle, busy or gone.
+    """Return the table of ranks, with whether each is idle, busy or gone.
 
     Background work keeps the ``busy`` ranks busy; ``notes`` are further lines under the table.
     """
     stopped = stopped_ranks(cluster, cluster.ranks)
-    rows = []
-    for state in cluster.states:
-        exit_ = cluster.exits.get(state.rank)
-        doing = str(exit_) if exit_ else "busy" if state.rank in busy else "idle"
-        doing = "stopped" if state.rank in stopped else doing
-        doing = doing if state.rank in cluster.living or exit_ else "gone"
-        rows.append(
-            table_row(
-                state.rank,
-                *([state.host] if not cluster.is_local else []),
-                *(state.pid, Cell(text=state.device, quiet=state.device_name)),
-                *(state.num_threads, state.backend, doing),
-            )
-        )
+    doing = dict.fromkeys(cluster.ranks, "gone")
+    doing |= {rank: "busy" if rank in busy else "idle" for rank in cluster.living}
+    doing |= dict.fromkeys(stopped, "stopped")
+    doing |= {rank: str(cluster.exits[rank]) for rank in cluster.ranks if rank in cluster.exits}
     all_notes = [describe_stopped(cluster, stopped)] if stopped else []
     if cluster.lost:
         all_notes.append(f"{cluster.lost}: %ddp_restart starts new ranks")
-    all_notes.extend(notes)
-    return Table(
-        caption=f"{counted(len(cluster.living), 'rank')} of {len(cluster.states)} alive",
-        columns=(
-            Column(title="rank"),
-            *([Column(title="host")] if not cluster.is_local else []),
-            Column(title="pid", is_number=True),
-            Column(title="device"),
-            Column(title="threads", is_number=True),
-            Column(title="backend"),
-            Column(title="state", is_prose=True),
-        ),
-        rows=tuple(rows),
-        notes=tuple(all_notes),
-    )
+    caption = f"{counted(len(cluster.living), 'rank')} of {len(cluster.states)} alive"
+    table = ranks_table(cluster.states, doing)
+    return with_notes(replace(table, caption=caption, notes=(*all_notes, *notes)), cluster)
 
 
 def describe_ranks(cluster: Cluster) -> str:
@@ -112,20 +91,15 @@ def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
 
 
 def with_notes(table: Table, cluster: Cluster) -> Table:
-    """Add to a table the features that are off."""
+    """Add to a table that ranks on CPUs far outnumber the cores, and which features are off."""
     if cluster.lost is not None:
         return table
-    here = [each for each in cluster.states if each.host == socket.gethostname()]
-    shared = sharing_note(sum(each.device == "cpu" for each in here), num_cores())
-    notes = [*([shared] if shared else []), *cluster.missing]
+    notes, here = list(cluster.missing), socket.gethostname()
+    num = sum(state.host == here and state.device == "cpu" for state in cluster.states)
+    if num > MAX_RANKS_PER_CORE * (cores := num_cores()):
+        notes.insert(
+            0,
+            f"{num} ranks share {counted(cores, 'core')} and take turns: what they compute is "
+            f"right, but how fast says little about {num} ranks with cores of their own",
+        )
     return replace(table, notes=(*table.notes, *notes))
-
-
-def sharing_note(num_ranks: int, num_cores: int) -> str:
-    """Return a sentence if ranks on CPUs far outnumber the cores that they share; else nothing."""
-    if num_ranks <= MAX_RANKS_PER_CORE * num_cores:
-        return ""
-    return (
-        f"{num_ranks} ranks share {counted(num_cores, 'core')} and take turns: what they compute "
-        f"is right, but how fast says little about {num_ranks} ranks with cores of their own"
-    )

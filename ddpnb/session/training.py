@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpnb.cluster.call import CallEvent, Events, Output, Returned
@@ -22,12 +22,12 @@ from ddpnb.protocol.messages import RunReport, RunSpec
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.cell_output import PrintedLines
-from ddpnb.reports.live import Live, live
+from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.reports.style import EVERYTHING, PlotOptions
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, warn_stale
 from ddpnb.session.machine import OtherPrograms, disturbance
-from ddpnb.session.variables import NotebookFunctions, pull
+from ddpnb.session.variables import pull
 
 STOP_INTERVAL_SECONDS = 0.3
 """Between two requests to stop; the ranks get them until they have stopped."""
@@ -46,12 +46,10 @@ class Training:
     specs: Sequence[RunSpec]
     survivors: Collection[str]
     """The strategies that continue when a rank other than 0 dies."""
-    live: Live = field(default_factory=live)
-    options: PlotOptions = EVERYTHING
-    printed: PrintedLines = field(default_factory=PrintedLines)
+    live: Live
+    printed: PrintedLines
     """What the cell has printed on the ranks."""
-    functions: NotebookFunctions | None = None
-    """What is trained, if it is no cell; a rank that is started anew needs them again."""
+    asked: ComparisonSpec
     _result: ComparisonResult | None = None
     """What was trained, once all has ended."""
     _watch: Watch | None = None
@@ -77,7 +75,7 @@ class Training:
             KeyboardInterrupt: it was interrupted; the ranks have stopped.
         """
         errors: dict[str, Exception] = {}
-        load = OtherPrograms(state.pid for state in self.cluster.states)
+        load = OtherPrograms()
         try:
             for number, spec in enumerate(self.specs):
                 if self._is_stopped or spec.strategy in errors:
@@ -94,7 +92,7 @@ class Training:
             self._result = result = self.result
             is_on_cores = all(state.device == "cpu" for state in self.cluster.states)
             is_measured = not any(spec.is_emulated for spec in self.specs)
-            if is_on_cores and is_measured and not self.cluster.spans_hosts:
+            if is_on_cores and is_measured and self.cluster.is_local:
                 result.remark = disturbance(load.share(), len(self.cluster.ranks))
             self.live.finish(result)
             self.printed.show()
@@ -108,8 +106,9 @@ class Training:
     @property
     def result(self) -> ComparisonResult:
         """What has been trained so far."""
-        found = self._result
-        return found or ComparisonResult(self.recorder.comparison, self.options, self._model_of)
+        if self._result is not None:
+            return self._result
+        return ComparisonResult(self.recorder.comparison, self.asked.options, self._model_of)
 
     def _at_best_rate(self, spec: RunSpec) -> RunSpec:
         """Return a training; a later repeat has the rate that its strategy is compared at."""
@@ -127,8 +126,9 @@ class Training:
         return model
 
     def _send_functions(self, rank: int) -> None:
-        if self.functions is not None:
-            self.functions.send(self.cluster, [rank])
+        """Send what is trained, if it is no cell, to a rank that is started anew."""
+        if self.asked.functions is not None:
+            self.asked.functions.send(self.cluster, [rank])
 
     def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
         """Return whether the rest is trained after a strategy has failed, and print it."""
@@ -173,7 +173,6 @@ class Training:
             raise
         finally:
             recovery.end()
-        outcome.lost = {r: cause for r, cause in outcome.lost.items() if not recovery.survives(r)}
         if (error := error_of(self.cluster, outcome)) is not None:
             cause = str(outcome.hang) if outcome.hang else _cause_of(error)
             self.recorder.end(spec.run_id, Status.FAILED, cause)

@@ -16,6 +16,7 @@ from ddpnb.protocol import calls
 from ddpnb.protocol.calls import RankCall, Request
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.notation import parse_ranks
+from ddpnb.protocol.options import Option
 from ddpnb.protocol.variables import NOTEBOOK_FUNCTIONS, Parcel, dump, packed, receive
 from ddpnb.session.asking import ask
 from ddpnb.session.errors import RankError
@@ -145,6 +146,22 @@ def explain(variables: Mapping[str, object], error: Exception) -> str:
     return f"{name} cannot be sent to the ranks: {full_stop(str(error))}{nothing}"
 
 
+FUNCTIONS = {
+    name: Option(default=None, about=about, flag=name)
+    for name, about in {
+        "model": "in place of ``source``: a function that returns a new model",
+        "data": 'with ``model``: a function of ``"train"`` or ``"test"`` that returns samples',
+        "loss": "and the following, with ``model``: functions as a cell defines them",
+        "metric": "of all held-out outputs and their targets",
+        "training_step": "of model and batch",
+        "validation_step": "likewise, on held-out samples",
+        "optimizer": "of the parameters",
+        "collate_fn": "of the items of a batch",
+    }.items()
+}
+"""The arguments of ``ddpnb.compare`` that take functions."""
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotebookFunctions:
@@ -160,12 +177,12 @@ class NotebookFunctions:
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Self | None:
-        """Return the functions among the arguments that were given; None if there are none.
+        """Return the functions among the arguments of ``compare``; None if there are none.
 
         Raises:
             UserError: ``model`` or ``data`` is missing, or one is no function, or cannot be sent.
         """
-        found = {name: value for name, value in given.items() if value is not None}
+        found = {name: given[name] for name in FUNCTIONS if given.get(name) is not None}
         if not found:
             return None
         for needed, example in (("model", "build_model"), ("data", "load")):

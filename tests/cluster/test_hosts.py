@@ -112,7 +112,7 @@ def test_ranks_are_laid_out_host_by_host(cluster, hosts):
         ["3", "1", "1", "2", "2", address],
     ]
     table = status_table(cluster, ())
-    assert [row[1].text for row in table.rows] == ["a", "a", "b", "b"]
+    assert [row[2].text for row in table.rows] == ["a", "a", "b", "b"]
 
 
 def test_nothing_listens_beyond_the_interface_and_no_key_is_to_be_seen(cluster, hosts):

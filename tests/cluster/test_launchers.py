@@ -102,7 +102,7 @@ def test_ranks_are_laid_out_node_by_node_and_train(cluster, tmp_path):
         ["3", "1", "1", "2", "2"],
     ]
     table = status_table(cluster, ())
-    assert [row[1].text for row in table.rows] == ["n1", "n1", "n2", "n2"]
+    assert [row[2].text for row in table.rows] == ["n1", "n1", "n2", "n2"]
     assert pull(cluster, TASK) == [[]] * 4
     (run_,) = prepared(cluster, tmp_path, "ddp", **TRAINED).run().comparison.runs
     assert run_.status == "finished"

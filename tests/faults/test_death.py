@@ -38,6 +38,7 @@ DEATHS = {
 def test_a_death_is_reported_with_its_cause_and_last_words(
     three: Cluster, source: str, cause: str, words: str
 ) -> None:
+    run(three, "os.write(2, b'words of an older cell\\n')")
     say = SAY.format(log=str(three.folder / "rank-1.log"))
     cell = run(three, f"{say}if rank == 1:\n    {source}\ndist.barrier()")
     assert cell.lost == {1: cause}
@@ -45,6 +46,7 @@ def test_a_death_is_reported_with_its_cause_and_last_words(
     (found,) = (failure for failure in failures_of(three, cell.watch.outcome) if failure.rank == 1)
     said = "\n".join(found.traceback)
     assert words in said
+    assert "older" not in said
     assert ("Segmentation" in said) == (cause == "was killed by SIGSEGV"), "of this death alone"
     assert cell.seconds < 20
     check_is_brought_back(three, 1)

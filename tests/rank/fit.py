@@ -10,17 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import Memory, RankState
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.meter import Traffic
+from ddpnb.rank.meter import Account, Traffic
 from ddpnb.rank.servers.memory import PackedTensors, pack
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks.base import OptimizerFactory, Supervised, Task
 from ddpnb.rank.tasks.batches import BatchSchedule, every_step
 from ddpnb.rank.tasks.samples import TensorSamples
-from ddpnb.rank.training.context import RunContext
+from ddpnb.rank.training.context import RunContext, Surroundings
 from tests.rank.runs import spec_of
 
 BeforeStep = Callable[[int, int], None]
@@ -95,7 +93,7 @@ class Problem:
         samples = TensorSamples(self.data())
         return RunContext(
             spec=spec_of("ddp", accumulate=self.accumulate, clip=self.clip),
-            state=state,
+            here=Surroundings(state=state, folder=folder),
             plan=strategy.plan(state),
             task=Task(
                 model=self.make_model,
@@ -105,9 +103,6 @@ class Problem:
                 optimizer=self.factory(),
             ),
             schedule=self.order(state.world_size),
-            folder=folder,
-            cancellation=CancellationToken(),
-            namespace={},
         )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
 from ddpnb.rank.training import loop
+from ddpnb.rank.training.context import Surroundings
 from tests.cells import CELL
 
 FEATURED = ["ddp", "fsdp", "async", "dp"]
@@ -29,10 +30,8 @@ def train_job(state, folder, spec, stop_at=math.inf, stop_ranks=(0,)):
     before = random_state()
     report = loop.run(
         spec,
-        state=state,
-        folder=folder,
+        Surroundings(state=state, folder=folder),
         publish=events.append,
-        namespace={},
         should_stop=lambda: state.rank in stop_ranks and len(events) > stop_at,
     )
     assert random_state() == before

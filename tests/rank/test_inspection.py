@@ -15,8 +15,8 @@ from ddpnb.protocol.devices import parse_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.inspect import ddp_steps, subject
+from ddpnb.rank.training.context import Surroundings
 from tests.rank.ranks import make_state
 
 
@@ -57,10 +57,10 @@ def spec_of(given: dict[str, Any]) -> InspectSpec:
 def inspected(state: RankState, folder: Path, is_ddp: bool, given: dict[str, Any]) -> Any:
     names, spec = namespace_of(state, is_ddp=is_ddp), spec_of(given)
     before = everything(names)
-    found = subject.find(spec, state, names)
+    here = Surroundings(state=state, namespace=names, folder=folder)
+    found = subject.find(spec, here)
     spec = replace(spec, finds_unused=bool(found.unused))
-    cancellation = CancellationToken()
-    report = ddp_steps.measure(spec, state, names, cancellation=cancellation, folder=folder)
+    report = ddp_steps.measure(spec, here)
     assert all(map(torch.equal, before, everything(names)))
     return found, report
 
@@ -106,5 +106,6 @@ def test_a_bucket_takes_its_messages_on_emulated_devices(ranks):
 )
 def test_a_mistake_is_one_sentence(given: dict[str, str], named: str):
     state = make_state(0, 2)
+    here = Surroundings(state=state, namespace=namespace_of(state, is_ddp=False))
     with pytest.raises(UserError, match=named):
-        subject.find(spec_of(given), state, namespace_of(state, is_ddp=False))
+        subject.find(spec_of(given), here)

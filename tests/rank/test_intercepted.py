@@ -5,10 +5,9 @@ import contextlib
 import pytest
 import torch.distributed as dist
 
-from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.trace import recording
-from ddpnb.rank.meter import Meter
+from ddpnb.rank.meter import Account, Meter
 
 SETUP = """
 import threading, time

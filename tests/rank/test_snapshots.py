@@ -7,7 +7,7 @@ import pytest
 
 from ddpnb.protocol.messages import Evaluating
 from ddpnb.rank.training import snapshots
-from tests.cells import WITH_DROPOUT
+from tests.cells import CELL, WITH_DROPOUT
 from tests.rank.runs import ASYNCHRONOUS, FEATURED, losses, spec_of, train_job
 
 
@@ -30,11 +30,17 @@ def test_a_curve_has_about_ten_points_on_rank_0(ranks, strategy):
     assert abs(found[-1].loss - first.held_out_loss) < 0.2
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp", "fsdp", "diloco:every=7", "gossip"])
-def test_a_point_is_the_model_that_a_run_would_end_with_there(ranks, strategy):
-    longer = spec_of(strategy, num_epochs=2, eval_every=1)
+@pytest.mark.parametrize(
+    ("strategy", "source"),
+    [
+        *((each, CELL) for each in ("dp", "ddp", "fsdp", "diloco:every=7", "gossip")),
+        ("local-sgd:every=5", CELL.replace("nn.ReLU()", "*2 * [nn.Linear(16, 16)], nn.ReLU()")),
+    ],
+)
+def test_a_point_is_the_model_that_a_run_would_end_with_there(ranks, strategy, source):
+    longer = spec_of(strategy, source=source, num_epochs=2, eval_every=1)
     (at_one_epoch,) = ranks(2).call(train_job, longer)[0][0].evaluations
-    shorter = ranks(2).call(train_job, spec_of(strategy, num_epochs=1))[0][0]
+    shorter = ranks(2).call(train_job, spec_of(strategy, source=source, num_epochs=1))[0][0]
     assert at_one_epoch.num_samples == 200
     assert at_one_epoch.loss == pytest.approx(shorter.held_out_loss, abs=1e-5)
     assert at_one_epoch.accuracy == pytest.approx(shorter.held_out_accuracy)

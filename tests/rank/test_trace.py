@@ -9,12 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpnb.protocol.costs import algorithm_of
 from ddpnb.protocol.trace import SHOWN, CollectiveSpec, RankSpans, Span
 from ddpnb.rank.collectives import trace
-from ddpnb.rank.collectives.account import Account
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.trace import recording
 from ddpnb.rank.connections import bytes_sent
 from ddpnb.rank.inspect.collective import show
-from ddpnb.rank.meter import Meter
+from ddpnb.rank.meter import Account, Meter
 from ddpnb.reports.inside.collective import CollectiveResult
 
 SIZE = 30_000

@@ -7,7 +7,7 @@ import pytest
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.training import validation
-from ddpnb.rank.training.context import build_context
+from ddpnb.rank.training.context import Surroundings, build_context
 from tests.cells import (
     CELL,
     CLOSURE,
@@ -33,7 +33,7 @@ from tests.rank.runs import (
 
 
 def check(spec):
-    return validation.validate(spec, state=make_state(0, 2), namespace={})
+    return validation.validate(spec, Surroundings(state=make_state(0, 2)))
 
 
 def spec_of(strategy: str, source: str = CELL, **changes):
@@ -117,7 +117,7 @@ def test_what_a_metric_and_a_validation_step_return_is_measured(ranks, source, e
 
 
 def check_job(state, folder, path, spec):
-    return validation.validate(spec, state=state, namespace={}, folder=path)
+    return validation.validate(spec, Surroundings(state=state, folder=path))
 
 
 def test_a_class_of_ones_own_needs_neither_loss_nor_optimizer(ranks, tmp_path):
@@ -150,7 +150,7 @@ def augmented_job(state, folder, seed):
     """Return the inputs of this rank's first step, which are drawn at random."""
     source = DATASET.replace("return self.inputs[i],", "return torch.randn(4),")
     spec = spec_of("ddp", source, seed=seed, num_data_workers=2)
-    context = build_context(spec, state, {}, filename="here")
+    context = build_context(spec, Surroundings(state=state))
     with closing(context.strategy()) as strategy:
         strategy.setup(context.worker("t", num_steps=1))
         with context.source(strategy.shards()) as source:

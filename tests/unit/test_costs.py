@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.protocol.costs import COLLECTIVES, DOUBLE_TREE, GLOO, algorithm_of, bucket_sizes, in_turn
+from ddpnb.protocol.costs import COLLECTIVES, DOUBLE_TREE, GLOO, algorithm_of, in_turn
 from ddpnb.rank.collectives.table import METHODS
+from ddpnb.scaling.model import bucket_sizes
 
 LABORATORY = Path(__file__).parents[2] / "docs" / "laboratory.md"
 TABLE = {

@@ -8,9 +8,10 @@ Sums use two sets of slots in turn, so that no rank overwrites what another stil
 begins sum t has seen all ranks begin sum t - 1, and so end sum t - 2, the last one in the same set.
 """
 
+import itertools
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,8 @@ class SharedSums:
         self._slots: dict[str, Tensor] = {}
         """Of each file: shape (ranks, bytes)."""
         self._boards: dict[str, Board] = {}
-        self._num_sums: Counter[str] = Counter()
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        """Counts the sums of each group."""
 
     def add(self, group: Any, flat: Tensor) -> None:
         """Sum a tensor over a group, in place; takes part: every rank of it.
@@ -54,8 +56,7 @@ class SharedSums:
             RuntimeError: a rank has left.
         """
         own, num_ranks, name = group.rank(), group.size(), group.group_name
-        number = self._num_sums[name]
-        self._num_sums[name] += 1
+        number = next(self._numbers[name])
         slots = self._slots_for(group, flat.nbytes, number)[:, : flat.nbytes].view(flat.dtype)
         part = _part_bytes(flat, num_ranks) // flat.element_size()
         parts = [slice(rank * part, (rank + 1) * part) for rank in range(num_ranks)]

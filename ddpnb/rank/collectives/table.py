@@ -137,6 +137,23 @@ class Call:
         assert algorithm is not None, "each collective of METHODS has one"
         return algorithm.cost(self.num_bytes, num_ranks) if num_ranks > 1 else Messages(0)
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that this rank sends and receives, by the usual algorithms.
+
+        They are what the busiest link carries.  Where one rank has another part than the others, as
+        the root of a broadcast has, the others count the bytes of their own tensors.
+        """
+        collective, carried = self.collective, round(self.messages.num_bytes)
+        if collective.is_message:
+            return (carried, 0) if collective.name == "send" else (0, carried)
+        if collective.root is None or not carried:
+            return carried, carried
+        is_root, own = self.group.rank() == self.root, self.num_bytes
+        if collective.root_is == "from":
+            return (carried, 0) if is_root else (0, own)
+        return (0, carried) if is_root else (own, 0)
+
 
 def tensors_in(argument: Any) -> list[Tensor]:
     """Return a tensor, all in a list, or all in a list of lists."""

@@ -9,11 +9,8 @@ import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -25,19 +22,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.devices import Compute, Devices
 from ddpnb.protocol.inspection import Bucket, CapReport, InspectSpec
-from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.trace import Lane, Span
-from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.inspect.subject import DEFAULT_CAP_MB, Subject, subject_of
-from ddpnb.rank.laboratory import Laboratory
+from ddpnb.rank.inspect.subject import Subject, subject_of
+from ddpnb.rank.laboratory import ComputeTimes, Laboratory, measured
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges
-from ddpnb.rank.laboratory.times import measured
-from ddpnb.rank.meter import Meter, Moment, Timer, synchronize
+from ddpnb.rank.meter import Meter, Moment, synchronize
 from ddpnb.rank.random_state import preserve_globals
+from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
 from ddpnb.rank.tasks.batches import copied, tensors_of
+from ddpnb.rank.training.context import Surroundings
 from ddpnb.rank.training.timing import Clock, seconds_between
 
 NUM_WARMUP_STEPS: Final = 3
@@ -47,32 +43,24 @@ MOST_SECONDS: Final = 2.0
 """Of the measured steps, about."""
 
 
-def measure(
-    spec: InspectSpec,
-    state: RankState,
-    namespace: Mapping[str, Any],
-    *,
-    cancellation: CancellationToken,
-    folder: Path,
-    **task: Any,
-) -> tuple[CapReport, ...]:
+def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
     """Make steps with each value of ``bucket_cap_mb``, the model's own first.
 
     Takes part: every rank.  All give the same ``spec``, which ``find`` has accepted, and share
-    ``folder``.
+    the folder.
     """
-    device = torch.device(state.device)
+    device, rank = torch.device(here.state.device), here.state.rank
     with preserve_globals(device):
-        subject = subject_of(spec, state, namespace, **task)
+        subject = subject_of(spec, here)
         caps = dict.fromkeys([subject.cap_mb, *spec.bucket_caps])
         laboratory = None if spec.devices is None else _laboratory(spec.devices, subject)
-        reports, own = [], range(state.rank, state.rank + 1)
+        reports, own = [], range(rank, rank + 1)
         for number, cap in enumerate(caps):
             with contextlib.ExitStack() as opened:
                 stepper = _Stepper(subject, cap, device, Clock(device))
                 if laboratory is not None:
-                    clock, path = VirtualClock(laboratory, own), folder / f"inspect-{number}"
-                    exchanges = Exchanges(laboratory, clock, Meter(clock), path, cancellation.check)
+                    clock, path = VirtualClock(laboratory, own), here.folder / f"inspect-{number}"
+                    exchanges = Exchanges(clock, path, here.cancellation.check)
                     opened.enter_context(closing(exchanges))
                     opened.enter_context(listening(exchanges))
                     stepper.emulate(clock, exchanges)
@@ -83,15 +71,17 @@ def measure(
 def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
     """Return the devices, whose computing is measured where it is not given."""
     model = subject.make_model()
-    if devices.compute is None:
+    compute = devices.compute
+    if compute is None:
         num_samples = len(next(tensors_of(subject.batch)))
         found = measured(
             lambda: subject.loss_of(model, copied(subject.batch)).backward(), num_samples
         )
-        fastest = torch.tensor([found.seconds_per_sample], dtype=torch.float64)
+        fastest = torch.tensor([found.per_sample], dtype=torch.float64)
         dist.all_reduce(fastest, op=dist.ReduceOp.MIN)  # takes part: every rank
-        devices = replace(devices, compute=Compute(fastest.item()))
-    return Laboratory.of(devices, model=model)
+        compute = Compute(fastest.item())
+    size = num_bytes(each for each in model.parameters() if each.requires_grad)
+    return Laboratory(devices=devices, times=ComputeTimes(compute=compute), num_bytes=size)
 
 
 class _Step(NamedTuple):
@@ -109,13 +99,13 @@ class _Stepper:
         subject: what makes them.
         cap_mb: the ``bucket_cap_mb`` of its DDP.
         device: of this rank.
-        timer: the device's clock.
+        clock: the device's.
     """
 
-    def __init__(self, subject: Subject, cap_mb: float, device: torch.device, timer: Timer) -> None:
+    def __init__(self, subject: Subject, cap_mb: float, device: torch.device, clock: Meter) -> None:
         self._subject = subject
         self._cap_mb = cap_mb
-        self._timer = timer
+        self._clock = clock
         self._ends: deque[float] | None = None
         """Of emulated devices: when the exchanges of the step have ended."""
         self._num_samples = len(next(tensors_of(subject.batch)))
@@ -140,7 +130,7 @@ class _Stepper:
 
     def emulate(self, clock: VirtualClock, exchanges: Exchanges) -> None:
         """Have the time of steps computed, by a clock that exchanges advance."""
-        self._timer, self._ends = clock, exchanges.ends
+        self._clock, self._ends = clock, exchanges.ends
 
     def report(self) -> CapReport:
         """Make steps, and report them.  Takes part: every rank."""
@@ -169,44 +159,44 @@ class _Stepper:
         self._optimizer.zero_grad()
         batch = copied(self._subject.batch)
         synchronize(self._device)
-        phases, self._base_seconds = [self._timer.moment()], time.perf_counter()
+        phases, self._base_seconds = [self._clock.moment()], time.perf_counter()
         if self._ends is not None:
             self._base_seconds = phases[0]
-        self._timer.begin_step(self._num_samples)
-        self._timer.compute("forward", self._num_samples)
+        self._clock.begin_step(self._num_samples)
+        self._clock.compute("forward", self._num_samples)
         loss = self._subject.loss_of(self._ddp, batch)
-        self._timer.compute("backward", self._num_samples)
-        phases.append(self._timer.moment())
+        self._clock.compute("backward", self._num_samples)
+        phases.append(self._clock.moment())
         if self._ends is not None:
             self._ends.clear()
         loss.backward()
-        self._timer.computed()
+        self._clock.computed()
         for (index, (begun, _)), end in zip(self._sent.items(), self._ends or (), strict=False):
             self._sent[index] = begun, end  # as computed; what DDP sends besides is behind them
-        phases.append(self._timer.moment())
+        phases.append(self._clock.moment())
         self._optimizer.step()
-        phases.append(self._timer.moment())
+        phases.append(self._clock.moment())
         synchronize(self._device)
         return self._noted(phases)
 
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        self._timer.produced(num_bytes([gradient]))
-        self._ready[name] = self._timer.moment()
+        self._clock.produced(num_bytes([gradient]))
+        self._ready[name] = self._clock.moment()
 
     def _note_buffers(self, *_: Any) -> None:
         """Note when DDP begins to send rank 0's buffers, and when the model begins."""
         if self._synced or self._ddp.will_sync_module_buffers():
-            self._synced.append(self._timer.moment())
+            self._synced.append(self._clock.moment())
 
     def _send(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Send a bucket as DDP does; note when it was full, and when it has come."""
-        begun, index = self._timer.moment(), bucket.index()
+        begun, index = self._clock.moment(), bucket.index()
         self._sent[index] = begun, begun
         names = tuple(self._names[id(each)] for each in bucket.parameters())
         self._buckets[index] = Bucket(names=names, num_bytes=num_bytes([bucket.buffer()]))
 
         def end(sent: torch.futures.Future[Tensor]) -> Tensor:
-            self._sent[index] = begun, self._timer.moment()
+            self._sent[index] = begun, self._clock.moment()
             return sent.value()
 
         # type: DDP has no group of its own here, and the hook takes None for the default one

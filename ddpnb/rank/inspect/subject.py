@@ -15,14 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.errors import UserError, closest, kind_of, summary_of
 from ddpnb.protocol.inspection import Found, InspectSpec
-from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.random_state import preserve_globals
+from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
 from ddpnb.rank.tasks.base import OptimizerFactory, split_step
 from ddpnb.rank.tasks.batches import Shard, copied
-from ddpnb.rank.training.context import build_context
-
-DEFAULT_CAP_MB = 25.0
-"""Torch's: then the first bucket has 1 MB, so that sending begins early."""
+from ddpnb.rank.training.context import Surroundings, build_context
+from ddpnb.rank.training.model_checks import attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,24 +39,17 @@ class Subject:
     """Whether DDP looks for parameters that have no part in the loss."""
 
 
-def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **task: Any) -> Found:
+def find(spec: InspectSpec, here: Surroundings) -> Found:
     """Look at the model on this rank alone: it sends nothing.
 
     Raises:
         UserError: there is no such model, it does not fit the batch, or it needs no gradient.
     """
-    with preserve_globals(torch.device(state.device)):
-        subject = subject_of(spec, state, namespace, **task)
-        try:
+    with preserve_globals(torch.device(here.state.device)):
+        subject = subject_of(spec, here)
+        with attempt(f"{spec.title} cannot be copied and called with its batch"):
             model = subject.make_model()
             loss = subject.loss_of(model, copied(subject.batch))
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"{spec.title} cannot be copied and called with its batch: "
-                f"{summary_of(error).rstrip('.')}."
-            ) from error
         if not loss.requires_grad:
             raise UserError("The loss does not depend on any parameter that needs a gradient.")
         model.zero_grad()
@@ -69,12 +61,11 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
         )
 
 
-def subject_of(
-    spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **task: Any
-) -> Subject:
+def subject_of(spec: InspectSpec, here: Surroundings) -> Subject:
     """Return the model that a spec names, or that of its task."""
     if spec.task is not None:
-        return _of_task(spec, state, namespace, **task)
+        return _of_task(spec, spec.task, here)
+    namespace = here.namespace
     model = value_of(spec.model, namespace)
     if not isinstance(model, nn.Module):
         raise UserError(f"{spec.model} is {kind_of(model)} and no model, an nn.Module.")
@@ -89,11 +80,8 @@ def subject_of(
     )
 
 
-def _of_task(
-    spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **task: Any
-) -> Subject:
-    assert spec.task is not None
-    context = build_context(spec.task, state, namespace, **task)
+def _of_task(spec: InspectSpec, task: RunSpec, here: Surroundings) -> Subject:
+    context, state = build_context(task, here), here.state
     worker = context.worker("i", num_steps=1)
     shard = Shard(step=0, part=state.rank, num_parts=state.world_size)
 

@@ -15,11 +15,11 @@ from ddpnb.protocol.costs import Messages
 from ddpnb.protocol.devices import FORWARD_SHARE
 from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.laboratory import Laboratory
-from ddpnb.rank.meter import Moment, Phase, Timer, completed
+from ddpnb.rank.meter import Meter, Moment, Phase, completed
 
 
 @final
-class VirtualClock(Timer):
+class VirtualClock(Meter):
     """The time of one device.
 
     Args:
@@ -30,13 +30,13 @@ class VirtualClock(Timer):
     num_steps_ahead = 0
 
     def __init__(self, laboratory: Laboratory, ranks: range) -> None:
-        self.now = 0.0
-        """Virtual seconds since the run began."""
+        super().__init__()
+        self.seconds = 0.0
+        """The virtual time since the run began."""
         self.is_paused = False
         """Whether exchanges take no time now."""
-        self._link = laboratory.devices.device_link
+        self.laboratory = laboratory
         self.scale = laboratory.scale
-        self._times = laboratory.times
         self._ranks = ranks
         self._usual_bytes = laboratory.scale * laboratory.num_bytes
         """Of the gradients, which a phase is assumed to issue until one has ended."""
@@ -61,18 +61,18 @@ class VirtualClock(Timer):
 
     def start(self) -> None:
         """Start counting, once for all steps of a run; a worker that joins has a time already."""
-        self._since = self.now
+        self._since = self.seconds
         self._phase, self._spent = "data", {}
 
     def begin_step(self, num_samples: int) -> None:
         """Begin a step on so many samples of this worker."""
         self._unplanned = num_samples
-        self._delay_left = max(self._times.delay(rank) for rank in self._ranks)
+        self._delay_left = max(self.laboratory.times.delay(rank) for rank in self._ranks)
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Count the time from now on as ``phase``."""
         before = self._phase
-        self._count(self.now if at is None else at)
+        self._count(self.seconds if at is None else at)
         self._phase = phase
         return before
 
@@ -81,13 +81,14 @@ class VirtualClock(Timer):
         self._unplanned = 0
         self._compute_rest()
         if phase == "backward":
-            self._delay()
+            self.seconds += self._delay_left
+            self._delay_left = 0.0
         self.begin(phase)
         share = FORWARD_SHARE if phase == "forward" else 1 - FORWARD_SHARE
         self._computing, self._progress, self._num_produced = phase, 0.0, 0.0
         self._length = share * self._work(num_samples)
         if phase == "forward" and len(self._ranks) > 1:
-            self._length += len(self._ranks) * self._times.seconds_per_replica
+            self._length += len(self._ranks) * self.laboratory.devices.seconds_per_replica
 
     def produced(self, num_bytes: int) -> None:
         """Advance to where the phase has made so many more bytes of gradients."""
@@ -96,12 +97,13 @@ class VirtualClock(Timer):
 
     def computed(self) -> None:
         """Advance to the end of what computes, and of what C++ has sent meanwhile."""
+        self._compute_unplanned()
         self._compute_rest()
         self.settle()
 
     def moment(self) -> Moment:
         """Return the virtual time."""
-        return self.now
+        return self.seconds
 
     def hide(self, begun: Moment, ended: Moment) -> None:
         """Add the time between."""
@@ -109,7 +111,6 @@ class VirtualClock(Timer):
 
     def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
         """Record that a step was made, and return it."""
-        self.compute_unplanned()
         self.computed()
         self.begin("data")
         parts, self._spent = Parts(**self._spent), {}
@@ -132,11 +133,6 @@ class VirtualClock(Timer):
         finally:
             self.is_paused = False
 
-    @property
-    def seconds(self) -> float:
-        """The virtual time since the run began."""
-        return self.now
-
     # -- computing and exchanging -----------------------------------------------------------
 
     def issue(self, num_bytes: float, *, is_needed: bool) -> tuple[float, float]:
@@ -147,15 +143,15 @@ class VirtualClock(Timer):
             is_needed: whether what follows needs the result, as the gathers of FSDP; else what went
                 before has made what is sent.
         """
-        self.compute_unplanned()
+        self._compute_unplanned()
         if self._progress >= 1.0:
-            return self.now, self.now
+            return self.seconds, self.seconds
         usual = max(self._all_issued.get(self._computing, self._usual_bytes), 1.0)
         begun = self._num_issued / usual
         self._num_issued += num_bytes
-        first = self.now
+        first = self.seconds
         self._advance(begun if is_needed else self._num_issued / usual)
-        return (self.now if is_needed else first), self.now
+        return (self.seconds if is_needed else first), self.seconds
 
     def _compute_rest(self) -> None:
         """Advance to the end of the phase that computes, if one does."""
@@ -164,7 +160,7 @@ class VirtualClock(Timer):
         if self._num_issued:
             self._all_issued[self._computing], self._num_issued = self._num_issued, 0.0
 
-    def compute_unplanned(self) -> None:
+    def _compute_unplanned(self) -> None:
         """Compute a whole step, where a strategy has not said which phase it computes."""
         num_samples, self._unplanned = self._unplanned, 0
         if num_samples:
@@ -180,34 +176,30 @@ class VirtualClock(Timer):
             num_bytes: of all of them.
             is_scaled: whether they hold parameters or gradients, not samples or outputs.
         """
-        size = num_bytes * (self.scale if is_scaled else 1.0)
-        self.wait_until(self.now + Messages(num_messages, size).seconds(self._link))
+        messages = Messages(num_messages, num_bytes * (self.scale if is_scaled else 1.0))
+        self.wait_until(self.seconds + messages.seconds(self.laboratory.devices.device_link))
 
     def wait_until(self, end: float) -> None:
         """Advance to a later time, counted as communication."""
-        if end > self.now:
+        if end > self.seconds:
             before = self.begin("communication")
-            self.now = end
+            self.seconds = end
             self.begin(before)
 
     def spend(self, seconds: float) -> None:
         """Advance by what this device does besides computing, in the phase that it is in."""
-        self.now += seconds
+        self.seconds += seconds
 
     def _advance(self, progress: float) -> None:
         progress = min(max(progress, self._progress), 1.0)
-        self.now += (progress - self._progress) * self._length
+        self.seconds += (progress - self._progress) * self._length
         self._progress = progress
 
     def _work(self, num_samples: int) -> float:
         """Return the seconds of the slowest device of this process."""
         each = -(-num_samples // len(self._ranks))
-        factors = (self._times.factor(rank, self._step) for rank in self._ranks)
-        return max(factors) * self._times.work(each)
-
-    def _delay(self) -> None:
-        self.now += self._delay_left
-        self._delay_left = 0.0
+        factors = (self.laboratory.times.factor(rank, self._step) for rank in self._ranks)
+        return max(factors) * self.laboratory.times.work(each)
 
     def _count(self, until: float) -> None:
         self._spent[self._phase] = self._spent.get(self._phase, 0.0) + until - self._since

@@ -7,8 +7,9 @@ hand-written ring and a user's own class.
 """
 
 import contextlib
+import itertools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +22,11 @@ from torch import Tensor
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.costs import Messages, in_turn, num_parts
 from ddpnb.protocol.notation import LinkSpec
-from ddpnb.rank.collectives.account import traffic_of
 from ddpnb.rank.collectives.board import Board
 from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.sums import SharedSums
 from ddpnb.rank.collectives.table import Call
-from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.laboratory.clock import VirtualClock
-from ddpnb.rank.meter import Meter
 
 LEAST_BYTES: Final = 1 << 14
 """Of a tensor that is summed in shared memory: gloo sums a smaller one as fast."""
@@ -54,25 +52,23 @@ class _Pending:
 class Exchanges(Listener):
     """Advances a rank's clock by what its exchanges cost."""
 
-    laboratory: Laboratory
-    """The devices, and what lies between them."""
     clock: VirtualClock
     """Of this rank's device."""
-    meter: Meter
-    """Counts the bytes."""
     path: Path
     """Prefix of the files in the run folder that the ranks share."""
     check: Callable[[], None]
     """Raises where this rank should no longer wait."""
 
     def __post_init__(self) -> None:
-        times, num_bytes = self.laboratory.times, self.laboratory.num_bytes
-        self._wrapper_seconds = times.wrapper_seconds / max(num_bytes, 1)
+        laboratory = self.clock.laboratory
+        self._devices = laboratory.devices
+        self._wrapper_seconds = self._devices.wrapper_seconds / max(laboratory.num_bytes, 1)
         """What DDP itself adds to a step, for each byte of the gradients."""
         self.clock.settle = self._settle_cpp
         self._boards: dict[str, Board] = {}
         self._sums = SharedSums(self.path, self.check)
-        self._numbers: dict[tuple[str, int], int] = {}
+        self._numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
+        """Counts the calls of a group, under -1, and the messages of each pair of ranks."""
         self._pending: deque[_Pending] = deque()
         self.ends: deque[float] = deque(maxlen=1000)
         """When the latest collectives have ended."""
@@ -84,9 +80,9 @@ class Exchanges(Listener):
         """Post when this rank is ready."""
         if self.clock.is_paused:
             return
-        sent, received = traffic_of(call)
+        sent, received = call.traffic
         scale = self.clock.scale
-        self.meter.count(sent=round(sent * scale), received=round(received * scale))
+        self.clock.count(sent=round(sent * scale), received=round(received * scale))
         if call.group.size() == 1:
             return
         if call.collective.is_message:
@@ -101,7 +97,7 @@ class Exchanges(Listener):
             self.clock.spend(self._wrapper_seconds * call.num_bytes)
         ready = self.clock.issue(size, is_needed=is_needed)
         board = self._board(group.group_name, group.size())
-        number = self._next(group.group_name, -1)
+        number = next(self._numbers[group.group_name, -1])
         board.post(number, group.rank(), ready)
         pending = _Pending(
             call=call,
@@ -109,7 +105,7 @@ class Exchanges(Listener):
             number=number,
             messages=scaled,
             num_parts=num_parts(size, ready),
-            link=self.laboratory.devices.link_between(call.ranks),
+            link=self._devices.link_between(call.ranks),
         )
         call.notes[self] = partial(self._settle, pending)
         self._pending.append(pending)
@@ -149,7 +145,7 @@ class Exchanges(Listener):
         ready = [pending.board.read(pending.number, place) for place in places]
         num = pending.num_parts
         part = Messages(pending.messages.number, pending.messages.num_bytes / num)
-        seconds, now = part.seconds(pending.link), self.clock.now
+        seconds, now = part.seconds(pending.link), self.clock.seconds
         for begin, end in in_turn(seconds, num, ready, self._free):
             self.clock.hide(min(begin, now), min(end, now))
             self._free = pending.end = end
@@ -161,19 +157,17 @@ class Exchanges(Listener):
         """Post when a message departs; note what is to be received."""
         group, name = call.group, call.group.group_name
         own, size = group.rank(), group.size()
-        link = self.laboratory.devices.link_between(call.ranks)
+        link = self._devices.link_between(call.ranks)
         seconds = Messages(0, self.clock.scale * call.num_bytes).seconds(link)
-        self.clock.compute_unplanned()
         self.clock.computed()
         if call.collective.operation == "recv_any_source_":
             return  # nobody knows yet from whom it comes
         if call.name == "send":
             place = own * size + call.arguments[1]
-            departs = max(self.clock.now, self._sends_until)
+            departs = max(self.clock.seconds, self._sends_until)
             self._sends_until = departs + seconds
-            self._board(f"{name}.m", size * size).post(
-                self._next(name, place), place, (departs, departs)
-            )
+            number = next(self._numbers[name, place])
+            self._board(f"{name}.m", size * size).post(number, place, (departs, departs))
             call.notes[self] = partial(self.clock.wait_until, self._sends_until)
         else:
             call.notes[self] = partial(self._receive, call, seconds, link.latency_seconds)
@@ -184,7 +178,7 @@ class Exchanges(Listener):
         source = call.arguments[1]
         place = source * group.size() + group.rank()
         board = self._board(f"{name}.m", group.size() ** 2)
-        departed, _ = board.read(self._next(name, place), place)
+        departed, _ = board.read(next(self._numbers[name, place]), place)
         begins = max(departed + latency, self._receives_until)
         self._receives_until = begins + seconds
         self.clock.wait_until(self._receives_until)
@@ -200,11 +194,6 @@ class Exchanges(Listener):
             path = self.path.with_name(f"{self.path.name}.{group}.clock")
             self._boards[group] = Board(path, num_places, self.check)
         return self._boards[group]
-
-    def _next(self, group: str, pair: int) -> int:
-        number = self._numbers.get((group, pair), 0)
-        self._numbers[group, pair] = number + 1
-        return number
 
 
 def _fits(tensor: Tensor) -> bool:

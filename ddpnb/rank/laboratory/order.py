@@ -9,11 +9,11 @@ worker needs no link.
 import math
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 from ddpnb.protocol.costs import Messages
 from ddpnb.protocol.notation import LinkSpec
-from ddpnb.rank.laboratory.times import ComputeTimes
+from ddpnb.rank.laboratory import Laboratory
 
 SERVER_RANK: Final = 0
 RETURN_SECONDS: Final = 1.0
@@ -28,17 +28,13 @@ class VirtualOrder:
     The queue calls it under its lock.
     """
 
-    times: ComputeTimes
-    """How long each worker computes."""
+    laboratory: Laboratory
+    """How long each worker computes, and what lies between it and the server."""
     _: KW_ONLY
     num_workers: int
     """Those that begin together, at 0."""
-    link: Callable[[Collection[int]], LinkSpec]
-    """Returns the link between some ranks."""
-    num_bytes: float
-    """Of a gradient, and of a copy of the parameters."""
-    num_samples: Callable[[int], int]
-    """Returns the samples of a shard, by its number."""
+    shard: Callable[[int], Any]
+    """Returns the shard of a number in the queue."""
 
     def __post_init__(self) -> None:
         self.now = 0.0
@@ -63,7 +59,7 @@ class VirtualOrder:
         """Take a worker's request, for which ``now`` becomes the time."""
         self.now = self._arrival(rank)
         if not self._is_local(rank):
-            self._in_until = self.now - self.link((SERVER_RANK, rank)).latency_seconds
+            self._in_until = self.now - self._link(rank).latency_seconds
         self._ready[rank] = math.inf
         self._is_here.discard(rank)
 
@@ -77,12 +73,13 @@ class VirtualOrder:
         """
         received = self.now
         if rank != SERVER_RANK and not is_first:
-            link = self.link((SERVER_RANK, rank))
+            link = self._link(rank)
             self._out_until = max(self.now, self._out_until) + self._seconds(link)
             received = self._out_until + link.latency_seconds
         self._received[rank], self._ready[rank] = received, math.inf
         if shard is not None:
-            seconds = self.times.step(rank, self._steps[rank], self.num_samples(shard))
+            num_samples = self.laboratory.num_in_shard(self.shard(shard))
+            seconds = self.laboratory.times.step(rank, self._steps[rank], num_samples)
             self._steps[rank] += 1
             self._ready[rank] = received + seconds
         return received
@@ -117,8 +114,12 @@ class VirtualOrder:
         ready = self._ready[rank]
         if self._is_local(rank) or math.isinf(ready):
             return ready
-        link = self.link((SERVER_RANK, rank))
+        link = self._link(rank)
         return max(ready, self._in_until) + self._seconds(link) + link.latency_seconds
 
+    def _link(self, rank: int) -> LinkSpec:
+        return self.laboratory.devices.link_between((SERVER_RANK, rank))
+
     def _seconds(self, link: LinkSpec) -> float:
-        return Messages(0, self.num_bytes).seconds(link)
+        """Return how long a link takes for a gradient, or for a copy of the parameters."""
+        return Messages(0, self.laboratory.scale * self.laboratory.num_bytes).seconds(link)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.laboratory.order import SERVER_RANK
+from ddpnb.rank.laboratory.order import SERVER_RANK, VirtualOrder
 from ddpnb.rank.servers.memory import Gradients, PackedTensors, SharedMemory, pack
 from ddpnb.rank.servers.queue import (
     NO_BOUND,
@@ -113,7 +113,7 @@ class Client:
                 parameter.data = tensor
         reply = self._call(RequestKind.BEGIN)
         self._shards.extend(reply.shards)
-        self._worker.meter.timer.wait_until(reply.now)
+        self._worker.meter.wait_until(reply.now)
 
     def shards(self) -> Iterator[int]:
         """Yield the numbers of this worker's shards, until all are handed out."""
@@ -129,13 +129,13 @@ class Client:
         """
         meter = self._worker.meter
         with meter.communicating():
-            asked_at = meter.timer.moment()
+            asked_at = meter.moment()
             reply = self._call(RequestKind.STEP, weight, gradients)
-            meter.timer.wait_until(reply.now)
+            meter.wait_until(reply.now)
             if isinstance(asked_at, float) and reply.waited_seconds > 0:  # the host's own clock
-                meter.timer.begin("waiting", at=asked_at)
-                meter.timer.begin("communication", at=asked_at + reply.waited_seconds)
-        size = round(meter.timer.scale * self._num_bytes)
+                meter.begin("waiting", at=asked_at)
+                meter.begin("communication", at=asked_at + reply.waited_seconds)
+        size = round(meter.scale * self._num_bytes)
         meter.count(sent=size, received=size)
         self._shards.extend(reply.shards)
         self._worker.version = reply.version
@@ -143,7 +143,7 @@ class Client:
 
     def finish(self) -> None:
         """Wait until all workers are done; take the final parameters."""
-        self._worker.meter.timer.wait_until(self._call(RequestKind.DONE).now)
+        self._worker.meter.wait_until(self._call(RequestKind.DONE).now)
         self._is_over = True
         for parameter in self._trained:
             if parameter.device.type == "cpu":
@@ -172,14 +172,15 @@ class Client:
             opened.callback(self._memory.close)
             self._copy = self._memory.copy_of(SERVER_RANK)
             self._copy.fill([parameter.detach() for parameter in self._trained])
-            laboratory = worker.laboratory
+            num, emulated = worker.world_size, worker.laboratory
+            order = emulated and VirtualOrder(emulated, num_workers=num, shard=worker.shard)
             self.queue = WorkQueue(
                 make_updates(self._memory.copies),
                 num_workers=worker.world_size,
                 num_shards=worker.num_steps * worker.world_size,
                 timeout_seconds=self._timeout,
                 num_prefetched=worker.num_prefetched,
-                order=laboratory and laboratory.order(worker.world_size, worker.shard),
+                order=order,
                 bound=bound,
             )
             place = [self._serve(self.queue, num_remote, opened), num_local]

@@ -40,7 +40,6 @@ from typing import Any, final
 from torch import Tensor
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.queue import NO_BOUND
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, ParameterStore
 from ddpnb.rank.strategies.base import Plan
@@ -80,14 +79,7 @@ class AsyncParameterServer(AsynchronousStrategy):
             in_rounds=self._bound == 0,
             compensation=self._compensation,
         )
-        client = Client(
-            worker,
-            worker.world_size,
-            make_store,
-            timeout_seconds=self.timeout,
-            bound=self._bound,
-        )
-        self.begin(worker, client)
+        self.begin(worker, worker.world_size, make_store, bound=self._bound)
         if worker.laboratory is not None and worker.world_size > 1:
             worker.notes.append(_OWN_WORKER_NOTE)
 

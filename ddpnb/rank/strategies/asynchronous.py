@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.servers.client import Client
+from ddpnb.rank.servers.client import Client, MakeUpdates
 from ddpnb.rank.servers.memory import Gradients, PackedTensors, pack
-from ddpnb.rank.servers.queue import UpdateCounter
+from ddpnb.rank.servers.queue import NO_BOUND, UpdateCounter
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.tasks.batches import Shard
@@ -23,7 +23,7 @@ class AsynchronousStrategy(Strategy):
     The next worker that asks gets the next shard.  A worker that dies costs the shards that it
     holds, and may join anew.
 
-    In its ``setup`` a subclass makes a ``Client`` for ``begin``, and in each step ``client.step``.
+    A subclass calls ``begin`` in its ``setup``, and ``client.step`` in each step.
 
     Args:
         momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
@@ -35,17 +35,22 @@ class AsynchronousStrategy(Strategy):
 
     def __init__(self, *, momentum: float | None = None, timeout: float = 60.0) -> None:
         self.timeout = timeout
-        self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains."""
         num = state.world_size
         return Plan(num_ranks=num, num_workers=num, synchronous=False, survives_deaths=True)
 
-    def begin(self, worker: Worker, client: Client) -> None:
-        """Wait for all workers; takes part: every rank, or a worker that joins."""
+    def begin(
+        self, worker: Worker, num_copies: int, make_updates: MakeUpdates, bound: int = NO_BOUND
+    ) -> None:
+        """Wait for all workers; takes part: every rank, or a worker that joins.
+
+        The arguments are those of ``Client``.
+        """
+        client = Client(worker, num_copies, make_updates, timeout_seconds=self.timeout, bound=bound)
         self.worker, self.queue = worker, client.queue
-        self.client = self._opened.enter_context(contextlib.closing(client))
+        self.client = self.opened.enter_context(contextlib.closing(client))
         client.begin()
 
     def shards(self) -> Iterator[Shard]:
@@ -56,10 +61,6 @@ class AsynchronousStrategy(Strategy):
         """Take the parameters when all workers are done; takes part: every living rank."""
         self.client.finish()
         return self.worker.model
-
-    def close(self) -> None:
-        """Disconnect; report a failure unless this worker has finished."""
-        self._opened.close()
 
 
 @contextlib.contextmanager

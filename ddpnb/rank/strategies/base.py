@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,8 +91,14 @@ class Strategy(ABC):
             activations=worker.activations.num_bytes,
         )
 
-    def close(self) -> None:  # noqa: B027  most hold none
-        """Release threads, files and sockets; may be called twice, and after any failure."""
+    @cached_property
+    def opened(self) -> ExitStack:
+        """Threads, files and sockets that ``close`` releases; most strategies have none."""
+        return ExitStack()
+
+    def close(self) -> None:
+        """Release what is open; may be called twice, and after any failure."""
+        self.opened.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

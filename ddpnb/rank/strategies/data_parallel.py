@@ -24,7 +24,6 @@ Copying the parameters to the replicas and gathering outputs count as communicat
 summing the gradients too.  On GPUs that is a part of the backward pass.
 """
 
-import contextlib
 from typing import final
 
 import torch
@@ -42,9 +41,6 @@ class DataParallel(Strategy):
     """Torch's ``DataParallel`` on two GPUs or more; else the same steps on threads."""
 
     replicas: Replicas
-
-    def __init__(self) -> None:
-        self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
         """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
@@ -65,7 +61,7 @@ class DataParallel(Strategy):
         super().setup(worker)
         gpus = _gpus(worker.device, worker.world_size)
         self.replicas = GpuReplicas(worker, gpus) if len(gpus) > 1 else ThreadReplicas(worker)
-        self._opened.callback(self.replicas.close)
+        self.opened.callback(self.replicas.close)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""
@@ -97,10 +93,6 @@ class DataParallel(Strategy):
             for result, own in zip(results, shares, strict=True)
         ]
         return self.replicas.gather(losses).sum()
-
-    def close(self) -> None:
-        """End the replicas' threads."""
-        self._opened.close()
 
 
 def _has_rows(output: object, batch: Batch) -> bool:

@@ -34,7 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.worker import Batch, Worker
 
-_DEFAULT_CAP_MB: Final = 25.0
+DEFAULT_CAP_MB: Final = 25.0
+"""Torch's: then the first bucket has 1 MB, so that sending begins early."""
 
 
 class DdpStrategy(Strategy):
@@ -66,8 +67,7 @@ class Ddp(DdpStrategy):
     """Torch's own ``DistributedDataParallel``, over the default process group.
 
     Args:
-        bucket_cap_mb: MB of gradients in one message; at torch's default, 25, the first bucket
-            has 1 MB, so that sending begins early.
+        bucket_cap_mb: MB of gradients in one message.
         hook: how gradients are compressed.
         find_unused_parameters: whether a step need not use all parameters.
     """
@@ -75,11 +75,11 @@ class Ddp(DdpStrategy):
     def __init__(
         self,
         *,
-        bucket_cap_mb: float = _DEFAULT_CAP_MB,
+        bucket_cap_mb: float = DEFAULT_CAP_MB,
         hook: str = "none",
         find_unused_parameters: bool = False,
     ) -> None:
-        self.cap_mb = None if bucket_cap_mb == _DEFAULT_CAP_MB else bucket_cap_mb
+        self.cap_mb = None if bucket_cap_mb == DEFAULT_CAP_MB else bucket_cap_mb
         self.hook = hook
         self.finds_unused = find_unused_parameters
 

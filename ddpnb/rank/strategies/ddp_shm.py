@@ -37,38 +37,25 @@ CHUNK_BYTES: Final = 1 << 22
 class DdpShm(DdpStrategy):
     """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory."""
 
-    sums: SharedSums | None = None
-
     def setup(self, worker: Worker) -> None:
         """Wrap the model; takes part: every rank."""
         super().setup(worker)
         waiting = partial(worker.meter.communicating, "waiting")
         path = worker.folder / worker.name
         self.sums = SharedSums(path, worker.cancellation.check, waiting)
+        self.opened.callback(self.sums.close)
         self.wrap(worker)
-        self.ddp.register_comm_hook(self, _all_reduce_bucket)
+        self.ddp.register_comm_hook(None, self.all_reduce)
         self.divisor = 1  # the hook sums, and nothing divides
 
-    def all_reduce(self, flat: Tensor) -> None:
-        """Sum a tensor over all ranks; takes part: every rank."""
-        num_ranks, meter = self.worker.world_size, self.worker.meter
-        if self.sums is None or num_ranks == 1:
-            return
-        with meter.communicating():
-            for piece in flat.split(CHUNK_BYTES // flat.element_size()):
-                self.sums.add(dist.group.WORLD, piece)
-        meter.count(sent=flat.nbytes, received=2 * (num_ranks - 1) * flat.nbytes // num_ranks)
-
-    def close(self) -> None:
-        """Remove the shared memory."""
-        if self.sums is not None:
-            self.sums.close()
-
-
-def _all_reduce_bucket(strategy: DdpShm, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Sum a bucket over all ranks, as DDP's communication hook."""
-    buffer = bucket.buffer()
-    strategy.all_reduce(buffer)
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(buffer)
-    return done
+    def all_reduce(self, _: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Sum a bucket over all ranks, as DDP's communication hook; takes part: every rank."""
+        num_ranks, meter, flat = self.worker.world_size, self.worker.meter, bucket.buffer()
+        if num_ranks > 1:
+            with meter.communicating():
+                for piece in flat.split(CHUNK_BYTES // flat.element_size()):
+                    self.sums.add(dist.group.WORLD, piece)
+            meter.count(sent=flat.nbytes, received=2 * (num_ranks - 1) * flat.nbytes // num_ranks)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(flat)
+        return done

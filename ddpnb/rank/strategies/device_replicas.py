@@ -26,19 +26,19 @@ class Replicas(ABC):
     def __init__(self, worker: Worker, devices: list[torch.device]) -> None:
         self.worker = worker
         self.devices = devices
-        self.timer = worker.meter.timer
+        self.meter = worker.meter
         # Kept, because a new thread takes torch milliseconds.
         self.pool = ThreadPoolExecutor(len(devices), thread_name_prefix="ddpnb-replica")
 
     def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
         """Copy the first replica to the others; call something with each and its slice."""
         worker, devices = self.worker, self.devices[: len(slices)]
-        with worker.meter.communicating():
+        with self.meter.communicating():
             models = self.copies(devices)
             placed = list(map(moved, slices, devices))
-        self.timer.exchange(len(slices) - 1, num_bytes(tensors_of(slices[1:])), is_scaled=False)
-        num_copied = (len(models) - 1) * self.timer.scale
-        worker.meter.count(
+        self.meter.exchange(len(slices) - 1, num_bytes(tensors_of(slices[1:])), is_scaled=False)
+        num_copied = (len(models) - 1) * self.meter.scale
+        self.meter.count(
             sent=round(num_copied * num_bytes(state_of(worker.model))),
             received=round(num_copied * num_bytes(worker.parameters)),  # gradients are as large
         )
@@ -81,7 +81,7 @@ class GpuReplicas(Replicas):
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
         """Gather with torch's function, through which the gradients go back."""
-        with self.worker.meter.communicating():
+        with self.meter.communicating():
             gathered: Tensor = gather(outputs, self.devices[0])
         return gathered
 
@@ -109,7 +109,7 @@ class ThreadReplicas(Replicas):
         for other in others:
             for mine, theirs in zip(first, other, strict=True):
                 theirs.copy_(mine)
-        self.timer.exchange(len(others), len(others) * num_bytes(first))
+        self.meter.exchange(len(others), len(others) * num_bytes(first))
         return self.models
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
@@ -117,14 +117,14 @@ class ThreadReplicas(Replicas):
 
         def go_back(gradient: Tensor) -> None:
             slices = gradient.split([len(output) for output in outputs])
-            self.timer.exchange(len(slices) - 1, num_bytes(slices[1:]), is_scaled=False)
+            self.meter.exchange(len(slices) - 1, num_bytes(slices[1:]), is_scaled=False)
             list(self.pool.map(Tensor.backward, outputs, slices))  # the list waits, and raises
             self.sum_gradients()
 
-        self.timer.computed()
-        with self.worker.meter.communicating():
+        self.meter.computed()
+        with self.meter.communicating():
             gathered = torch.cat([output.detach() for output in outputs]).requires_grad_()
-        self.timer.exchange(len(outputs) - 1, num_bytes(outputs[1:]), is_scaled=False)
+        self.meter.exchange(len(outputs) - 1, num_bytes(outputs[1:]), is_scaled=False)
         gathered.register_hook(go_back)
         return gathered
 
@@ -132,9 +132,9 @@ class ThreadReplicas(Replicas):
     def sum_gradients(self) -> None:
         """Add the gradients of the other replicas to the first one's."""
         first, *others = ([p for p in each.parameters() if p.requires_grad] for each in self.models)
-        self.timer.computed()
-        self.timer.exchange(len(others), sum(map(num_bytes, others)))
-        with self.worker.meter.communicating():
+        self.meter.computed()
+        self.meter.exchange(len(others), sum(map(num_bytes, others)))
+        with self.meter.communicating():
             for other in others:
                 for mine, theirs in zip(first, other, strict=True):
                     if mine.grad is None:  # as of an expert that only the other replica has used

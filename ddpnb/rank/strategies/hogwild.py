@@ -25,7 +25,6 @@ from typing import final
 
 from torch import Tensor
 
-from ddpnb.rank.servers.client import Client
 from ddpnb.rank.servers.queue import UpdateCounter
 from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, scaled_rate
 from ddpnb.rank.worker import Batch, Worker
@@ -37,8 +36,7 @@ class Hogwild(AsynchronousStrategy):
 
     def setup(self, worker: Worker) -> None:
         """Move the parameters to the one copy in shared memory; takes part: every rank."""
-        client = Client(worker, 1, lambda _: UpdateCounter(), timeout_seconds=self.timeout)
-        self.begin(worker, client)
+        self.begin(worker, 1, lambda _: UpdateCounter())
         self.optimizer = worker.optimizer(worker.parameters)
 
     def step(self, batch: Batch) -> Tensor:

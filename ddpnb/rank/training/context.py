@@ -3,7 +3,7 @@
 import contextlib
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -15,21 +15,35 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import parse_kills, parse_ranks, parse_slow, parse_strategy
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.laboratory import Laboratory
-from ddpnb.rank.meter import Meter, Timer
+from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.laboratory import ComputeTimes, Laboratory
+from ddpnb.rank.meter import Meter
 from ddpnb.rank.random_state import preserve_random, seed_everything
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
-from ddpnb.rank.tasks.samples import DatasetSamples
+from ddpnb.rank.tasks.samples import NUM_PREFETCHED, DatasetSamples, prefetching
 from ddpnb.rank.training.optimizers import make_optimizer
-from ddpnb.rank.training.prefetching import NUM_PREFETCHED, prefetching
 from ddpnb.rank.worker import Batch, Worker
 
-UNNAMED = "<comparison>"
-"""What tracebacks call a comparison's cell that has no number."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """Where a run is made: this rank, and what it shares with others."""
+
+    state: RankState
+    namespace: Mapping[str, object] = field(default_factory=dict)
+    """The user's variables on this rank; left as they are."""
+    folder: Path = Path()
+    """A private directory that all ranks of this host share, for sockets and shared memory."""
+    filename: str = "<comparison>"
+    """What tracebacks call the comparison's cell."""
+    cancellation: CancellationToken = field(default_factory=CancellationToken)
+    """Ends waits that are not the group's, and runs, when the group is aborted."""
+    rejoin_info: RejoinInfo | None = None
+    """Where this rank joins if the others train already; it is in no group then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +51,20 @@ class RunContext:
     """One run on one rank: its task, its batches, and which ranks take part."""
 
     spec: RunSpec
-    state: RankState
+    here: Surroundings
+    """Its names are the user's, and those that the task's cell defines."""
     plan: Plan
     task: Task
     schedule: BatchSchedule
-    folder: Path
-    cancellation: CancellationToken
-    """Ends the run on this rank when the group is aborted."""
-    namespace: Mapping[str, object]
-    """Where a strategy of the user's own is looked up."""
-    rejoin_info: RejoinInfo | None = None
-    """Where this rank joins, if the others train already."""
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
-        return make_strategy(self.spec.strategy, self.namespace)
+        return make_strategy(self.spec.strategy, self.here.namespace)
+
+    @property
+    def state(self) -> RankState:
+        """Where this rank lives."""
+        return self.here.state
 
     @property
     def device(self) -> torch.device:
@@ -73,12 +86,12 @@ class RunContext:
         phase: str,
         *,
         num_steps: int,
-        timer: Timer | None = None,
+        meter: Meter | None = None,
         delay: Callable[[], None] = lambda: None,
     ) -> Worker:
         """Build a model from the seed: the same weights in every phase, on every rank.
 
-        It is trained on so many global batches.  The timer measures its steps, and ``delay`` makes
+        It is trained on so many global batches.  The meter measures its steps, and ``delay`` makes
         them take longer.
         """
         model = self.make_model()
@@ -103,16 +116,16 @@ class RunContext:
             local_world_size=self.state.local_world_size,
             num_parts=self.plan.num_ranks,
             num_steps=num_steps,
-            folder=self.folder,
+            folder=self.here.folder,
             name=self.name(phase),
-            meter=Meter(timer),
+            meter=meter or Meter(),
             accumulate=self.spec.accumulate,
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
             laboratory=self.laboratory,
             delay=delay,
-            joins=self.rejoin_info is not None,
+            joins=self.here.rejoin_info is not None,
             num_prefetched=NUM_PREFETCHED * self.num_data_workers,
-            cancellation=self.cancellation,
+            cancellation=self.here.cancellation,
         )
 
     @cached_property
@@ -123,19 +136,21 @@ class RunContext:
             return None
         schedule = self.schedule
         least = schedule.num_in(schedule.smallest_shard(self.plan.num_workers))
-        return Laboratory.of(
-            emulated,
-            model=self.make_model(),
-            num_in_shard=schedule.num_in,
+        times = ComputeTimes(
+            compute=emulated.compute,
             num_passes=min(self.spec.accumulate, least),
             slow=tuple(map(parse_slow, self.spec.slow)),
             jitter=self.spec.jitter,
             seed=self.spec.seed,
         )
+        size = num_bytes(each for each in self.make_model().parameters() if each.requires_grad)
+        return Laboratory(
+            devices=emulated, times=times, num_bytes=size, num_in_shard=schedule.num_in
+        )
 
     def barrier(self) -> None:
         """Wait for the other ranks.  Takes part: every rank of the plan, which is one or all."""
-        if self.plan.num_ranks == 1 or self.rejoin_info is not None:
+        if self.plan.num_ranks == 1 or self.here.rejoin_info is not None:
             return
         dist.barrier(device_ids=[self.device.index] if self.state.backend == "nccl" else None)
 
@@ -214,29 +229,21 @@ class RunContext:
         return self.task.has_loss or not (self.is_own and self.task.has_measures)
 
 
-def build_context(
-    spec: RunSpec,
-    state: RankState,
-    namespace: Mapping[str, object],
-    *,
-    folder: Path = Path(),
-    cancellation: CancellationToken | None = None,
-    filename: str,
-    rejoin_info: RejoinInfo | None = None,
-) -> RunContext:
+def build_context(spec: RunSpec, here: Surroundings) -> RunContext:
     """Load the task and find out which ranks take part.
 
     Raises:
         UserError: something cannot be trained.
         Exception: whatever the cell itself raises, with its own traceback.
     """
+    state = here.state
     named = [each.rank for each in map(parse_slow, spec.slow)]
     named += parse_kills(spec.kill)
     parse_ranks(",".join(map(str, named)), state.world_size)  # raises where one is missing
     # so that the data are the same on every rank, and in every repeat
-    seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)
-    task = load_task(spec, namespace, filename)
-    known = ChainMap(dict(task.defined), dict(namespace))
+    seed_everything(spec.data_seed)
+    task = load_task(spec, here.namespace, here.filename)
+    known = ChainMap(dict(task.defined), dict(here.namespace))
     plan = make_strategy(spec.strategy, known).plan(state)
     schedule = BatchSchedule(
         len(task.train),
@@ -247,12 +254,8 @@ def build_context(
     )
     return RunContext(
         spec=spec,
-        state=state,
+        here=replace(here, namespace=known),
         plan=plan,
         task=task,
         schedule=schedule,
-        folder=folder,
-        cancellation=cancellation or CancellationToken(),
-        namespace=known,
-        rejoin_info=rejoin_info,
     )

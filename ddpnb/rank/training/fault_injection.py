@@ -4,7 +4,7 @@
 
 c: the time of this worker's own forward and backward pass, measured before the run and without
 any communication, so that waiting for others is never multiplied; f, s, u: those of an emulated
-device (``laboratory.times``), whose own clock is slow instead.  The rank sleeps between its forward
+device (``laboratory``), whose own clock is slow instead.  The rank sleeps between its forward
 and its backward pass, so that its parameters grow older and its gradient arrives later.  The sleep
 counts as forward.
 
@@ -17,19 +17,15 @@ If one process holds several workers, as in DataParallel, the slowest delays its
 import os
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import NoReturn, final
+from typing import final
 
 from ddpnb.protocol.devices import Compute
-from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
+from ddpnb.protocol.messages import Mark, MarkKind
 from ddpnb.protocol.notation import parse_kills, parse_slow
-from ddpnb.rank.laboratory.clock import VirtualClock
-from ddpnb.rank.laboratory.times import ComputeTimes
+from ddpnb.rank.laboratory import ComputeTimes
 from ddpnb.rank.meter import synchronize, timed
-from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.timing import Clock
+from ddpnb.rank.training.run_metrics import RunMetrics
 from ddpnb.rank.worker import Batch, Worker
 
 KILL_TIMEOUT_SECONDS = 1.0
@@ -48,15 +44,12 @@ class FaultInjector:
     """Delays or kills this process while a run is trained.
 
     Args:
-        context: the run; a process that was restarted is not killed again.
-        clock: of the run; counts a delay as forward.
-        publish: takes a mark when a fault strikes.
+        metrics: of the run; a process that was restarted is not killed again.
     """
 
-    def __init__(
-        self, context: RunContext, clock: Clock | VirtualClock, publish: Callable[[Mark], None]
-    ) -> None:
-        spec, workers, is_new = context.spec, context.workers, context.rejoin_info is None
+    def __init__(self, metrics: RunMetrics) -> None:
+        context, self._metrics = metrics.context, metrics
+        spec, workers, is_new = context.spec, context.workers, context.here.rejoin_info is None
         self._workers = workers
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = parse_kills(spec.kill).items() if is_new else ()
@@ -67,37 +60,20 @@ class FaultInjector:
         if self._sleeps and (spec.jitter > 0 or any(fault.factor > 1 for fault in self._slow)):
             alone = context.worker("m", num_steps=1)
             seconds = measure_compute_seconds(alone, context.usual_batch())
-        own = Compute(0.0, seconds_per_pass=seconds)
+        own = Compute(0.0, fixed=seconds)
         self._times = ComputeTimes(compute=own, slow=self._slow, jitter=spec.jitter, seed=spec.seed)
         self._device = context.device
-        self._clock = clock
-        self._publish = publish
         self._seconds, self._step = 0.0, 0
 
     def begin(self) -> None:
         """Mark the slow ranks."""
         for fault in self._slow:
-            self._publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
-
-    @property
-    def is_kill_due(self) -> bool:
-        """Whether this process is to die before its next step."""
-        return self._kill is not None and self._clock.seconds >= self._kill[0]
-
-    def kill(self) -> NoReturn:
-        """Publish that this process is to be killed, and wait until the kernel kills it.
-
-        If no kernel listens, it kills itself.
-        """
-        assert self._kill is not None, "no kill is due"
-        killed = Mark(rank=self._kill[1], seconds=self._clock.seconds, kind=MarkKind.KILLED)
-        self._publish(killed)
-        time.sleep(KILL_TIMEOUT_SECONDS)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("unreachable")
+            self._metrics.publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
 
     def begin_step(self) -> None:
-        """Draw the delay of the next step."""
+        """Have this process killed, if that is due; else draw the delay of the next step."""
+        if self._kill is not None and self._metrics.clock.seconds >= self._kill[0]:
+            self._die(self._kill[1])
         if self._sleeps:
             self._seconds = max(map(self._delay, self._workers))
             self._step += 1
@@ -107,26 +83,21 @@ class FaultInjector:
         seconds, self._seconds = self._seconds, 0.0
         if seconds <= 0:
             return
-        self._clock.begin("forward")
+        self._metrics.clock.begin("forward")
         synchronize(self._device)  # else a GPU would go on with its queued work
         time.sleep(seconds)
+
+    def _die(self, rank: int) -> None:
+        """Publish that this process is to be killed, and wait until the kernel kills it.
+
+        If no kernel listens, it kills itself.
+        """
+        metrics = self._metrics
+        metrics.add(metrics.clock.stop())  # steps that a GPU has yet to finish
+        metrics.publish(Mark(rank=rank, seconds=metrics.clock.seconds, kind=MarkKind.KILLED))
+        time.sleep(KILL_TIMEOUT_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _delay(self, worker: int) -> float:
         factor = self._times.factor(worker, self._step)
         return (factor - 1) * self._times.work(0) + self._times.delay(worker)
-
-
-def notes(spec: RunSpec, plan: Plan) -> tuple[str, ...]:
-    """Return the notes that stand beside the results of a run with faults."""
-    faults = [(fault.rank, f"is {fault.text} on purpose") for fault in map(parse_slow, spec.slow)]
-    for rank, seconds in parse_kills(spec.kill).items():
-        faults.append((rank, f"is to be killed after {seconds:g} s of training, on purpose"))
-    found = [
-        f"Rank {rank} {what}."
-        if rank < plan.num_workers
-        else f"Rank {rank} takes no part, so it has no fault."
-        for rank, what in faults
-    ]
-    if spec.jitter:
-        found.append(f"Steps take up to {100 * spec.jitter:g} % longer at random, on purpose.")
-    return tuple(found)

@@ -3,12 +3,12 @@
 Whatever fails or is interrupted here, the training itself is kept.
 """
 
+import contextlib
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar, final
+from typing import final
 
 import torch
 from torch import nn
@@ -24,8 +24,6 @@ MAX_ON_THE_WAY = 2_000
 """How many held-out samples a copy is judged on by default, spread evenly over the split."""
 LEAST_ESTIMATED = 500
 """Samples that BatchNorm's statistics need, however few the model is judged on."""
-
-Result = TypeVar("Result")
 
 
 def judged(
@@ -82,16 +80,15 @@ class _Judge:
             return
         context = self._metrics.context
         spec = context.spec
-        estimate = partial(
-            estimate_batchnorm,
-            self._model,
-            context.task,
-            context.device,
-            batch_size=spec.batch_size,
-            seed=spec.seed,
-            max_samples=max(spec.eval_samples or MAX_SAMPLES, LEAST_ESTIMATED),
-        )
-        self._attempt("could not estimate BatchNorm's statistics anew", estimate, None)
+        with self._marked("could not estimate BatchNorm's statistics anew"):
+            estimate_batchnorm(
+                self._model,
+                context.task,
+                context.device,
+                batch_size=spec.batch_size,
+                seed=spec.seed,
+                max_samples=max(spec.eval_samples or MAX_SAMPLES, LEAST_ESTIMATED),
+            )
 
     def score(self, *, is_held_out: bool, max_samples: int = MAX_SAMPLES) -> Score:
         """Evaluate the model on a split, and announce it."""
@@ -99,47 +96,45 @@ class _Judge:
         self._metrics.publish(Evaluating(self._num_done, self._num_all, seconds))
         self._num_done += 1
         context = self._metrics.context
-        evaluate = partial(
-            score,
-            self._model.eval(),
-            context.task,
-            context.device,
-            max_samples=context.spec.eval_samples or max_samples,
-            batch_size=context.spec.batch_size,
-            is_held_out=is_held_out,
-            has_loss=context.has_loss,
-        )
         split = "held-out" if is_held_out else "training"
         failed = f"could not evaluate the model on {split} samples" if context.is_evaluated else ""
-        return self._attempt(failed, evaluate, Score())
+        found = Score()
+        with self._marked(failed):
+            found = score(
+                self._model.eval(),
+                context.task,
+                context.device,
+                max_samples=context.spec.eval_samples or max_samples,
+                batch_size=context.spec.batch_size,
+                is_held_out=is_held_out,
+                has_loss=context.has_loss,
+            )
+        return found
 
     def curve(self, should_stop: Callable[[], bool]) -> tuple[Evaluation, ...]:
         """Return the scores of all copies; the model ends with the weights of the last."""
         found = []
         left = self._snapshots.kept
-        while left and not should_stop():
-            snapshot = left.pop(0)
-            load = partial(self._model.load_state_dict, snapshot.state)
-            if self._attempt("has no held-out curve", load, None) is None:
-                break
-            self.estimate_batchnorm()
-            point = self.score(is_held_out=True, max_samples=MAX_ON_THE_WAY)
-            if not point.is_known:
-                break
-            found.append(
-                Evaluation(snapshot.num_samples, snapshot.seconds, point.loss, point.accuracy)
-            )
+        with self._marked("has no held-out curve"):
+            while left and not should_stop():
+                num_samples, seconds, state = left.pop(0)
+                self._model.load_state_dict(state)
+                self.estimate_batchnorm()
+                point = self.score(is_held_out=True, max_samples=MAX_ON_THE_WAY)
+                if not point.is_known:
+                    break
+                found.append(Evaluation(num_samples, seconds, point.loss, point.accuracy))
         left.clear()
         return tuple(found)
 
-    def _attempt(self, failed: str, call: Callable[[], Result], instead: Result) -> Result:
-        """Call the user's code; where it raises, mark the run so, unless ``failed`` is empty."""
+    @contextlib.contextmanager
+    def _marked(self, failed: str) -> Iterator[None]:
+        """Mark the run where the user's code raises in this context, unless ``failed`` is empty."""
         try:
-            return call()
+            yield
         except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
             if failed:
                 self._metrics.mark(f"{failed} ({summary_of(error)})")
-            return instead
 
 
 def _save(model: nn.Module, metrics: RunMetrics) -> None:

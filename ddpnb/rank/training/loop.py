@@ -16,52 +16,50 @@ evaluate  compute its loss and accuracy on rank 0, on training and held-out samp
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
-from pathlib import Path
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import nn
 
-from ddpnb.protocol.messages import RankState, RejoinInfo, RunReport, RunSpec, StepEvent
-from ddpnb.rank.activations import Activations
-from ddpnb.rank.cancellation import CancellationToken, RunCancelledError
-from ddpnb.rank.collectives.account import Account
+from ddpnb.compat.torch_internals import group_store
+from ddpnb.protocol.messages import RunReport, RunSpec, StepEvent
+from ddpnb.rank.cancellation import RunCancelledError
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.laboratory.exchanges import Exchanges
+from ddpnb.rank.meter import Account
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.tasks.batches import Shard, Tree
-from ddpnb.rank.training.context import UNNAMED, build_context
+from ddpnb.rank.tasks.batches import Shard, Tree, every_step
+from ddpnb.rank.training.context import RunContext, Surroundings, build_context
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.judging import judged
-from ddpnb.rank.training.rehearsal import rehearse, release_memory
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
-from ddpnb.rank.training.stop import Stop
-from ddpnb.rank.worker import Worker
+from ddpnb.rank.worker import Activations, Worker
 
 CEILING_SECONDS = 4.0
 """How long a rank trains a ceiling, if the run is as long."""
 CEILING_STEPS = 30
 """Steps of a ceiling on emulated devices, where each takes as long as the others."""
+REHEARSED_STEPS = 3
+STEPS_BETWEEN_LOOKS = 8
+"""How often ranks of several hosts look whether to stop."""
 
 
 def run(
     spec: RunSpec,
+    here: Surroundings,
     *,
-    state: RankState,
-    folder: Path,
     publish: Publish,
-    namespace: Mapping[str, object],
     should_stop: Callable[[], bool],
-    filename: str = UNNAMED,
-    rejoin_info: RejoinInfo | None = None,
-    cancellation: CancellationToken | None = None,
     keep: Callable[[nn.Module], None] = lambda _: None,
 ) -> RunReport:
     """Train and evaluate one run.  Takes part: every rank of the default process group.
@@ -70,38 +68,25 @@ def run(
 
     Args:
         spec: the training.
-        state: where this rank lives.
-        folder: a private directory that all ranks of this host share, for sockets and
-            shared memory; the run leaves nothing in it.
+        here: where it is made; the run leaves nothing in its folder.
         publish: takes the header (on rank 0, before the first step) and an event for each step.
-        namespace: the user's variables on this rank; left as they are.
         should_stop: called before each step; if it is true on one rank, the run ends on all.
             Workers that never wait for each other end each for itself.
-        filename: what tracebacks call the comparison's cell.
-        rejoin_info: where this rank joins if the others train already; it is in no group then.
-        cancellation: ends waits that are not the group's.
         keep: takes the trained model, on rank 0, before it is evaluated.
 
     Raises:
         UserError: what ``validate`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
+    state = here.state
     with preserve_globals(torch.device(state.device)), contextlib.ExitStack() as opened:
         # -- build ------------------------------------------------------------------------
-        context = build_context(
-            spec,
-            state,
-            namespace,
-            folder=folder,
-            filename=filename,
-            cancellation=cancellation,
-            rejoin_info=rejoin_info,
-        )
+        context = build_context(spec, here)
         no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if state.rank >= context.plan.num_ranks:
             return no_part
         metrics = RunMetrics(context=context, publish=publish)
-        if rejoin_info is None:
+        if here.rejoin_info is None:
             opened.callback(release_memory, context.device)
         # -- rehearse ... finish ----------------------------------------------------------
         try:
@@ -123,13 +108,13 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         if not context.spec.is_emulated:
             rehearse(context, activations)
         # -- prepare ----------------------------------------------------------------------
-        fault_injector = FaultInjector(context, metrics.clock, metrics.publish)
+        fault_injector = FaultInjector(metrics)
         strategy = opened.enter_context(closing(context.strategy()))
-        stop = Stop(context, metrics.clock, should_stop)
+        stop = Stop(metrics, should_stop)
         worker = context.worker(
             "t",
             num_steps=context.schedule.num_steps,
-            timer=metrics.clock,
+            meter=metrics.clock,
             delay=fault_injector.delay,
         )
         worker.activations = activations
@@ -155,17 +140,65 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         if not metrics.was_stopped:
             snapshots.average()
         lost = [] if strategy.queue is None else map(worker.shard, strategy.queue.lost_shards)
-        metrics.num_lost_samples = sum(len(context.schedule.indices(shard)) for shard in lost)
+        metrics.num_lost_samples = sum(map(context.schedule.num_in, lost))
     return model, snapshots
+
+
+def rehearse(context: RunContext, activations: Activations) -> None:
+    """Make a few steps of a throwaway before the measured ones; takes part: every rank of the plan.
+
+    They load code, start threads, fill the memory allocator, and compile what the user compiles,
+    for every size of batch that will come.  They leave no trace.
+    """
+    if context.here.rejoin_info is not None:
+        return
+    num_steps = min(REHEARSED_STEPS, context.schedule.num_steps)
+    with preserve_globals(context.device), closing(context.strategy()) as strategy:
+        worker = context.worker("r", num_steps=num_steps)
+        worker.activations = activations
+        strategy.setup(worker)
+        for shard in _rehearsed(context, num_steps):
+            strategy.step(context.batch(shard, context.fetch(shard)))
+        strategy.finish()
+    del strategy, worker
+    release_memory(context.device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give a GPU back what earlier models held: other ranks and runs may need it."""
+    if device.type == "cuda":
+        gc.collect()  # DDP and its hooks refer to each other
+        torch.cuda.empty_cache()
+
+
+def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
+    """Yield this rank's slice of the first batches, then one of each other size.
+
+    Every rank of the plan makes as many steps; nothing is taken from any queue.
+    """
+    plan, schedule = context.plan, context.schedule
+    part, num_parts = context.state.rank, plan.num_ranks
+    yield from every_step(num_steps, part=part, num_parts=num_parts)
+    smallest = schedule.smallest_shard(1).step
+    if plan.synchronous:
+        if schedule.size(smallest) != schedule.size(0):
+            yield Shard(step=smallest, part=part, num_parts=num_parts)
+        return
+    # Workers get slices of any rank: the first is a step's largest, the last its smallest.
+    slices = [
+        Shard(step=step, part=each, num_parts=num_parts)
+        for step in (0, smallest)
+        for each in (0, num_parts - 1)
+    ]
+    yield from {schedule.num_in(shard): shard for shard in slices}.values()
 
 
 def _heard_by(metrics: RunMetrics, worker: Worker) -> AbstractContextManager[Listener]:
     """Return the context of what counts this rank's calls."""
-    clock, laboratory = metrics.clock, worker.laboratory
-    if laboratory is None or not isinstance(clock, VirtualClock):
+    clock, path = metrics.clock, worker.folder / worker.name
+    if not isinstance(clock, VirtualClock):
         return contextlib.nullcontext(Account(worker.meter))
-    path, check = worker.folder / worker.name, worker.cancellation.check
-    return closing(Exchanges(laboratory, clock, worker.meter, path, check))
+    return closing(Exchanges(clock, path, worker.cancellation.check))
 
 
 def _train(
@@ -188,12 +221,9 @@ def _train(
         if stop.before(step):
             metrics.was_stopped = True
             break
-        if context.cancellation.is_aborted:  # a strategy may never wait for the others
+        if context.here.cancellation.is_aborted:  # a strategy may never wait for the others
             raise RunCancelledError("This rank was ended with the others.")
         batch = context.batch(shard, tree)
-        if fault_injector.is_kill_due:
-            metrics.add(clock.stop())  # steps that a GPU has yet to finish
-            fault_injector.kill()
         fault_injector.begin_step()
         clock.begin_step(batch.num_samples)
         loss = strategy.step(batch)
@@ -213,3 +243,48 @@ def _train(
         if clock.seconds >= most_seconds or step + 1 >= most_steps:
             break
     metrics.add(clock.stop())
+
+
+@final
+@dataclass(eq=False)
+class Stop:
+    """The step before which all ranks of a run stop, without a message per step.
+
+    The first rank that is asked to stop chooses the step before which all ranks stop.  It writes
+    the number to the process group's store, where all ranks look.  On one host that is a file, and
+    a look takes some 10 us; on several it takes a message, so ranks look before a few steps only.
+
+    A synchronous step ends on no rank before every rank has begun it.  So a rank is at most
+    ``num_steps_ahead`` steps ahead of the writer (0 on a CPU, a few on a GPU, see ``timing``).
+    Within twice as many steps, every rank has looked at least once, and no rank is past the chosen
+    step by then.  Workers that never wait for each other stop each for itself.
+    """
+
+    metrics: RunMetrics
+    wanted: Callable[[], bool]
+    """Returns whether this rank has been asked to stop."""
+
+    def __post_init__(self) -> None:
+        context, clock = self.metrics.context, self.metrics.clock
+        plan, state = context.plan, context.state
+        self._key = context.name("stop")
+        self._is_alone = plan.num_ranks == 1 or not plan.synchronous or plan.num_steps_ahead is None
+        is_on_one_host = state.local_world_size == state.world_size
+        self._every = 1 if is_on_one_host else STEPS_BETWEEN_LOOKS
+        self._margin = 2 * (clock.num_steps_ahead + (plan.num_steps_ahead or 0) + self._every)
+        self._last: int | None = None
+
+    def before(self, step: int) -> bool:
+        """Return whether to stop before this step, which this rank has not begun."""
+        if self._is_alone:
+            return self.wanted()
+        if self._last is None and step % self._every == 0:
+            self._last = self._chosen(step)
+        return self._last is not None and step >= self._last
+
+    def _chosen(self, step: int) -> int | None:
+        """Return the last step, if a rank has chosen one; this rank does where it is asked to."""
+        store = group_store()
+        if self.wanted():
+            store.compare_set(self._key, "", str(step + self._margin))  # unless one was first
+        return int(store.get(self._key)) if store.check([self._key]) else None

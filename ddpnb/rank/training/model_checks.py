@@ -1,9 +1,9 @@
 """Can one worker train a model, its loss, and this strategy?  Tried before a training (ranks)."""
 
+import contextlib
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar, final
+from collections.abc import Iterator
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,15 @@ from ddpnb.protocol.notation import Choice, parse_strategy
 from ddpnb.rank.random_state import preserve_globals, seed_everything
 from ddpnb.rank.strategies.fsdp import layers_of
 from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, split_step
-from ddpnb.rank.tasks.batches import Tree, shape_of
+from ddpnb.rank.tasks.batches import shape_of
+from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.evaluation import number_of, pair_of
 from ddpnb.rank.worker import Batch, Worker, state_of
 
+NUM_FEW = 8
+"""Samples that a loss is looked at with."""
 SMALLEST = 1e-6
 """A loss below is rounding alone: nothing is concluded from it."""
-
-Result = TypeVar("Result")
 
 
 def check_model(worker: Worker) -> None:
@@ -42,7 +43,8 @@ def check_model(worker: Worker) -> None:
             "model() returned a model with lazy layers; give their sizes, "
             "so that every rank starts from the same weights."
         )
-    again = attempt("model() failed when it was called again", worker.make_model)
+    with attempt("model() failed when it was called again"):
+        again = worker.make_model()
     held = {id(tensor) for tensor in state_of(again)}
     if any(id(tensor) in held for tensor in state_of(model)):
         raise UserError(
@@ -53,24 +55,26 @@ def check_model(worker: Worker) -> None:
 
 def check_step(worker: Worker, batch: Batch, strategy: str) -> None:
     """Make one whole step of a built-in strategy's worker, which is a throwaway."""
-    optimizer = attempt(
-        "The optimizer cannot be made", partial(worker.optimizer, worker.parameters)
-    )
+    with attempt("The optimizer cannot be made"):
+        optimizer = worker.optimizer(worker.parameters)
     step, is_wrapped = worker.training_step, _wraps_model(strategy)
     with worker.autocast():
         if isinstance(step, Supervised):
             loss = _supervised_loss(worker.model, step, batch)
         else:
             loss = _own_loss(worker.model, step, batch, is_wrapped=is_wrapped)
-    attempt("The backward pass failed", loss.backward)
-    attempt("optimizer.step() failed", optimizer.step)
+    with attempt("The backward pass failed"):
+        loss.backward()
+    with attempt("optimizer.step() failed"):
+        optimizer.step()
     check_strategy(strategy, worker)
 
 
 def _supervised_loss(model: nn.Module, step: Supervised, batch: Batch) -> Tensor:
     inputs, targets = pair_of(batch.tree)
     where = f"on a batch of {batch.num_samples} samples, inputs of shape {shape_of(inputs)}"
-    outputs = attempt(f"model(inputs) failed {where}", partial(model, inputs))
+    with attempt(f"model(inputs) failed {where}"):
+        outputs = model(inputs)
     is_column = isinstance(outputs, Tensor) and (outputs.ndim == 1 or outputs.shape[1] == 1)
     if is_column and step.loss is nn.functional.cross_entropy:  # it would be 0, whatever it is
         raise UserError(
@@ -79,16 +83,15 @@ def _supervised_loss(model: nn.Module, step: Supervised, batch: Batch) -> Tensor
             "define loss(outputs, targets)."
         )
     where = f"for outputs of shape {shape_of(outputs)} and targets of shape {shape_of(targets)}"
-    result = attempt(f"{LOSS} failed {where}", partial(step.loss, outputs, targets))
+    with attempt(f"{LOSS} failed {where}"):
+        result = step.loss(outputs, targets)
     return split_step(result, LOSS)[0]
 
 
 def _own_loss(model: nn.Module, step: Any, batch: Batch, *, is_wrapped: bool) -> Tensor:
     wrapped, tree = WrappedByDdp(model), batch.tree
-    result = attempt(
-        f"{STEP} failed on a batch of {batch.num_samples} samples, {shape_of(tree)}",
-        partial(step, wrapped if is_wrapped else model, tree),
-    )
+    with attempt(f"{STEP} failed on a batch of {batch.num_samples} samples, {shape_of(tree)}"):
+        result = step(wrapped if is_wrapped else model, tree)
     if is_wrapped and not wrapped.was_called:
         raise UserError(
             f"{STEP} never calls model(...). What it calls in its place exchanges no gradients, "
@@ -116,10 +119,11 @@ class WrappedByDdp(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def attempt(failed: str, call: Callable[[], Result]) -> Result:
-    """Call the user's code; if it raises, raise one sentence that begins with ``failed``."""
+@contextlib.contextmanager
+def attempt(failed: str) -> Iterator[None]:
+    """Raise one sentence that begins with ``failed`` where the user's code in here raises."""
     try:
-        return call()
+        yield
     except UserError:
         raise
     except Exception as error:
@@ -129,25 +133,20 @@ def attempt(failed: str, call: Callable[[], Result]) -> Result:
 # -- losses -------------------------------------------------------------------------------------
 
 
-def refuse_sum(worker: Worker, fetch: Callable[[Tensor], Tree], indices: Tensor) -> None:
+def refuse_sum(context: RunContext, worker: Worker) -> None:
     """Refuse a loss that doubles when each sample is there twice: a sum, and no mean.
 
     The model is in evaluation mode, and random numbers are seeded alike for each evaluation.  What
     draws them all the same, such as a VAE's loss, or is computed for one number of samples alone,
     cannot be checked so.
-
-    Args:
-        worker: its model is in training mode.
-        fetch: returns the samples with these numbers, on the worker's device.
-        indices: of a few samples.
     """
-    step = worker.training_step
+    step, indices = worker.training_step, context.first_indices(NUM_FEW)
     is_short = isinstance(step, Supervised)
 
     def loss_of(numbers: Tensor, seed: int = 0) -> float:
         seed_everything(seed)
         with torch.set_grad_enabled(not is_short):  # a step may need gradients
-            return split_step(step(worker.model, fetch(numbers)))[0].item()
+            return split_step(step(worker.model, context.samples(numbers)))[0].item()
 
     worker.model.eval()
     with preserve_globals(worker.device):

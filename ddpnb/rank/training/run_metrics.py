@@ -7,9 +7,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.optim import SGD, Optimizer
 
-from ddpnb.protocol.messages import Evaluating, Mark, Memory, RunHeader, RunReport, StepEvent
+from ddpnb.protocol.messages import (
+    Evaluating,
+    Mark,
+    Memory,
+    RunHeader,
+    RunReport,
+    RunSpec,
+    StepEvent,
+)
+from ddpnb.protocol.notation import parse_kills, parse_slow
 from ddpnb.rank.laboratory.clock import VirtualClock
-from ddpnb.rank.training import fault_injection
+from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Worker
@@ -43,15 +52,17 @@ class RunMetrics:
 
     def start(self) -> None:
         """Start counting time."""
-        if self.context.rejoin_info is not None and self.context.laboratory is None:
-            self.late_seconds = time.time() - self.context.rejoin_info.began_at
+        rejoin_info = self.context.here.rejoin_info
+        if rejoin_info is not None and self.context.laboratory is None:
+            self.late_seconds = time.time() - rejoin_info.began_at
         if self.context.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.context.device)
         self.clock.start()
 
     def add(self, steps: list[StepEvent]) -> None:
         """Count finished steps, number them, and publish them."""
-        first_step = self.context.rejoin_info.first_step if self.context.rejoin_info else 0
+        rejoin_info = self.context.here.rejoin_info
+        first_step = rejoin_info.first_step if rejoin_info else 0
         for step in steps:
             number, seconds = first_step + self.num_steps, self.late_seconds + step.seconds
             self.publish(replace(step, step=number, seconds=seconds))
@@ -125,7 +136,7 @@ def _num_devices(context: RunContext) -> int:
 
 def _notes(context: RunContext) -> list[str]:
     spec, plan = context.spec, context.plan
-    found = [*fault_injection.notes(spec, plan)]
+    found = _fault_notes(spec, plan)
     if spec.batch_per_worker is not None and plan.num_workers > 1:
         found.append(
             f"Weak scaling: {spec.batch_per_worker} samples per step of each worker, so a global "
@@ -135,4 +146,20 @@ def _notes(context: RunContext) -> list[str]:
         found.append("Several ranks share one GPU.")
     if spec.num_data_workers and not context.num_data_workers:
         found.append("--data-workers has no effect: the data are tensors in memory.")
+    return found
+
+
+def _fault_notes(spec: RunSpec, plan: Plan) -> list[str]:
+    """Return what stands beside the results of a run with faults."""
+    faults = [(fault.rank, f"is {fault.text} on purpose") for fault in map(parse_slow, spec.slow)]
+    for rank, seconds in parse_kills(spec.kill).items():
+        faults.append((rank, f"is to be killed after {seconds:g} s of training, on purpose"))
+    found = [
+        f"Rank {rank} {what}."
+        if rank < plan.num_workers
+        else f"Rank {rank} takes no part, so it has no fault."
+        for rank, what in faults
+    ]
+    if spec.jitter:
+        found.append(f"Steps take up to {100 * spec.jitter:g} % longer at random, on purpose.")
     return found

@@ -82,13 +82,12 @@ class Snapshots:
 
     def average(self) -> None:
         """Replace the copies by their means over all ranks; takes part: every rank."""
-        names = {name for name, _ in self._worker.model.named_parameters()}
+        model = self._worker.model
+        places = dict(model.named_parameters(remove_duplicate=False))  # of tied ones, all copies
         for snapshot in self.kept if self._is_mean else ():
-            mine = [snapshot.state[name] for name in snapshot.state if name in names]
-            there = [tensor.to(self._worker.device) for tensor in mine]
-            FlatBuffer(there).average(there)
-            for tensor, mean in zip(mine, there, strict=True):
-                tensor.copy_(mean)
+            names = [name for name in places if name in snapshot.state]
+            buffer = FlatBuffer([places[name] for name in names])
+            buffer.average([snapshot.state[name] for name in names])
 
     @torch.no_grad()
     def _copy(self, shard: Shard) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ddpnb.protocol.messages import Parts, StepEvent
-from ddpnb.rank.meter import Moment, Phase, Timer, completed, synchronize
+from ddpnb.rank.meter import Meter, Moment, Phase, completed, synchronize
 
 MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""
@@ -37,8 +37,8 @@ class _Pending(NamedTuple):
 
 
 @final
-class Clock(Timer):
-    """A timer for all steps of a run, started once.
+class Clock(Meter):
+    """The meter of all steps of a run, on the device's own clock, started once.
 
     Seconds add up from moment to moment: ``elapsed_time`` returns milliseconds as a float32, which
     are no finer than 0.1 ms after a quarter of an hour (torch.cuda.Event, CUDA's
@@ -49,6 +49,7 @@ class Clock(Timer):
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._on_gpu = device.type == "cuda"
         self.num_steps_ahead = MAX_PENDING + 1 if self._on_gpu else 0

@@ -4,24 +4,22 @@ Each mistake is one sentence that says what to do about it.
 """
 
 import math
-import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Checked, RankState, RunSpec
-from ddpnb.rank.laboratory.times import measured
+from ddpnb.protocol.messages import Checked, RunSpec
+from ddpnb.rank.laboratory import measured
+from ddpnb.rank.meter import timed
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.training.context import UNNAMED, RunContext, build_context
+from ddpnb.rank.training.context import RunContext, Surroundings, build_context
 from ddpnb.rank.training.evaluation import Score, score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds
 from ddpnb.rank.training.model_checks import attempt, check_model, check_step, refuse_sum
@@ -33,37 +31,25 @@ CHECKS = "checks"
 MIN_SECONDS_MARGIN = 1.1
 """By how much a run is planned longer than ``--min-seconds``."""
 
-NUM_FEW = 8
-"""Samples that a loss is looked at with."""
 
-
-def validate(
-    spec: RunSpec,
-    *,
-    state: RankState,
-    namespace: Mapping[str, object],
-    folder: Path = Path(),
-    filename: str = UNNAMED,
-    num_calls: Callable[[], int] = int,
-) -> Checked:
+def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] = int) -> Checked:
     """Check a training before anything trains.
 
     Each rank may call it alone, as it sends nothing; only the user's own code may, such as a class
     or a step, and takes part with every rank of the group.  A class has its files in a folder of
-    ``CHECKS``, which is removed once all ranks have checked.  The arguments are those of
-    ``loop.run``; ``num_calls`` returns how many collectives this rank has called.
+    ``CHECKS``, which is removed once all ranks have checked.  ``num_calls`` returns how many
+    collectives this rank has called.
 
     Raises:
         UserError: one sentence that says what is wrong and what to do.
         Exception: whatever the cell itself raises, with its own traceback.
     """
-    with preserve_globals(torch.device(state.device)):
+    with preserve_globals(torch.device(here.state.device)):
         try:
-            checks = folder / CHECKS
-            context = build_context(spec, state, namespace, folder=checks, filename=filename)
+            context = build_context(spec, replace(here, folder=here.folder / CHECKS))
             return _checked(context, num_calls)
         except UserError as error:
-            raise _with_place(error, spec.cell, filename) from error.__cause__
+            raise _with_place(error, spec.cell, here.filename) from error.__cause__
 
 
 def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
@@ -78,7 +64,7 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
     num_before = num_calls()
     if not context.is_own:
         check_step(worker, batch, context.spec.strategy)
-        refuse_sum(worker, context.samples, context.first_indices(NUM_FEW))
+        refuse_sum(context, worker)
         result = _with_times(result, context, worker)
     if not context.is_evaluated:
         return result
@@ -102,11 +88,11 @@ def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked
     return replace(result, num_epochs=num_epochs, seconds_per_trained=seconds / usual.num_samples)
 
 
-def measure_compute(spec: RunSpec, **options: Any) -> Compute:
+def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
     """Return what a step takes one core; called on one rank, with the arguments of ``validate``."""
-    with preserve_globals(torch.device(options["state"].device)):
+    with preserve_globals(torch.device(here.state.device)):
         torch.set_num_threads(1)
-        context = build_context(spec, **options)
+        context = build_context(spec, here)
         worker = context.worker("check", num_steps=1)
         num_samples = max(1, context.schedule.size(0) // context.state.world_size)
         optimizer = worker.optimizer(worker.parameters)
@@ -156,15 +142,12 @@ def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score
     judge = partial(score, worker.model.eval(), context.task, worker.device, has_loss=has_loss)
     num = batch.num_samples
     for is_held_out in (False, True):  # two batches, whose outputs a metric needs joined
-        few = partial(judge, batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
         split = "test" if is_held_out else "train"
-        found = attempt(f"The model cannot be evaluated on data({split!r})", few)
-    usual, seconds = context.usual_batch().num_samples, []
-    for _ in range(2):
-        began = time.perf_counter()
-        num_judged = judge(batch_size=usual, max_samples=usual).num_samples
-        seconds.append((time.perf_counter() - began) / num_judged)
-    return found, min(seconds)
+        with attempt(f"The model cannot be evaluated on data({split!r})"):
+            found = judge(batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
+    usual = min(context.usual_batch().num_samples, len(context.task.held_out))
+    again = partial(judge, batch_size=usual, max_samples=usual)
+    return found, min(timed(again, worker.device) for _ in range(2)) / usual
 
 
 def _with_place(error: UserError, cell: int, filename: str) -> UserError:

@@ -30,6 +30,7 @@ def test_a_death_counts_as_a_failure_where_the_others_cannot_go_on():
     outcome = Outcome(survives=lambda rank: rank == 1)
     outcome.note(Lost(rank=1, cause="was killed"), now=1.0)
     assert outcome.failed_at is None
+    assert not outcome.lost
     outcome.note(Lost(rank=0, cause="was killed"), now=2.0)
     assert outcome.failed_at == 2.0
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ddpnb.protocol.devices import Compute, parse_devices
+from ddpnb.protocol.devices import Compute, Devices, parse_devices
 from ddpnb.protocol.notation import parse_link, parse_slow
+from ddpnb.rank.laboratory import ComputeTimes, Laboratory
 from ddpnb.rank.laboratory.order import VirtualOrder
-from ddpnb.rank.laboratory.times import ComputeTimes
 from ddpnb.scaling.waiting import server_bound
 
 LINK = parse_link("1Gbit,0.5ms")
@@ -14,13 +14,9 @@ SIZE = 3_000_000
 
 def served(num_workers: int, num_shards: int, times: ComputeTimes) -> list[tuple[int, float]]:
     """Serve shards of one sample; return the worker and the time of each arrival."""
-    order = VirtualOrder(
-        times,
-        num_workers=num_workers,
-        link=lambda _: LINK,
-        num_bytes=SIZE,
-        num_samples=lambda _: 1,
-    )
+    devices = Devices(num=num_workers, device_link=LINK)
+    laboratory = Laboratory(devices=devices, times=times, num_bytes=SIZE, num_in_shard=lambda _: 1)
+    order = VirtualOrder(laboratory, num_workers=num_workers, shard=lambda number: number)
     found: list[tuple[int, float]] = []
     for rank in range(num_workers):
         order.reply(rank, rank, is_first=True)

@@ -12,6 +12,7 @@ from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks import forget
 from ddpnb.rank.tasks.cell import cell_task
 from ddpnb.rank.training import validation
+from ddpnb.rank.training.context import Surroundings
 from tests.cells import DATA, GOOD, MODEL, STEP
 from tests.rank.ranks import make_state
 
@@ -20,7 +21,8 @@ NO_NAMES = MappingProxyType({})
 
 def check(source: str, strategy: str = "ddp", num_ranks: int = 2, names=NO_NAMES, **choices):
     spec = RunSpec(run_id="r", strategy=strategy, source=source, **{"batch_size": 10} | choices)
-    return validation.validate(spec, state=make_state(0, num_ranks), namespace=names)
+    here = Surroundings(state=make_state(0, num_ranks), namespace=names)
+    return validation.validate(spec, here)
 
 
 def fails(match: str):

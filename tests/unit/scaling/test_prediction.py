@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from ddpnb.history.store import Store
-from ddpnb.protocol.devices import parse_devices
+from ddpnb.protocol.devices import Compute, parse_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LINKS, parse_link
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.scaling.calibrate import calibrate
-from ddpnb.scaling.model import FORMULAS, Cost, Machine, Workload, cost, step_seconds, stops_at
+from ddpnb.scaling.model import FORMULAS, Machine, Workload, cost, step_seconds, stops_at
 from ddpnb.scaling.predict import Question, predict
 from ddpnb.session.scaling import measured_in, predicted
 from tests.rank.test_laboratory import EXCHANGE, LATENCY, S
@@ -23,7 +23,7 @@ from tests.unit.scaling.machines import CROWDED, FIXED, PER_SAMPLE, measured
 
 PAGE = Path(__file__).parents[3] / "docs" / "prediction-method.md"
 SLOW = parse_link("1Mbit,3ms")
-INSTANT = Workload(alone=Cost(0, 0), together=Cost(0, 0), batch_size=64, num_bytes=float(S))
+INSTANT = Workload(alone=Compute(0, 0), together=Compute(0, 0), batch_size=64, num_bytes=float(S))
 FOUND = calibrate(measured())
 
 
@@ -40,7 +40,8 @@ def published(strategies: str, step: str, num_parameters: float, **options) -> l
 )
 def test_exchanges_take_as_long_as_on_emulated_devices(strategy, num_ranks):
     """The same numbers as those that tests of real runs demand."""
-    work = replace(INSTANT, alone=Cost(0.002, 0.001), together=Cost(0.002, 0.001), batch_size=24)
+    compute = Compute(0.001, 0.002)
+    work = replace(INSTANT, alone=compute, together=compute, batch_size=24)
     found = step_seconds(strategy, work, Machine(link=SLOW), num_ranks)
     without = step_seconds("no-comm", work, Machine(link=SLOW), num_ranks)
     assert found - without == pytest.approx(EXCHANGE[strategy, num_ranks], abs=8 * LATENCY)
@@ -62,7 +63,7 @@ def test_the_page_has_the_formulas_that_are_computed():
 
 
 def test_what_was_measured_is_found_again():
-    assert FOUND.work.alone == pytest.approx((FIXED, PER_SAMPLE), rel=0.02)
+    assert FOUND.work.alone == pytest.approx((PER_SAMPLE, FIXED), rel=0.02)
     assert FOUND.work.together.per_sample == pytest.approx(CROWDED * PER_SAMPLE, rel=0.02)
     for name in ("single", "no-comm", "ddp"):
         step = step_seconds(name, FOUND.work, FOUND.here, 1 if name == "single" else 2)
@@ -145,7 +146,7 @@ def test_what_ranks_lose_to_each_other_grows_with_the_cores_they_use():
 
 
 def test_stragglers_cost_more_the_more_ranks_there_are():
-    work = replace(INSTANT, alone=Cost(0.1, 0), together=Cost(0.1, 0), variation=0.1)
+    work = replace(INSTANT, alone=Compute(0, 0.1), together=Compute(0, 0.1), variation=0.1)
     machine = Machine(link=parse_link("100Gbit,0us"))
     steps = [step_seconds("ddp", work, machine, num) for num in (2, 16, 128)]
     assert steps[0] < steps[1] < steps[2]

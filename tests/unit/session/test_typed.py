@@ -14,10 +14,10 @@ from ddpnb.history.store import to_text
 from ddpnb.magics.arguments import flags
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.trace import CollectiveSpec
 from ddpnb.session.comparison_spec import ComparisonSpec
-from ddpnb.session.inside import InspectionRequest
 
 WRONG = [
     (["repeats", "1.5"], lambda: api.compare("ddp", repeats=1.5)),
@@ -41,9 +41,9 @@ WRONG = [
     (["leave --op out"], lambda: CollectiveSpec(name="broadcast", ranks=(0, 1), op="max")),
     (["--root 7"], lambda: CollectiveSpec(name="reduce", ranks=(0, 1), root=7)),
     (["at most 256,000,"], lambda: CollectiveSpec(name="gather", ranks=(0,), num_bytes=4 * 10**9)),
-    (["Inspect net or a task"], lambda: InspectionRequest(model="net", task="digits")),
-    (["--batch-size"], lambda: InspectionRequest(model="net", given={"batch_size": 8})),
-    (["--batch goes with a model"], lambda: InspectionRequest(batch="x")),
+    (["Inspect net or a task"], lambda: api.inspect("net", task="digits")),
+    (["--batch-size"], lambda: api.inspect("net", batch_size=8)),
+    (["--batch goes with a model"], lambda: InspectSpec(batch="x")),
 ]
 """What the one sentence names, and the call."""
 
