@@ -18,6 +18,7 @@ from ddpnb.hosts import processes, ssh
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.status import status_table
 from ddpnb.session.training import Training
+from tests.cells import CELL
 from tests.cluster.rig import (
     ALL_REDUCE,
     DYNAMO,
@@ -144,18 +145,7 @@ def test_strangers_change_nothing(cluster, hosts):
     assert total(cluster) == [4.0] * 4
 
 
-CELL = """
-import torch
-
-def model():
-    torch.manual_seed(0)
-    return torch.nn.Linear(8, 2)
-
-def data(split):
-    x = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
-    return x, (x.sum(dim=1) > 0).long()
-"""
-TRAINED = {"source": CELL, "num_epochs": 1, "batch_size": 40}
+TRAINED = {"source": CELL, "num_epochs": 2, "batch_size": 40}
 
 
 def test_strategies_train_across_hosts(cluster, tmp_path):
@@ -300,7 +290,7 @@ def test_a_killed_relay_takes_agent_ranks_and_files_along(cluster, hosts, tmp_pa
 
 
 def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_path, capsys):
-    training = prepared(cluster, tmp_path, "async", **TRAINED | {"num_epochs": 300})
+    training = prepared(cluster, tmp_path, "async", **TRAINED | {"num_epochs": 600})
     (agent,) = hosts.running("agent", "b")
     found = trained(training, agent.kill)
     assert found.status == "finished"

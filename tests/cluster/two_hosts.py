@@ -4,15 +4,16 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ddpnb.hosts import router
+from tests.cluster.rig import wait_until
 from tests.system_packages import find_program, skip_or_fail
 
 ROOT = Path(__file__).parents[2]
@@ -224,11 +225,9 @@ def make_keys(hosts: TwoHosts, ssh: str) -> None:
 
 
 def wait_for_server(host: str) -> None:
-    deadline = time.monotonic() + 30
     words = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", host, "true"]
-    while subprocess.run(words, check=False, capture_output=True).returncode:
-        assert time.monotonic() < deadline, f"no sshd on {host}"
-        time.sleep(0.05)
+    answers = partial(subprocess.run, words, check=False, capture_output=True)
+    wait_until(lambda: answers().returncode == 0, f"the sshd of host {host}")
 
 
 def call(*words: str) -> str:

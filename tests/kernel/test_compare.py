@@ -142,11 +142,7 @@ WRONG = {
         "--lr 0.1,0.2\ndef optimizer(params): ...\n",
         "A choice of --lr is for the default optimizer, and the cell defines optimizer",
     ),
-    "sizes": (
-        "96, 4",
-        "96 + rank, 4",
-        "('train') has 96 samples on rank 0 and 97 samples on rank 1",
-    ),
+    "sizes": ("96, 4", "96 + rank, 4", "has 96 samples on rank 0 and 97 samples on rank 1"),
     "ranks": ("--epochs 1", "--slow 7:3x", "There is no rank 7: the ranks are 0-1"),
 }
 """Mistakes that are found in the line, on the ranks, and beside what they found."""

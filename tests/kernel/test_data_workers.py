@@ -5,28 +5,11 @@ import time
 import psutil
 import pytest
 
+from tests.cells import DATASET
 from tests.cluster.rig import wait_until, wait_until_gone
 from tests.kernel.client import Kernel
 
-CELL = """%%ddp_compare ddp --no-baseline --data-workers 2 --batch-size 16 --epochs EPOCHS
-import os
-import torch
-from torch import nn
-from torch.utils.data import Dataset
-
-class Own(Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return torch.full((4,), float(index)) / 64, index % 2
-
-def model():
-    return nn.Linear(4, 2)
-
-def data(split):
-    return Own()
-"""
+COMPARE = "%%ddp_compare ddp --no-baseline --data-workers 2 --batch-size 16 --epochs "
 
 
 @pytest.mark.parametrize(
@@ -38,7 +21,7 @@ def test_they_end_with_the_run(kernel: Kernel, chosen: str, end: str):
     def fetching() -> list[psutil.Process]:
         return [process for process in kernel.processes if process not in before]
 
-    request = kernel.begin(CELL.replace("EPOCHS", chosen))
+    request = kernel.begin(COMPARE + chosen + DATASET)
     wait_until(lambda: len(fetching()) >= 4, "four processes that fetch")
     found = fetching()
     assert len(found) == 4

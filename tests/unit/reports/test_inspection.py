@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.protocol.inspection import Bucket, CapReport
 from ddpnb.protocol.messages import Mark, MarkKind, Parts
 from ddpnb.protocol.trace import Span
 from ddpnb.reports.inside.buckets import DdpInspection, one_by_one
 from ddpnb.reports.inside.versions import async_inspection, updates_of
-from tests.unit.history.fake_runs import batch, header, run_of, spec, step
+from tests.unit.history.fake_runs import batch, fake_comparison, header, run_of, spec, step
 
 MS = 1e-3
 
@@ -68,10 +67,6 @@ def test_a_step_with_each_size_is_shown_above_the_table():
 # -- async ---------------------------------------------------------------------------------
 
 
-def comparison_of(run: RunSnapshot) -> Comparison:
-    return Comparison(comparison_id="c", name="c", task="digits", runs=(run,))
-
-
 def async_run(
     num_ranks: int, num_updates: int, *, skew: float = 0.0, strategy: str = "async", marks=()
 ) -> tuple[RunSnapshot, list[tuple[int, int, int]]]:
@@ -109,7 +104,7 @@ def test_versions_are_those_that_the_server_counted_however_the_clocks_differ():
 def test_versions_are_drawn_with_a_death_and_for_many_workers(num_ranks: int):
     mark = Mark(rank=1, seconds=0.1, kind=MarkKind.KILLED)
     run, truth = async_run(num_ranks, 300, marks=(mark,), strategy="async:bound=3")
-    inspection = async_inspection(comparison_of(run))
+    inspection = async_inspection(fake_comparison(()).with_runs([run]))
     lanes, arrows = (
         [each.get_text() for each in axes.texts] for axes in inspection.plot().figure.axes
     )
