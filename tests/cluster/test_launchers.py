@@ -184,7 +184,7 @@ def test_a_kernel_that_is_killed_while_a_job_is_submitted_leaves_none(profile, t
     launcher = "c.SlurmEngineSetLauncher"
     name = profile(
         f'{launcher}.submit_command = ["sh", "-c", "touch {asked}; sleep 2; echo 7"]\n'
-        f'{launcher}.delete_command = ["touch", "{deleted}"]\n'
+        f'{launcher}.delete_command = ["sh", "-c", "touch {deleted}"]\n'
     )
     options = f"engines='slurm', profile={name!r}, ranks_per_host=1, device='cpu', timeout=60"
     with subprocess.Popen([sys.executable, "-c", f"import ddpnb; ddpnb.start(2, {options})"]) as it:
