@@ -26,8 +26,10 @@ OVERVIEW = README.parents[1] / "README.md"
 HEADLINES = ("start", "cell", "rate", "raise", "killed", "left")
 """The rows that the overview shows."""
 BEGIN, END = "<!-- what follows is written by: make bench -->\n", "<!-- until here -->\n"
-LIMIT_SECONDS = 20
+LIMIT_SECONDS = 10
 """What a peer has to come back to the prompt after a fault."""
+SLOW_SECONDS = 10
+"""A peer that takes longer does the work once."""
 LEFT_SECONDS = 10
 """How long after a kernel's death its processes are counted."""
 INTERRUPT_SECONDS = 2
@@ -69,28 +71,34 @@ class Row:
     rounds: int = 3
     num_ranks: int = 2
     is_open: bool = False
-    """Whether one notebook of each peer stays open for all rounds, the first not counted."""
+    """Whether one notebook of each peer stays open for all rounds; the first is not counted, unless
+    the peer is slow."""
     begins: bool = True
     """Whether the ranks are started before the work."""
     goal: str = ""
     """``<= 0.4 of torchrun`` is of both medians, ``<= 1.0`` of ddpnb's own."""
 
     def measure(self, peers: dict[str, Peer], rounds: int) -> dict[str, Measured]:
-        """Let the peers do the work in turns."""
+        """Let the peers do the work in turns; a slow one does it once."""
         found = {name: Measured() for name in peers}
         with contextlib.ExitStack() as stack:
             opened: dict[str, NotebookOf] = {}
+            slow: set[str] = set()
             for turn in range(rounds + self.is_open):
                 for name, peer in peers.items():
-                    if found[name].said.startswith("cannot"):
+                    if found[name].said.startswith("cannot") or name in slow:
                         continue
                     with _noted(found[name]):
                         if name not in opened:
                             new = notebook(peer, self.num_ranks, begin=self.begins)
                             opened[name] = stack.enter_context(new)
+                        began = time.perf_counter()
                         took = self.work(opened[name])
                         found[name].said = opened[name].remark
-                        found[name].values += [] if self.is_open and turn == 0 else [took]
+                        if time.perf_counter() - began > SLOW_SECONDS:
+                            slow.add(name)
+                        is_counted = not self.is_open or turn > 0 or name in slow
+                        found[name].values += [took] if is_counted else []
                     if not self.is_open and name in opened:
                         opened.pop(name).close()
         return found
@@ -350,25 +358,22 @@ def measure(rows: str = "", peers: str = "", quick: int = 0, rounds: int = 0) ->
     everyone = {peer.name: peer for peer in PEERS}
     asked = {name: everyone[name] for name in peers.split("+") if name} or everyone
     names = [name for name in rows.split("+") if name] or (QUICK if quick else [*ROWS, *OURS])
-    found = {}
     for name in names:
         row = ROWS.get(name) or OURS[name]
         beside = ("ddpnb", "torchrun") if name == "comparison" else ("ddpnb",)
         given = asked if name in ROWS else {key: asked[key] for key in beside if key in asked}
-        found[name] = row.measure(given, rounds or max(1, row.rounds // (3 if quick else 1)))
-        print(f"{row.name}: " + "; ".join(f"{peer} {each}" for peer, each in found[name].items()))
-    if found and not quick:
-        keep(found)
+        found = row.measure(given, rounds or max(1, row.rounds // (3 if quick else 1)))
+        print(f"{row.name}:", *(f"{peer} {each};" for peer, each in found.items()), flush=True)
+        if not quick:
+            keep(name, found)
     return []
 
 
-def keep(found: dict[str, dict[str, Measured]]) -> None:
-    """Store what was measured in the place of earlier figures, and write the READMEs' tables."""
+def keep(name: str, row: dict[str, Measured]) -> None:
+    """Store a row in the place of earlier figures, and write the READMEs' tables."""
     stored = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": {}}
     stored |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
-    for name, row in found.items():
-        measured = {peer: asdict(each) for peer, each in row.items()}
-        stored["rows"].setdefault(name, {}).update(measured)
+    stored["rows"].setdefault(name, {}).update({peer: asdict(each) for peer, each in row.items()})
     RESULT.write_text(json.dumps(stored, indent=1) + "\n")
     for readme in (README, OVERVIEW):
         readme.write_text(with_table(readme))
