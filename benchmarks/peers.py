@@ -312,7 +312,11 @@ class NotebookOf:
 
         try:
             reply = self._client.execute_interactive(
-                source, timeout=limit, output_hook=note, allow_stdin=False
+                source,
+                timeout=limit,
+                output_hook=note,
+                allow_stdin=False,
+                stop_on_error=False,  # else a cell that is sent early is aborted
             )
         except TimeoutError:
             raise CannotError(f"not within {limit:g} s") from None
