@@ -22,7 +22,7 @@ from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
-from ddpnb.protocol.processes import RankCommand, working_folder
+from ddpnb.protocol.processes import RankCommand, rank_log, working_folder
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
@@ -161,9 +161,12 @@ class Cluster:
 
     def log_tail(self, member: Member, num_lines: int = 15) -> str:
         """Return the last lines of a process's log, or a crash from its first line."""
-        name = f"rank-{member}" if isinstance(member, int) else member.replace(" ", "")
+        if isinstance(member, int):
+            path = rank_log(self.folder, member)
+        else:
+            path = self.folder / f"{member.replace(' ', '')}.log"
         try:
-            lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
+            lines = path.read_text(errors="replace").splitlines()
         except OSError:
             return ""
         crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), None)

@@ -39,7 +39,7 @@ from ddpnb.hosts.spec import HostsSpec
 from ddpnb.hosts.ssh import SshHosts, silent
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import KernelRequest, working_folder
+from ddpnb.protocol.processes import KernelRequest, rank_log, working_folder
 
 ANSWER_SECONDS = 30.0
 """How long an agent may take to answer."""
@@ -155,7 +155,7 @@ class HostProcesses(Processes):
 
     def _note_exit(self, exit_: Exit) -> None:
         if exit_.log:
-            (self._folder / f"rank-{exit_.member}.log").write_text(exit_.log)
+            rank_log(self._folder, exit_.member).write_text(exit_.log)
         self._on_exit(exit_)
 
     def _note_end(self, host: RemoteHost) -> None:

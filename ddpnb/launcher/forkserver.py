@@ -47,6 +47,7 @@ from ddpnb.protocol.processes import (  # noqa: E402
     hold,
     limit_waits,
     may_have_gpus,
+    rank_log,
 )
 
 STOP_TIMEOUT_SECONDS = 3.0
@@ -207,7 +208,7 @@ class Forkserver:
         """Return the end of a rank's log where the kernel cannot read it."""
         if self.log_bytes:
             with contextlib.suppress(OSError):
-                path = self.folder / f"rank-{name}.log"
+                path = rank_log(self.folder, name)
                 return path.read_text(errors="replace")[-self.log_bytes :]
         return ""
 

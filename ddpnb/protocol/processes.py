@@ -180,6 +180,11 @@ def parent_folder() -> Path:
     return Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
 
 
+def rank_log(folder: Path, rank: int | str) -> Path:
+    """Return the file in a run folder with what a rank has written past Python."""
+    return folder / f"rank-{rank}.log"
+
+
 SERVER_LOCK = "server.lock"
 """A file of a run folder, locked by its fork server or agent while that lives."""
 
