@@ -192,15 +192,22 @@ def _fault(source: str, interrupt: bool = False) -> Callable[[NotebookOf], float
         if interrupt:
             threading.Timer(INTERRUPT_SECONDS, opened.interrupt).start()
         began = time.perf_counter()
-        try:
+        with _in_time():
             opened.cell(ALL_REDUCE + source, LIMIT_SECONDS)
-        except CannotError as error:
-            if str(error).startswith("not within"):
-                raise
         _works_again(opened)
         return time.perf_counter() - began - (INTERRUPT_SECONDS if interrupt else 0)
 
     return work
+
+
+@contextlib.contextmanager
+def _in_time() -> Iterator[None]:
+    """Let a cell fail, but not last: what comes after it would have to wait."""
+    try:
+        yield
+    except CannotError as error:
+        if str(error).startswith("not within"):
+            raise
 
 
 def _works_again(opened: NotebookOf) -> None:
@@ -209,7 +216,7 @@ def _works_again(opened: NotebookOf) -> None:
     try:
         opened.cell(check, LIMIT_SECONDS)
     except CannotError:
-        with contextlib.suppress(CannotError):
+        with _in_time():
             opened.run(opened.peer.again or opened.peer.stop, LIMIT_SECONDS)
         if not opened.peer.again:
             opened.begin()
