@@ -18,7 +18,7 @@ import torch
 from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
-from ddpnb.compat.ipykernel_internals import DescriptorStream
+from ddpnb.compat.ipykernel_internals import DescriptorStream, leave_debugger_out
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.connections import Address
 from ddpnb.rank.group import Group
@@ -166,6 +166,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     adopted_group = AdoptedGroup(group)
     adopted_group.install()
     refuse_launchers(group.world_size)
+    leave_debugger_out()
     engine = RankEngine.instance(
         group=group, adopted_group=adopted_group, out_stream_factory=DescriptorStream
     )
