@@ -27,7 +27,7 @@ from ddpnb.protocol.processes import rank_log
 from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_consequence, text_of
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
-from ddpnb.rank.collectives.trace import recording
+from ddpnb.rank.collectives.trace import TraceRecorder
 from ddpnb.rank.engine import RankEngine, id_of
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions
@@ -54,7 +54,9 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         engine.publisher = publisher
         if spec.run_id:
             opened.enter_context(listening(publisher))
-        recorder = opened.enter_context(recording(rank)) if spec.is_traced else None
+        recorder = TraceRecorder(rank) if spec.is_traced else None
+        if recorder is not None:
+            opened.enter_context(listening(recorder))
         opened.enter_context(engine.adopted_group.during())
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None

@@ -18,11 +18,18 @@ from torch.distributed import destroy_process_group, init_process_group  # not t
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.processes import as_socket, ephemeral_ports
+from ddpnb.protocol.processes import ephemeral_ports
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.mismatch import MismatchCheck
-from ddpnb.rank.connections import Address, TcpConnection, ends_of, own_connections, traffic_of
+from ddpnb.rank.connections import (
+    Address,
+    TcpConnection,
+    ends_of,
+    own_connections,
+    shut_down,
+    traffic_of,
+)
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long the ranks wait for each other when they form a group."""
@@ -281,14 +288,3 @@ def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return len(ended) == len(calls)
-
-
-def shut_down(descriptor: int) -> bool:
-    """Shut a connected socket down without closing it; return whether it was connected."""
-    try:
-        with as_socket(descriptor) as connection:
-            connection.getpeername()
-            connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # closed meanwhile, or not connected: nothing waits there
-        return False
-    return True

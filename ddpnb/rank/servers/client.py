@@ -1,4 +1,4 @@
-"""How a worker of an asynchronous run reaches the queue of rank 0, and who serves it (ranks).
+"""How a worker of an asynchronous run reaches the queue of rank 0 (ranks).
 
 Rank 0's own worker calls the queue.  Each other worker sends its requests through a socket, at
 whose other end a thread of rank 0 calls the queue.  Where a process dies, its socket closes at
@@ -14,14 +14,13 @@ import contextlib
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from multiprocessing.connection import Connection
 from typing import final
 
 import torch.distributed as dist
 
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.connections import shut_down
 from ddpnb.rank.laboratory.order import SERVER_RANK, VirtualOrder
 from ddpnb.rank.servers.memory import Gradients, PackedTensors, SharedMemory, pack
 from ddpnb.rank.servers.queue import (
@@ -34,15 +33,7 @@ from ddpnb.rank.servers.queue import (
     UpdateCounter,
     WorkQueue,
 )
-from ddpnb.rank.servers.rendezvous import (
-    HELLO,
-    Server,
-    bound_waits,
-    connection_over,
-    server_address,
-    shut_down,
-    socket_path,
-)
+from ddpnb.rank.servers.server import HELLO, Server, connection_over, server_address
 from ddpnb.rank.worker import Worker
 
 MakeUpdates = Callable[[Sequence[PackedTensors]], UpdateCounter]
@@ -89,6 +80,8 @@ class Client:
         self.queue: WorkQueue | None = None
         """Rank 0's."""
         self._worker = worker
+        self._path = worker.folder / f"{worker.name}.s"
+        """The address of the socket on rank 0's host."""
         # The queue's own report comes first.
         self._timeout = timeout_seconds * (1.0 if worker.rank == SERVER_RANK else 1.5)
         self._num_copies = num_copies
@@ -195,50 +188,18 @@ class Client:
 
     def _serve(self, queue: WorkQueue, num_remote: int, opened: contextlib.ExitStack) -> int:
         """Listen; return the port for workers of other hosts, if any."""
-        worker = self._worker
-        server = Server(partial(self._serve_one, queue), self._timeout)
+        server = Server(queue, self._memory, self._trained, self._timeout)
         opened.callback(server.close)
-        path, port = socket_path(worker, SERVER_RANK), 0
-        local = socket.socket(socket.AF_UNIX)
-        local.bind(str(path))
-        opened.callback(path.unlink)
+        local, port = socket.socket(socket.AF_UNIX), 0
+        local.bind(str(self._path))
+        opened.callback(self._path.unlink)
         server.listen(local)
         if num_remote:
             remote = socket.create_server((server_address(), 0))
             port = remote.getsockname()[1]
             server.listen(remote, num_remote)
-        opened.enter_context(worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
+        opened.enter_context(self._worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
         return port
-
-    def _serve_one(self, queue: WorkQueue, connection: Connection, is_remote: bool) -> None:
-        """Serve one worker until it is done, is lost or has failed; in a thread of rank 0."""
-        with connection, contextlib.suppress(EOFError, OSError):
-            (rank,) = HELLO.unpack(connection.recv_bytes())
-            if is_remote:
-                gradients = pack(self._trained)
-            else:
-                self._memory.send(connection)
-                gradients = self._memory.gradients(rank)
-            bound_waits(connection, 0)  # ``close`` ends the thread; the queue watches the time
-            incarnation, kind = object(), RequestKind.BEGIN
-            try:
-                while kind is not RequestKind.DONE:
-                    number, weight = REQUEST.unpack(connection.recv_bytes())
-                    kind = RequestKind(number)
-                    if kind is RequestKind.FAIL:
-                        queue.fail(rank)
-                        return
-                    if is_remote and kind is RequestKind.STEP:
-                        connection.recv_bytes_into(gradients.raw.numpy().data)
-                    reply = queue.handle(rank, kind, weight, gradients.tensors, incarnation)
-                    connection.send_bytes(REPLY.pack(*reply))
-                    if reply.lost_rank != NO_RANK:
-                        return
-                    if is_remote:
-                        connection.send_bytes(self._memory.copy_of(rank).raw.numpy().data)
-            except (EOFError, OSError):
-                # The worker may be alive: it was given up, or rank 0 has disconnected.
-                connection.send_bytes(REPLY.pack(*queue.lose(rank, incarnation)))
 
     def _connect(self, opened: contextlib.ExitStack, port: int = 0) -> None:
         """Connect to rank 0, on this host if there is no port; raises ``OSError``."""
@@ -248,11 +209,11 @@ class Client:
             connected = socket.create_connection(address, self._timeout)
         else:
             connected = socket.socket(socket.AF_UNIX)
-            connected.connect(str(socket_path(worker, SERVER_RANK)))
+            connected.connect(str(self._path))
         self._is_remote = port > 0
         self._connection = connection = connection_over(connected, self._timeout)
         opened.enter_context(connection)
-        opened.enter_context(worker.cancellation.held(lambda: shut_down(connection)))
+        opened.enter_context(worker.cancellation.held(lambda: shut_down(connection.fileno())))
         connection.send_bytes(HELLO.pack(worker.rank))
         if self._is_remote:
             self._copy, self._gradients = pack(self._trained), pack(self._trained)
