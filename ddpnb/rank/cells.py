@@ -17,7 +17,6 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import IPython
-from IPython.core.interactiveshell import ExecutionInfo
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.compat.ipykernel_internals import DescriptorStream
@@ -136,12 +135,6 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         shell.events.trigger("post_execute")  # as matplotlib's figures need it
         gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
     return None
-
-
-def announce(source: str, shell: Any) -> None:
-    """Announce a cell that the shell does not run itself, e.g. to ``%autoreload``."""
-    info = ExecutionInfo(source, False, True, True, None)
-    shell.events.trigger("pre_run_cell", info)
 
 
 def warn_again() -> None:

@@ -192,9 +192,7 @@ class Worker:
     def loss_in(self, result: Tensor | Mapping[str, Any], share: float = 1.0) -> Tensor:
         """Return the loss in what the task's step has returned; note its further numbers.
 
-        Args:
-            result: what it has returned.
-            share: of the samples that this worker trains on in this step.
+        ``share``: of the samples that this worker trains on in this step.
         """
         if isinstance(result, Tensor):
             return result

@@ -218,9 +218,7 @@ class CollectiveLog:
     def write(self, entry: Entry, line: str = "") -> None:
         """Write this rank's next call, and compare it with those of the same number.
 
-        Args:
-            entry: what the call is.
-            line: where in the user's code it is; empty: not known.
+        ``line`` is the user's; empty if it is not known.
 
         Raises:
             CollectiveMismatchError: another rank's call differs, even after ``SETTLE_SECONDS``.

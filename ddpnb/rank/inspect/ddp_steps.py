@@ -93,14 +93,7 @@ class _Step(NamedTuple):
 
 @final
 class _Stepper:
-    """Makes steps with a copy of the subject in a DDP of its own; hooks note what happens.
-
-    Args:
-        subject: what makes them.
-        cap_mb: the ``bucket_cap_mb`` of its DDP.
-        device: of this rank.
-        clock: the device's.
-    """
+    """Makes steps with a copy of the subject in a DDP of its own; hooks note what happens."""
 
     def __init__(self, subject: Subject, cap_mb: float, device: torch.device, clock: Meter) -> None:
         self._subject = subject

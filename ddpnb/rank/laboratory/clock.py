@@ -169,13 +169,7 @@ class VirtualClock(Meter):
             self._compute_rest()
 
     def exchange(self, num_messages: int, num_bytes: float, *, is_scaled: bool = True) -> None:
-        """Advance by messages between the devices of this process, one after the other.
-
-        Args:
-            num_messages: how many.
-            num_bytes: of all of them.
-            is_scaled: whether they hold parameters or gradients, not samples or outputs.
-        """
+        """Advance by messages between the devices of this process, one after the other."""
         messages = Messages(num_messages, num_bytes * (self.scale if is_scaled else 1.0))
         self.wait_until(self.seconds + messages.seconds(self.laboratory.devices.device_link))
 
@@ -185,10 +179,6 @@ class VirtualClock(Meter):
             before = self.begin("communication")
             self.seconds = end
             self.begin(before)
-
-    def spend(self, seconds: float) -> None:
-        """Advance by what this device does besides computing, in the phase that it is in."""
-        self.seconds += seconds
 
     def _advance(self, progress: float) -> None:
         progress = min(max(progress, self._progress), 1.0)

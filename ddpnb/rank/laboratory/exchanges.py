@@ -94,7 +94,7 @@ class Exchanges(Listener):
         size = call.num_bytes * scale
         is_of_ddp = call.is_in_cpp and not call.is_blocking
         if is_of_ddp:
-            self.clock.spend(self._wrapper_seconds * call.num_bytes)
+            self.clock.seconds += self._wrapper_seconds * call.num_bytes
         ready = self.clock.issue(size, is_needed=is_needed)
         board = self._board(group.group_name, group.size())
         number = next(self._numbers[group.group_name, -1])

@@ -165,7 +165,7 @@ class WorkQueue:
         Args:
             rank: of the worker.
             kind: what it asks for.
-            weight: of the gradient: the worker's share of the global batch.
+            weight: the worker's share of the global batch.
             gradients: of its mean loss, with a step; none where it has made the update itself.
             incarnation: distinguishes its process from one that has died.
         """

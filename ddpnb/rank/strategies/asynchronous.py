@@ -131,12 +131,7 @@ class ParameterStore(UpdateCounter):
         self.copies[rank].raw.copy_(self._now.raw)
 
     def write(self, rank: int, gradients: Gradients, weight: float = 1.0) -> int:
-        """Take a worker's gradients; make an update unless they are gathered for a round.
-
-        Args:
-            rank: of the worker.
-            gradients: of its mean loss, one for each parameter; None: none.
-            weight: the worker's share of the global batch.
+        """Take gradients; make an update unless they are gathered for a round.
 
         Returns:
             Their staleness: updates since the worker's last read.

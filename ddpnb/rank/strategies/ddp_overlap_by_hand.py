@@ -112,12 +112,9 @@ class DdpOverlapByHand(Strategy):
 
 
 def buckets_of(parameters: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
-    """Return the parameters in buckets, the last parameters first.
+    """Return the parameters in buckets of so many MB at most, the last parameters first.
 
-    Args:
-        parameters: all that are trained, in the model's order.
-        bucket_mb: MB that a bucket may hold, unless one parameter alone has more; 0: each
-            parameter has its own.
+    A parameter that alone has more gets its own bucket; with 0 MB each does.
     """
     buckets: list[list[nn.Parameter]] = []
     room = 0.0

@@ -55,10 +55,7 @@ class TensorSamples:
 class DatasetSamples:
     """Samples of a map-style data set with items of any kind.
 
-    Args:
-        dataset: has ``__len__`` and ``__getitem__``.
-        collate: makes a batch of some items; None: torch's ``default_collate``.
-        num_workers: processes that fetch, if no other number is asked for.
+    ``num_workers`` processes fetch them, if no other number is asked for.
     """
 
     def __init__(

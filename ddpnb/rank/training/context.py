@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
@@ -191,19 +191,12 @@ class RunContext:
         """Fetch as many samples as one worker's shard of a whole global batch has."""
         return self.first_batch(-(-self.schedule.size(0) // self.plan.num_workers))
 
-    def first_batch(self, num_samples: int) -> Batch:
-        """Fetch the first samples of the run, as a global batch of their own."""
-        indices = self.first_indices(num_samples)
-        num = len(indices)
-        return Batch(tree=self.samples(indices), num_samples=num, num_global=num)
-
-    def first_indices(self, num_samples: int) -> Tensor:
-        """Return the numbers of the first samples of the run."""
-        return self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
-
-    def samples(self, indices: Tensor) -> Tree:
-        """Fetch the training samples with these numbers, and copy them to the device."""
-        return moved(self.task.train.fetch(indices), self.device)
+    def first_batch(self, num_samples: int, *, times: int = 1) -> Batch:
+        """Fetch the first samples of the run, each so often, as a global batch of their own."""
+        first = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
+        indices = first.repeat(times)
+        tree = moved(self.task.train.fetch(indices), self.device)
+        return Batch(tree=tree, num_samples=len(indices), num_global=len(indices))
 
     @property
     def num_data_workers(self) -> int:

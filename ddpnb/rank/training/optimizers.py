@@ -35,8 +35,8 @@ def make_optimizer(
 
     Args:
         parameters: those to update; on a server they are copies of the model's own.
-        model: whole.
-        make_model: makes another one.
+        model: the whole model, of which ``make_model`` makes another one.
+        make_model: see there.
         function: the cell's ``optimizer``; None: SGD.
         spec: the options.
         num_updates: in the whole run.

@@ -43,9 +43,6 @@ class Clock(Meter):
     Seconds add up from moment to moment: ``elapsed_time`` returns milliseconds as a float32, which
     are no finer than 0.1 ms after a quarter of an hour (torch.cuda.Event, CUDA's
     cudaEventElapsedTime).
-
-    Args:
-        device: what makes the steps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -84,12 +81,7 @@ class Clock(Meter):
         self._begin_anew()
 
     def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
-        """End a step; return the steps that the device has finished.
-
-        Args:
-            step: what is known of it.
-            values: its loss and further numbers of the task.
-        """
+        """End a step, see ``completed``; return the steps that the device has finished."""
         held = {name: value.to("cpu", non_blocking=True) for name, value in values.items()}
         self.begin("data")
         self._pending.append(_Pending(step, self._marks, self._hidden, held))
