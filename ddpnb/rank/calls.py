@@ -65,10 +65,9 @@ def carries_out(
 
 @carries_out(calls.form_group, answers=False)
 def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[StaleVariable]:
-    """Form a new process group.  Takes part: every rank.
+    """Form a new process group; return the variables that hold an old one.
 
-    Returns:
-        This rank's variables that still hold the old group.
+    Takes part: every rank.
     """
     engine.group.join(generation, is_checked=is_checked)
     return variables.stale_variables(engine.shell.user_ns)

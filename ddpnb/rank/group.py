@@ -126,11 +126,7 @@ class Group:
         assert total.item() == self.world_size
 
     def _meet(self, store: dist.Store) -> None:
-        """Wait until all ranks are about to form the group: that can be aborted, unlike the rest.
-
-        Raises:
-            RuntimeError: a rank did not come, or this one was freed.
-        """
+        """Wait until all ranks are about to form the group; unlike the rest, it can be aborted."""
         if store.add("here", 1) == self.world_size:
             store.set("all here", "")
         deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
@@ -154,11 +150,7 @@ class Group:
         return dist.PrefixStore(f"group-{generation}", store)
 
     def leave(self) -> None:
-        """Leave the group, if there is one.
-
-        Raises:
-            RuntimeError: it can neither be left nor aborted.
-        """
+        """Leave the group, if there is one; raise if it can neither be left nor aborted."""
         if not dist.is_initialized():
             return
         if self.can_abort:  # destroying the group would wait for ranks that may be gone

@@ -118,13 +118,11 @@ def give(
     """Evaluate an expression and return its value; raises what evaluating and pickling raise.
 
     Args:
-        rank: this one.
+        rank: this one, whose file for a large value is ``path-rank``.  The kernel removes it as
+            soon as it has the answer, or does not wait any longer; then nothing is evaluated.
         namespace: the variables of this rank's cells.
         expression: the user's.
-        path: how the name of an empty file of each rank begins, for large values.  The kernel
-            removes it as soon as it has the answer, or does not wait for one any longer; then
-            nothing is evaluated.  Empty: the kernel is on another host, and takes any value in its
-            message.
+        path: empty where the kernel is on another host, and takes any value in its message.
         classes: names of the notebook's own classes.
         num_copies: on how many ranks the kernel asks for the value at the same time.
     """

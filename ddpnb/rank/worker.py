@@ -235,11 +235,7 @@ class Batch:
         return self.cut([least + 1] * num_larger + [least] * (num - num_larger))
 
     def cut(self, sizes: Iterable[int]) -> list[Batch]:
-        """Return slices with so many samples each.
-
-        Raises:
-            UserError: a tensor does not have a row for each sample.
-        """
+        """Return slices with so many samples each; refuse what ``rows`` does."""
         parts, begin = [], 0
         for size in sizes:
             part = rows(self.tree, begin, begin + size, self.num_samples)

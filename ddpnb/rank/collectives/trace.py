@@ -14,7 +14,7 @@ from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import RankSpans, Span
 from ddpnb.rank.collectives.intercept import Listener
-from ddpnb.rank.collectives.table import METHODS, Call
+from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.stack import users_line
 
 MAX_SPANS: Final = 20_000
@@ -85,7 +85,7 @@ def _ranks_of(call: Call) -> tuple[int, ...]:
     if not call.collective.is_message:
         return call.ranks
     own = dist.get_rank()
-    if call.collective is METHODS["recv_anysource"]:
+    if call.collective.is_from_any:
         return (own,)
     peer = call.ranks[call.arguments[1]]
     return (own, peer) if call.name == "send" else (peer, own)

@@ -30,12 +30,9 @@ from ddpnb.rank.variables import held_by, kind_with_group
 
 @torch.no_grad()
 def replica(names: Sequence[str], namespace: Mapping[str, Any], *, rank: int) -> RankReplica:
-    """Return the digests of what this rank holds.
+    """Return the digests of what this rank holds; refuse a name with nothing to compare.
 
     Without names of variables these are all modules and optimizers.
-
-    Raises:
-        UserError: there is nothing to compare under a name.
     """
     return RankReplica(
         rank=rank,

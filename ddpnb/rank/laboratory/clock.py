@@ -20,12 +20,7 @@ from ddpnb.rank.meter import Meter, Moment, Phase, completed
 
 @final
 class VirtualClock(Meter):
-    """The time of one device.
-
-    Args:
-        laboratory: whose device it is.
-        ranks: whose devices this process has; they share each batch, and the slowest one counts.
-    """
+    """The time of one device; where a process has those of several ranks, the slowest counts."""
 
     num_steps_ahead = 0
 
@@ -71,9 +66,9 @@ class VirtualClock(Meter):
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Count the time from now on as ``phase``."""
-        before = self._phase
-        self._count(self.seconds if at is None else at)
-        self._phase = phase
+        before, until = self._phase, self.seconds if at is None else at
+        self._spent[before] = self._spent.get(before, 0.0) + until - self._since
+        self._since, self._phase = until, phase
         return before
 
     def compute(self, phase: Phase, num_samples: int) -> None:
@@ -190,7 +185,3 @@ class VirtualClock(Meter):
         each = -(-num_samples // len(self._ranks))
         factors = (self.laboratory.times.factor(rank, self._step) for rank in self._ranks)
         return max(factors) * self.laboratory.times.work(each)
-
-    def _count(self, until: float) -> None:
-        self._spent[self._phase] = self._spent.get(self._phase, 0.0) + until - self._since
-        self._since = until

@@ -60,6 +60,7 @@ class Client:
             devices they are copied.
         num_copies: of the parameters: one for each worker, or one that all of them update.
         make_updates: called on rank 0.
+        opened: closes threads and sockets, after ``close``.
         timeout_seconds: in which some worker must make progress.
         bound: steps that a worker may be ahead of the slowest.
 
@@ -73,6 +74,7 @@ class Client:
         worker: Worker,
         num_copies: int,
         make_updates: MakeUpdates,
+        opened: contextlib.ExitStack,
         *,
         timeout_seconds: float,
         bound: int = NO_BOUND,
@@ -89,15 +91,14 @@ class Client:
         self._num_bytes = num_bytes(self._trained)
         self._shards: deque[int] = deque()
         self._is_over = False
-        with contextlib.ExitStack() as opened:  # what is open is closed where this fails
-            if worker.joins:
-                try:
-                    self._connect(opened)
-                except OSError as error:
-                    raise RunOverError from error
-            else:
-                self._meet(make_updates, bound, opened)
-            self._opened = opened.pop_all()
+        self._opened = opened
+        if worker.joins:
+            try:
+                self._connect()
+            except OSError as error:
+                raise RunOverError from error
+        else:
+            self._meet(make_updates, bound)
 
     def begin(self) -> None:
         """Wait for all workers; take the first parameters and shards."""
@@ -116,9 +117,7 @@ class Client:
     def step(self, weight: float, gradients: Gradients = ()) -> int:
         """Report a step; take parameters and the next shard; return the gradients' staleness.
 
-        Args:
-            weight: this worker's share of the global batch.
-            gradients: of the mean loss; none where this worker has made the update itself.
+        There are no gradients where this worker has made the update itself.
         """
         meter = self._worker.meter
         with meter.communicating():
@@ -151,9 +150,8 @@ class Client:
             else:
                 with contextlib.suppress(OSError):
                     self._connection.send_bytes(REQUEST.pack(RequestKind.FAIL, 0.0))
-        self._opened.close()
 
-    def _meet(self, make_updates: MakeUpdates, bound: int, opened: contextlib.ExitStack) -> None:
+    def _meet(self, make_updates: MakeUpdates, bound: int) -> None:
         """Have rank 0 listen, and the others connect; takes part: every rank."""
         worker = self._worker
         place = [0, 0]
@@ -162,7 +160,7 @@ class Client:
             num_remote = worker.world_size - num_local
             assert not num_remote or self._num_copies > 1, "all ranks would update the same memory"
             self._memory = SharedMemory.create(self._trained, self._num_copies)
-            opened.callback(self._memory.close)
+            self._opened.callback(self._memory.close)
             self._copy = self._memory.copy_of(SERVER_RANK)
             self._copy.fill([parameter.detach() for parameter in self._trained])
             num, emulated = worker.world_size, worker.laboratory
@@ -176,18 +174,19 @@ class Client:
                 order=order,
                 bound=bound,
             )
-            place = [self._serve(self.queue, num_remote, opened), num_local]
+            place = [self._serve(self.queue, num_remote), num_local]
         dist.broadcast_object_list(place, src=SERVER_RANK)  # takes part: every rank
         if worker.rank == SERVER_RANK:
             return
         try:
             port, num_local = place  # rank 0's host has the first ranks
-            self._connect(opened, port if worker.rank >= num_local else 0)
+            self._connect(port if worker.rank >= num_local else 0)
         except OSError as error:
             raise RankLostError(SERVER_RANK) from error
 
-    def _serve(self, queue: WorkQueue, num_remote: int, opened: contextlib.ExitStack) -> int:
+    def _serve(self, queue: WorkQueue, num_remote: int) -> int:
         """Listen; return the port for workers of other hosts, if any."""
+        opened = self._opened
         server = Server(queue, self._memory, self._trained, self._timeout)
         opened.callback(server.close)
         local, port = socket.socket(socket.AF_UNIX), 0
@@ -201,9 +200,9 @@ class Client:
         opened.enter_context(self._worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
         return port
 
-    def _connect(self, opened: contextlib.ExitStack, port: int = 0) -> None:
+    def _connect(self, port: int = 0) -> None:
         """Connect to rank 0, on this host if there is no port; raises ``OSError``."""
-        worker = self._worker
+        worker, opened = self._worker, self._opened
         if port:
             address = server_address(), port
             connected = socket.create_connection(address, self._timeout)

@@ -192,11 +192,7 @@ class WorkQueue:
             return Reply(lost_rank=SERVER_RANK)
 
     def lose(self, rank: int, incarnation: object = None) -> Reply:
-        """Note that a worker's process has died: the others go on without it.
-
-        Returns:
-            The reply to a worker that is alive and no longer served.
-        """
+        """Note that a worker has died: the others go on; return a reply, should it be alive."""
         with self._changed:
             worker = self._workers.get(rank)
             if worker is None or worker.incarnation is incarnation:  # else it is replaced already

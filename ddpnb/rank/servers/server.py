@@ -53,19 +53,20 @@ def _bound_waits(connection: Connection, seconds: float) -> None:
 class Server:
     """Serves each connection in a thread of its own.
 
-    Args:
-        queue: carries out the workers' requests.
-        memory: the parameters that they train on, and the gradients of those of this host.
-        like: the parameters' shapes and types.
-        timeout_seconds: the longest wait at a connection, and of ``close`` for each thread.
+    Workers of other hosts send gradients like the parameters.  The timeout is the longest wait at a
+    connection, and of ``close`` for each thread.
     """
 
     def __init__(
-        self, queue: WorkQueue, memory: SharedMemory, like: Sequence[Tensor], timeout_seconds: float
+        self,
+        queue: WorkQueue,
+        memory: SharedMemory,
+        parameters: Sequence[Tensor],
+        timeout_seconds: float,
     ) -> None:
         self._queue = queue
         self._memory = memory
-        self._like = like
+        self._parameters = parameters
         self._timeout = timeout_seconds
         self._listeners: list[socket.socket] = []
         self._connected: list[Connection] = []
@@ -105,7 +106,7 @@ class Server:
         with connection, contextlib.suppress(EOFError, OSError):
             (rank,) = HELLO.unpack(connection.recv_bytes())
             if is_remote:
-                gradients = pack(self._like)
+                gradients = pack(self._parameters)
             else:
                 self._memory.send(connection)
                 gradients = self._memory.gradients(rank)

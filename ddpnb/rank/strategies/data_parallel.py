@@ -61,7 +61,7 @@ class DataParallel(Strategy):
         super().setup(worker)
         gpus = _gpus(worker.device, worker.world_size)
         self.replicas = GpuReplicas(worker, gpus) if len(gpus) > 1 else ThreadReplicas(worker)
-        self.opened.callback(self.replicas.close)
+        self.opened.enter_context(self.replicas.pool)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""

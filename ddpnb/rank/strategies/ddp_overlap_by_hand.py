@@ -35,11 +35,7 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class DdpOverlapByHand(Strategy):
-    """A hook on each parameter, and an all-reduce for each bucket of gradients.
-
-    Args:
-        bucket_mb: MB of gradients in one message; 0: one message for each parameter.
-    """
+    """A hook on each parameter, and an all-reduce for each bucket of gradients."""
 
     def __init__(self, *, bucket_mb: float = 0.0) -> None:
         self.bucket_mb = bucket_mb

@@ -237,6 +237,7 @@ def build_context(spec: RunSpec, here: Surroundings) -> RunContext:
     seed_everything(spec.data_seed)
     task = load_task(spec, here.namespace, here.filename)
     known = ChainMap(dict(task.defined), dict(here.namespace))
+    here = replace(here, namespace=known)
     plan = make_strategy(spec.strategy, known).plan(state)
     schedule = BatchSchedule(
         len(task.train),
@@ -245,10 +246,4 @@ def build_context(spec: RunSpec, here: Surroundings) -> RunContext:
         num_ranks=state.world_size if spec.batch_per_worker is None else plan.num_workers,
         seed=spec.seed,
     )
-    return RunContext(
-        spec=spec,
-        here=replace(here, namespace=known),
-        plan=plan,
-        task=task,
-        schedule=schedule,
-    )
+    return RunContext(spec=spec, here=here, plan=plan, task=task, schedule=schedule)

@@ -77,8 +77,9 @@ class Clock(Meter):
 
     def start(self) -> None:
         """Start counting, when the device has nothing left to do."""
-        self.seconds = 0.0
-        self._begin_anew()
+        synchronize(self._device)
+        self._marks, self._hidden = [], []
+        self.begin("data")
 
     def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
         """End a step, see ``completed``; return the steps that the device has finished."""
@@ -107,12 +108,7 @@ class Clock(Meter):
         try:
             yield
         finally:
-            self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        synchronize(self._device)
-        self._marks, self._hidden = [], []
-        self.begin("data")
+            self.start()
 
     def _finished(self) -> list[StepEvent]:
         steps = []
