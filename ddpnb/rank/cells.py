@@ -53,9 +53,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         engine.publisher = publisher
         if spec.run_id:
             opened.enter_context(listening(publisher))
-        recorder = TraceRecorder(rank) if spec.is_traced else None
-        if recorder is not None:
-            opened.enter_context(listening(recorder))
+        recorder = opened.enter_context(listening(TraceRecorder(rank))) if spec.is_traced else None
         opened.enter_context(engine.adopted_group.during())
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None

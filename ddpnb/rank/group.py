@@ -234,10 +234,7 @@ class Group:
 
 def store_server(address: str, port: int) -> dist.TCPStore:
     """Return a store that listens at one address, where torch's own would at every one."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((address, port))
-    listener.listen(1024)
+    listener = socket.create_server((address, port), backlog=1024)
     return dist.TCPStore(
         address,
         port,

@@ -231,8 +231,7 @@ class Batch:
         if num_parts == 1:
             return [self]
         num = min(num_parts, self.most_parts or self.num_samples)
-        least, num_larger = divmod(self.num_samples, num)  # as torch's tensor_split does
-        return self.cut([least + 1] * num_larger + [least] * (num - num_larger))
+        return self.cut(map(len, torch.arange(self.num_samples, device="cpu").tensor_split(num)))
 
     def cut(self, sizes: Iterable[int]) -> list[Batch]:
         """Return slices with so many samples each; refuse what ``rows`` does."""
