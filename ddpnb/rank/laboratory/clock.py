@@ -133,10 +133,8 @@ class VirtualClock(Meter):
     def issue(self, num_bytes: float, *, is_needed: bool) -> tuple[float, float]:
         """Advance to where a call is made; return when its first and last bytes are ready.
 
-        Args:
-            num_bytes: of the call.
-            is_needed: whether what follows needs the result, as the gathers of FSDP; else what went
-                before has made what is sent.
+        ``is_needed``: what follows needs the result, as the gathers of FSDP; else what went before
+        has made what is sent.
         """
         self._compute_unplanned()
         if self._progress >= 1.0:

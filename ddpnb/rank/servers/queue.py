@@ -162,12 +162,9 @@ class WorkQueue:
     ) -> Reply:
         """Carry out a request; an error in it ends the run for all, and rank 0 raises it.
 
-        Args:
-            rank: of the worker.
-            kind: what it asks for.
-            weight: the worker's share of the global batch.
-            gradients: of its mean loss, with a step; none where it has made the update itself.
-            incarnation: distinguishes its process from one that has died.
+        A step has the worker's share of the global batch as its weight, and gradients of the mean
+        loss; none where the worker has made the update itself.  The incarnation distinguishes its
+        process from one that has died.
         """
         asked_at = self._time()
         try:

@@ -41,11 +41,7 @@ def measure_compute_seconds(worker: Worker, batch: Batch) -> float:
 
 @final
 class FaultInjector:
-    """Delays or kills this process while a run is trained.
-
-    Args:
-        metrics: of the run; a process that was restarted is not killed again.
-    """
+    """Delays or kills this process while a run is trained; a restarted one is not killed again."""
 
     def __init__(self, metrics: RunMetrics) -> None:
         context, self._metrics = metrics.context, metrics
