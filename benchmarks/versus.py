@@ -36,7 +36,8 @@ INTERRUPT_SECONDS = 2
 """How long a cell runs before it is interrupted."""
 
 ALL_REDUCE = "import torch, torch.distributed as dist\ndist.all_reduce(torch.ones(1))\n"
-LINES = "for i in range(20000): print(f'{i:06d} ' + 'x' * 73)"
+LINES = "import os\nfor i in range(20000): print(os.getpid(), i, 'x' * 73)"
+"""No two ranks print the same, which ddpnb would show once."""
 SAY = "open(f'{folder}/said-{{dist.get_rank()}}', 'w').write(str({what}))\n"
 ARRAY = "import numpy\narray = numpy.random.rand(12_500_000)"
 RAISE = "if dist.get_rank() == 1: raise ValueError('on purpose')\ndist.all_reduce(torch.ones(1))"
