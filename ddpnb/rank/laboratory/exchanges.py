@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ddpnb.compat import torch_internals
-from ddpnb.protocol.costs import Messages, in_turn, num_parts
+from ddpnb.protocol.costs import Messages, Ready, in_turn, num_parts
 from ddpnb.rank.collectives.board import Board
 from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.sums import SharedSums
@@ -121,10 +121,10 @@ class Exchanges(Listener):
 
     @contextlib.contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
-        """Advance to the end of a call that Python code has waited for."""
+        """Advance to the end of a call that Python code has waited for, once."""
         yield
-        if self in call.notes:
-            call.notes[self]()
+        if settle := call.notes.pop(self, None):
+            settle()
 
     def _settle(self, last: _Pending) -> None:
         """Advance to the end of a call, and of those before it."""
@@ -152,31 +152,28 @@ class Exchanges(Listener):
 
     def _begin_message(self, call: Call) -> None:
         """Post when a message departs; note what is to be received."""
-        group, name = call.group, call.group.group_name
-        own, size = group.rank(), group.size()
         link = self._devices.link_between(call.ranks)
         seconds = Messages(0, self.clock.scale * call.num_bytes).seconds(link)
         self.clock.computed()
         if call.collective.is_from_any:
             return  # nobody knows yet from whom it comes
-        if call.name == "send":
-            place = own * size + call.arguments[1]
+        name, size, is_sent = call.group.group_name, call.group.size(), call.name == "send"
+        own, other = call.group.rank(), call.arguments[1]
+        place = own * size + other if is_sent else other * size + own
+        number = next(self._numbers[name, place])
+        board = self._board(f"{name}.m", size * size)
+        if is_sent:
             departs = max(self.clock.seconds, self._sends_until)
             self._sends_until = departs + seconds
-            number = next(self._numbers[name, place])
-            self._board(f"{name}.m", size * size).post(number, place, (departs, departs))
+            board.post(number, place, (departs, departs))
             call.notes[self] = partial(self.clock.wait_until, self._sends_until)
         else:
-            call.notes[self] = partial(self._receive, call, seconds, link.latency_seconds)
+            departed = partial(board.read, number, place)
+            call.notes[self] = partial(self._receive, departed, seconds, link.latency_seconds)
 
-    def _receive(self, call: Call, seconds: float, latency: float) -> None:
+    def _receive(self, departed: Callable[[], Ready], seconds: float, latency: float) -> None:
         """Advance to when a message has arrived."""
-        group, name = call.group, call.group.group_name
-        source = call.arguments[1]
-        place = source * group.size() + group.rank()
-        board = self._board(f"{name}.m", group.size() ** 2)
-        departed, _ = board.read(next(self._numbers[name, place]), place)
-        begins = max(departed + latency, self._receives_until)
+        begins = max(departed()[0] + latency, self._receives_until)
         self._receives_until = begins + seconds
         self.clock.wait_until(self._receives_until)
 

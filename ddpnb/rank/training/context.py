@@ -192,7 +192,7 @@ class RunContext:
         return self.first_batch(-(-self.schedule.size(0) // self.plan.num_workers))
 
     def first_batch(self, num_samples: int, *, times: int = 1) -> Batch:
-        """Fetch the first samples of the run, each so often, as a global batch of their own."""
+        """Fetch the first samples of the run, so many times, as a global batch of their own."""
         first = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
         indices = first.repeat(times)
         tree = moved(self.task.train.fetch(indices), self.device)
