@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ddpnb.compat import torch_internals
-from ddpnb.protocol.costs import Messages, Ready, in_turn, num_parts
+from ddpnb.protocol.costs import Messages, in_turn, num_parts
 from ddpnb.rank.collectives.board import Board
 from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.sums import SharedSums
@@ -121,10 +121,10 @@ class Exchanges(Listener):
 
     @contextlib.contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
-        """Advance to the end of a call that Python code has waited for, once."""
+        """Advance to the end of a call that Python code has waited for."""
         yield
-        if settle := call.notes.pop(self, None):
-            settle()
+        if self in call.notes:
+            call.notes[self]()
 
     def _settle(self, last: _Pending) -> None:
         """Advance to the end of a call, and of those before it."""
@@ -160,22 +160,21 @@ class Exchanges(Listener):
         name, size, is_sent = call.group.group_name, call.group.size(), call.name == "send"
         own, other = call.group.rank(), call.arguments[1]
         place = own * size + other if is_sent else other * size + own
-        number = next(self._numbers[name, place])
-        board = self._board(f"{name}.m", size * size)
+        board, numbers = self._board(f"{name}.m", size * size), self._numbers[name, place]
         if is_sent:
             departs = max(self.clock.seconds, self._sends_until)
             self._sends_until = departs + seconds
-            board.post(number, place, (departs, departs))
+            board.post(next(numbers), place, (departs, departs))
             call.notes[self] = partial(self.clock.wait_until, self._sends_until)
-        else:
-            departed = partial(board.read, number, place)
-            call.notes[self] = partial(self._receive, departed, seconds, link.latency_seconds)
+            return
 
-    def _receive(self, departed: Callable[[], Ready], seconds: float, latency: float) -> None:
-        """Advance to when a message has arrived."""
-        begins = max(departed()[0] + latency, self._receives_until)
-        self._receives_until = begins + seconds
-        self.clock.wait_until(self._receives_until)
+        def receive() -> None:  # whatever is waited for first has come first
+            departed, _ = board.read(next(numbers), place)
+            begins = max(departed + link.latency_seconds, self._receives_until)
+            self._receives_until = begins + seconds
+            self.clock.wait_until(self._receives_until)
+
+        call.notes[self] = receive
 
     def close(self) -> None:
         """Remove the files; may be called twice."""
