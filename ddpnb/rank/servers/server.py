@@ -40,13 +40,8 @@ def connection_over(connected: socket.socket, timeout_seconds: float) -> Connect
     if connected.family != socket.AF_UNIX:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection = Connection(connected.detach())
-    _bound_waits(connection, timeout_seconds)
+    limit_waits(connection, write_seconds=timeout_seconds, read_seconds=timeout_seconds).close()
     return connection
-
-
-def _bound_waits(connection: Connection, seconds: float) -> None:
-    """Let no wait at a connection be longer; 0: let it be as long as it takes."""
-    limit_waits(connection, write_seconds=seconds, read_seconds=seconds).close()
 
 
 @final
@@ -110,7 +105,8 @@ class Server:
             else:
                 self._memory.send(connection)
                 gradients = self._memory.gradients(rank)
-            _bound_waits(connection, 0)  # ``close`` ends the thread; the queue watches the time
+            # From here on ``close`` ends every wait, and the queue watches the time.
+            limit_waits(connection, write_seconds=0, read_seconds=0).close()
             incarnation, kind = object(), RequestKind.BEGIN
             try:
                 while kind is not RequestKind.DONE:
