@@ -27,10 +27,8 @@ from ddpnb.rank.shell import prepare
 from ddpnb.rank.status import rank_status, users_stack
 from ddpnb.rank.torchrun import AdoptedGroup, refuse_launchers
 
-Handler = Callable[..., object]
 
-
-def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, Handler]) -> None:
+def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, Any]) -> None:
     """Carry out the kernel's commands, one at a time; send back their values, or how they failed.
 
     The end of ``pipe``, which leads to the fork server, is the end of this process.
