@@ -152,13 +152,13 @@ class Exchanges(Listener):
 
     def _begin_message(self, call: Call) -> None:
         """Post when a message departs; note what is to be received."""
-        link = self._devices.link_between(call.ranks)
-        seconds = Messages(0, self.clock.scale * call.num_bytes).seconds(link)
         self.clock.computed()
         if call.collective.is_from_any:
             return  # nobody knows yet from whom it comes
         name, size, is_sent = call.group.group_name, call.group.size(), call.name == "send"
         own, other = call.group.rank(), call.arguments[1]
+        link = self._devices.link_between([call.ranks[own], call.ranks[other]])
+        seconds = Messages(0, self.clock.scale * call.num_bytes).seconds(link)
         place = own * size + other if is_sent else other * size + own
         board, numbers = self._board(f"{name}.m", size * size), self._numbers[name, place]
         if is_sent:
