@@ -95,10 +95,8 @@ class EngineClient:
     def wait_for(self, num: int, while_waiting: Callable[[], None]) -> list[RankState]:
         """Wait until so many ranks, which were started, answer; return their states in order.
 
-        ``while_waiting`` is called repeatedly, and raises to give up.
-
-        Raises:
-            TimeoutError: some did not come, or did not answer.
+        ``while_waiting`` is called repeatedly, and raises to give up.  A TimeoutError says how many
+        did not come, or did not answer.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         num_seen, seen_at = 0, time.monotonic()

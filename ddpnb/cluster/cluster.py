@@ -225,10 +225,8 @@ class Cluster:
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
         """Form a new process group if the old one was aborted, or is of another kind.
 
-        While a rank is dead, no group is formed; the ranks go on without one.
-
-        Args:
-            is_checked: whether torch compares the ranks' collectives at each call.
+        While a rank is dead, no group is formed; the ranks go on without one.  In one that
+        ``is_checked`` torch compares the ranks' collectives at each call.
 
         Returns:
             The variables that still refer to the old group, each with its ranks.
@@ -264,11 +262,7 @@ class Cluster:
     def bring_back(self, ranks: Sequence[int]) -> dict[StaleVariable, list[int]]:
         """Start ranks anew in a new process group; the others keep their variables.
 
-        Returns:
-            The others' variables that still refer to the old group, each with its ranks.
-
-        Raises:
-            UserError: another rank runs a cell; then no rank is ended.
+        Returns what ``ensure_group`` does.  A UserError, if another rank runs a cell, ends none.
         """
         self.require_idle(set(self.ranks) - set(ranks))
         self.kill(ranks)

@@ -143,9 +143,6 @@ def place_ranks(
     """Place the ranks host by host: on each one per GPU if all hosts have GPUs, else on the cores.
 
     ``master_port`` is one of the first host's; without it, any free one of this host is taken.
-
-    Raises:
-        UserError: a host has no such devices.
     """
     without = [host for host in hosts if not host.num_gpus]
     if without and not spec.is_on_cpu and (spec.device == "cuda" or len(without) < len(hosts)):

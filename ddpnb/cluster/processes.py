@@ -63,15 +63,7 @@ class ForkServer:
         on_exit: OnExit,
         preload: str = "",
     ) -> None:
-        """Start it.
-
-        Args:
-            folder: the cluster's private run folder; the fork server removes it.
-            controller_arguments: ipyparallel's command line for the controller.
-            num_threads: OpenMP threads of each rank; torch reads it when it is imported.
-            on_exit: called when a process has ended.
-            preload: modules that the fork server imports, with those that the user names.
-        """
+        """Start it; ``folder`` is the cluster's run folder, which it removes at its end."""
         pipe, theirs = Pipe()
         words = [str(theirs.fileno()), str(folder), *controller_arguments]
         self._on_exit = on_exit
@@ -162,11 +154,7 @@ class LocalProcesses(Processes):
     """The fork server of this host and its children."""
 
     def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
-        """Start the fork server.
-
-        Raises:
-            UserError: this host cannot run such a cluster.
-        """
+        """Start the fork server; a UserError says why this host cannot run such a cluster."""
         if sys.platform != "linux":
             raise UserError("Ranks are forked, which is safe on Linux alone: start them there.")
         self._spec = spec

@@ -178,12 +178,7 @@ _DIST_LOST = re.compile(
 
 
 def reports_lost_peer(error: RuntimeError, text: str) -> bool:
-    """Return whether torch raised an error because another rank has gone, or has aborted a group.
-
-    Args:
-        error: of a backend or a store.
-        text: the error's own.
-    """
+    """Return whether an error of torch says that another rank has gone, or has aborted a group."""
     if isinstance(error, dist.DistError):
         return _DIST_LOST.search(text) is not None
     return _GLOO_LOST.search(text) is not None

@@ -86,12 +86,9 @@ class Agent:
         }
 
     def prepare(self, *, environment: dict[str, str], connection: dict[str, Any]) -> list[str]:
-        """Write the engines' connection file; import torch, which finds this environment.
+        """Write the engines' connection file; import torch; return the names of the GPUs.
 
-        Forwarded sockets get the names that the file gives them.
-
-        Returns:
-            The names of the GPUs.
+        Torch finds this environment.  Forwarded sockets get the names that the file gives them.
         """
         profile = self.server.folder / "profile"
         (profile / "security").mkdir(parents=True)

@@ -37,11 +37,7 @@ class LaunchedHosts:
     """The relays that one launcher has started."""
 
     def __init__(self, spec: HostsSpec, folder: Path) -> None:
-        """Have the launcher start relays; ``wait`` waits for them.
-
-        Raises:
-            UserError: there is no such profile, or this host has no address for the others.
-        """
+        """Have the launcher start relays; ``wait`` waits for them."""
         if spec.profile and spec.profile not in profiles():
             raise UserError(
                 f"There is no profile {spec.profile} of ipyparallel, but {', '.join(profiles())}: "

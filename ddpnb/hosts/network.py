@@ -73,9 +73,6 @@ def free_ports(address: str, num: int) -> list[int]:
 
     So none is taken before the controller listens, and ``Group.abort``, which closes connections
     between ranks, can distinguish them from those to the controller.
-
-    Raises:
-        OSError: there are none.
     """
     every, others = range(10_000, 65_536), ephemeral_ports()
     candidates = [port for port in every if port not in others] or list(every)

@@ -83,11 +83,7 @@ _HOST = re.compile(r"([A-Za-z0-9_][\w.@-]*)(?::(\d+))?")
 
 
 def parse_hosts(text: str) -> dict[str, int | None]:
-    """Return the number of ranks of each host of ``"a:4,b:4"``, None where none is given.
-
-    Raises:
-        UserError: it is written in another way, or names a host twice.
-    """
+    """Return the number of ranks of each host of ``"a:4,b:4"``, None where none is given."""
     found: dict[str, int | None] = {}
     for part in text.replace(" ", "").split(","):
         match = _HOST.fullmatch(part)

@@ -65,11 +65,7 @@ class SshHosts:
     """Where engines reach the controller: not at an address of this host, but at those sockets."""
 
     def __init__(self, spec: HostsSpec, folder: Path) -> None:
-        """Start them; ``wait`` waits for the relays.
-
-        Raises:
-            UserError: there is no ssh here.
-        """
+        """Start them; ``wait`` waits for the relays."""
         if shutil.which("ssh") is None:
             raise UserError("There is no ssh on this host: install OpenSSH's client for --hosts.")
         self._folder = folder

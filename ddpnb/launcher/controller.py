@@ -48,10 +48,8 @@ class LocalController(IPController):  # type: ignore[misc]  # has no type hints
 def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> None:
     """Be ipyparallel's controller, and end what outlives the fork server.
 
-    Args:
-        arguments: ipyparallel's command line.
-        sentinel: the pipe that closes with the fork server.
-        folder: the run folder; as the working directory it hides the user's configuration.
+    ``sentinel`` closes with the fork server.  The run folder, as the working directory, hides the
+    user's configuration.
     """
     redirect_output(folder / "controller.log")
     threading.Thread(target=end_all_after, args=(sentinel,), daemon=True).start()

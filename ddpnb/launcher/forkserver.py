@@ -254,12 +254,9 @@ def sigchld_wakeup() -> Iterator[int]:
 
 
 def preload() -> list[str]:
-    """Import what every rank needs, and freeze it so that the ranks share its memory.
+    """Import what every rank needs, for the ranks to share its memory; return the GPUs' names.
 
     ``DDPNB_PRELOAD`` names further modules, with spaces between them.
-
-    Returns:
-        The names of the GPUs.
     """
     for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
         importlib.import_module(name)

@@ -45,12 +45,7 @@ BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
 
 @final
 class Completion:
-    """Completes lines of the magics, and asks a rank in cells that run there.
-
-    Args:
-        shell: the notebook's IPython.
-        magics: has the magics as methods.
-    """
+    """Completes lines of the magics, and asks a rank in cells that run there."""
 
     def __init__(self, shell: InteractiveShell, magics: object) -> None:
         self._shell = shell

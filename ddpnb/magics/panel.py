@@ -39,10 +39,8 @@ WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"}
 class Panel:
     """Controls that compare strategies in the background.
 
-    Args:
-        shell: the notebook's IPython; the controls are refreshed after each cell.
-        parse: parses a line of ``%ddp_compare`` and the cell below it.
-        own_cell: returns the latest cell that defined a task; empty if there is none.
+    ``parse`` takes a line of ``%ddp_compare`` and the cell below it.  ``own_cell`` returns the
+    latest cell that defined a task, empty if there is none.
     """
 
     def __init__(

@@ -128,11 +128,9 @@ BEST = "best"
 
 
 def algorithm_of(name: str, backend: str = "") -> Algorithm | None:
-    """Return how a collective is carried out; None for one that is not known.
+    """Return how a backend carries out a collective, ``"all_gather_single"``; None if not known.
 
-    Args:
-        name: as users call it, such as ``"all_gather_single"``.
-        backend: what really carries it out; empty: the model of emulated devices.
+    Without a backend, it is how emulated devices do.
     """
     plain = name.removesuffix("_coalesced").removesuffix("_single")
     return (GLOO if backend == "gloo" else {}).get(plain) or COLLECTIVES.get(plain)
@@ -152,15 +150,10 @@ def num_parts(size: float, ready: Ready) -> int:
 def in_turn(
     seconds: float, number: int, ready: Sequence[Ready], free: float
 ) -> list[tuple[float, float]]:
-    """Return when each part of a collective begins and ends.
+    """Return when each of a number of parts of a collective begins and ends.
 
-    A part begins when the last rank has it ready, and the link is free of the part before.
-
-    Args:
-        seconds: of a part.
-        number: of parts; of each rank, one is ready at a time.
-        ready: of each rank.
-        free: when the link is free.
+    A part takes ``seconds``.  It begins when the last rank has it ready, and the link, which is
+    ``free`` from then on, has sent the part before.
     """
     found = []
     for part in range(1, number + 1):

@@ -93,8 +93,7 @@ class Option:
     def read(self, name: str, given: Any) -> Any:
         """Return a valid value from what was given in a text or in Python.
 
-        Raises:
-            UserError: it is not valid; calls the option ``name``, and says what is.
+        A UserError, which calls the option ``name``, says what is valid.
         """
         if self.most_values == 1 or given is None:
             return self._read_one(name, given)
@@ -177,14 +176,9 @@ def options_of(spec: type, *names: str) -> Mapping[str, Option]:
 
 
 def read_options(kind: type, choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a spec that the user chose.
+    """Return the fields of a spec that the user chose; a UserError if a choice is not possible.
 
-    Args:
-        kind: the spec's class.
-        choices: texts or values by the options' names in Python; other names are ignored.
-
-    Raises:
-        UserError: a choice is not possible.
+    ``choices`` are texts or values by the options' names in Python; other names are ignored.
     """
     return {
         name: each.read(each.name, choices[each.keyword])
@@ -209,11 +203,8 @@ def check_options(spec: Any) -> None:
 def as_kind(name: str, value: object, kind: type) -> Any:
     """Return a value as an object of a built-in type, which can be stored and sent anywhere.
 
-    Accepts numpy's numbers, and a whole number for a float.  ``name`` is what the user calls it;
-    ``kind`` is ``bool``, ``int``, ``float``, ``str``, or a class, of which values stay as they are.
-
-    Raises:
-        UserError: it is of another kind.
+    Accepts numpy's numbers, and a whole number for a float.  A UserError calls a value of another
+    kind ``name``.  ``kind`` is in ``KINDS``, or a class, of which values stay as they are.
     """
     if kind not in KINDS and isinstance(value, kind):
         return value

@@ -96,11 +96,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return how many cores this process may use; hyper-threads of one core count once.
-
-    Args:
-        system: where Linux describes its CPUs.
-    """
+    """Return how many cores this process may use; hyper-threads of one core count once."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         try:
@@ -131,10 +127,8 @@ def limit_waits(
     """Have no write to a pipe wait longer for the process at its other end, nor a read.
 
     What takes longer raises BlockingIOError.  The pipe may be of no use then: a part of a message
-    may have been passed on.
-
-    Returns:
-        The pipe's socket, which can be shut down while a thread reads.
+    may have been passed on.  The pipe's socket, which is returned, can be shut down while a thread
+    reads.
     """
     end = as_socket(pipe.fileno())
     for option, seconds in (
@@ -147,13 +141,10 @@ def limit_waits(
 
 
 def as_socket(fd: int) -> socket.socket:
-    """Return a copy of an open socket, by its descriptor.
+    """Return a copy of an open socket, by its descriptor; an OSError if it has been closed.
 
     The user may have set a default timeout: with it Python would make the socket non-blocking, for
     all who use it.
-
-    Raises:
-        OSError: it has been closed, or is no socket.
     """
     copy, default = os.dup(fd), socket.getdefaulttimeout()
     socket.setdefaulttimeout(None)
@@ -213,11 +204,7 @@ def is_held(path: Path) -> bool:
 
 
 def working_folder() -> Path:
-    """Return the folder in which this process works.
-
-    Raises:
-        UserError: it has been removed.
-    """
+    """Return the folder in which this process works; a UserError if it has been removed."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -227,16 +214,7 @@ def working_folder() -> Path:
 
 
 def atomic_write(path: Path, content: bytes | memoryview, *, mode: int = 0o666) -> None:
-    """Write a file: whenever this process ends, the file is complete or as it was before.
-
-    Args:
-        path: the file.
-        content: all of it.
-        mode: of the file, less the umask.
-
-    Raises:
-        OSError: the disk refuses; no part of the new file is left.
-    """
+    """Write a file: whenever this process ends, the file is complete or as it was before."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)

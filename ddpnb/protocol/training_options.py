@@ -216,14 +216,9 @@ TRAINING_OPTIONS: Mapping[str, Option] = options_of(TrainingSpec)
 
 
 def make_training_spec(choices: Mapping[str, Any], **others: Any) -> TrainingSpec:
-    """Return the training that the user chose.
+    """Return the training that the user chose; see ``read_options``.
 
-    Args:
-        choices: texts or values by the options' names in Python; other names are ignored.
-        **others: fields that are not options.
-
-    Raises:
-        UserError: a choice is not possible.
+    ``others`` are fields that are not options.
     """
     if all(choices.get(name) is not None for name in ("batch_size", "batch_per_worker")):
         raise UserError(

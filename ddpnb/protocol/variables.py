@@ -51,7 +51,7 @@ class Parcel:
 
 
 def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> list[memoryview]:
-    """Pickle a value; raises what pickling raises.
+    """Return the pickle of a value, and the memory of its large arrays.
 
     Args:
         value: what the user names.
@@ -59,9 +59,6 @@ def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> li
             tensors stay on the kind of device that they are on.  Otherwise functions have globals
             of their own, and tensors arrive on the CPU.
         classes: names of classes of ``__main__`` that the receiver has, and takes its own for.
-
-    Returns:
-        The pickle, and the memory of large arrays.
     """
     file = io.BytesIO()
     pickler = VariablePickler(file, for_ranks=for_ranks, classes=classes)

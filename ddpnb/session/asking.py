@@ -21,11 +21,8 @@ def ask(
 ) -> dict[int, Result]:
     """Return what each rank answers; a failure on one frees the others.
 
-    Args:
-        cluster: of the ranks.
-        request: the call.
-        ranks: they carry it out, and run nothing else; None: all.
-        printed: takes what the ranks print; None: it is shown at the end.
+    Without ``ranks`` all are asked.  ``printed`` takes what they print, which is else shown at the
+    end.
 
     Raises:
         UserError: a mistake that a rank has found; or a cell runs on one of the ranks.

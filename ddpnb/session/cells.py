@@ -66,12 +66,7 @@ class CellOptions:
 class RunningCell(Background):
     """A cell that runs on ranks; its output appears under the notebook cell that started it.
 
-    Args:
-        cluster: of the ranks.
-        spec: the cell.
-        ranks: they run it.
-        options: as the user chose them.
-        recorder: records what ``ddpnb.log`` publishes; None if the cell names no run.
+    ``recorder`` records what ``ddpnb.log`` publishes; None if the cell names no run.
     """
 
     def __init__(
@@ -214,11 +209,7 @@ class RunningCell(Background):
 
 
 def read_script(path: str) -> tuple[str, str]:
-    """Return a script's absolute path and its text.
-
-    Raises:
-        UserError: there is none, or it is not a text.
-    """
+    """Return a script's absolute path and its text; a UserError says why it has none."""
     script = Path(path).expanduser().absolute()
     try:
         return str(script), decode_source(script.read_bytes())
@@ -231,11 +222,7 @@ def read_script(path: str) -> tuple[str, str]:
 
 
 def cell_in(source: Path | str) -> str:
-    """Return a cell: the text itself, or that of a file if it is a path, or a name with ``.py``.
-
-    Raises:
-        UserError: there is no such file, or it is not a text.
-    """
+    """Return a cell: the text itself, or that of a file if it is a path, or a name with ``.py``."""
     text = str(source)
     is_file = isinstance(source, Path) or (text.endswith(".py") and "\n" not in text)
     return read_script(text)[1] if is_file else text

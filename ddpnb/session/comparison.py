@@ -31,10 +31,8 @@ def prepare(
 ) -> Training:
     """Check that every strategy can be trained; return the training of them all.
 
-    It is shown by ``shown_by``, by default as a figure and a table under the current cell.
-
-    Raises:
-        UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
+    It is shown by ``shown_by``, by default as a figure and a table under the current cell.  A
+    UserError says what cannot be trained.
     """
     if cluster.spans_hosts:
         check_across_hosts(spec.strategies)
@@ -158,8 +156,7 @@ def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
 def with_devices(cluster: Cluster, spec: Spec) -> Spec:
     """Return a training with its devices: its own, those of the ranks, or what a link is between.
 
-    Raises:
-        UserError: these ranks cannot stand for the devices.
+    A UserError says why these ranks cannot stand for them.
     """
     num_ranks = len(cluster.ranks)
     made = spec

@@ -110,7 +110,7 @@ def make_comparison(
     cell: int = 0,
     functions: NotebookFunctions | None = None,
 ) -> ComparisonSpec:
-    """Return the comparison that the user chose.
+    """Return the comparison that the user chose; a UserError says which choice is not possible.
 
     Args:
         strategies: as the user writes them.
@@ -118,9 +118,6 @@ def make_comparison(
         source: the cell that defines what is trained, or stands for ``functions``.
         cell: the ``n`` of its ``In [n]``.
         functions: those of ``ddpnb.compare``.
-
-    Raises:
-        UserError: a choice is not possible.
     """
     own = read_options(ComparisonSpec, choices)
     options = PlotOptions(**read_options(PlotOptions, choices))

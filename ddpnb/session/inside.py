@@ -59,18 +59,10 @@ def training_to_inspect(
     given: Mapping[str, Any],
     last: TrainingSpec | None,
 ) -> TrainingSpec:
-    """Return the training to inspect; of a model, only the devices count.
+    """Return the training to inspect; of a model on the ranks, only the devices count.
 
-    Args:
-        model: an expression on the ranks; empty: a task is inspected.
-        task: its name; without it, and without a model, that of ``source`` or of ``last``.
-        source: a cell that defines the task.
-        cell: the ``n`` of its ``In [n]``.
-        given: options of ``INSPECTED``, by the field.
-        last: the training of the latest comparison.
-
-    Raises:
-        UserError: none is named, and nothing was compared before; or more than one.
+    Without a model and a ``task``, it is that of ``source``, or that of ``last``, the training of
+    the latest comparison.  ``given`` has options of ``INSPECTED``, by the field.
     """
     if model and (task or source):
         raise UserError(f"Inspect {model} or a task: leave one of them out.")
@@ -89,16 +81,12 @@ def training_to_inspect(
 
 
 def inspect_step(cluster: Cluster, spec: InspectSpec, training: TrainingSpec) -> DdpInspection:
-    """Make steps of DDP on all ranks; return what happened in them.
+    """Make steps of DDP on all ranks, which are idle; return what happened in them.
 
-    Args:
-        cluster: its ranks are idle.
-        spec: what to inspect; it has no task and no devices yet.
-        training: of the task, or what counts of one beside a model.
+    ``spec`` has no task and no devices yet: ``training`` says them.
 
     Raises:
-        UserError: there is no such model on some ranks, or it differs, or does not fit the batch;
-            nothing has been sent then.
+        UserError: there is no such model on some ranks, or it differs, or does not fit the batch.
         RankError: the user's code failed in a step.
     """
     if len(cluster.ranks) == 1:

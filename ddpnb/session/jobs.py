@@ -89,10 +89,8 @@ class Background(ABC):
 class RunningComparison(Background):
     """A comparison that trains in the background.
 
-    Args:
-        prepare: checks it and returns its training; called in the thread.
-        live: what shows it.
-        on_end: called with this object at the end, in the thread; by default an error is shown.
+    Its thread calls ``prepare``, which checks it and returns its training, and at the end
+    ``on_end``; by default an error is shown.
     """
 
     def __init__(
@@ -137,11 +135,7 @@ class RunningComparison(Background):
 
     @property
     def result(self) -> ComparisonResult:
-        """What it has trained so far.
-
-        Raises:
-            UserError: nothing has been trained yet.
-        """
+        """What it has trained so far; a UserError where that is nothing."""
         if self.training is None:
             raise UserError("The comparison has trained nothing yet.")
         return self.training.result

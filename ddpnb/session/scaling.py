@@ -24,13 +24,7 @@ FLOAT_BYTES = 4
 
 
 def predicted(store: Store, question: Question, run: str = "") -> PredictionResult:
-    """Return a prediction, calibrated on a stored comparison.
-
-    Args:
-        store: the stored runs.
-        question: what is asked.
-        run: the comparison; empty: the last one that can be used.
-    """
+    """Return a prediction, calibrated on a stored comparison: by default the last that will do."""
     measured = measured_in(_comparison(store, run))
     return PredictionResult(predict(calibrate(measured), question))
 

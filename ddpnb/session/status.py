@@ -70,11 +70,7 @@ def describe_ranks(cluster: Cluster) -> str:
 
 
 def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
-    """Say why no ranks are started as asked: a cluster is already running.
-
-    Raises:
-        UserError: others are asked for, on other hosts.
-    """
+    """Say that a cluster is already running; a UserError if one on other hosts is asked for."""
     running = f"A cluster of {counted(len(cluster.ranks), 'rank')} is already running"
     for name in ("hosts", "engines", "profile"):
         wanted = getattr(asked, name, "")

@@ -46,15 +46,7 @@ def send(
     ranks: Sequence[int],
     taken_by: Callable[[Parcel], Request[None]],
 ) -> None:
-    """Have a call on ranks take what was pickled; raises a UserError where one cannot.
-
-    Args:
-        cluster: of the ranks.
-        parts: what was pickled.
-        names: what errors call it.
-        ranks: they take it.
-        taken_by: returns the call that takes a parcel.
-    """
+    """Have a call on ranks take what was pickled; a UserError names what one cannot take."""
     what = ", ".join(names)
     with (
         new_files(cluster.folder, [""]) as path,
