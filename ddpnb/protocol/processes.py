@@ -92,9 +92,6 @@ class RankStatus:
     """Processor time that the process has used; 0 while it waits for a GPU, which takes all."""
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
     """Return how many cores this process may use; hyper-threads of one core count once."""
     cores = set()
@@ -158,8 +155,8 @@ def as_socket(fd: int) -> socket.socket:
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends (prctl(2))."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Ask Linux to kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 
 RUN_FOLDER = "ddpnb-"

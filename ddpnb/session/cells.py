@@ -16,7 +16,7 @@ from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError, closest
-from ddpnb.protocol.messages import CellReport, CellSpec, EventBatch
+from ddpnb.protocol.messages import CellReport, CellSpec
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.processes import RankCommand
@@ -136,21 +136,16 @@ class RunningCell(Background):
             answer = None if is_over else ask_user(f"[{event.rank}] {event.text}")
             self._has_prompt = answer is not None
             self._answer(event.rank, answer)
-        elif isinstance(event, Events):
-            self._record(event.batch)
+        elif isinstance(event, Events) and self._recorder is not None:
+            self._recorder.add(event.batch)
+            if self._live is None:
+                self._live = live()
+                self._live.update(self._recorder.comparison)
         elif isinstance(event, OutputEnded | Lost):
             self._output.finish(event.rank)
 
     def _answer(self, rank: int, answer: str | None) -> None:
         self._cluster.processes.command(rank, RankCommand.ANSWER, answer)
-
-    def _record(self, batch: EventBatch) -> None:
-        if self._recorder is None:
-            return
-        self._recorder.add(batch)
-        if self._live is None:
-            self._live = live()
-            self._live.update(self._recorder.comparison)
 
     def _draw(self) -> None:
         self._output.show()

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
@@ -47,7 +46,7 @@ STOP_TIMEOUT_SECONDS = 120.0
 """How long a comparison may take to stop, which may have to wait until its ranks have started."""
 
 END_SECONDS = 5.0
-"""How long an interrupt waits for cells to end, so that the next line finds the ranks free."""
+"""How long an interrupt waits for a cell to end, so that the next line finds the ranks free."""
 
 
 class Session:
@@ -75,13 +74,14 @@ class Session:
 
     def start(self, spec: ClusterSpec, *, progress: OnProgress = lambda _: None) -> Table:
         """Start the ranks unless a cluster is running; return the table of ranks."""
-        if self._cluster is not None and self._cluster.lost is None:
-            print(describe_running(self._cluster, spec))
-            return with_notes(ranks_table(self._cluster.states), self._cluster)
-        if self._cluster is None:
-            self._refuse_if_training()  # the panel may be starting a cluster
-        self.stop()
-        cluster = self._launch(spec, progress)
+        cluster = self._cluster
+        if cluster is not None and cluster.lost is None:
+            print(describe_running(cluster, spec))
+        else:
+            if cluster is None:
+                self._refuse_if_training()  # the panel may be starting a cluster
+            self.stop()
+            cluster = self._launch(spec, progress)
         return with_notes(ranks_table(cluster.states), cluster)
 
     def stop(self) -> bool:
@@ -123,9 +123,8 @@ class Session:
         cells = [cell for cell in self._cells if not cell.done]
         for cell in cells:
             cell.interrupt()
-        deadline = time.monotonic() + END_SECONDS
-        while not all(cell.done for cell in cells) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        for cell in cells:
+            cell.join(END_SECONDS)
         stopped = " and ".join(f"the {cell.what}" for cell in cells)
         return f"Interrupted {stopped}." if cells else "Nothing runs in the background."
 
