@@ -35,12 +35,7 @@ from ddpnb.scaling.predict import Question
 from ddpnb.session.asking import ask
 from ddpnb.session.cells import CellOptions, RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
-from ddpnb.session.inside import (
-    INSPECTED,
-    check_replicas,
-    inspect_step,
-    training_to_inspect,
-)
+from ddpnb.session.inside import INSPECTED, check_replicas, inspect_step, training_to_inspect
 from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
@@ -212,9 +207,7 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
     TRAINING_OPTIONS,
 )
 def compare(
-    *strategies: str,
-    source: Path | str = "",
-    **choices: Any,
+    *strategies: str, source: Path | str = "", **choices: Any
 ) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
 

@@ -109,9 +109,7 @@ class Call:
     def results(self, timeout: float = CALL_TIMEOUT_SECONDS) -> list[Any]:
         """Wait, unsupervised, for a call that ddpnb alone makes; return the results in order.
 
-        Raises:
-            TimeoutError: a rank did not answer within ``timeout`` seconds.
-            RuntimeError: a rank died, or the call itself failed there.
+        Raises a TimeoutError, or a RuntimeError if a rank died or the call itself failed there.
         """
         deadline = time.monotonic() + timeout
         values: dict[int, Any] = {}

@@ -52,10 +52,9 @@ class EngineClient:
     """
 
     def __init__(self, profile: Path, while_waiting: Callable[[], None]) -> None:
-        path = profile / "security/ipcontroller-client.json"
-        wait_for_file(path, START_TIMEOUT_SECONDS, while_waiting)
-        self._path = path
-        self._client = connected_client(path, while_waiting)
+        self._path = profile / "security/ipcontroller-client.json"
+        wait_for_file(self._path, while_waiting)
+        self._client = connected_client(self._path, while_waiting)
         self._engine_of: dict[int, int] = {}
         self._known: set[int] = set()
         """The engines with a known rank."""

@@ -198,7 +198,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.003)
 
 
-def wait_for_file(path: Path, seconds: float, while_waiting: Callable[[], None]) -> None:
+def wait_for_file(path: Path, while_waiting: Callable[[], None]) -> None:
     """Wait until a file exists and is complete JSON; a TimeoutError if it does not appear.
 
     ``while_waiting`` is called repeatedly, and raises to give up.
@@ -211,4 +211,4 @@ def wait_for_file(path: Path, seconds: float, while_waiting: Callable[[], None])
             return True
         return False
 
-    wait_until(is_complete, seconds, f"{path} did not appear")
+    wait_until(is_complete, START_TIMEOUT_SECONDS, f"{path} did not appear")

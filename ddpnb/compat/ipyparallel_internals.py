@@ -33,12 +33,7 @@ def follows_calls() -> bool:
     )
 
 
-def send(
-    client: ipp.Client,
-    engine: int,
-    function: Callable[[], object],
-    receive: Receive,
-) -> None:
+def send(client: ipp.Client, engine: int, function: Callable[[], object], receive: Receive) -> None:
     """Start ``function()`` on an engine and return at once.
 
     The function must be importable there; ``receive`` is called with each message of the call.

@@ -17,9 +17,7 @@ PROBES: list["Probe"] = []
 class Probe:
     """Decorates a check of whether a private part is as expected.
 
-    Args:
-        library: its name in the package index.
-        without: the consequence of a failure, as a clause without a full stop.
+    ``without`` is the consequence of a failure, as a clause without a full stop.
     """
 
     def __init__(self, library: str, without: str) -> None:

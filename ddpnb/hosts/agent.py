@@ -29,13 +29,7 @@ from ddpnb.hosts.network import (
 )
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.launcher import forkserver
-from ddpnb.protocol.processes import (
-    SERVER_LOCK,
-    KernelRequest,
-    atomic_write,
-    hold,
-    num_cores,
-)
+from ddpnb.protocol.processes import SERVER_LOCK, KernelRequest, atomic_write, hold, num_cores
 
 LOG_BYTES = 16_384
 """As much of a rank's log is sent to the kernel when the rank has ended."""

@@ -12,16 +12,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ddpnb.cluster.call import START_TIMEOUT_SECONDS
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.link import Exit, ForkServerLink
-from ddpnb.cluster.placement import (
-    ClusterSpec,
-    Host,
-    Placement,
-    controller_arguments,
-    place_ranks,
-)
+from ddpnb.cluster.placement import ClusterSpec, Host, Placement, controller_arguments, place_ranks
 from ddpnb.cluster.processes import (
     STOP_TIMEOUT_SECONDS,
     ForkServer,
@@ -206,7 +199,7 @@ class HostProcesses(Processes):
     def _prepare(self, hosts: Sequence[RemoteHost]) -> None:
         """Have agents import torch, and engines find the controller."""
         path = self._folder / "profile/security/ipcontroller-engine.json"
-        wait_for_file(path, START_TIMEOUT_SECONDS, self._require_controller)
+        wait_for_file(path, self._require_controller)
         fields = {"environment": self._environment, "connection": json.loads(path.read_text())}
         found = self._ask(hosts, KernelRequest.PREPARE, PREPARE_SECONDS, **fields)
         for host, gpus in zip(hosts, found, strict=True):

@@ -19,9 +19,7 @@ class HostsSpec(ClusterSpec):
         "", "hosts that ssh reaches, each with its number of ranks", example="a:4,b:4"
     )
     interface: str = option(
-        "",
-        "the network between the hosts; by default the one that ssh came by",
-        example="NAME",
+        "", "the network between the hosts; by default the one that ssh came by", example="NAME"
     )
     python: str = option(
         "",
@@ -39,10 +37,7 @@ class HostsSpec(ClusterSpec):
         None, "of -n, with --engines or --profile; by default all on one host", least=1
     )
     timeout: float | None = option(
-        None,
-        "seconds that a job may wait in the queue; by default 600",
-        above=0,
-        example="SECONDS",
+        None, "seconds that a job may wait in the queue; by default 600", above=0, example="SECONDS"
     )
 
     @property

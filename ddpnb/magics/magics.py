@@ -4,13 +4,7 @@ from argparse import REMAINDER, Namespace
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import (
-    Magics,
-    cell_magic,
-    line_cell_magic,
-    line_magic,
-    magics_class,
-)
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, kwds
 from IPython.display import display
 
@@ -18,13 +12,7 @@ from ddpnb import api
 from ddpnb.cluster.run_folder import remove_leftovers
 from ddpnb.course.checking import check_exercise
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.magics.arguments import (
-    arguments,
-    catalogue_text,
-    magic_arguments,
-    no_arguments,
-    options,
-)
+from ddpnb.magics.arguments import arguments, catalogue_text, magic_arguments, no_arguments, options
 from ddpnb.magics.completion import Completion
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError

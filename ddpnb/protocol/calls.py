@@ -102,10 +102,9 @@ clean_up = RankCall[[], None]("clean_up")
 
 digests = RankCall[[Sequence[str]], RankReplica]("digests")
 """Return digests of what this rank holds under names; without names, of all models."""
-elements = RankCall[
-    [Collection[int], str, Part, str, Sequence[int]],
-    NDArray[Any] | None,
-]("elements")
+elements = RankCall[[Collection[int], str, Part, str, Sequence[int]], NDArray[Any] | None](
+    "elements"
+)
 """Return, on some ranks, the values in chunks of a tensor: of a name, its part, its own name."""
 samples = RankCall[[SamplerSpec], RankSamples]("samples")
 find_inspected = RankCall[[InspectSpec], Found]("find_inspected")

@@ -77,9 +77,7 @@ class CollectiveSpec:
         example="4MB",
     )
     root: int | None = option(
-        None,
-        "the rank that gives, or gets, everything; by default the first",
-        example="RANK",
+        None, "the rank that gives, or gets, everything; by default the first", example="RANK"
     )
     op: str = option(
         "sum", "what is computed", choices=("sum", "max", "min", "product"), example="NAME"

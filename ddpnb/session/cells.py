@@ -51,9 +51,7 @@ class CellOptions:
         False, "compare the exact shapes of collectives across the ranks too; slow"
     )
     debug: int | None = option(
-        None,
-        "stop this rank at breakpoint(), with the notebook's prompt",
-        example="RANK",
+        None, "stop this rank at breakpoint(), with the notebook's prompt", example="RANK"
     )
     trace: bool = option(False, "record every collective and message, and draw the time line")
 

@@ -30,12 +30,7 @@ def predicted(store: Store, question: Question, run: str = "") -> PredictionResu
 
 
 def measured_in(comparison: Comparison) -> Measured:
-    """Return what the model needs of a comparison.
-
-    Raises:
-        UserError: ``single`` or ``no-comm`` is not in it, or has not finished; or its devices are
-            emulated, and some are slow or killed.
-    """
+    """Return what the model needs of a comparison; a UserError says what that lacks."""
     summaries = {each.name: each for each in summarise(comparison) if _counts(each)}
     if missing := [name for name in NEEDED if name not in summaries]:
         raise UserError(

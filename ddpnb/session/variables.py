@@ -169,11 +169,7 @@ class NotebookFunctions:
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Self | None:
-        """Return the functions among the arguments of ``compare``; None if there are none.
-
-        Raises:
-            UserError: ``model`` or ``data`` is missing, or one is no function, or cannot be sent.
-        """
+        """Return the functions among the arguments of ``compare``; None if there are none."""
         found = {name: given[name] for name in FUNCTIONS if given.get(name) is not None}
         if not found:
             return None
