@@ -17,7 +17,7 @@ from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import CollectiveSpec
-from ddpnb.protocol.training_options import TRAINING_OPTIONS, TrainingSpec
+from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.advice import advice
 from ddpnb.reports.inside.buckets import DdpInspection
 from ddpnb.reports.inside.collective import CollectiveResult
@@ -204,7 +204,7 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
     FUNCTIONS,
     options_of(ComparisonSpec),
     options_of(PlotOptions, "log", "target", "panels"),
-    TRAINING_OPTIONS,
+    options_of(TrainingSpec),
 )
 def compare(
     *strategies: str, source: Path | str = "", **choices: Any

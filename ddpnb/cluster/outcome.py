@@ -16,11 +16,9 @@ class Outcome:
     survives: Callable[[int], bool] = lambda _: False
     """Returns whether the other ranks can go on without one that has died."""
     returned: dict[int, Any] = field(default_factory=dict)
-    """What each rank returned."""
     lost: dict[int, str] = field(default_factory=dict)
     """Ranks that died where the others cannot go on without them, each with the cause."""
     hang: Hang | None = None
-    """Why the ranks waited for each other without end, if they did."""
     timed_out: bool = False
     failed_at: float | None = None
     """When the first rank failed, or was lost."""

@@ -37,7 +37,6 @@ class Watch:
     cluster: Cluster
     call: Call
     handle: Callable[[CallEvent], None]
-    """Takes each event, in order."""
     tick: Callable[[], None] = _nothing
     """Called at least every ``tick_seconds``, to draw."""
     timeout: float | None = None

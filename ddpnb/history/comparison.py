@@ -15,9 +15,9 @@ from ddpnb.history.model import RunSnapshot
 from ddpnb.history.tuning import split
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK
 from ddpnb.protocol.messages import RankState, RunSpec
-from ddpnb.protocol.options import Option
+from ddpnb.protocol.options import Option, options_of
 from ddpnb.protocol.processes import num_cores
-from ddpnb.protocol.training_options import TRAINING_OPTIONS
+from ddpnb.protocol.training_options import TrainingSpec
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
 """Libraries in ``environment``, by their version."""
@@ -162,7 +162,7 @@ def body_of(source: str) -> str:
 
 def chosen(spec: RunSpec) -> Iterator[tuple[str, Option]]:
     """Yield the fields of a spec that do not have their default, with their options."""
-    for name, option in TRAINING_OPTIONS.items():
+    for name, option in options_of(TrainingSpec).items():
         if getattr(spec, name) != option.default:
             yield name, option
 
@@ -181,7 +181,7 @@ def _distinct(values: Iterable[str]) -> str:
 
 
 def _words(spec: RunSpec) -> list[str]:
-    always = {name: option for name, option in TRAINING_OPTIONS.items() if name in ALWAYS}
+    always = {name: option for name, option in options_of(TrainingSpec).items() if name in ALWAYS}
     words = always | dict(chosen(spec))
     for name in ("task", "batch_size" if spec.batch_per_worker is not None else ""):
         words.pop(name, None)

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import selectors
-import signal
 import socket
 import sys
 import time
@@ -29,7 +28,7 @@ from ddpnb.hosts.network import (
 )
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.launcher import forkserver
-from ddpnb.protocol.processes import SERVER_LOCK, KernelRequest, atomic_write, hold, num_cores
+from ddpnb.protocol.processes import KernelRequest, atomic_write, num_cores
 
 LOG_BYTES = 16_384
 """As much of a rank's log is sent to the kernel when the rank has ended."""
@@ -104,23 +103,17 @@ def refuse(listener: socket.socket) -> None:
 
 def main(kernel_fd: str, folder: str, sockets: str) -> None:
     """Be the agent of the kernel to which the relay's pipe leads."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = forkserver.Forkserver(
         kernel=Connection(int(kernel_fd)), folder=Path(folder), log_bytes=LOG_BYTES
     )
     server.folder.mkdir(mode=0o700)
-    server.more_ends.append(hold(server.folder / SERVER_LOCK))
     agent = Agent(server=server, sockets=sockets)
     server.handlers |= {
         KernelRequest.CHECK: agent.check,
         KernelRequest.PROBE: probe,
         KernelRequest.PREPARE: agent.prepare,
     }
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        server.serve()
-    finally:
-        server.stop()
+    server.run([])
 
 
 if __name__ == "__main__":

@@ -92,6 +92,18 @@ class Forkserver:
             KernelRequest.SIGNAL: self.signal,
         }
 
+    def run(self, controller_arguments: list[str]) -> None:
+        """Serve the kernel until it has gone; an agent has no arguments for a controller."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        try:
+            self.more_ends.append(hold(self.folder / SERVER_LOCK))
+            if controller_arguments:
+                self.start_controller(controller_arguments)
+            self.serve()
+        finally:
+            self.stop()
+
     def serve(self) -> None:
         """Serve the kernel and the ranks until the kernel has gone."""
         self.selector.register(self.kernel, selectors.EVENT_READ, self.on_kernel)
@@ -282,14 +294,7 @@ def describe_gpus() -> list[str]:
 def main(kernel_fd: str, folder: str, *controller_arguments: str) -> None:
     """Be the fork server of the kernel at the other end of a socket."""
     server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        server.more_ends.append(hold(server.folder / SERVER_LOCK))
-        server.start_controller(list(controller_arguments))
-        server.serve()
-    finally:
-        server.stop()
+    server.run(list(controller_arguments))
 
 
 if __name__ == "__main__":

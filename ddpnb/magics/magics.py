@@ -20,7 +20,7 @@ from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import SHOWN, TRACE, CollectiveSpec
-from ddpnb.protocol.training_options import TRAINING_OPTIONS, TrainingSpec
+from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout
@@ -198,7 +198,7 @@ class DdpMagics(Magics):
     @argument("strategies", nargs="*", help=" | ".join(STRATEGIES), metavar="strategy")
     @options(options_of(ComparisonSpec))
     @options(options_of(PlotOptions, "log", "target", "panels"))
-    @options(TRAINING_OPTIONS)
+    @options(options_of(TrainingSpec))
     @kwds(epilog=catalogue_text())
     @line_cell_magic
     def ddp_compare(self, line: str, cell: str = "") -> Any:

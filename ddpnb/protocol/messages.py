@@ -375,7 +375,6 @@ class CellSpec:
     debug_rank: int | None = None
     """The rank that may ask questions, with ``breakpoint()`` or ``input()``."""
     is_traced: bool = False
-    """Whether its collectives are recorded."""
 
 
 @dataclass(frozen=True, slots=True)

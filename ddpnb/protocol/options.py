@@ -33,7 +33,6 @@ class Option:
 
     default: Any
     about: str
-    """A line of help."""
     kind: type | None = None
     """The type of a value, where ``default`` is None and no field has it."""
     choices: tuple[str, ...] = ()
@@ -52,7 +51,6 @@ class Option:
     group: str = ""
     """The heading above its help."""
     example: str = "N"
-    """A value, for the help."""
     most_values: int = 1
     """How many values may be given: ``"0.02,0.05"``, a tuple."""
 

@@ -53,7 +53,6 @@ class RankSpans:
 # -- one collective, shown -----------------------------------------------------------------
 
 SHOWN = tuple(name for name in COLLECTIVES if name not in ("send", "recv"))
-"""What can be shown."""
 TRACE = "trace"
 """What else ``%ddp_show`` takes: the latest cell that was traced."""
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
@@ -67,7 +66,6 @@ class CollectiveSpec:
     name: str
     """One of ``SHOWN``."""
     ranks: tuple[int, ...]
-    """Those that take part."""
     num_bytes: int = option(
         0,
         "of the tensor that a rank gives; by default a few numbers",

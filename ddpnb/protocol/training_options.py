@@ -19,7 +19,7 @@ from ddpnb.protocol.notation import (
     parse_slow,
     parse_task,
 )
-from ddpnb.protocol.options import Option, check_options, option, options_of, read_options
+from ddpnb.protocol.options import check_options, option, read_options
 
 _training, _steps, _devices, _data, _faults = (
     partial(option, group=group)
@@ -209,10 +209,6 @@ class TrainingSpec:
         if self.batch_per_worker is None:
             return f"{self.batch_size:,}"
         return f"{self.batch_per_worker:,} per worker"
-
-
-TRAINING_OPTIONS: Mapping[str, Option] = options_of(TrainingSpec)
-"""The options of a training, by the field."""
 
 
 def make_training_spec(choices: Mapping[str, Any], **others: Any) -> TrainingSpec:

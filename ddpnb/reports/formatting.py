@@ -9,7 +9,8 @@ from ddpnb.history.summary import SHORT_SECONDS, StrategyKey, StrategySummary, g
 from ddpnb.history.tuning import has_diverged, tried
 from ddpnb.protocol.catalogue import CELL_TASK, Style
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.protocol.training_options import TRAINING_OPTIONS
+from ddpnb.protocol.options import options_of
+from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.style import style_of
 
 NOTHING = "–"
@@ -173,7 +174,7 @@ def differences(specs: Sequence[RunSpec]) -> list[str]:
     specs = [spec for spec in specs if not spec.is_ceiling]
     differing = [
         option.keyword.replace("_", " ")
-        for name, option in TRAINING_OPTIONS.items()
+        for name, option in options_of(TrainingSpec).items()
         if len({_choice(spec, name) for spec in specs}) > 1
     ]
     cells = {body_of(spec.source).strip() for spec in specs if spec.task == CELL_TASK}

@@ -48,7 +48,6 @@ class Training:
     """The strategies that continue when a rank other than 0 dies."""
     live: Live
     printed: PrintedLines
-    """What the cell has printed on the ranks."""
     asked: ComparisonSpec
     _result: ComparisonResult | None = None
     """What was trained, once all has ended."""

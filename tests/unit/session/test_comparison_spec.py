@@ -10,8 +10,8 @@ from ddpnb.magics.magics import DdpMagics, comparison_of
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import Target
-from ddpnb.protocol.options import read_options
-from ddpnb.protocol.training_options import TRAINING_OPTIONS, TrainingSpec, make_training_spec
+from ddpnb.protocol.options import options_of, read_options
+from ddpnb.protocol.training_options import TrainingSpec, make_training_spec
 from ddpnb.reports.formatting import differences
 from ddpnb.reports.style import PlotOptions
 from ddpnb.session.comparison_spec import ComparisonSpec
@@ -203,10 +203,10 @@ def test_momentum_is_no_option_of_a_class_of_ones_own():
 
 def test_the_python_twin_has_the_same_choices_and_defaults():
     parameters = inspect.signature(compare).parameters
-    chosen = {o.keyword: parameters[o.keyword].default for o in TRAINING_OPTIONS.values()}
+    chosen = {o.keyword: parameters[o.keyword].default for o in options_of(TrainingSpec).values()}
     assert make_training_spec(chosen, source=CELL) == TrainingSpec(source=CELL)
     shown = inspect.getdoc(compare) or ""
-    assert all(f"\n    {o.keyword}: " in shown for o in TRAINING_OPTIONS.values())
+    assert all(f"\n    {o.keyword}: " in shown for o in options_of(TrainingSpec).values())
     for jitter in ("20%", 0.2):
         made = make_training_spec({"jitter": jitter, "slow": "1:3x"}, source=CELL)
         assert made == TrainingSpec(source=CELL, jitter=0.2, slow=("1:3x",))
