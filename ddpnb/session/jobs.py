@@ -110,9 +110,7 @@ class RunningComparison(Background):
     def run(self) -> None:
         """Check it, then train."""
         self.training = self._prepare()
-        if self.stop_requested:
-            self.training.stop()
-        self.training.run()
+        self.training.run(lambda: self.stop_requested)
 
     @property
     def was_stopped(self) -> bool:
@@ -122,8 +120,6 @@ class RunningComparison(Background):
     def interrupt(self) -> None:
         """End the current run and skip the rest; may be called twice."""
         self.stop_requested = True
-        if self.training is not None:
-            self.training.stop()
 
     def wait(self, timeout: float | None = None) -> ComparisonResult:
         """Wait until it has ended; return the result, or raise its error.

@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,32 +52,26 @@ class Training:
     _result: ComparisonResult | None = None
     """What was trained, once all has ended."""
     _watch: Watch | None = None
-    _is_stopped: bool = False
+    _is_stopped: Callable[[], bool] = lambda: False
     _next_stop_at: float = 0.0
     _interrupt_at: float = math.inf
 
-    def stop(self) -> None:
-        """End the current run early and start no other; from any thread, also twice.
-
-        All ranks stop after the same step and evaluate the model; if that takes too long, they
-        are interrupted.
-        """
-        self._is_stopped = True
-
-    def run(self) -> ComparisonResult:
+    def run(self, is_stopped: Callable[[], bool] = lambda: False) -> ComparisonResult:
         """Train everything; show and store what was trained, however it ends.
 
-        A strategy that fails is left out from then on, and the others are trained.
+        A strategy that fails is left out from then on, and the others are trained.  Once
+        ``is_stopped`` returns True, the current run ends early, and no other starts.
 
         Raises:
             RankError: a strategy failed; raised at the end, the first of several.
             KeyboardInterrupt: it was interrupted; the ranks have stopped.
         """
+        self._is_stopped = is_stopped
         errors: dict[str, Exception] = {}
         load = OtherPrograms()
         try:
             for number, spec in enumerate(self.specs):
-                if self._is_stopped or spec.strategy in errors:
+                if is_stopped() or spec.strategy in errors:
                     continue
                 try:
                     self._train(self._at_best_rate(spec))
@@ -131,7 +125,7 @@ class Training:
 
     def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
         """Return whether the rest is trained after a strategy has failed, and print it."""
-        if not rest or self._is_stopped:
+        if not rest or self._is_stopped():
             return False
         names = ", ".join(dict.fromkeys(rest))
         if self.cluster.lost is not None:
@@ -212,12 +206,13 @@ class Training:
         return True
 
     def _tick(self, recovery: RankRecovery) -> None:
+        """Draw; of a run that is stopped, have all ranks end after the same step, and judge it."""
         recovery.attend()
         if self.live.is_due():
             self.live.update(self.recorder.comparison)
-        now = time.monotonic()
-        if not self._is_stopped:
+        if not self._is_stopped():
             return
+        now = time.monotonic()
         self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
         if self._watch is not None and now >= self._interrupt_at:
             self._watch.stop_requested = True

@@ -163,7 +163,8 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
 def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy, monkeypatch):
     training = prepared(cluster, tmp_path, strategy, **TRAINED | {"num_epochs": 100_000})
     monkeypatch.setattr("ddpnb.session.training.GRACE_SECONDS", SECONDS)
-    found = trained(training, training.stop)
+    stopped = threading.Event()
+    found = trained(training, stopped.set, stopped.is_set)
     assert (found.status, found.detail) == ("stopped", "stopped by the user")
     assert strategy == "async" or len({report.num_steps for report in found.reports}) == 1
     assert any(report.held_out_accuracy > 0 for report in found.reports)
@@ -376,7 +377,9 @@ def reducing(cluster: Cluster, folder: Path, source: str = REDUCE_FOR_EVER):
     return cell
 
 
-def trained(training: Training, act: Callable[[], object]) -> RunSnapshot:
+def trained(
+    training: Training, act: Callable[[], object], is_stopped: Callable[[], bool] = lambda: False
+) -> RunSnapshot:
     """Train one strategy, and act once some steps have come."""
 
     def has_begun() -> bool:
@@ -390,6 +393,6 @@ def trained(training: Training, act: Callable[[], object]) -> RunSnapshot:
 
     thread = threading.Thread(target=act_later)
     thread.start()
-    (found,) = training.run().comparison.runs
+    (found,) = training.run(is_stopped).comparison.runs
     thread.join()
     return found
