@@ -12,7 +12,7 @@ import pytest
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.session.status import status_table
 from tests.cluster.rig import begin, finish, processes_of, run, started, wait_until
-from tests.faults.conftest import check_is_brought_back, check_they_go_on
+from tests.faults.conftest import SETUP
 
 LOOP = """
 print("begun")
@@ -57,7 +57,6 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_or_is_interrup
     assert set(cell.failures) == (set(three.ranks) if is_interrupted else set())
     assert not cell.lost
     assert not cell.hang
-    check_they_go_on(three)
 
 
 def test_a_restart_of_a_stopped_rank_keeps_the_others(three: Cluster) -> None:
@@ -66,8 +65,9 @@ def test_a_restart_of_a_stopped_rank_keeps_the_others(three: Cluster) -> None:
     wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "the rank to stop")
     (note,) = status_table(three, ()).notes
     assert f"kill -CONT {process.pid}" in note
-    check_is_brought_back(three, 1)
+    three.bring_back([1])
     assert not process.is_running()
+    assert not run(three, SETUP, ranks=[1]).failures
 
 
 NOTEBOOK = f"""
