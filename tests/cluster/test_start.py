@@ -48,10 +48,11 @@ def test_ranks_find_what_torchrun_gives_a_group_and_the_notebooks_folder(cluster
     assert not rig.run(cluster, rig.ALL_REDUCE).failures
     names = "total.item(), dist.get_rank(), dist.get_world_size(), torch.get_num_threads()"
     assert rig.pull(cluster, names) == [(2.0, 0, 2, THREADS), (2.0, 1, 2, THREADS)]
-    names = "rank, local_rank, world_size, str(device)"
-    assert rig.pull(cluster, names) == [(0, 0, 2, "cpu"), (1, 1, 2, "cpu")]
-    found = rig.pull(cluster, "(__import__('os').getcwd(), __import__('sys').argv)")
-    assert found == [(os.getcwd(), [""])] * 2  # as in an interpreter without a script
+    names = "rank, local_rank, world_size, str(device), dist.is_torchelastic_launched()"
+    assert rig.pull(cluster, names) == [(0, 0, 2, "cpu", True), (1, 1, 2, "cpu", True)]
+    rig.run(cluster, "import os, sys\nfound = os.getcwd(), sys.argv, hasattr(sys, 'ps1')")
+    # as in an interpreter without a script, but for its prompt
+    assert rig.pull(cluster, "found") == [(os.getcwd(), [""], False)] * 2
 
 
 DRAW = """

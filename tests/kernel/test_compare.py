@@ -150,17 +150,15 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 def test_what_cannot_be_trained_is_one_sentence_before_anything_trains(
-    kernel: Kernel, wrong: tuple[str, str, str]
+    unharmed: Kernel, wrong: tuple[str, str, str]
 ):
-    kernel.run("%%ddp\nkept = rank")
-    before = kernel.run("%ddp_runs").text
+    before = unharmed.run("%ddp_runs").text
     old, new, expected = wrong
     assert old in COMPARED
-    cell = kernel.run(COMPARED.replace(old, new))
+    cell = unharmed.run(COMPARED.replace(old, new))
     assert expected in cell.refusal
     assert not cell.bundles("image/png")
-    assert kernel.run("%ddp_runs").text == before
-    assert kernel.run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
+    assert unharmed.run("%ddp_runs").text == before
 
 
 @pytest.mark.parametrize(
