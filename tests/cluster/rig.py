@@ -28,7 +28,7 @@ from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.status import describe_ranks
 from ddpnb.session.training import Training
 from ddpnb.session.variables import pull as pull_variable
-from tests.system_packages import find_program
+from tests.programs import find_program
 
 ALL_REDUCE = """
 import torch, torch.distributed as dist

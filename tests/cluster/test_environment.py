@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system_packages import find_program
+from tests.programs import find_program
 
 ROOT = Path(__file__).parents[2]
 ON_A_HOST = """

@@ -1,8 +1,6 @@
 """Do ranks on two hosts, started over ssh, work and end like those of one?"""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +19,7 @@ from ddpnb.session.training import Training
 from tests.cells import CELL
 from tests.cluster import rig
 from tests.cluster.two_hosts import TwoHosts, files_of
+from tests.programs import python
 
 SECONDS = 30.0
 """Nobody waits longer here, on however busy a machine; it takes 5 s on an idle one."""
@@ -259,13 +258,9 @@ def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_pat
 
 def test_a_killed_kernel_leaves_nothing(hosts):
     earlier, names = everything(hosts)
-    source = (
-        "import ddpnb, time; ddpnb.start(hosts='a:1,b:1', device='cpu'); print('go', flush=True);"
-        "time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as kernel:
-        assert kernel.stdout is not None
-        assert kernel.stdout.readline() == b"go\n"
+    start = "import ddpnb; ddpnb.start(hosts='a:1,b:1', device='cpu')"
+    with python(f"{start}; print('go', flush=True); input()") as (kernel, line):
+        assert line == "go\n"
         found, new = everything(hosts, earlier, names)
         found += psutil.Process(kernel.pid).children(recursive=True)
         kernel.kill()

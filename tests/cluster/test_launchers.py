@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.cluster import rig
 from tests.cluster.simulated_slurm import jobs, simulated_slurm
 from tests.cluster.test_hosts import REDUCE_FOR_EVER, TRAINED, VARIABLES
 from tests.cluster.two_hosts import two_hosts
+from tests.programs import python
 
 TWO_EACH = {"num_ranks": 4, "ranks_per_host": 2, "num_threads": 1}
 TASK = "[n for n in __import__('os').environ if n.startswith(('SLURM_PROC', 'OMPI_COMM'))]"
@@ -118,13 +118,9 @@ def test_strangers_change_nothing_and_no_key_is_to_be_seen(cluster):
 
 def test_a_killed_kernel_leaves_no_job(slurm):
     earlier, before = started(), jobs()
-    source = (
-        "import ddpnb, time; ddpnb.start(2, engines='slurm', ranks_per_host=1, device='cpu');"
-        "print('go', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as kernel:
-        assert kernel.stdout is not None
-        assert kernel.stdout.readline() == b"go\n"
+    start = "import ddpnb; ddpnb.start(2, engines='slurm', ranks_per_host=1, device='cpu')"
+    with python(f"{start}; print('go', flush=True); input()") as (kernel, line):
+        assert line == "go\n"
         found = [each for each in started() if each not in earlier]
         assert len(found) >= 7  # a holder, and on each node a relay, an agent and a rank
         kernel.kill()
@@ -171,7 +167,7 @@ def test_a_kernel_that_is_killed_while_a_job_is_submitted_leaves_none(profile, t
         f'{launcher}.delete_command = ["sh", "-c", "touch {deleted}"]\n'
     )
     options = f"engines='slurm', profile={name!r}, ranks_per_host=1, device='cpu', timeout=60"
-    with subprocess.Popen([sys.executable, "-c", f"import ddpnb; ddpnb.start(2, {options})"]) as it:
+    with python(f"print(flush=True); import ddpnb; ddpnb.start(2, {options})") as (it, _):
         rig.wait_until(asked.exists, "the job")
         left = psutil.Process(it.pid).children(recursive=True)
         it.kill()

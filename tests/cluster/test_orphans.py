@@ -3,8 +3,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from ddpnb.cluster.link import Service
 from ddpnb.protocol.errors import UserError
 from tests.cluster import rig
+from tests.programs import python
 
 OWNER = """
 import json, sys
@@ -30,11 +29,8 @@ with rig.started(2) as cluster:
 @contextlib.contextmanager
 def owned() -> Iterator[tuple[int, Path, list[psutil.Process]]]:
     """A process that has started a cluster, which is busy; the run folder; all its processes."""
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        folder, pids = json.loads(owner.stdout.readline())
+    with python(OWNER) as (owner, line):
+        folder, pids = json.loads(line)
         yield owner.pid, Path(folder), [psutil.Process(pid) for pid in pids]
 
 

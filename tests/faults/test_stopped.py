@@ -1,7 +1,5 @@
 """Processes that are stopped: one rank by SIGSTOP, or all of them as with a laptop that sleeps."""
 
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +11,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.session.status import status_table
 from tests.cluster.rig import begin, finish, processes_of, run, started, wait_until
 from tests.faults.conftest import SETUP
+from tests.programs import python
 
 LOOP = """
 print("begun")
@@ -88,10 +87,8 @@ print("fine", flush=True)
 
 def test_all_processes_may_sleep_and_wake_up() -> None:
     """As when a laptop is closed in the midst of a cell."""
-    command = [sys.executable, "-c", NOTEBOOK]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as notebook:
-        assert notebook.stdout is not None
-        assert notebook.stdout.readline() == "begun\n"
+    with python(NOTEBOOK) as (notebook, line):
+        assert line == "begun\n"
         time.sleep(0.4)  # in the midst of it
         tree = [psutil.Process(notebook.pid)]
         tree += tree[0].children(recursive=True)

@@ -201,7 +201,6 @@ def test_what_is_no_longer_in_the_catalogue_is_still_listed_and_drawn(store: Sto
     connection.close()
     (listed,), comparison = store.list(), store.load("digits-1")
     kept = comparison.runs[0].spec
-    assert kept is not None
     assert (kept.batch_size, kept.task) == (spec("ddp").batch_size, "poetry")
     assert (kept.strategy, kept.slow) == ("Averaging:==", ("often",))
     result = ComparisonResult(comparison)

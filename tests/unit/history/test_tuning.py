@@ -25,7 +25,6 @@ def run(
     status: Status = Status.FINISHED,
 ) -> RunSnapshot:
     made = fake_run(name, repeat=repeat, num_steps=20).snapshot()
-    assert made.spec is not None
     scored = [replace(each, held_out_loss=loss, num_held_out=360) for each in made.reports]
     return replace(
         made,

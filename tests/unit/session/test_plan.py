@@ -38,7 +38,7 @@ PLACED = [
 def test_ranks_are_on_gpus_or_share_the_cores(
     choices: dict[str, object], num_gpus: int, devices: list[str], backend: str
 ):
-    plan = placed(ClusterSpec(**choices), num_gpus)  # type: ignore[arg-type]
+    plan = placed(ClusterSpec(**choices), num_gpus)
     assert (list(plan.devices), plan.backend) == (devices, backend)
     assert plan.num_threads == max(1, CORES // len(devices))
     shared = [each.startswith("cuda") and devices.count(each) > 1 for each in devices]
@@ -80,7 +80,7 @@ def test_ranks_are_on_gpus_again_once_they_stand_for_no_devices():
 )
 def test_a_wrong_choice_is_refused_at_once(choices: dict[str, object], named: str):
     with pytest.raises(UserError) as caught:
-        HostsSpec(**choices)  # type: ignore[arg-type]
+        HostsSpec(**choices)
     assert named in str(caught.value)
 
 

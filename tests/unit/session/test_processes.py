@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
-from ddpnb.cluster.run_folder import private_folder
+from ddpnb.cluster.run_folder import private_folder, remove_leftovers
 from ddpnb.history.store import is_written, writer_of
 from ddpnb.launcher import forkserver
 from ddpnb.launcher.forkserver import Forkserver
@@ -28,6 +27,7 @@ from ddpnb.protocol.processes import (
     atomic_write,
     hold,
 )
+from tests.programs import python
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception],
 def test_a_request_that_fails_or_is_not_known_costs_no_rank(served):
     link, _ = served
     with pytest.raises(RuntimeError, match="KeyError"):
-        link.request("request of a later version").result(10)  # type: ignore[arg-type]
+        link.request("request of a later version").result(10)
     with pytest.raises(RuntimeError, match="TypeError"):
         link.request(KernelRequest.SIGNAL, ranks=None, number=2).result(10)
     assert link.request(KernelRequest.SIGNAL, ranks=[0], number=2).result(10) is None
@@ -116,22 +116,40 @@ def test_a_rank_that_does_not_read_keeps_no_signal_from_it(served, monkeypatch):
 
 
 def test_a_run_is_written_until_its_process_ends_and_by_no_other_of_its_number():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    writer = writer_of(psutil.Process(child.pid))
-    place, began = writer.rsplit(" ", 1)
-    assert is_written(writer)
-    assert not is_written(f"{place} {float(began) - 60}")
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # nobody has reaped it yet
+    with python("print(flush=True); input()") as (child, _):
+        writer = writer_of(psutil.Process(child.pid))
+        place, began = writer.rsplit(" ", 1)
+        assert is_written(writer)
+        assert not is_written(f"{place} {float(began) - 60}")
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # nobody has reaped it yet
+        assert not is_written(writer)
     assert not is_written(writer)
-    child.wait(10)
-    assert not is_written(writer)
+
+
+LOCKING = """
+from pathlib import Path
+from ddpnb.protocol.processes import hold
+lock = hold(Path({lock!r}))
+print(flush=True)
+input()
+"""
+
+
+def test_a_run_folder_stays_until_its_fork_server_ends_even_by_a_kill():
+    folder = private_folder()
+    assert folder not in remove_leftovers(), "it is just being made"
+    with python(LOCKING.format(lock=str(folder / SERVER_LOCK))) as (server, _):
+        assert folder not in remove_leftovers()
+        server.kill()
+    assert folder in remove_leftovers()
+    assert not folder.exists()
 
 
 def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: Path):
     path = tmp_path / "file"
     atomic_write(path, b"before")
     with pytest.raises(TypeError):
-        atomic_write(path, "no bytes")  # type: ignore[arg-type]
+        atomic_write(path, "no bytes")
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
