@@ -1,10 +1,12 @@
 import inspect
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ddpnb.api import compare
+from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics, comparison_of
 from ddpnb.protocol.errors import UserError
@@ -127,9 +129,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("words", "named"), MISTAKES.items(), ids=MISTAKES)
 def test_a_wrong_comparison_is_one_sentence(words: str, named: list[str]):
-    line = f"--task digits {words}"
     with pytest.raises(UserError) as caught:
-        comparison_of(arguments(DdpMagics.ddp_compare, line), line, "")
+        spec_of(f"--task digits {words}")
     assert all(each in str(caught.value) for each in named)
     assert "\n" not in str(caught.value)
 
@@ -230,3 +231,41 @@ def test_a_target_is_a_training_loss_or_a_held_out_accuracy():
     for wrong in ("accuracy=1.2", "accuracy=0", "accuracy=", "f1=0.9", "95%", float("inf")):
         with pytest.raises(UserError, match=r"^--target .*accuracy[^\n]*$"):
             read_options(PlotOptions, {"target": wrong})
+
+
+def spec_of(line: str) -> ComparisonSpec:
+    return comparison_of(arguments(DdpMagics.ddp_compare, line), line, "")
+
+
+def magic_for(specs: tuple[RunSpec, ...]) -> str:
+    return magic_of(Comparison(comparison_id="1", name="race", specs=specs))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ddp --task digits",
+        "dp async --task digits --epochs 0.25 --batch-size 64 --lr 0.001 --seed 7 --repeats 3",
+        "async --task digits --no-baseline",
+        "single --task synthetic:samples=64",
+        "ddp:hook=fp16 async:bound=2 --task text --slow 1:3x,0:50ms --jitter 20% --kill 1@2s",
+        "ddp --task digits --amp bf16 --clip 0.5 --accumulate 2 --save --link 1Gbit,0.5ms",
+        "async:momentum=0.5 --task digits --momentum 0.9 --batch-per-worker 64",
+        "async:compensate=2 hogwild:momentum=0 --task digits --batch-per-worker 8",
+    ],
+)
+def test_the_magic_of_a_stored_comparison_asks_for_the_same_runs(line: str):
+    asked = spec_of(line).run_specs()
+    again = spec_of(magic_for(asked).removeprefix("%ddp_compare ")).run_specs()
+    one, other = (
+        [replace(run, run_id="", comparison="") for run in runs] for runs in (asked, again)
+    )
+    assert one == other
+
+
+def test_the_magic_of_an_own_cell_stands_in_place_of_its_comment_and_a_loop_has_none():
+    training = TrainingSpec(source=f"# %%ddp_compare ddp --name x\n{CELL}", seed=3)
+    specs = ComparisonSpec(strategies=("ddp",), training=training).run_specs()
+    line = "%%ddp_compare ddp --epochs 2 --batch-size 256 --lr 0.05 --momentum 0 --seed 3"
+    assert magic_for(specs) == f"{line}\n{CELL}"
+    assert magic_for(()) == ""
