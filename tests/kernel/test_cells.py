@@ -187,10 +187,7 @@ def test_bad_input_is_one_sentence_and_loses_nothing(unharmed: Kernel, source: s
 
 def test_a_cell_can_go_on_in_the_background(kernel: Kernel, tmp_path: Path):
     sign = tmp_path / "sign"
-    request = kernel.begin(
-        f"%%ddp --no-wait\n{waits_for(sign)}for i in range(4):\n    print('tick', i)"
-    )
-    cell = kernel.wait(request)  # which the cell on the ranks has not ended for
+    cell = kernel.run(f"%%ddp --no-wait\n{waits_for(sign)}for i in range(4):\n    print('tick', i)")
     shown = r"<cell on ranks 0-1, started \d\d:\d\d:\d\d; %ddp_status shows its state>"
     assert re.search(shown, cell.text)
     kernel.run("handle = _")
@@ -199,28 +196,26 @@ def test_a_cell_can_go_on_in_the_background(kernel: Kernel, tmp_path: Path):
     assert "tick" not in cell.text
     sign.touch()
     kernel.run("handle.wait(30)")
-    kernel.wait_for_text(request, "tick 3")  # under the cell that it belongs to
+    kernel.wait_for_text(cell, "tick 3")  # under the cell that it belongs to
     kernel.run("handle")
     assert cell.by_rank == both(*(f"tick {i}" for i in range(4)))
     assert kernel.run("handle").text == "<cell on ranks 0-1: finished>"
 
 
 def test_a_background_cell_that_fails_says_so_and_wait_raises(kernel: Kernel):
-    request = kernel.begin("%%ddp --no-wait\n1/0")
-    kernel.wait(request)
-    kernel.wait_for_text(request, "RankError")
+    cell = kernel.run("%%ddp --no-wait\n1/0")
+    kernel.wait_for_text(cell, "RankError")
     assert kernel.run("Out[max(Out)].wait(30)").error == "RankError"
 
 
 def test_a_background_cell_can_be_interrupted(unharmed: Kernel):
-    request = unharmed.begin("%%ddp --no-wait\nwhile True: time.sleep(.01)")
-    unharmed.wait(request)
+    cell = unharmed.run("%%ddp --no-wait\nwhile True: time.sleep(.01)")
     unharmed.run("handle = _")
     assert unharmed.run("%ddp_interrupt").text == "Interrupted the cell on ranks 0-1.\n"
     assert unharmed.run("handle.wait(20)").error == "KeyboardInterrupt"
     assert unharmed.run("handle").text == "<cell on ranks 0-1: stopped>"
     assert unharmed.run("%ddp_interrupt").text == "Nothing runs in the background.\n"
-    assert "Traceback" not in unharmed.cells[request].text
+    assert "Traceback" not in cell.text
 
 
 def test_waiting_may_have_a_timeout_and_the_cell_goes_on(kernel: Kernel, tmp_path: Path):

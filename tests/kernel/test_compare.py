@@ -223,10 +223,9 @@ def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
 
 def test_a_check_is_announced_and_a_failed_one_leaves_its_error_alone(shared_kernel: Kernel):
     slow = "import time\ndef model():\n    time.sleep(1)\n    return missing\n"
-    request = shared_kernel.begin(f"%%ddp_compare ddp --no-baseline\n{slow}def data(split): 1 / 0")
-    shared_kernel.wait_for_text(request, "Checking the model and the data on 2 ranks")
-    cell = shared_kernel.wait(request)
-    assert cell.error == "RankError"
+    cell = shared_kernel.begin(f"%%ddp_compare ddp --no-baseline\n{slow}def data(split): 1 / 0")
+    shared_kernel.wait_for_text(cell, "Checking the model and the data on 2 ranks")
+    assert shared_kernel.wait(cell).error == "RankError"
     assert "Checking" not in cell.text
 
 

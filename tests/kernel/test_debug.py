@@ -71,10 +71,10 @@ def test_input_asks_in_such_a_cell_only(kernel: Kernel):
 
 def test_an_interrupt_at_the_prompt_ends_the_debugger(kernel: Kernel):
     kernel.run(FAILING)
-    request = kernel.begin("%ddp_debug 1", allow_stdin=True)
+    cell = kernel.begin("%ddp_debug 1", allow_stdin=True)
     assert kernel.client.get_stdin_msg(timeout=30)["content"]["prompt"] == "[1] ipdb> "
     kernel.interrupt()
-    assert kernel.wait(request, timeout=30).status == "ok"
+    assert kernel.wait(cell, timeout=30).status == "ok"
     with pytest.raises(Empty):
         kernel.client.get_stdin_msg(timeout=0.1)
 

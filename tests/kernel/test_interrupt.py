@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.cluster.rig import wait_until
-from tests.kernel.client import Cell, Kernel
+from tests.kernel.client import Kernel
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -32,14 +32,6 @@ BODIES = {
 """Cells, and how many processes they start."""
 
 
-def interrupted(kernel: Kernel, source: str, *, shown: str) -> Cell:
-    """Press the square once the cell has shown something."""
-    request = kernel.begin(source)
-    kernel.wait_for_text(request, shown)
-    kernel.interrupt()
-    return kernel.wait(request)
-
-
 @pytest.mark.parametrize(("body", "num_started"), BODIES.values(), ids=BODIES)
 def test_an_interrupt_stops_every_rank_and_what_it_has_started_and_keeps_the_variables(
     kernel: Kernel, body: str, num_started: int
@@ -49,11 +41,11 @@ def test_an_interrupt_stops_every_rank_and_what_it_has_started_and_keeps_the_var
     def started() -> list[psutil.Process]:
         return [process for process in kernel.processes if process not in before]
 
-    request = kernel.begin(f"%%ddp\n{body}")
-    kernel.wait_for_text(request, "begun")
+    cell = kernel.begin(f"%%ddp\n{body}")
+    kernel.wait_for_text(cell, "begun")
     wait_until(lambda: len(started()) == num_started, "what the cell starts")
     kernel.interrupt()
-    cell = kernel.wait(request)
+    kernel.wait(cell)
     assert cell.status == "error"
     assert cell.error == "KeyboardInterrupt"
     assert len(cell.error_text.splitlines()) == 1
@@ -77,7 +69,7 @@ def test_a_call_that_one_rank_has_made_ahead_is_not_met_by_the_next_cell(
     kernel.run("%%ddp\nsub = dist.new_group([0, 1])")
     ahead = f"work = dist.all_reduce(torch.ones(4), group={group}, async_op=True)"
     source = f"%%ddp\nif rank == 0: {ahead}\nprint('begun')\n{LOOP}"
-    assert interrupted(kernel, source, shown="begun").error == "KeyboardInterrupt"
+    assert kernel.interrupted(source, "begun").error == "KeyboardInterrupt"
     assert "sub" in kernel.run("%%ddp\n1").stderr
 
 
@@ -96,7 +88,7 @@ time.sleep(1000)
 
 def test_an_interrupt_within_a_call_does_not_have_the_next_cell_count_it_twice(kernel: Kernel):
     """It comes when gloo has the call, and the rank has yet to note that."""
-    cell = interrupted(kernel, WITHIN, shown="begun")
+    cell = kernel.interrupted(WITHIN, "begun")
     assert cell.error == "KeyboardInterrupt"
 
 
@@ -107,10 +99,10 @@ def test_groups_stay_where_an_interrupt_leaves_all_ranks_at_the_same_call(kernel
         "from dataclasses import replace\nusual = cluster.timeouts\n"
         "cluster.timeouts = replace(usual, abort_after_interrupt_seconds=20)"
     )
-    request = kernel.begin(f"%%ddp\nprint('begun')\n{LOOP}")
-    kernel.wait_until(lambda: len(kernel.cells[request].by_rank) == 2)  # both have begun
+    cell = kernel.begin(f"%%ddp\nprint('begun')\n{LOOP}")
+    kernel.wait_until(lambda: len(cell.by_rank) == 2)  # both have begun
     kernel.interrupt()
-    assert kernel.wait(request).error == "KeyboardInterrupt"
+    assert kernel.wait(cell).error == "KeyboardInterrupt"
     kernel.run("cluster.timeouts = usual")
     cell = kernel.run("%%ddp\ndist.all_reduce(torch.ones(1), group=sub)")
     assert (cell.status, cell.stderr) == ("ok", "")
@@ -120,8 +112,8 @@ def test_an_impatient_user_loses_nothing(kernel: Kernel):
     """Interrupts arrive also while the error is shown, and while the reply is sent."""
     (kernel.folder / "busy.py").write_text(BUSY)  # a machine on which the reply takes 2 s
     kernel.run("import busy\nget_ipython().kernel.finish_metadata = busy.reply")
-    request = kernel.begin(f"%%ddp\nprint('begun')\n{COLLECTIVE}")
-    kernel.wait_for_text(request, "begun")
+    cell = kernel.begin(f"%%ddp\nprint('begun')\n{COLLECTIVE}")
+    kernel.wait_for_text(cell, "begun")
     has_replied = threading.Event()
     pid = kernel.manager.provisioner.pid
 
@@ -132,7 +124,7 @@ def test_an_impatient_user_loses_nothing(kernel: Kernel):
     with ThreadPoolExecutor() as pool:
         pool.submit(press)
         try:
-            cell = kernel.wait(request, timeout=20)
+            kernel.wait(cell, timeout=20)
         finally:
             has_replied.set()
     assert cell.error == "KeyboardInterrupt"
@@ -163,10 +155,7 @@ train()"""
 
 def test_a_second_interrupt_hides_neither_the_first_nor_what_it_held(kernel: Kernel):
     """It comes while IPython, which has shown the first, formats it again for its history."""
-    request = kernel.begin(HELD)
-    kernel.wait_for_text(request, "formatting")
-    kernel.interrupt()
-    cell = kernel.wait(request)
+    cell = kernel.interrupted(HELD, "formatting")
     assert cell.error == "KeyboardInterrupt"
     assert "(ranks 0-1 had failed: Slow)" in cell.error_text
     assert kernel.run("%%ddp\nprint(ended())").by_rank == {0: ["None"], 1: ["None"]}
@@ -179,7 +168,7 @@ def test_a_function_of_another_cell_is_not_looked_into(kernel: Kernel):
 
 
 def test_the_checks_before_a_comparison_can_be_interrupted(kernel: Kernel):
-    request = kernel.begin(
+    cell = kernel.begin(
         "%%ddp_compare ddp\nfrom pathlib import Path\nimport os, time\n"
         "Path(f'checking-{os.getpid()}').touch()\n"
         "while True: time.sleep(.01)\ndef model(): ...\ndef data(split): ..."
@@ -187,7 +176,7 @@ def test_the_checks_before_a_comparison_can_be_interrupted(kernel: Kernel):
     signs = kernel.folder.glob
     wait_until(lambda: len(list(signs("checking-*"))) == 2, "both ranks to check", timeout=60)
     kernel.interrupt()
-    cell = kernel.wait(request)
+    kernel.wait(cell)
     assert cell.error == "KeyboardInterrupt"
     assert cell.seconds < 15
 
@@ -213,10 +202,10 @@ def validation_step(model, batch):
 def test_a_run_that_had_trained_to_its_end_keeps_all_but_its_evaluation(kernel: Kernel):
     sign = kernel.folder / "judging"
     sign.unlink(missing_ok=True)
-    request = kernel.begin(JUDGED)
+    cell = kernel.begin(JUDGED)
     wait_until(sign.exists, "the evaluation to begin")
     kernel.interrupt()
-    cell = kernel.wait(request)
+    kernel.wait(cell)
     assert cell.error == "KeyboardInterrupt"
     kernel.run("import ddpnb\nresult = ddpnb.load('judged')\nrun = result.comparison.runs[0]")
     assert kernel.value("run.num_samples") == "256"

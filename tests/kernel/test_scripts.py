@@ -186,15 +186,12 @@ def test_what_is_no_script_is_refused_in_one_sentence(kernel: Kernel, folder: Pa
 
 
 def test_it_can_be_stopped_and_looked_at(kernel: Kernel, folder: Path):
-    request = kernel.begin("%ddp_run src/train.py --do loop")
-    kernel.wait_for_text(request, "looping")
-    kernel.interrupt()
-    assert kernel.wait(request).error == "KeyboardInterrupt"
+    cell = kernel.interrupted("%ddp_run src/train.py --do loop", "looping")
+    assert cell.error == "KeyboardInterrupt"
     timed = kernel.run("%ddp_run --timeout 1 src/train.py --do loop")
     assert "took longer than 1 s and was stopped" in timed.error_text
-    request = kernel.begin("%ddp_run --no-wait src/train.py --do loop")
-    kernel.wait(request)
-    kernel.wait_for_text(request, "looping")
+    cell = kernel.run("%ddp_run --no-wait src/train.py --do loop")
+    kernel.wait_for_text(cell, "looping")
     assert f"is at line {line_of('while True')} of train.py" in kernel.run("%ddp_why").text
     kernel.run("handle = _")
     kernel.run("%ddp_interrupt")

@@ -192,11 +192,10 @@ def test_an_interrupted_pull_leaves_no_file_and_frees_the_ranks(kernel: Kernel, 
         "%%ddp\nimport pathlib, time\ndef slow():\n"
         f"    pathlib.Path({str(tmp_path)!r}, str(rank)).touch()\n    time.sleep(60)"
     )
-    request = kernel.begin("%ddp_pull slow()")
+    cell = kernel.begin("%ddp_pull slow()")
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks have begun")
     kernel.interrupt()
-    cell = kernel.wait(request)
-    assert cell.error == "KeyboardInterrupt"
+    assert kernel.wait(cell).error == "KeyboardInterrupt"
     assert "variables are kept" in cell.error_text
     assert kernel.run("%ddp_pull rank", timeout=20).text == "{0: 0, 1: 1}"
     assert files_left(kernel) == []
