@@ -113,10 +113,6 @@ class Ended:
         """Why the ranks waited for each other without end; empty if they did not."""
         return str(self.watch.outcome.hang or "")
 
-    @property
-    def timed_out(self) -> bool:
-        return self.watch.outcome.timed_out
-
 
 def begin(
     cluster: Cluster,

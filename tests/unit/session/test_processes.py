@@ -1,4 +1,4 @@
-"""Processes as the kernel sees them: events that go wrong, damaged files, files that are whole."""
+"""Processes as the kernel sees them: events that go wrong, files, what other programs take."""
 
 import contextlib
 import errno
@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -27,6 +29,7 @@ from ddpnb.protocol.processes import (
     atomic_write,
     hold,
 )
+from ddpnb.session.machine import LEAST_SHARE, OtherPrograms, disturbance
 from tests.programs import python
 
 
@@ -153,3 +156,32 @@ def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: Path):
         atomic_write(path, "no bytes")
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+SPIN = "import time; end = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass"
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_busy_process_counts_unless_the_kernel_has_started_it(is_own: bool):
+    command = f"{sys.executable} -c '{SPIN}' >/dev/null & echo $!; {'wait' if is_own else ''}"
+    with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True) as shell:
+        busy = psutil.Process(int(shell.stdout.readline()))
+        if not is_own:  # it is nobody's child now
+            shell.wait()
+        load, before = OtherPrograms(), sum(busy.cpu_times()[:2])
+        everything = psutil.cpu_times()
+        time.sleep(1.0)
+        used = (sum(busy.cpu_times()[:2]) - before) / psutil.cpu_count()
+        idle = psutil.cpu_times().idle - everything.idle
+        share = load.share()
+    assert used > 0
+    if is_own:
+        assert share <= 1 - idle / psutil.cpu_count() - used + 0.1
+    else:
+        assert share >= used - 0.1
+
+
+def test_little_is_not_said():
+    assert disturbance(LEAST_SHARE - 0.01, 2) == ""
+    assert "45%" in disturbance(0.45, 2)
+    assert "--devices 2" in disturbance(0.45, 2)
