@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -286,11 +285,13 @@ class NotebookOf:
         self._client = self._manager.client()
         self._client.start_channels()
 
-    def load(self) -> None:
-        """Wait for the kernel, and run in it what the peer needs before ranks can be started."""
+    def open(self, *, begin: bool = True) -> None:
+        """Wait for the kernel, load the peer, and start its ranks unless told not to."""
         self._client.wait_for_ready(timeout=60)
         self.loaded_seconds = self.run(self.peer.load)
         self._opened_seconds = time.perf_counter() - self._began
+        if begin:
+            self.begin()
 
     def run(self, source: str, limit: float = 60) -> float:
         """Run a cell and return its seconds.
@@ -379,19 +380,6 @@ class NotebookOf:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def notebook(peer: Peer, num_ranks: int = 2, begin: bool = True) -> Iterator[NotebookOf]:
-    """Open a notebook that uses a peer, with its ranks started unless told not to."""
-    opened = NotebookOf(peer, num_ranks)
-    try:
-        opened.load()
-        if begin:
-            opened.begin()
-        yield opened
-    finally:
-        opened.close()
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.measure import Figure, pss
-from benchmarks.peers import DDPNB, PEERS, CannotError, NotebookOf, Peer, notebook
+from benchmarks.peers import DDPNB, PEERS, CannotError, NotebookOf, Peer
 from benchmarks.table import README, RESULTS, machine
 from benchmarks.work import COMPARE, LOOP, SCRIPT, rate_in
 
@@ -26,7 +26,7 @@ OVERVIEW = README.parents[1] / "README.md"
 HEADLINES = ("start", "cell", "rate", "raise", "killed", "left")
 """The rows that the overview shows."""
 BEGIN, END = "<!-- what follows is written by: make bench -->\n", "<!-- until here -->\n"
-LIMIT_SECONDS = 10
+LIMIT_SECONDS = 5
 """What a peer has to come back to the prompt after a fault."""
 SLOW_SECONDS = 10
 """A peer that takes longer does the work once."""
@@ -36,7 +36,8 @@ INTERRUPT_SECONDS = 2
 """How long a cell runs before it is interrupted."""
 
 ALL_REDUCE = "import torch, torch.distributed as dist\ndist.all_reduce(torch.ones(1))\n"
-LINES = "for i in range(20000): print(f'{i:06d} ' + 'x' * 73)"
+LINES = "import os\nfor i in range(20000): print(os.getpid(), i, 'x' * 73)"
+"""No two ranks print the same, which ddpnb would show once."""
 SAY = "open(f'{folder}/said-{{dist.get_rank()}}', 'w').write(str({what}))\n"
 ARRAY = "import numpy\narray = numpy.random.rand(12_500_000)"
 RAISE = "if dist.get_rank() == 1: raise ValueError('on purpose')\ndist.all_reduce(torch.ones(1))"
@@ -71,36 +72,40 @@ class Row:
     rounds: int = 3
     num_ranks: int = 2
     is_open: bool = False
-    """Whether one notebook of each peer stays open for all rounds; the first is not counted, unless
-    the peer is slow."""
+    """Whether one notebook of each peer stays open, for the next such row too; the first round is
+    not counted, unless the peer is slow."""
     begins: bool = True
     """Whether the ranks are started before the work."""
     goal: str = ""
     """``<= 0.4 of torchrun`` is of both medians, ``<= 1.0`` of ddpnb's own."""
 
-    def measure(self, peers: dict[str, Peer], rounds: int) -> dict[str, Measured]:
-        """Let the peers do the work in turns; a slow one does it once."""
+    def measure(
+        self, peers: dict[str, Peer], rounds: int, opened: dict[str, NotebookOf]
+    ) -> dict[str, Measured]:
+        """Let the peers do the work in turns; a slow one does it once.
+
+        ``opened`` has the notebooks that stay open.
+        """
         found = {name: Measured() for name in peers}
-        with contextlib.ExitStack() as stack:
-            opened: dict[str, NotebookOf] = {}
-            slow: set[str] = set()
-            for turn in range(rounds + self.is_open):
-                for name, peer in peers.items():
-                    if found[name].said.startswith("cannot") or name in slow:
-                        continue
-                    with _noted(found[name]):
-                        if name not in opened:
-                            new = notebook(peer, self.num_ranks, begin=self.begins)
-                            opened[name] = stack.enter_context(new)
-                        began = time.perf_counter()
-                        took = self.work(opened[name])
-                        found[name].said = opened[name].remark
-                        if time.perf_counter() - began > SLOW_SECONDS:
-                            slow.add(name)
-                        is_counted = not self.is_open or turn > 0 or name in slow
-                        found[name].values += [took] if is_counted else []
-                    if not self.is_open and name in opened:
-                        opened.pop(name).close()
+        slow: set[str] = set()
+        for turn in range(rounds + self.is_open):
+            for name, peer in peers.items():
+                if found[name].said.startswith("cannot") or name in slow:
+                    continue
+                with _noted(found[name]):
+                    if name not in opened:
+                        opened[name] = NotebookOf(peer, self.num_ranks)
+                        opened[name].open(begin=self.begins)
+                    opened[name].remark = ""
+                    began = time.perf_counter()
+                    took = self.work(opened[name])
+                    found[name].said = opened[name].remark
+                    if time.perf_counter() - began > SLOW_SECONDS:
+                        slow.add(name)
+                    is_counted = not self.is_open or turn > 0 or name in slow
+                    found[name].values += [took] if is_counted else []
+                if name in opened and (not self.is_open or found[name].said.startswith("cannot")):
+                    opened.pop(name).close()
         return found
 
     def promise(self, measured: dict[str, Measured]) -> str:
@@ -187,15 +192,22 @@ def _fault(source: str, interrupt: bool = False) -> Callable[[NotebookOf], float
         if interrupt:
             threading.Timer(INTERRUPT_SECONDS, opened.interrupt).start()
         began = time.perf_counter()
-        try:
+        with _in_time():
             opened.cell(ALL_REDUCE + source, LIMIT_SECONDS)
-        except CannotError as error:
-            if str(error).startswith("not within"):
-                raise
         _works_again(opened)
         return time.perf_counter() - began - (INTERRUPT_SECONDS if interrupt else 0)
 
     return work
+
+
+@contextlib.contextmanager
+def _in_time() -> Iterator[None]:
+    """Let a cell fail, but not last: what comes after it would have to wait."""
+    try:
+        yield
+    except CannotError as error:
+        if str(error).startswith("not within"):
+            raise
 
 
 def _works_again(opened: NotebookOf) -> None:
@@ -204,7 +216,7 @@ def _works_again(opened: NotebookOf) -> None:
     try:
         opened.cell(check, LIMIT_SECONDS)
     except CannotError:
-        with contextlib.suppress(CannotError):
+        with _in_time():
             opened.run(opened.peer.again or opened.peer.stop, LIMIT_SECONDS)
         if not opened.peer.again:
             opened.begin()
@@ -215,7 +227,7 @@ def _works_again(opened: NotebookOf) -> None:
 
 def _left_behind(opened: NotebookOf) -> float:
     opened.send(ALL_REDUCE + "import time\ntime.sleep(600)")
-    time.sleep(5)
+    time.sleep(2)
     psutil.Process(opened.kernel_pid).kill()
     time.sleep(LEFT_SECONDS)
     return len(opened.processes())
@@ -292,7 +304,7 @@ ROWS = {
         name="DDP in a cell, 2 ranks",
         unit="samples/s",
         work=_rate,
-        rounds=5,
+        rounds=4,
         is_open=True,
         goal=">= 0.99 of torchrun",
     ),
@@ -358,15 +370,27 @@ def measure(rows: str = "", peers: str = "", quick: int = 0, rounds: int = 0) ->
     everyone = {peer.name: peer for peer in PEERS}
     asked = {name: everyone[name] for name in peers.split("+") if name} or everyone
     names = [name for name in rows.split("+") if name] or (QUICK if quick else [*ROWS, *OURS])
-    for name in names:
-        row = ROWS.get(name) or OURS[name]
-        beside = ("ddpnb", "torchrun") if name == "comparison" else ("ddpnb",)
-        given = asked if name in ROWS else {key: asked[key] for key in beside if key in asked}
-        found = row.measure(given, rounds or max(1, row.rounds // (3 if quick else 1)))
-        print(f"{row.name}:", *(f"{peer} {each};" for peer, each in found.items()), flush=True)
-        if not quick:
-            keep(name, found)
+    opened: dict[str, NotebookOf] = {}
+    try:
+        for name in names:
+            row = ROWS.get(name) or OURS[name]
+            if not row.is_open:
+                close_all(opened)
+            beside = ("ddpnb", "torchrun") if name == "comparison" else ("ddpnb",)
+            given = asked if name in ROWS else {key: asked[key] for key in beside if key in asked}
+            found = row.measure(given, rounds or max(1, row.rounds // (3 if quick else 1)), opened)
+            print(f"{row.name}:", *(f"{peer} {each};" for peer, each in found.items()), flush=True)
+            if not quick:
+                keep(name, found)
+    finally:
+        close_all(opened)
     return []
+
+
+def close_all(opened: dict[str, NotebookOf]) -> None:
+    """Close the notebooks that stayed open."""
+    while opened:
+        opened.popitem()[1].close()
 
 
 def keep(name: str, row: dict[str, Measured]) -> None:
