@@ -133,6 +133,7 @@ def test_its_variables_are_freed_or_kept(kernel: Kernel, folder: Path):
     kernel.run("%ddp_run -i --ranks 1 src/makes.py")
     cell = kernel.run("%%rank 1\nmade, helper.__name__, kept_by() is model, show()")
     assert "('edited', 'helper', True, None)" in cell.stdout
+    kernel.run("%%rank 1\nimport sys\ndel sys.modules['helper']")
 
 
 def test_a_failure_shows_the_scripts_lines(kernel: Kernel, folder: Path):
