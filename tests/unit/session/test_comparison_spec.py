@@ -22,6 +22,10 @@ CELL = "def model(): ...\ndef data(split): ..."
 DIGITS = TrainingSpec(task="digits")
 
 
+def spec_of(line: str) -> ComparisonSpec:
+    return comparison_of(arguments(DdpMagics.ddp_compare, line), line, "")
+
+
 def test_each_repeat_begins_with_another_strategy_and_has_a_seed_that_all_share():
     training = TrainingSpec(task="digits", seed=2**63 - 2)
     spec = ComparisonSpec(
@@ -77,7 +81,7 @@ def test_a_ceiling_that_was_added_is_trained_for_its_rate_alone():
 
 
 def test_the_first_repeat_tries_each_learning_rate_and_the_ceiling_one():
-    training = parse("ddp --task digits --seed 7 --lr 0.1,0.02")
+    training = spec_of("ddp --task digits --seed 7 --lr 0.1,0.02").training
     assert (training.learning_rate, training.rates) == (0.1, (0.1, 0.02))
     spec = ComparisonSpec(strategies=("ddp",), training=training, num_repeats=2)
     runs = spec.run_specs()
@@ -181,7 +185,7 @@ WRONG_LINES = [
 @pytest.mark.parametrize("line", WRONG_LINES)
 def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str):
     with pytest.raises(UserError) as caught:
-        parse(f"ddp --task digits {line}")
+        spec_of(f"ddp --task digits {line}")
     option, _, value = line.partition(" ")[0].partition("=")
     named = {option, value, value.partition(",")[0], "devices"}
     assert any(word and word in str(caught.value) for word in named)
@@ -190,7 +194,8 @@ def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str):
 
 def test_every_choice_has_its_option():
     line = "--lr 0.1 --amp bf16 --clip 1.5 --slow 1:3x,0:50ms --slow 2:2x --jitter 20% --save"
-    assert parse(f"ddp --task digits {line} --data-workers 2 --kill 1@5s") == TrainingSpec(
+    training = spec_of(f"ddp --task digits {line} --data-workers 2 --kill 1@5s").training
+    assert training == TrainingSpec(
         **{"task": "digits", "learning_rate": 0.1, "amp": "bf16", "clip": 1.5, "save": True},
         **{"slow": ("1:3x", "0:50ms", "2:2x"), "jitter": 0.2, "kill": ("1@5s",)},
         num_data_workers=2,
@@ -215,10 +220,6 @@ def test_the_python_twin_has_the_same_choices_and_defaults():
         make_training_spec({"jitter": 20}, source=CELL)
 
 
-def parse(line: str) -> TrainingSpec:
-    return make_training_spec(vars(arguments(DdpMagics.ddp_compare, line)))
-
-
 def test_a_target_is_a_training_loss_or_a_held_out_accuracy():
     for given, expected in (
         (None, None),
@@ -231,10 +232,6 @@ def test_a_target_is_a_training_loss_or_a_held_out_accuracy():
     for wrong in ("accuracy=1.2", "accuracy=0", "accuracy=", "f1=0.9", "95%", float("inf")):
         with pytest.raises(UserError, match=r"^--target .*accuracy[^\n]*$"):
             read_options(PlotOptions, {"target": wrong})
-
-
-def spec_of(line: str) -> ComparisonSpec:
-    return comparison_of(arguments(DdpMagics.ddp_compare, line), line, "")
 
 
 def magic_for(specs: tuple[RunSpec, ...]) -> str:
