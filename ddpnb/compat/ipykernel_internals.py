@@ -12,9 +12,11 @@ import sys
 import termios
 import threading
 import time
+from types import ModuleType
 from typing import Any
 
 from ipykernel.iostream import PIPE_BUFFER_SIZE, OutStream
+from ipykernel.ipkernel import IPythonKernel
 
 from ddpnb.compat.probe import Probe
 
@@ -31,6 +33,29 @@ def reads_descriptors() -> bool:
     }
 
 
+@Probe("ipykernel", "printing many lines takes longer")
+def finds_buffers() -> bool:
+    """Whether a stream keeps its text as expected."""
+    return {*OutStream.write.__code__.co_names} >= {
+        *("parent_header", "_is_master_process", "_buffer_lock", "_buffers", "frozenset"),
+        *("_schedule_flush", "echo", "pub_thread"),
+    }
+
+
+@Probe("ipykernel", "the ranks take longer to start, and more memory")
+def asks_for_debugger() -> bool:
+    """Whether a kernel can do without its debugger."""
+    return "_is_debugpy_available" in IPythonKernel.__init__.__code__.co_names
+
+
+def leave_debugger_out() -> None:
+    """Have a kernel of this process not import debugpy, which no client of ranks can reach."""
+    if asks_for_debugger.works:
+        absent: Any = ModuleType("ipykernel.debugger")
+        absent._is_debugpy_available, absent.Debugger = False, object
+        sys.modules.setdefault("ipykernel.debugger", absent)
+
+
 class DescriptorStream(OutStream):
     """A stream that knows whether all that was written to its file descriptor is in it.
 
@@ -41,12 +66,22 @@ class DescriptorStream(OutStream):
     _fid: Any
     has_written = False
     """Whether there may be text that is not sent yet."""
+    _latest: tuple[Any, frozenset[Any]] = None, frozenset()
+    """The request that was written for last, and the key of its buffer."""
 
     def write(self, string: str) -> Any:
         """Write to the notebook; return how many characters."""
-        num = super().write(string)
+        parent, (known, key) = self.parent_header, self._latest
+        if parent is known and self.pub_thread is not None and os.getpid() == self._master_pid:
+            with self._buffer_lock:  # as OutStream, which makes the key of its buffer each time
+                self._buffers[key].write(string)
+            self._schedule_flush()  # type: ignore[no-untyped-call]
+        else:
+            super().write(string)
+            if finds_buffers.works and self.echo is None:
+                self._latest = parent, frozenset(parent.items())
         self.has_written = True
-        return num
+        return len(string)
 
     def flush(self) -> None:
         """Send what was written, and return once it is sent."""

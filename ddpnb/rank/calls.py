@@ -8,10 +8,11 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, Concatenate
 
+from IPython.core.interactiveshell import ExecutionInfo
+
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Arguments, RankCall, Result
 from ddpnb.protocol.messages import Checked, RejoinInfo, RunReport, RunSpec, StaleVariable
-from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import collective, ddp_steps, replicas, samples, subject
@@ -64,10 +65,9 @@ def carries_out(
 
 @carries_out(calls.form_group, answers=False)
 def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[StaleVariable]:
-    """Form a new process group.  Takes part: every rank.
+    """Form a new process group; return the variables that hold an old one.
 
-    Returns:
-        This rank's variables that still hold the old group.
+    Takes part: every rank.
     """
     engine.group.join(generation, is_checked=is_checked)
     return variables.stale_variables(engine.shell.user_ns)
@@ -81,7 +81,8 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     checks = engine.group.collective_checks
     cells.warn_again()
-    cells.announce(spec.source, engine.shell)
+    about_to_run = ExecutionInfo(spec.source, False, True, True, None)
+    engine.shell.events.trigger("pre_run_cell", about_to_run)  # e.g. for %autoreload
     return validation.validate(
         spec,
         surroundings_of(engine, spec),
@@ -131,14 +132,6 @@ def clean_up(engine: RankEngine) -> None:
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
 
 
-def give(
-    engine: RankEngine, expression: str, namespace: dict[str, Any], path: str, *more: Any
-) -> Parcel:
-    """Return the value of an expression; a large one in this rank's own file."""
-    own = f"{path}-{engine.group.rank}" if path else ""
-    return variables.give(expression, namespace, own, *more)
-
-
 # -- what takes one line -------------------------------------------------------------------
 
 carries_out(calls.state, answers=False)(lambda engine: engine.group.state())
@@ -149,10 +142,12 @@ carries_out(calls.describe)(lambda engine, *asked: shell.description(engine.shel
 carries_out(calls.push)(lambda engine, parcel: variables.take(parcel, engine.shell.user_ns))
 carries_out(calls.keep_functions)(lambda _, key, parcel: variables.keep_functions(key, parcel))
 carries_out(calls.pull_model)(
-    lambda engine, run_id, *more: give(engine, "model", {"model": trained.of(run_id)}, *more)
+    lambda engine, run_id, *more: variables.give(
+        engine.group.rank, {"model": trained.of(run_id)}, "model", *more
+    )
 )
 carries_out(calls.pull, runs_users_code=True)(
-    lambda engine, expression, *more: give(engine, expression, engine.shell.user_ns, *more)
+    lambda engine, *asked: variables.give(engine.group.rank, engine.shell.user_ns, *asked)
 )
 carries_out(calls.measure_compute, runs_users_code=True)(
     lambda engine, spec: (  # on one core, while the others are idle

@@ -38,7 +38,7 @@ class CancellationToken:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self.is_aborted = False
         """Whether all waits have been ended."""
 
@@ -51,7 +51,7 @@ class CancellationToken:
             return len(self._callbacks)
 
     @contextlib.contextmanager
-    def held(self, end_wait: Callable[[], None]) -> Iterator[None]:
+    def held(self, end_wait: Callable[[], object]) -> Iterator[None]:
         """Have ``end_wait`` called if the group is aborted inside the block.
 
         It is called from another thread, or at once if the group has been aborted already.

@@ -17,7 +17,6 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import IPython
-from IPython.core.interactiveshell import ExecutionInfo
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.compat.ipykernel_internals import DescriptorStream
@@ -27,7 +26,7 @@ from ddpnb.protocol.processes import rank_log
 from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_consequence, text_of
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
-from ddpnb.rank.collectives.trace import recording
+from ddpnb.rank.collectives.trace import TraceRecorder
 from ddpnb.rank.engine import RankEngine, id_of
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions
@@ -54,7 +53,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         engine.publisher = publisher
         if spec.run_id:
             opened.enter_context(listening(publisher))
-        recorder = opened.enter_context(recording(rank)) if spec.is_traced else None
+        recorder = opened.enter_context(listening(TraceRecorder(rank))) if spec.is_traced else None
         opened.enter_context(engine.adopted_group.during())
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None
@@ -134,12 +133,6 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         shell.events.trigger("post_execute")  # as matplotlib's figures need it
         gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
     return None
-
-
-def announce(source: str, shell: Any) -> None:
-    """Announce a cell that the shell does not run itself, e.g. to ``%autoreload``."""
-    info = ExecutionInfo(source, False, True, True, None)
-    shell.events.trigger("pre_run_cell", info)
 
 
 def warn_again() -> None:

@@ -100,6 +100,16 @@ def own_connections() -> Iterator[TcpConnection]:
                 yield TcpConnection(fd, _address(end.getsockname()), _address(end.getpeername()))
 
 
+def shut_down(fd: int, how: int = socket.SHUT_RDWR) -> bool:
+    """End every wait at a socket without closing it; return whether it was connected."""
+    try:
+        with as_socket(fd) as end:
+            end.shutdown(how)
+    except OSError:  # closed meanwhile, or not connected: nothing waits there
+        return False
+    return True
+
+
 def traffic_of(fd: int) -> SocketTraffic | None:
     """Return what has come through a TCP connection; None where the system does not say."""
     with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:

@@ -18,7 +18,7 @@ import torch
 from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
-from ddpnb.compat.ipykernel_internals import DescriptorStream
+from ddpnb.compat.ipykernel_internals import DescriptorStream, leave_debugger_out
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.connections import Address
 from ddpnb.rank.group import Group
@@ -27,10 +27,8 @@ from ddpnb.rank.shell import prepare
 from ddpnb.rank.status import rank_status, users_stack
 from ddpnb.rank.torchrun import AdoptedGroup, refuse_launchers
 
-Handler = Callable[..., object]
 
-
-def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, Handler]) -> None:
+def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, Any]) -> None:
     """Carry out the kernel's commands, one at a time; send back their values, or how they failed.
 
     The end of ``pipe``, which leads to the fork server, is the end of this process.
@@ -166,6 +164,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     adopted_group = AdoptedGroup(group)
     adopted_group.install()
     refuse_launchers(group.world_size)
+    leave_debugger_out()
     engine = RankEngine.instance(
         group=group, adopted_group=adopted_group, out_stream_factory=DescriptorStream
     )

@@ -18,11 +18,18 @@ from torch.distributed import destroy_process_group, init_process_group  # not t
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.processes import as_socket, ephemeral_ports
+from ddpnb.protocol.processes import ephemeral_ports
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.mismatch import MismatchCheck
-from ddpnb.rank.connections import Address, TcpConnection, ends_of, own_connections, traffic_of
+from ddpnb.rank.connections import (
+    Address,
+    TcpConnection,
+    ends_of,
+    own_connections,
+    shut_down,
+    traffic_of,
+)
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long the ranks wait for each other when they form a group."""
@@ -119,11 +126,7 @@ class Group:
         assert total.item() == self.world_size
 
     def _meet(self, store: dist.Store) -> None:
-        """Wait until all ranks are about to form the group: that can be aborted, unlike the rest.
-
-        Raises:
-            RuntimeError: a rank did not come, or this one was freed.
-        """
+        """Wait until all ranks are about to form the group; unlike the rest, it can be aborted."""
         if store.add("here", 1) == self.world_size:
             store.set("all here", "")
         deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
@@ -147,11 +150,7 @@ class Group:
         return dist.PrefixStore(f"group-{generation}", store)
 
     def leave(self) -> None:
-        """Leave the group, if there is one.
-
-        Raises:
-            RuntimeError: it can neither be left nor aborted.
-        """
+        """Leave the group, if there is one; raise if it can neither be left nor aborted."""
         if not dist.is_initialized():
             return
         if self.can_abort:  # destroying the group would wait for ranks that may be gone
@@ -235,10 +234,7 @@ class Group:
 
 def store_server(address: str, port: int) -> dist.TCPStore:
     """Return a store that listens at one address, where torch's own would at every one."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((address, port))
-    listener.listen(1024)
+    listener = socket.create_server((address, port), backlog=1024)
     return dist.TCPStore(
         address,
         port,
@@ -281,14 +277,3 @@ def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return len(ended) == len(calls)
-
-
-def shut_down(descriptor: int) -> bool:
-    """Shut a connected socket down without closing it; return whether it was connected."""
-    try:
-        with as_socket(descriptor) as connection:
-            connection.getpeername()
-            connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # closed meanwhile, or not connected: nothing waits there
-        return False
-    return True

@@ -156,7 +156,10 @@ class Meter:
         """Note that what this worker computes is needed now."""
 
     def exchange(self, num_messages: int, num_bytes: float, *, is_scaled: bool = True) -> None:
-        """Exchange messages, of so many bytes together, with other devices of this process."""
+        """Exchange messages, of so many bytes together, with other devices of this process.
+
+        ``is_scaled``: they hold parameters or gradients, not samples or outputs.
+        """
 
     def wait_until(self, end: float) -> None:
         """Wait for another worker until a time."""
@@ -164,11 +167,7 @@ class Meter:
 
 @final
 class Account(Listener):
-    """Reports the calls of a run to its meter.
-
-    Args:
-        meter: of the thread that makes the account.
-    """
+    """Reports the calls of a run to the meter of the thread that makes the account."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter

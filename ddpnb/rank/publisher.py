@@ -34,12 +34,7 @@ class Publisher(Listener):
     """Sends a run's events to the notebook, in order, in numbered batches.
 
     The thread starts with the first event.  Where it listens to calls, the first one starts the
-    clock of a hand-written loop.
-
-    Args:
-        rank: this rank.
-        run_id: the run that the events belong to; empty if there is none.
-        first_batch: the number of the first batch.
+    clock of a hand-written loop.  Without a run, ``run_id`` is empty.
     """
 
     def __init__(self, *, rank: int, run_id: str, first_batch: int = 0) -> None:

@@ -91,12 +91,8 @@ def description(shell: Any, source: str, offset: int, detail_level: int) -> dict
 def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> Iterator[None]:
     """Have one rank's ``input`` and ``breakpoint`` ask the notebook during a cell.
 
-    The other ranks do not stop at ``breakpoint()``.
-
-    Args:
-        spec: of the cell.
-        rank: this one.
-        answers: where its control thread puts the user's lines.
+    Its control thread puts the user's lines into ``answers``.  The other ranks do not stop at
+    ``breakpoint()``.
     """
     if spec.debug_rank is None:
         yield

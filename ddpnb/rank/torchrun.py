@@ -66,11 +66,7 @@ def refuse_launchers(num_ranks: int) -> None:
 
 @final
 class AdoptedGroup:
-    """The cluster's default group in the place of one that the user's code forms and destroys.
-
-    Args:
-        group: this rank's membership in it.
-    """
+    """The cluster's default group in the place of one that the user's code forms and destroys."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -177,12 +173,9 @@ def process_of(script: Script, device: torch.device) -> Iterator[None]:
 
 
 def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> None:
-    """Run a script, in the context of ``process_of``.
+    """Run a script, in the context of ``process_of``; a module is looked up here.
 
-    Args:
-        script: what to run, and its arguments.
-        source: its text; a module is looked up here.
-        namespace: takes its variables in the end, if they are to be kept.
+    In the end ``namespace`` takes its variables, if they are to be kept.
 
     Raises:
         SystemExit: it ended with an exit code other than 0.

@@ -108,19 +108,25 @@ class TrainedModels:
 
 
 def give(
-    expression: str, namespace: dict[str, Any], path: str, classes: Collection[str], num_copies: int
+    rank: int,
+    namespace: dict[str, Any],
+    expression: str,
+    path: str,
+    classes: Collection[str],
+    num_copies: int,
 ) -> Parcel:
     """Evaluate an expression and return its value; raises what evaluating and pickling raise.
 
     Args:
-        expression: the user's.
+        rank: this one, whose file for a large value is ``path-rank``.  The kernel removes it as
+            soon as it has the answer, or does not wait any longer; then nothing is evaluated.
         namespace: the variables of this rank's cells.
-        path: an empty file for large values.  The kernel removes it as soon as it has the answer,
-            or does not wait for one any longer; then nothing is evaluated.  Empty: the kernel is on
-            another host, and takes any value in its message.
+        expression: the user's.
+        path: empty where the kernel is on another host, and takes any value in its message.
         classes: names of the notebook's own classes.
         num_copies: on how many ranks the kernel asks for the value at the same time.
     """
+    path = path and f"{path}-{rank}"
     if path and not os.path.exists(path):
         raise TimeoutError("the notebook does not wait for this value any longer")
     parts = dump(eval(expression, namespace), for_ranks=False, classes=classes)

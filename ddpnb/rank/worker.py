@@ -192,9 +192,7 @@ class Worker:
     def loss_in(self, result: Tensor | Mapping[str, Any], share: float = 1.0) -> Tensor:
         """Return the loss in what the task's step has returned; note its further numbers.
 
-        Args:
-            result: what it has returned.
-            share: of the samples that this worker trains on in this step.
+        ``share``: of the samples that this worker trains on in this step.
         """
         if isinstance(result, Tensor):
             return result
@@ -233,15 +231,10 @@ class Batch:
         if num_parts == 1:
             return [self]
         num = min(num_parts, self.most_parts or self.num_samples)
-        least, num_larger = divmod(self.num_samples, num)  # as torch's tensor_split does
-        return self.cut([least + 1] * num_larger + [least] * (num - num_larger))
+        return self.cut(map(len, torch.arange(self.num_samples, device="cpu").tensor_split(num)))
 
     def cut(self, sizes: Iterable[int]) -> list[Batch]:
-        """Return slices with so many samples each.
-
-        Raises:
-            UserError: a tensor does not have a row for each sample.
-        """
+        """Return slices with so many samples each; refuse what ``rows`` does."""
         parts, begin = [], 0
         for size in sizes:
             part = rows(self.tree, begin, begin + size, self.num_samples)

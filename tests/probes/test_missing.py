@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, torch_internals  # noqa: F401
+from ddpnb.compat import (  # noqa: F401
+    cloudpickle_internals,
+    ipykernel_internals,
+    ipyparallel_internals,
+    torch_internals,
+)
 from ddpnb.compat.probe import PROBES
 from tests.kernel.client import Kernel, both, kernel_in
 

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
-from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, probe, torch_internals
+from ddpnb.compat import (
+    cloudpickle_internals,
+    ipykernel_internals,
+    ipyparallel_internals,
+    probe,
+    torch_internals,
+)
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.table import METHODS
 from tests.rank.ranks import TIMEOUT_SECONDS, begin
 
-MODULES = (torch_internals, ipyparallel_internals, cloudpickle_internals)
+MODULES = (torch_internals, ipyparallel_internals, cloudpickle_internals, ipykernel_internals)
 PROBES = {
     name: value
     for module in MODULES
@@ -31,6 +37,9 @@ LOOKED_AT = {
     "follows_calls": "ipyparallel:Client.send_apply_request",
     "replaces_heartbeats": "ipyparallel.controller.heartmonitor:HeartMonitor.start",
     "shares_globals": "cloudpickle:Pickler.globals_ref",
+    "reads_descriptors": "ipykernel.iostream:OutStream._watch_pipe_fd",
+    "finds_buffers": "ipykernel.iostream:OutStream.write",
+    "asks_for_debugger": "ipykernel.ipkernel:IPythonKernel.__init__",
 }
 """For each probe, by its name: a part that it looks at."""
 

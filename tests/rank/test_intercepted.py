@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.collectives.trace import recording
+from ddpnb.rank.collectives.trace import TraceRecorder
 from ddpnb.rank.meter import Account, Meter
 
 SETUP = """
@@ -63,7 +63,7 @@ RIGHT = {
 
 LISTENERS = {
     "account": lambda _: listening(Account(Meter())),
-    "trace": recording,
+    "trace": lambda rank: listening(TraceRecorder(rank)),
 }
 
 

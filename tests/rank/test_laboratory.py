@@ -1,5 +1,7 @@
 """Emulated devices on real ranks: the time is computed, and nothing else differs."""
 
+from itertools import pairwise
+
 import pytest
 
 from ddpnb.protocol.devices import MODELS, count_devices
@@ -70,6 +72,14 @@ def test_a_step_takes_what_its_messages_take(ranks, strategy, num_ranks):
     expected = computing(num_ranks) + EXCHANGE[strategy, num_ranks]
     found = last_seconds(ranks, spec_of(strategy, num_ranks), num_ranks)
     assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_message_takes_the_link_between_its_two_ranks(ranks):
+    spec = spec_of("gossip", 4, devices="4/2", device_link="1Gbit,1ms")
+    ends = [step.seconds for step in steps_of(ranks(4).call(train_job, spec)[0])]
+    found = {round(after - before, 4) for before, after in pairwise(ends)}
+    links = (0.001 + TRANSFER / 1000, LATENCY + TRANSFER)
+    assert found == {round(computing(4) + each, 4) for each in links}
 
 
 def test_all_wait_for_the_slowest(ranks):

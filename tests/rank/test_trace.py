@@ -10,7 +10,7 @@ from ddpnb.protocol.costs import algorithm_of
 from ddpnb.protocol.trace import SHOWN, CollectiveSpec, RankSpans, Span
 from ddpnb.rank.collectives import trace
 from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.collectives.trace import recording
+from ddpnb.rank.collectives.trace import TraceRecorder
 from ddpnb.rank.connections import bytes_sent
 from ddpnb.rank.inspect.collective import show
 from ddpnb.rank.meter import Account, Meter
@@ -27,7 +27,7 @@ def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int, int]:
     num, rank, meter = state.world_size, state.rank, Meter()
     dist.barrier()
     before = bytes_sent()
-    with recording(rank) as recorder, listening(Account(meter)):
+    with listening(TraceRecorder(rank)) as recorder, listening(Account(meter)):
         mine = torch.full((SIZE,), float(rank))
         parts = [torch.zeros(SIZE) for _ in range(num)]
         dist.all_reduce(mine, async_op=True).wait()
@@ -87,7 +87,7 @@ def test_every_call_is_recorded_once_with_the_bytes_on_the_sockets(ranks):
 def open_after_backward(state, folder) -> int:
     model, num_open = DistributedDataParallel(nn.Linear(200, 100)), 0
     for _ in range(50):
-        with recording(state.rank) as recorder:
+        with listening(TraceRecorder(state.rank)) as recorder:
             model(torch.ones(4, 200)).sum().backward()
         num_open += recorder.spans().num_open
     return num_open
@@ -98,7 +98,7 @@ def test_what_is_complete_is_not_called_open(ranks):
 
 
 def recorded(state, folder, calls) -> RankSpans:
-    with recording(state.rank) as recorder:
+    with listening(TraceRecorder(state.rank)) as recorder:
         calls(state.rank)
         return recorder.spans()
 

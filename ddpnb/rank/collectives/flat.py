@@ -9,12 +9,9 @@ from torch import Tensor, nn
 
 
 class FlatBuffer:
-    """Tensors laid end to end: one flat tensor for each dtype among them.
+    """Room for tensors like these, laid end to end: one flat tensor for each dtype among them.
 
     It lies where the default group can send from: for gloo in the host's memory.
-
-    Args:
-        like: gives shapes, dtypes and device; at least one.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:

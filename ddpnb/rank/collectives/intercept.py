@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch.distributed as dist
 
@@ -49,6 +49,9 @@ class Listener:
         """Hear that a call is complete, once, in any thread."""
 
 
+Heard = TypeVar("Heard", bound=Listener)
+
+
 class _Audience(NamedTuple):
     """All listeners, and those that override a method."""
 
@@ -69,11 +72,11 @@ _kept: "deque[Exchange]" = deque(maxlen=64)
 
 
 @contextlib.contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Return a context in which a listener hears of this process's calls."""
+def listening(listener: Heard) -> Iterator[Heard]:
+    """Return a context in which a listener, its value, hears of this process's calls."""
     add(listener)
     try:
-        yield
+        yield listener
     finally:
         remove(listener)
         _kept.clear()

@@ -68,10 +68,7 @@ class MismatchCheck(intercept.Listener):
     def start(self, folder: Path, generation: int, *, is_exact: bool = False) -> None:
         """Start afresh with a new default group, and remove the files of older ones.
 
-        Args:
-            folder: a private directory that all ranks of this host share.
-            generation: how many default groups there were before.
-            is_exact: whether tensors of one size must have one shape too.
+        They lie in the run folder.  ``is_exact``: tensors of one size must have one shape too.
         """
         self._is_exact = is_exact
         self._prefix = folder / f"calls-{generation}-"
@@ -218,9 +215,7 @@ class CollectiveLog:
     def write(self, entry: Entry, line: str = "") -> None:
         """Write this rank's next call, and compare it with those of the same number.
 
-        Args:
-            entry: what the call is.
-            line: where in the user's code it is; empty: not known.
+        ``line`` is the user's; empty if it is not known.
 
         Raises:
             CollectiveMismatchError: another rank's call differs, even after ``SETTLE_SECONDS``.

@@ -34,46 +34,46 @@ class Collective:
     is_message: bool = False
     """Whether only two ranks take part: this one, and the one that its second argument names."""
 
+    @property
+    def is_from_any(self) -> bool:
+        """Whether the second argument names no rank: it is a message from whoever sends first."""
+        return self.operation == "recv_any_source_"
 
-METHODS = {
-    "allreduce": Collective("all_reduce", "allreduce_", 1),
-    "allreduce_coalesced": Collective("all_reduce_coalesced", "allreduce_coalesced_", 1),
-    "broadcast": Collective("broadcast", "broadcast_", 1, root=0, root_is="from"),
-    "reduce": Collective("reduce", "reduce_", 1, root=1, root_is="to"),
-    "allgather": Collective("all_gather", "allgather_", 2, tensor=1, equal="on CPUs"),
-    "allgather_coalesced": Collective("all_gather_coalesced", "allgather_coalesced_", 2, tensor=1),
-    "_allgather_base": Collective("all_gather_single", "_allgather_base_", 2, tensor=1),
-    "allgather_into_tensor_coalesced": Collective(
-        "all_gather_coalesced", "allgather_into_tensor_coalesced_", 2, tensor=1
-    ),
-    "gather": Collective("gather", "gather_", 2, tensor=1, root=0, root_is="to", equal="on CPUs"),
-    "scatter": Collective("scatter", "scatter_", 2, root=0, root_is="from", equal="on CPUs"),
-    "reduce_scatter": Collective("reduce_scatter", "reduce_scatter_", 2, tensor=1, equal="on CPUs"),
-    "_reduce_scatter_base": Collective(
-        "reduce_scatter_single", "_reduce_scatter_base_", 2, tensor=1
-    ),
-    "reduce_scatter_tensor_coalesced": Collective(
-        "reduce_scatter_coalesced", "reduce_scatter_tensor_coalesced_", 2, tensor=1
-    ),
-    "alltoall": Collective("all_to_all", "alltoall_", 2, tensor=1, equal="never"),
-    "alltoall_base": Collective(
-        "all_to_all_single", "alltoall_base_", 2, tensor=1, equal="unless split"
-    ),
-    "barrier": Collective("barrier", "barrier", 1, tensor=None),
-    "send": Collective("send", "send", 1, is_message=True),
-    "recv": Collective("recv", "recv_", 1, is_message=True),
-    "recv_anysource": Collective("recv", "recv_any_source_", 1, is_message=True),
-}
+
+_COLLECTIVES = (
+    Collective("all_reduce", "allreduce_", 1),
+    Collective("all_reduce_coalesced", "allreduce_coalesced_", 1),
+    Collective("broadcast", "broadcast_", 1, root=0, root_is="from"),
+    Collective("reduce", "reduce_", 1, root=1, root_is="to"),
+    Collective("all_gather", "allgather_", 2, tensor=1, equal="on CPUs"),
+    Collective("all_gather_coalesced", "allgather_coalesced_", 2, tensor=1),
+    Collective("all_gather_single", "_allgather_base_", 2, tensor=1),
+    Collective("all_gather_coalesced", "allgather_into_tensor_coalesced_", 2, tensor=1),
+    Collective("gather", "gather_", 2, tensor=1, root=0, root_is="to", equal="on CPUs"),
+    Collective("scatter", "scatter_", 2, root=0, root_is="from", equal="on CPUs"),
+    Collective("reduce_scatter", "reduce_scatter_", 2, tensor=1, equal="on CPUs"),
+    Collective("reduce_scatter_single", "_reduce_scatter_base_", 2, tensor=1),
+    Collective("reduce_scatter_coalesced", "reduce_scatter_tensor_coalesced_", 2, tensor=1),
+    Collective("all_to_all", "alltoall_", 2, tensor=1, equal="never"),
+    Collective("all_to_all_single", "alltoall_base_", 2, tensor=1, equal="unless split"),
+    Collective("barrier", "barrier", 1, tensor=None),
+    Collective("send", "send", 1, is_message=True),
+    Collective("recv", "recv_", 1, is_message=True),
+    Collective("recv", "recv_any_source_", 1, is_message=True),
+)
+
+METHODS = {each.operation.removesuffix("_"): each for each in _COLLECTIVES}
 """By their names in ``ProcessGroup``."""
 
 METHODS |= {
+    "recv_anysource": METHODS.pop("recv_any_source"),
     "all_gather_single": METHODS["_allgather_base"],
     "all_gather_single_coalesced": METHODS["allgather_into_tensor_coalesced"],
     "reduce_scatter_single": METHODS["_reduce_scatter_base"],
     "reduce_scatter_single_coalesced": METHODS["reduce_scatter_tensor_coalesced"],
     "all_to_all_single": METHODS["alltoall_base"],
 }
-"""As newer versions of torch also call them."""
+"""As all or newer versions of torch call them."""
 
 
 @dataclass(slots=True, eq=False)

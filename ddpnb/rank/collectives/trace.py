@@ -5,9 +5,7 @@ it at once, one of gloo's threads reports that to Python, and the end may be see
 thread holds Python's lock.  All ranks of a host share the clock (``time.monotonic``).
 """
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any, Final, final
 
 import torch.distributed as dist
@@ -15,8 +13,8 @@ import torch.distributed as dist
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import RankSpans, Span
-from ddpnb.rank.collectives.intercept import Listener, listening
-from ddpnb.rank.collectives.table import METHODS, Call
+from ddpnb.rank.collectives.intercept import Listener
+from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.stack import users_line
 
 MAX_SPANS: Final = 20_000
@@ -25,25 +23,17 @@ LATE_END_S: Final = 0.1
 """Seconds for which a cell's end waits for gloo's threads to report what is complete."""
 
 
-@contextlib.contextmanager
-def recording(rank: int) -> Iterator["TraceRecorder"]:
-    """Return a context in which this process's exchanges are recorded.
+@final
+class TraceRecorder(Listener):
+    """Keeps what this rank does, the first ``MAX_SPANS`` calls.
 
     Raises:
         UserError: this version of torch is not known.
     """
-    if not torch_internals.intercepts_collectives.works:
-        raise UserError(f"{torch_internals.intercepts_collectives.sentence}; leave --trace out.")
-    recorder = TraceRecorder(rank)
-    with listening(recorder):
-        yield recorder
-
-
-@final
-class TraceRecorder(Listener):
-    """Keeps what this rank does, the first ``MAX_SPANS`` calls."""
 
     def __init__(self, rank: int) -> None:
+        if not (probe := torch_internals.intercepts_collectives).works:
+            raise UserError(f"{probe.sentence}; leave --trace out.")
         self._rank = rank
         self._calls: list[dict[str, Any]] = []  # not the calls themselves, which hold tensors
         self._num_dropped = 0
@@ -95,7 +85,7 @@ def _ranks_of(call: Call) -> tuple[int, ...]:
     if not call.collective.is_message:
         return call.ranks
     own = dist.get_rank()
-    if call.collective is METHODS["recv_anysource"]:
+    if call.collective.is_from_any:
         return (own,)
     peer = call.ranks[call.arguments[1]]
     return (own, peer) if call.name == "send" else (peer, own)

@@ -36,10 +36,9 @@ class _Call(NamedTuple):
 
 
 def show(spec: CollectiveSpec, *, device: torch.device) -> CollectiveShown | None:
-    """Run a collective, time it and count its bytes.  Takes part: every rank of the cluster.
+    """Run a collective, time it and count its bytes; None on a rank that is not in it.
 
-    Returns:
-        None on a rank that is not among the ``spec``'s.
+    Takes part: every rank of the cluster.
     """
     group = dist.new_group(list(spec.ranks))
     if dist.get_rank() not in spec.ranks:

@@ -57,13 +57,13 @@ def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
         reports, own = [], range(rank, rank + 1)
         for number, cap in enumerate(caps):
             with contextlib.ExitStack() as opened:
-                stepper = _Stepper(subject, cap, device, Clock(device))
+                stepper = _Stepper(subject, cap, device)
                 if laboratory is not None:
                     clock, path = VirtualClock(laboratory, own), here.folder / f"inspect-{number}"
                     exchanges = Exchanges(clock, path, here.cancellation.check)
                     opened.enter_context(closing(exchanges))
                     opened.enter_context(listening(exchanges))
-                    stepper.emulate(clock, exchanges)
+                    stepper.clock, stepper.ends = clock, exchanges.ends
                 reports.append(stepper.report())
     return tuple(reports)
 
@@ -93,20 +93,13 @@ class _Step(NamedTuple):
 
 @final
 class _Stepper:
-    """Makes steps with a copy of the subject in a DDP of its own; hooks note what happens.
+    """Makes steps with a copy of the subject in a DDP of its own; hooks note what happens."""
 
-    Args:
-        subject: what makes them.
-        cap_mb: the ``bucket_cap_mb`` of its DDP.
-        device: of this rank.
-        clock: the device's.
-    """
-
-    def __init__(self, subject: Subject, cap_mb: float, device: torch.device, clock: Meter) -> None:
+    def __init__(self, subject: Subject, cap_mb: float, device: torch.device) -> None:
         self._subject = subject
         self._cap_mb = cap_mb
-        self._clock = clock
-        self._ends: deque[float] | None = None
+        self.clock: Meter = Clock(device)
+        self.ends: deque[float] | None = None
         """Of emulated devices: when the exchanges of the step have ended."""
         self._num_samples = len(next(tensors_of(subject.batch)))
         self._model = subject.make_model()
@@ -128,17 +121,13 @@ class _Stepper:
             self._ddp.register_forward_pre_hook(self._note_buffers)
             self._model.register_forward_pre_hook(self._note_buffers)
 
-    def emulate(self, clock: VirtualClock, exchanges: Exchanges) -> None:
-        """Have the time of steps computed, by a clock that exchanges advance."""
-        self._clock, self._ends = clock, exchanges.ends
-
     def report(self) -> CapReport:
         """Make steps, and report them.  Takes part: every rank."""
         fastest = min(self.step().seconds for _ in range(NUM_WARMUP_STEPS))
         slowest = torch.tensor([fastest], device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks make as many steps
         num_steps = min(max(int(MOST_SECONDS / slowest.item()), FEWEST_STEPS), MOST_STEPS)
-        steps = [self.step() for _ in range(num_steps if self._ends is None else 1)]
+        steps = [self.step() for _ in range(num_steps if self.ends is None else 1)]
         ready = {
             name: statistics.median(each.ready[name] for each in steps if name in each.ready)
             for name in steps[0].ready
@@ -159,44 +148,44 @@ class _Stepper:
         self._optimizer.zero_grad()
         batch = copied(self._subject.batch)
         synchronize(self._device)
-        phases, self._base_seconds = [self._clock.moment()], time.perf_counter()
-        if self._ends is not None:
+        phases, self._base_seconds = [self.clock.moment()], time.perf_counter()
+        if self.ends is not None:
             self._base_seconds = phases[0]
-        self._clock.begin_step(self._num_samples)
-        self._clock.compute("forward", self._num_samples)
+        self.clock.begin_step(self._num_samples)
+        self.clock.compute("forward", self._num_samples)
         loss = self._subject.loss_of(self._ddp, batch)
-        self._clock.compute("backward", self._num_samples)
-        phases.append(self._clock.moment())
-        if self._ends is not None:
-            self._ends.clear()
+        self.clock.compute("backward", self._num_samples)
+        phases.append(self.clock.moment())
+        if self.ends is not None:
+            self.ends.clear()
         loss.backward()
-        self._clock.computed()
-        for (index, (begun, _)), end in zip(self._sent.items(), self._ends or (), strict=False):
+        self.clock.computed()
+        for (index, (begun, _)), end in zip(self._sent.items(), self.ends or (), strict=False):
             self._sent[index] = begun, end  # as computed; what DDP sends besides is behind them
-        phases.append(self._clock.moment())
+        phases.append(self.clock.moment())
         self._optimizer.step()
-        phases.append(self._clock.moment())
+        phases.append(self.clock.moment())
         synchronize(self._device)
         return self._noted(phases)
 
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        self._clock.produced(num_bytes([gradient]))
-        self._ready[name] = self._clock.moment()
+        self.clock.produced(num_bytes([gradient]))
+        self._ready[name] = self.clock.moment()
 
     def _note_buffers(self, *_: Any) -> None:
         """Note when DDP begins to send rank 0's buffers, and when the model begins."""
         if self._synced or self._ddp.will_sync_module_buffers():
-            self._synced.append(self._clock.moment())
+            self._synced.append(self.clock.moment())
 
     def _send(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Send a bucket as DDP does; note when it was full, and when it has come."""
-        begun, index = self._clock.moment(), bucket.index()
+        begun, index = self.clock.moment(), bucket.index()
         self._sent[index] = begun, begun
         names = tuple(self._names[id(each)] for each in bucket.parameters())
         self._buckets[index] = Bucket(names=names, num_bytes=num_bytes([bucket.buffer()]))
 
         def end(sent: torch.futures.Future[Tensor]) -> Tensor:
-            self._sent[index] = begun, self._clock.moment()
+            self._sent[index] = begun, self.clock.moment()
             return sent.value()
 
         # type: DDP has no group of its own here, and the hook takes None for the default one

@@ -22,6 +22,7 @@ from ddpnb.protocol.replicas import (
     RankReplica,
     TensorDigest,
 )
+from ddpnb.rank.collectives.flat import local
 from ddpnb.rank.inspect.subject import value_of
 from ddpnb.rank.tasks.batches import leaves
 from ddpnb.rank.variables import held_by, kind_with_group
@@ -29,12 +30,9 @@ from ddpnb.rank.variables import held_by, kind_with_group
 
 @torch.no_grad()
 def replica(names: Sequence[str], namespace: Mapping[str, Any], *, rank: int) -> RankReplica:
-    """Return the digests of what this rank holds.
+    """Return the digests of what this rank holds; refuse a name with nothing to compare.
 
     Without names of variables these are all modules and optimizers.
-
-    Raises:
-        UserError: there is nothing to compare under a name.
     """
     return RankReplica(
         rank=rank,
@@ -164,8 +162,8 @@ def is_whole(tensor: Tensor) -> bool:
 
 def chunks_of(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor's elements in pieces."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # all of a DTensor's
-    yield from local.detach().resolve_conj().resolve_neg().reshape(-1).split(CHUNK_ELEMENTS)
+    whole = local(tensor).detach().resolve_conj().resolve_neg()
+    yield from whole.reshape(-1).split(CHUNK_ELEMENTS)
 
 
 def digest(tensor: Tensor) -> TensorDigest:

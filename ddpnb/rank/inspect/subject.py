@@ -99,11 +99,7 @@ def _of_task(spec: InspectSpec, task: RunSpec, here: Surroundings) -> Subject:
 
 
 def value_of(expression: str, namespace: Mapping[str, Any], **others: Any) -> Any:
-    """Return what the user's expression is on this rank.
-
-    Raises:
-        UserError: it cannot be computed.
-    """
+    """Return what the user's expression is on this rank; refuse what cannot be computed."""
     try:
         return eval(expression, {**namespace, **others})  # the user's code, as a cell is
     except NameError as error:

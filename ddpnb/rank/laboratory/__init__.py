@@ -82,11 +82,7 @@ class Laboratory:
 def measured(make: Callable[[], object], num_samples: int) -> Compute:
     """Return how fast this thread computes: the fastest of many steps, in processor time.
 
-    So other programs hardly change it.
-
-    Args:
-        make: makes a step.
-        num_samples: of this step.
+    So other programs hardly change it.  ``make`` makes a step on so many samples.
     """
     fastest = math.inf
     trials, end = 0, time.monotonic() + TRIAL_SECONDS

@@ -20,12 +20,7 @@ from ddpnb.rank.meter import Meter, Moment, Phase, completed
 
 @final
 class VirtualClock(Meter):
-    """The time of one device.
-
-    Args:
-        laboratory: whose device it is.
-        ranks: whose devices this process has; they share each batch, and the slowest one counts.
-    """
+    """The time of one device; where a process has those of several ranks, the slowest counts."""
 
     num_steps_ahead = 0
 
@@ -71,9 +66,9 @@ class VirtualClock(Meter):
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Count the time from now on as ``phase``."""
-        before = self._phase
-        self._count(self.seconds if at is None else at)
-        self._phase = phase
+        before, until = self._phase, self.seconds if at is None else at
+        self._spent[before] = self._spent.get(before, 0.0) + until - self._since
+        self._since, self._phase = until, phase
         return before
 
     def compute(self, phase: Phase, num_samples: int) -> None:
@@ -138,10 +133,8 @@ class VirtualClock(Meter):
     def issue(self, num_bytes: float, *, is_needed: bool) -> tuple[float, float]:
         """Advance to where a call is made; return when its first and last bytes are ready.
 
-        Args:
-            num_bytes: of the call.
-            is_needed: whether what follows needs the result, as the gathers of FSDP; else what went
-                before has made what is sent.
+        ``is_needed``: what follows needs the result, as the gathers of FSDP; else what went before
+        has made what is sent.
         """
         self._compute_unplanned()
         if self._progress >= 1.0:
@@ -169,13 +162,7 @@ class VirtualClock(Meter):
             self._compute_rest()
 
     def exchange(self, num_messages: int, num_bytes: float, *, is_scaled: bool = True) -> None:
-        """Advance by messages between the devices of this process, one after the other.
-
-        Args:
-            num_messages: how many.
-            num_bytes: of all of them.
-            is_scaled: whether they hold parameters or gradients, not samples or outputs.
-        """
+        """Advance by messages between the devices of this process, one after the other."""
         messages = Messages(num_messages, num_bytes * (self.scale if is_scaled else 1.0))
         self.wait_until(self.seconds + messages.seconds(self.laboratory.devices.device_link))
 
@@ -185,10 +172,6 @@ class VirtualClock(Meter):
             before = self.begin("communication")
             self.seconds = end
             self.begin(before)
-
-    def spend(self, seconds: float) -> None:
-        """Advance by what this device does besides computing, in the phase that it is in."""
-        self.seconds += seconds
 
     def _advance(self, progress: float) -> None:
         progress = min(max(progress, self._progress), 1.0)
@@ -200,7 +183,3 @@ class VirtualClock(Meter):
         each = -(-num_samples // len(self._ranks))
         factors = (self.laboratory.times.factor(rank, self._step) for rank in self._ranks)
         return max(factors) * self.laboratory.times.work(each)
-
-    def _count(self, until: float) -> None:
-        self._spent[self._phase] = self._spent.get(self._phase, 0.0) + until - self._since
-        self._since = until

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.costs import Messages, in_turn, num_parts
-from ddpnb.protocol.notation import LinkSpec
 from ddpnb.rank.collectives.board import Board
 from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.sums import SharedSums
@@ -41,9 +40,9 @@ class _Pending:
     call: Call
     board: Board
     number: int
-    messages: Messages
     num_parts: int
-    link: LinkSpec
+    seconds: float
+    """Of each part."""
     end: float = math.nan
 
 
@@ -89,23 +88,23 @@ class Exchanges(Listener):
             self._begin_message(call)
             return
         group, messages = call.group, call.messages
-        scaled = Messages(messages.number, messages.num_bytes * scale)
         is_needed = call.name.startswith(GATHERS)
         size = call.num_bytes * scale
         is_of_ddp = call.is_in_cpp and not call.is_blocking
         if is_of_ddp:
-            self.clock.spend(self._wrapper_seconds * call.num_bytes)
+            self.clock.seconds += self._wrapper_seconds * call.num_bytes
         ready = self.clock.issue(size, is_needed=is_needed)
         board = self._board(group.group_name, group.size())
         number = next(self._numbers[group.group_name, -1])
         board.post(number, group.rank(), ready)
+        num = num_parts(size, ready)
+        part = Messages(messages.number, messages.num_bytes * scale / num)
         pending = _Pending(
             call=call,
             board=board,
             number=number,
-            messages=scaled,
-            num_parts=num_parts(size, ready),
-            link=self._devices.link_between(call.ranks),
+            num_parts=num,
+            seconds=part.seconds(self._devices.link_between(call.ranks)),
         )
         call.notes[self] = partial(self._settle, pending)
         self._pending.append(pending)
@@ -143,10 +142,8 @@ class Exchanges(Listener):
         """Compute when a call has ended; what the clock has passed by then was hidden."""
         places = range(pending.call.group.size())
         ready = [pending.board.read(pending.number, place) for place in places]
-        num = pending.num_parts
-        part = Messages(pending.messages.number, pending.messages.num_bytes / num)
-        seconds, now = part.seconds(pending.link), self.clock.seconds
-        for begin, end in in_turn(seconds, num, ready, self._free):
+        now = self.clock.seconds
+        for begin, end in in_turn(pending.seconds, pending.num_parts, ready, self._free):
             self.clock.hide(min(begin, now), min(end, now))
             self._free = pending.end = end
         self.ends.append(pending.end)
@@ -155,33 +152,29 @@ class Exchanges(Listener):
 
     def _begin_message(self, call: Call) -> None:
         """Post when a message departs; note what is to be received."""
-        group, name = call.group, call.group.group_name
-        own, size = group.rank(), group.size()
-        link = self._devices.link_between(call.ranks)
-        seconds = Messages(0, self.clock.scale * call.num_bytes).seconds(link)
         self.clock.computed()
-        if call.collective.operation == "recv_any_source_":
+        if call.collective.is_from_any:
             return  # nobody knows yet from whom it comes
-        if call.name == "send":
-            place = own * size + call.arguments[1]
+        name, size, is_sent = call.group.group_name, call.group.size(), call.name == "send"
+        own, other = call.group.rank(), call.arguments[1]
+        link = self._devices.link_between([call.ranks[own], call.ranks[other]])
+        seconds = Messages(0, self.clock.scale * call.num_bytes).seconds(link)
+        place = own * size + other if is_sent else other * size + own
+        board, numbers = self._board(f"{name}.m", size * size), self._numbers[name, place]
+        if is_sent:
             departs = max(self.clock.seconds, self._sends_until)
             self._sends_until = departs + seconds
-            number = next(self._numbers[name, place])
-            self._board(f"{name}.m", size * size).post(number, place, (departs, departs))
+            board.post(next(numbers), place, (departs, departs))
             call.notes[self] = partial(self.clock.wait_until, self._sends_until)
-        else:
-            call.notes[self] = partial(self._receive, call, seconds, link.latency_seconds)
+            return
 
-    def _receive(self, call: Call, seconds: float, latency: float) -> None:
-        """Advance to when a message has arrived."""
-        group, name = call.group, call.group.group_name
-        source = call.arguments[1]
-        place = source * group.size() + group.rank()
-        board = self._board(f"{name}.m", group.size() ** 2)
-        departed, _ = board.read(next(self._numbers[name, place]), place)
-        begins = max(departed + latency, self._receives_until)
-        self._receives_until = begins + seconds
-        self.clock.wait_until(self._receives_until)
+        def receive() -> None:  # whatever is waited for first has come first
+            departed, _ = board.read(next(numbers), place)
+            begins = max(departed + link.latency_seconds, self._receives_until)
+            self._receives_until = begins + seconds
+            self.clock.wait_until(self._receives_until)
+
+        call.notes[self] = receive
 
     def close(self) -> None:
         """Remove the files; may be called twice."""

@@ -66,10 +66,8 @@ class VirtualOrder:
     def reply(self, rank: int, shard: int | None, *, is_first: bool = False) -> float:
         """Send a worker the parameters and its next shard, now; return when it has them.
 
-        Args:
-            rank: of the worker.
-            shard: what it trains on next; None: nothing, it has ended.
-            is_first: whether all workers begin, with parameters that they have.
+        Without a shard it has ended.  ``is_first``: all workers begin, with parameters that they
+        have.
         """
         received = self.now
         if rank != SERVER_RANK and not is_first:

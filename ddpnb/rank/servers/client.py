@@ -1,4 +1,4 @@
-"""How a worker of an asynchronous run reaches the queue of rank 0, and who serves it (ranks).
+"""How a worker of an asynchronous run reaches the queue of rank 0 (ranks).
 
 Rank 0's own worker calls the queue.  Each other worker sends its requests through a socket, at
 whose other end a thread of rank 0 calls the queue.  Where a process dies, its socket closes at
@@ -14,14 +14,13 @@ import contextlib
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from multiprocessing.connection import Connection
 from typing import final
 
 import torch.distributed as dist
 
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.connections import shut_down
 from ddpnb.rank.laboratory.order import SERVER_RANK, VirtualOrder
 from ddpnb.rank.servers.memory import Gradients, PackedTensors, SharedMemory, pack
 from ddpnb.rank.servers.queue import (
@@ -34,15 +33,7 @@ from ddpnb.rank.servers.queue import (
     UpdateCounter,
     WorkQueue,
 )
-from ddpnb.rank.servers.rendezvous import (
-    HELLO,
-    Server,
-    bound_waits,
-    connection_over,
-    server_address,
-    shut_down,
-    socket_path,
-)
+from ddpnb.rank.servers.server import HELLO, Server, connection_over, server_address
 from ddpnb.rank.worker import Worker
 
 MakeUpdates = Callable[[Sequence[PackedTensors]], UpdateCounter]
@@ -69,6 +60,7 @@ class Client:
             devices they are copied.
         num_copies: of the parameters: one for each worker, or one that all of them update.
         make_updates: called on rank 0.
+        opened: closes threads and sockets, after ``close``.
         timeout_seconds: in which some worker must make progress.
         bound: steps that a worker may be ahead of the slowest.
 
@@ -82,6 +74,7 @@ class Client:
         worker: Worker,
         num_copies: int,
         make_updates: MakeUpdates,
+        opened: contextlib.ExitStack,
         *,
         timeout_seconds: float,
         bound: int = NO_BOUND,
@@ -89,6 +82,8 @@ class Client:
         self.queue: WorkQueue | None = None
         """Rank 0's."""
         self._worker = worker
+        self._path = worker.folder / f"{worker.name}.s"
+        """The address of the socket on rank 0's host."""
         # The queue's own report comes first.
         self._timeout = timeout_seconds * (1.0 if worker.rank == SERVER_RANK else 1.5)
         self._num_copies = num_copies
@@ -96,15 +91,14 @@ class Client:
         self._num_bytes = num_bytes(self._trained)
         self._shards: deque[int] = deque()
         self._is_over = False
-        with contextlib.ExitStack() as opened:  # what is open is closed where this fails
-            if worker.joins:
-                try:
-                    self._connect(opened)
-                except OSError as error:
-                    raise RunOverError from error
-            else:
-                self._meet(make_updates, bound, opened)
-            self._opened = opened.pop_all()
+        self._opened = opened
+        if worker.joins:
+            try:
+                self._connect()
+            except OSError as error:
+                raise RunOverError from error
+        else:
+            self._meet(make_updates, bound)
 
     def begin(self) -> None:
         """Wait for all workers; take the first parameters and shards."""
@@ -123,9 +117,7 @@ class Client:
     def step(self, weight: float, gradients: Gradients = ()) -> int:
         """Report a step; take parameters and the next shard; return the gradients' staleness.
 
-        Args:
-            weight: this worker's share of the global batch.
-            gradients: of the mean loss; none where this worker has made the update itself.
+        There are no gradients where this worker has made the update itself.
         """
         meter = self._worker.meter
         with meter.communicating():
@@ -158,9 +150,8 @@ class Client:
             else:
                 with contextlib.suppress(OSError):
                     self._connection.send_bytes(REQUEST.pack(RequestKind.FAIL, 0.0))
-        self._opened.close()
 
-    def _meet(self, make_updates: MakeUpdates, bound: int, opened: contextlib.ExitStack) -> None:
+    def _meet(self, make_updates: MakeUpdates, bound: int) -> None:
         """Have rank 0 listen, and the others connect; takes part: every rank."""
         worker = self._worker
         place = [0, 0]
@@ -169,7 +160,7 @@ class Client:
             num_remote = worker.world_size - num_local
             assert not num_remote or self._num_copies > 1, "all ranks would update the same memory"
             self._memory = SharedMemory.create(self._trained, self._num_copies)
-            opened.callback(self._memory.close)
+            self._opened.callback(self._memory.close)
             self._copy = self._memory.copy_of(SERVER_RANK)
             self._copy.fill([parameter.detach() for parameter in self._trained])
             num, emulated = worker.world_size, worker.laboratory
@@ -183,76 +174,45 @@ class Client:
                 order=order,
                 bound=bound,
             )
-            place = [self._serve(self.queue, num_remote, opened), num_local]
+            place = [self._serve(self.queue, num_remote), num_local]
         dist.broadcast_object_list(place, src=SERVER_RANK)  # takes part: every rank
         if worker.rank == SERVER_RANK:
             return
         try:
             port, num_local = place  # rank 0's host has the first ranks
-            self._connect(opened, port if worker.rank >= num_local else 0)
+            self._connect(port if worker.rank >= num_local else 0)
         except OSError as error:
             raise RankLostError(SERVER_RANK) from error
 
-    def _serve(self, queue: WorkQueue, num_remote: int, opened: contextlib.ExitStack) -> int:
+    def _serve(self, queue: WorkQueue, num_remote: int) -> int:
         """Listen; return the port for workers of other hosts, if any."""
-        worker = self._worker
-        server = Server(partial(self._serve_one, queue), self._timeout)
+        opened = self._opened
+        server = Server(queue, self._memory, self._trained, self._timeout)
         opened.callback(server.close)
-        path, port = socket_path(worker, SERVER_RANK), 0
-        local = socket.socket(socket.AF_UNIX)
-        local.bind(str(path))
-        opened.callback(path.unlink)
+        local, port = socket.socket(socket.AF_UNIX), 0
+        local.bind(str(self._path))
+        opened.callback(self._path.unlink)
         server.listen(local)
         if num_remote:
             remote = socket.create_server((server_address(), 0))
             port = remote.getsockname()[1]
             server.listen(remote, num_remote)
-        opened.enter_context(worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
+        opened.enter_context(self._worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
         return port
 
-    def _serve_one(self, queue: WorkQueue, connection: Connection, is_remote: bool) -> None:
-        """Serve one worker until it is done, is lost or has failed; in a thread of rank 0."""
-        with connection, contextlib.suppress(EOFError, OSError):
-            (rank,) = HELLO.unpack(connection.recv_bytes())
-            if is_remote:
-                gradients = pack(self._trained)
-            else:
-                self._memory.send(connection)
-                gradients = self._memory.gradients(rank)
-            bound_waits(connection, 0)  # ``close`` ends the thread; the queue watches the time
-            incarnation, kind = object(), RequestKind.BEGIN
-            try:
-                while kind is not RequestKind.DONE:
-                    number, weight = REQUEST.unpack(connection.recv_bytes())
-                    kind = RequestKind(number)
-                    if kind is RequestKind.FAIL:
-                        queue.fail(rank)
-                        return
-                    if is_remote and kind is RequestKind.STEP:
-                        connection.recv_bytes_into(gradients.raw.numpy().data)
-                    reply = queue.handle(rank, kind, weight, gradients.tensors, incarnation)
-                    connection.send_bytes(REPLY.pack(*reply))
-                    if reply.lost_rank != NO_RANK:
-                        return
-                    if is_remote:
-                        connection.send_bytes(self._memory.copy_of(rank).raw.numpy().data)
-            except (EOFError, OSError):
-                # The worker may be alive: it was given up, or rank 0 has disconnected.
-                connection.send_bytes(REPLY.pack(*queue.lose(rank, incarnation)))
-
-    def _connect(self, opened: contextlib.ExitStack, port: int = 0) -> None:
+    def _connect(self, port: int = 0) -> None:
         """Connect to rank 0, on this host if there is no port; raises ``OSError``."""
-        worker = self._worker
+        worker, opened = self._worker, self._opened
         if port:
             address = server_address(), port
             connected = socket.create_connection(address, self._timeout)
         else:
             connected = socket.socket(socket.AF_UNIX)
-            connected.connect(str(socket_path(worker, SERVER_RANK)))
+            connected.connect(str(self._path))
         self._is_remote = port > 0
         self._connection = connection = connection_over(connected, self._timeout)
         opened.enter_context(connection)
-        opened.enter_context(worker.cancellation.held(lambda: shut_down(connection)))
+        opened.enter_context(worker.cancellation.held(lambda: shut_down(connection.fileno())))
         connection.send_bytes(HELLO.pack(worker.rank))
         if self._is_remote:
             self._copy, self._gradients = pack(self._trained), pack(self._trained)

@@ -162,12 +162,9 @@ class WorkQueue:
     ) -> Reply:
         """Carry out a request; an error in it ends the run for all, and rank 0 raises it.
 
-        Args:
-            rank: of the worker.
-            kind: what it asks for.
-            weight: of the gradient: the worker's share of the global batch.
-            gradients: of its mean loss, with a step; none where it has made the update itself.
-            incarnation: distinguishes its process from one that has died.
+        A step has the worker's share of the global batch as its weight, and gradients of the mean
+        loss; none where the worker has made the update itself.  The incarnation distinguishes its
+        process from one that has died.
         """
         asked_at = self._time()
         try:
@@ -192,11 +189,7 @@ class WorkQueue:
             return Reply(lost_rank=SERVER_RANK)
 
     def lose(self, rank: int, incarnation: object = None) -> Reply:
-        """Note that a worker's process has died: the others go on without it.
-
-        Returns:
-            The reply to a worker that is alive and no longer served.
-        """
+        """Note that a worker has died: the others go on; return a reply, should it be alive."""
         with self._changed:
             worker = self._workers.get(rank)
             if worker is None or worker.incarnation is incarnation:  # else it is replaced already

@@ -10,11 +10,7 @@ from ddpnb.rank.strategies.own import UserStrategy
 
 
 def make_strategy(word: str, namespace: Mapping[str, object]) -> Strategy:
-    """Return the strategy that a word names, with its options.
-
-    Args:
-        word: as ``notation.parse_strategy`` reads it.
-        namespace: where the user's own classes are looked up.
+    """Return the strategy that a word names, with its options; a class of the user's own too.
 
     Raises:
         UserError: there is no such strategy or option, or the user's class lacks a method.

@@ -53,13 +53,7 @@ _OWN_WORKER_NOTE = (
 
 @final
 class AsyncParameterServer(AsynchronousStrategy):
-    """Asynchronous SGD with one parameter server.
-
-    Args:
-        bound: steps that a worker may be ahead of the slowest; -1: any number.
-        compensate: the lambda of delay compensation; 0: none.
-        others: as in ``AsynchronousStrategy``.
-    """
+    """Asynchronous SGD with one parameter server."""
 
     def __init__(self, *, bound: int = NO_BOUND, compensate: float = 0.0, **others: Any) -> None:
         super().__init__(**others)

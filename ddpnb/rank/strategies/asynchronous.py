@@ -48,10 +48,17 @@ class AsynchronousStrategy(Strategy):
 
         The arguments are those of ``Client``.
         """
-        client = Client(worker, num_copies, make_updates, timeout_seconds=self.timeout, bound=bound)
-        self.worker, self.queue = worker, client.queue
-        self.client = self.opened.enter_context(contextlib.closing(client))
-        client.begin()
+        self.client = Client(
+            worker,
+            num_copies,
+            make_updates,
+            self.opened,
+            timeout_seconds=self.timeout,
+            bound=bound,
+        )
+        self.opened.callback(self.client.close)
+        self.worker, self.queue = worker, self.client.queue
+        self.client.begin()
 
     def shards(self) -> Iterator[Shard]:
         """The shards that the queue names, until all are handed out."""
@@ -131,16 +138,7 @@ class ParameterStore(UpdateCounter):
         self.copies[rank].raw.copy_(self._now.raw)
 
     def write(self, rank: int, gradients: Gradients, weight: float = 1.0) -> int:
-        """Take a worker's gradients; make an update unless they are gathered for a round.
-
-        Args:
-            rank: of the worker.
-            gradients: of its mean loss, one for each parameter; None: none.
-            weight: the worker's share of the global batch.
-
-        Returns:
-            Their staleness: updates since the worker's last read.
-        """
+        """Take gradients, and return their staleness; a round's are gathered for one update."""
         staleness = self.version - self._version_read[rank]
         if self._compensation and staleness > 0:
             old = self.copies[rank].tensors

@@ -61,7 +61,7 @@ class DataParallel(Strategy):
         super().setup(worker)
         gpus = _gpus(worker.device, worker.world_size)
         self.replicas = GpuReplicas(worker, gpus) if len(gpus) > 1 else ThreadReplicas(worker)
-        self.opened.callback(self.replicas.close)
+        self.opened.enter_context(self.replicas.pool)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""
@@ -76,9 +76,8 @@ class DataParallel(Strategy):
         """Replicate, run; gather the outputs, or the losses where there are only these."""
         step = self.worker.training_step
         # As torch does: a small batch makes fewer slices than replicas, the last may be smaller.
-        most = -(-batch.num_samples // len(self.replicas.devices))
-        starts = range(0, batch.num_samples, most)
-        slices = batch.cut(min(most, batch.num_samples - start) for start in starts)
+        chunks = torch.arange(batch.num_samples, device="cpu").chunk(len(self.replicas.devices))
+        slices = batch.cut(map(len, chunks))
         trees = [each.tree for each in slices]
         if isinstance(step, Supervised):
             outputs = self.replicas.run(nn.Module.__call__, [inputs for inputs, _ in trees])

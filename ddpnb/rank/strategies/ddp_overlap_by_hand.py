@@ -35,11 +35,7 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class DdpOverlapByHand(Strategy):
-    """A hook on each parameter, and an all-reduce for each bucket of gradients.
-
-    Args:
-        bucket_mb: MB of gradients in one message; 0: one message for each parameter.
-    """
+    """A hook on each parameter, and an all-reduce for each bucket of gradients."""
 
     def __init__(self, *, bucket_mb: float = 0.0) -> None:
         self.bucket_mb = bucket_mb
@@ -112,12 +108,9 @@ class DdpOverlapByHand(Strategy):
 
 
 def buckets_of(parameters: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
-    """Return the parameters in buckets, the last parameters first.
+    """Return the parameters in buckets of so many MB at most, the last parameters first.
 
-    Args:
-        parameters: all that are trained, in the model's order.
-        bucket_mb: MB that a bucket may hold, unless one parameter alone has more; 0: each
-            parameter has its own.
+    A parameter that alone has more gets its own bucket; with 0 MB each does.
     """
     buckets: list[list[nn.Parameter]] = []
     room = 0.0

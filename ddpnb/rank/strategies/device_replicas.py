@@ -62,13 +62,6 @@ class Replicas(ABC):
         A backward pass through them leaves the sum of all gradients in the first replica.
         """
 
-    def close(self) -> None:
-        """End the threads; may be called twice."""
-        self.pool.shutdown(cancel_futures=True)
-
-
-# -- on several GPUs -----------------------------------------------------------------------
-
 
 @final
 class GpuReplicas(Replicas):
@@ -84,9 +77,6 @@ class GpuReplicas(Replicas):
         with self.meter.communicating():
             gathered: Tensor = gather(outputs, self.devices[0])
         return gathered
-
-
-# -- emulated ------------------------------------------------------------------------------
 
 
 @final

@@ -34,13 +34,7 @@ class RingByHand(DdpByHand):
 
 
 def ring_all_reduce(flat: Tensor, *, rank: int, world_size: int) -> None:
-    """Sum a flat tensor over all ranks, in place; takes part: every rank.
-
-    Args:
-        flat: shape (n,), with the same n on every rank.
-        rank: this rank.
-        world_size: number of ranks.
-    """
+    """Sum a tensor of shape (n,) over all ranks, in place; takes part: every rank."""
     chunks = flat.tensor_split(world_size)
     arrived = torch.empty_like(chunks[0])  # the first chunk is a largest one
     # reduce-scatter: at the end this rank holds the sum of chunk rank + 1

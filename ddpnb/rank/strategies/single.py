@@ -24,11 +24,7 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class Single(Strategy):
-    """Plain stochastic gradient descent; the other ranks rest.
-
-    Args:
-        threads: ``"rank"``: as many as each rank has; ``"all"``: as all ranks of its host have.
-    """
+    """Plain stochastic gradient descent; the other ranks rest."""
 
     def __init__(self, *, threads: str = "rank") -> None:
         self._takes_all = threads == "all"

@@ -40,13 +40,10 @@ class Zero(DdpStrategy):
 
 
 def _sharded(sample: Optimizer) -> Any:
-    """Return the same optimizer with its state sharded; takes part: every rank.
+    """Return an optimizer that has made no step, with its state sharded; takes part: every rank.
 
     Hooks before and after a step (warm-up, clipping) move to the whole optimizer: on every rank
     they see all parameters, with the averaged gradients.
-
-    Args:
-        sample: a plain optimizer of all parameters that has made no step.
     """
     # Each group has all of its own settings; the constructor may check them, or require them.
     takes = inspect.signature(type(sample)).parameters

@@ -83,11 +83,7 @@ def split_step(result: object, call: str = STEP) -> tuple[Tensor, Mapping[str, N
     """Return the loss and the further numbers of what a step has returned.
 
     Of other mappings than a plain dict, such as the outputs of transformers' models, the loss
-    alone is taken.
-
-    Args:
-        result: what it has returned.
-        call: how the step is called, for the error message.
+    alone is taken.  Messages call the step ``call``.
 
     Raises:
         UserError: there is no loss in it.

@@ -18,6 +18,7 @@ for each sample.
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -84,8 +85,6 @@ class BatchSchedule:
         num_full, rest = divmod(self._num_used, batch_size)
         self.steps_per_epoch = num_full + (rest >= num_ranks)
         self.num_steps = max(1, round(self.num_epochs * self.steps_per_epoch))
-        self._epoch = -1
-        self._permutation = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
     def num_samples(self) -> int:
@@ -116,7 +115,8 @@ class BatchSchedule:
         epoch, batch = divmod(shard.step, self.steps_per_epoch)
         start = batch * self.batch_size
         end = start + self.size(shard.step)
-        return self._permutation_of(epoch)[start + shard.part : end : shard.num_parts]
+        order = permutation(self.num_in_split, self.seed + epoch)
+        return order[start + shard.part : end : shard.num_parts]
 
     def smallest_shard(self, num_parts: int) -> Shard:
         """Return one of the run's smallest shards."""
@@ -124,13 +124,12 @@ class BatchSchedule:
         step = min((0, last), key=self.size)
         return Shard(step=step, part=num_parts - 1, num_parts=num_parts)
 
-    def _permutation_of(self, epoch: int) -> Tensor:
-        """Return an epoch's samples in order; the last epoch's are kept."""
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            self._permutation = torch.randperm(self.num_in_split, generator=generator, device="cpu")
-            self._epoch = epoch
-        return self._permutation
+
+@lru_cache(maxsize=1)
+def permutation(num: int, seed: int) -> Tensor:
+    """Return so many numbers in random order; the last result is kept."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(num, generator=generator, device="cpu")
 
 
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:

@@ -39,12 +39,8 @@ def cell_task(source: str, namespace: Mapping[str, object], filename: str) -> Ta
     """Run the cell and return the task it defines.
 
     The cell must define ``model()`` and ``data(split)``, where ``split`` is ``"train"`` or
-    ``"test"``; ``docs/your-code.md`` lists what else it may define.
-
-    Args:
-        source: of the cell.
-        namespace: the user's variables on this rank, visible to the cell.
-        filename: what tracebacks call the cell.
+    ``"test"``; ``docs/your-code.md`` lists what else it may define.  It sees the names of the
+    namespace, and tracebacks call it by the file name.
 
     Raises:
         UserError: a definition is missing or returns something wrong.

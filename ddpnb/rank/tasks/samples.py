@@ -55,10 +55,7 @@ class TensorSamples:
 class DatasetSamples:
     """Samples of a map-style data set with items of any kind.
 
-    Args:
-        dataset: has ``__len__`` and ``__getitem__``.
-        collate: makes a batch of some items; None: torch's ``default_collate``.
-        num_workers: processes that fetch, if no other number is asked for.
+    ``num_workers`` processes fetch them, if no other number is asked for.
     """
 
     def __init__(
@@ -97,14 +94,9 @@ def _stack(items: list[Any]) -> Tree:
 def as_samples(data: Any, split: str, collate: Collate | None = None) -> Samples:
     """Return the result of ``data(split)`` as ``Samples``.
 
-    Args:
-        data: tensors or arrays in a tree, a map-style data set, a list of items, or a
-            ``DataLoader`` of one.
-        split: ``"train"`` or ``"test"``, for the error message.
-        collate: the cell's own ``collate_fn``.
-
-    Raises:
-        UserError: it is none of these, or it is empty.
+    It may be tensors or arrays in a tree, a map-style data set, a list of items, or a
+    ``DataLoader`` of one; anything else is refused, and what is empty.  ``collate`` is the cell's
+    own ``collate_fn``.
     """
     num_workers = 0
     if isinstance(data, DataLoader):
@@ -147,11 +139,7 @@ def _as_tensors(tree: object, split: str) -> Tree:
 
 
 def _dataset_of(loader: DataLoader[Any], split: str) -> Any:
-    """Return a loader's data set.
-
-    Raises:
-        UserError: it chooses or orders samples in a way that would be lost.
-    """
+    """Return a loader's data set; refuse a choice or order of samples that would be lost."""
     sampler, dataset = loader.sampler, loader.dataset
     _check_numbered(dataset, split)
     is_drawn = getattr(sampler, "replacement", False)
@@ -190,14 +178,9 @@ def prefetching(
     """Yield shards, each with what ``fetch`` has returned in another process.
 
     The processes live as long as the context.  They fetch nothing before the first shard is asked
-    for, so that no strategy has samples ready when the clock starts.
-
-    Args:
-        fetch: returns the samples with these numbers.
-        requests: all that will be trained on, in order; taken early, ``NUM_PREFETCHED`` for each
-            process, also from a queue that others take from.
-        num_processes: how many processes fetch.
-        seed: of the random numbers in these processes.
+    for, so that no strategy has samples ready when the clock starts.  Requests are taken early,
+    ``NUM_PREFETCHED`` for each process, also from a queue that others take from.  The seed is that
+    of the random numbers in these processes.
     """
     num_first = NUM_PREFETCHED * num_processes  # what the loader takes at once
     batches = iter(

@@ -32,13 +32,7 @@ Images = tuple[Tensor, Tensor]
 
 
 def build(*, samples: int = SAMPLES, parameters: int = PARAMETERS, compute: int = COMPUTE) -> Task:
-    """Return the task: images to train on, 1024 held out, a small convolutional network.
-
-    Args:
-        samples: images to train on.
-        parameters: of the whole model; 0 for no extra ones.
-        compute: extra convolutions for each image.
-    """
+    """Return the task: images to train on, 1024 held out, a small convolutional network."""
     train, held_out = make_images(samples, NUM_HELD_OUT)
     return Task(
         model=lambda: model(parameters=parameters, compute=compute),

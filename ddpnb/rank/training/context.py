@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
@@ -191,19 +191,12 @@ class RunContext:
         """Fetch as many samples as one worker's shard of a whole global batch has."""
         return self.first_batch(-(-self.schedule.size(0) // self.plan.num_workers))
 
-    def first_batch(self, num_samples: int) -> Batch:
-        """Fetch the first samples of the run, as a global batch of their own."""
-        indices = self.first_indices(num_samples)
-        num = len(indices)
-        return Batch(tree=self.samples(indices), num_samples=num, num_global=num)
-
-    def first_indices(self, num_samples: int) -> Tensor:
-        """Return the numbers of the first samples of the run."""
-        return self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
-
-    def samples(self, indices: Tensor) -> Tree:
-        """Fetch the training samples with these numbers, and copy them to the device."""
-        return moved(self.task.train.fetch(indices), self.device)
+    def first_batch(self, num_samples: int, *, times: int = 1) -> Batch:
+        """Fetch the first samples of the run, so many times, as a global batch of their own."""
+        first = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
+        indices = first.repeat(times)
+        tree = moved(self.task.train.fetch(indices), self.device)
+        return Batch(tree=tree, num_samples=len(indices), num_global=len(indices))
 
     @property
     def num_data_workers(self) -> int:
@@ -244,6 +237,7 @@ def build_context(spec: RunSpec, here: Surroundings) -> RunContext:
     seed_everything(spec.data_seed)
     task = load_task(spec, here.namespace, here.filename)
     known = ChainMap(dict(task.defined), dict(here.namespace))
+    here = replace(here, namespace=known)
     plan = make_strategy(spec.strategy, known).plan(state)
     schedule = BatchSchedule(
         len(task.train),
@@ -252,10 +246,4 @@ def build_context(spec: RunSpec, here: Surroundings) -> RunContext:
         num_ranks=state.world_size if spec.batch_per_worker is None else plan.num_workers,
         seed=spec.seed,
     )
-    return RunContext(
-        spec=spec,
-        here=replace(here, namespace=known),
-        plan=plan,
-        task=task,
-        schedule=schedule,
-    )
+    return RunContext(spec=spec, here=here, plan=plan, task=task, schedule=schedule)

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import update_bn
 from ddpnb.compat.torch_internals import tree_map, tree_map_only
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, split_step
-from ddpnb.rank.tasks.batches import Tree, moved, shape_of
+from ddpnb.rank.tasks.batches import Tree, moved, permutation, shape_of
 
 MAX_SAMPLES = 10_000
 """How many samples of a larger split are evaluated, spread evenly over it."""
@@ -62,10 +62,8 @@ def score(
 ) -> Score:
     """Evaluate a model on up to ``max_samples`` of a split; on the training split, only the loss.
 
-    Without ``has_loss`` only what the task's ``validation_step`` and ``metric`` measure.
-
-    Raises:
-        UserError: a measure is not a number.
+    Without ``has_loss`` only what the task's ``validation_step`` and ``metric`` measure.  A measure
+    that is no number is refused.
     """
     samples = task.held_out if is_held_out else task.train
     totals: dict[str, float] = {}
@@ -209,8 +207,7 @@ def estimate_batchnorm(
     batches.  Layers that the forward pass leaves out, or the model keeps in evaluation mode, stay
     as they are.
     """
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(len(task.train), generator=generator, device="cpu")[:max_samples]
+    chosen = permutation(len(task.train), seed)[:max_samples]
     num_batches = max(1, len(chosen) // min(batch_size, _BATCH_SIZE))
     batches = chosen.tensor_split(num_batches)  # no rest of a single sample
     before = {layer: copy.deepcopy(layer.state_dict()) for layer in _batchnorms(model)}

@@ -41,11 +41,7 @@ def measure_compute_seconds(worker: Worker, batch: Batch) -> float:
 
 @final
 class FaultInjector:
-    """Delays or kills this process while a run is trained.
-
-    Args:
-        metrics: of the run; a process that was restarted is not killed again.
-    """
+    """Delays or kills this process while a run is trained; a restarted one is not killed again."""
 
     def __init__(self, metrics: RunMetrics) -> None:
         context, self._metrics = metrics.context, metrics
@@ -56,11 +52,12 @@ class FaultInjector:
         self._kill = min(((at, rank) for rank, at in kills if rank in workers), default=None)
         """When, in seconds of training, and which rank."""
         self._sleeps = context.laboratory is None and bool(self._slow or spec.jitter)
-        seconds = 0.0
+        self._own_seconds = 0.0
+        """Of a forward and backward pass, where its length matters."""
         if self._sleeps and (spec.jitter > 0 or any(fault.factor > 1 for fault in self._slow)):
             alone = context.worker("m", num_steps=1)
-            seconds = measure_compute_seconds(alone, context.usual_batch())
-        own = Compute(0.0, fixed=seconds)
+            self._own_seconds = measure_compute_seconds(alone, context.usual_batch())
+        own = Compute(0.0, fixed=self._own_seconds)
         self._times = ComputeTimes(compute=own, slow=self._slow, jitter=spec.jitter, seed=spec.seed)
         self._device = context.device
         self._seconds, self._step = 0.0, 0
@@ -75,7 +72,8 @@ class FaultInjector:
         if self._kill is not None and self._metrics.clock.seconds >= self._kill[0]:
             self._die(self._kill[1])
         if self._sleeps:
-            self._seconds = max(map(self._delay, self._workers))
+            lengths = (self._times.step(worker, self._step, 0) for worker in self._workers)
+            self._seconds = max(lengths) - self._own_seconds
             self._step += 1
 
     def delay(self) -> None:
@@ -97,7 +95,3 @@ class FaultInjector:
         metrics.publish(Mark(rank=rank, seconds=metrics.clock.seconds, kind=MarkKind.KILLED))
         time.sleep(KILL_TIMEOUT_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def _delay(self, worker: int) -> float:
-        factor = self._times.factor(worker, self._step)
-        return (factor - 1) * self._times.work(0) + self._times.delay(worker)

@@ -35,12 +35,8 @@ def judged(
 ) -> RunReport:
     """Return the report of a run with the scores of its model.
 
-    Args:
-        model: trained; it takes the weights of the copies, one after the other.
-        metrics: of the run.
-        snapshots: made on the way; they go.
-        keep: takes the trained model before it is judged.
-        should_stop: called before each copy; if it is true, the rest are left out.
+    ``keep`` takes the model first.  Then the model takes the weights of the copies, one after the
+    other, which go.  ``should_stop`` is called before each; if it is true, the rest are left out.
     """
     judge = _Judge(model, metrics, snapshots)
     judge.estimate_batchnorm()

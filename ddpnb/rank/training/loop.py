@@ -105,7 +105,7 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
     with contextlib.ExitStack() as opened:
         # -- rehearse ---------------------------------------------------------------------
         activations = Activations(is_due=True)
-        if not context.spec.is_emulated:
+        if not context.spec.is_emulated and context.here.rejoin_info is None:
             rehearse(context, activations)
         # -- prepare ----------------------------------------------------------------------
         fault_injector = FaultInjector(metrics)
@@ -150,8 +150,6 @@ def rehearse(context: RunContext, activations: Activations) -> None:
     They load code, start threads, fill the memory allocator, and compile what the user compiles,
     for every size of batch that will come.  They leave no trace.
     """
-    if context.here.rejoin_info is not None:
-        return
     num_steps = min(REHEARSED_STEPS, context.schedule.num_steps)
     with preserve_globals(context.device), closing(context.strategy()) as strategy:
         worker = context.worker("r", num_steps=num_steps)

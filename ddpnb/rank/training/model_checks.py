@@ -140,19 +140,19 @@ def refuse_sum(context: RunContext, worker: Worker) -> None:
     draws them all the same, such as a VAE's loss, or is computed for one number of samples alone,
     cannot be checked so.
     """
-    step, indices = worker.training_step, context.first_indices(NUM_FEW)
+    step = worker.training_step
     is_short = isinstance(step, Supervised)
 
-    def loss_of(numbers: Tensor, seed: int = 0) -> float:
+    def loss_of(*, times: int = 1, seed: int = 0) -> float:
         seed_everything(seed)
+        batch = context.first_batch(NUM_FEW, times=times)
         with torch.set_grad_enabled(not is_short):  # a step may need gradients
-            return split_step(step(worker.model, context.samples(numbers)))[0].item()
+            return split_step(step(worker.model, batch.tree))[0].item()
 
     worker.model.eval()
     with preserve_globals(worker.device):
         try:
-            once, drawn = loss_of(indices), loss_of(indices, seed=1)
-            twice = loss_of(torch.cat([indices, indices]))
+            once, drawn, twice = loss_of(), loss_of(seed=1), loss_of(times=2)
         except Exception:  # noqa: BLE001  the user's step
             return
         finally:

@@ -33,13 +33,8 @@ def make_optimizer(
 
     Reference: Pascanu et al., ICML 2013 (clipping).
 
-    Args:
-        parameters: those to update; on a server they are copies of the model's own.
-        model: whole.
-        make_model: makes another one.
-        function: the cell's ``optimizer``; None: SGD.
-        spec: the options.
-        num_updates: in the whole run.
+    On a server the parameters are copies of the model's own.  ``function`` is the cell's
+    ``optimizer``; without one it is SGD.  ``num_updates`` are those of the whole run.
 
     Raises:
         UserError: the cell's function returns something wrong.

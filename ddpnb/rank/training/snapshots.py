@@ -39,10 +39,7 @@ class Snapshot(NamedTuple):
 class Snapshots:
     """Copies the model every few steps; all ranks have one, and call it after each step.
 
-    Args:
-        metrics: of this rank; drained before each copy, so that its clock is right.
-        strategy: has been set up.
-        worker: what it was set up with.
+    The strategy has been set up with the worker.
     """
 
     def __init__(self, metrics: RunMetrics, strategy: Strategy, worker: Worker) -> None:

@@ -43,9 +43,6 @@ class Clock(Meter):
     Seconds add up from moment to moment: ``elapsed_time`` returns milliseconds as a float32, which
     are no finer than 0.1 ms after a quarter of an hour (torch.cuda.Event, CUDA's
     cudaEventElapsedTime).
-
-    Args:
-        device: what makes the steps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,16 +77,12 @@ class Clock(Meter):
 
     def start(self) -> None:
         """Start counting, when the device has nothing left to do."""
-        self.seconds = 0.0
-        self._begin_anew()
+        synchronize(self._device)
+        self._marks, self._hidden = [], []
+        self.begin("data")
 
     def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
-        """End a step; return the steps that the device has finished.
-
-        Args:
-            step: what is known of it.
-            values: its loss and further numbers of the task.
-        """
+        """End a step, see ``completed``; return the steps that the device has finished."""
         held = {name: value.to("cpu", non_blocking=True) for name, value in values.items()}
         self.begin("data")
         self._pending.append(_Pending(step, self._marks, self._hidden, held))
@@ -115,12 +108,7 @@ class Clock(Meter):
         try:
             yield
         finally:
-            self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        synchronize(self._device)
-        self._marks, self._hidden = [], []
-        self.begin("data")
+            self.start()
 
     def _finished(self) -> list[StepEvent]:
         steps = []

@@ -114,10 +114,8 @@ def _smallest_batch(context: RunContext) -> Batch:
 def _check_own(context: RunContext, worker: Worker) -> Batch:
     """Have a class of the user's own set up and make one step; takes part: every rank.
 
-    What it does not use of the cell, such as its loss, need not be right.
-
-    Returns:
-        This rank's shard of the smallest global batch, with its weight in a real run.
+    What it does not use of the cell, such as its loss, need not be right.  The batch is this rank's
+    shard of the smallest global batch, with its weight in a real run.
     """
     smallest = context.schedule.smallest_shard(context.state.world_size)
     shard = replace(smallest, part=context.state.rank)
@@ -133,10 +131,8 @@ def _check_own(context: RunContext, worker: Worker) -> Batch:
 def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score, float]:
     """Evaluate the model on a few samples of each split, so that no run fails only at its end.
 
-    The worker's model is in evaluation mode afterwards.
-
-    Returns:
-        The score on held-out samples, and the seconds that a sample takes in a usual batch.
+    Return the score on held-out samples, and the seconds that a sample takes in a usual batch.  The
+    worker's model is in evaluation mode afterwards.
     """
     has_loss = context.has_loss
     judge = partial(score, worker.model.eval(), context.task, worker.device, has_loss=has_loss)

@@ -1,0 +1,135 @@
+"""How rank 0 serves its queue to the other ranks, outside the process group: by sockets (rank 0).
+
+Each worker has a thread, at the end of its connection.  On rank 0's host the tensors lie in shared
+memory; to and from workers of other hosts they follow the messages.
+"""
+
+import contextlib
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpnb.compat import torch_internals
+from ddpnb.protocol.processes import limit_waits
+from ddpnb.rank.connections import shut_down
+from ddpnb.rank.servers.memory import SharedMemory, pack
+from ddpnb.rank.servers.queue import NO_RANK, REPLY, REQUEST, RequestKind, WorkQueue
+
+HELLO = struct.Struct("<q")
+"""The first message of a worker: its rank."""
+
+
+def server_address() -> str:
+    """Return the address at which other hosts reach rank 0's: that of the group's own store."""
+    store = torch_internals.group_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else "127.0.0.1"
+
+
+def connection_over(connected: socket.socket, timeout_seconds: float) -> Connection:
+    """Return a connection over a socket, at which no wait is longer than the timeout."""
+    connected.settimeout(None)  # whatever the user's default is
+    if connected.family != socket.AF_UNIX:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = Connection(connected.detach())
+    limit_waits(connection, write_seconds=timeout_seconds, read_seconds=timeout_seconds).close()
+    return connection
+
+
+@final
+class Server:
+    """Serves each connection in a thread of its own.
+
+    Workers of other hosts send gradients like the parameters.  The timeout is the longest wait at a
+    connection, and of ``close`` for each thread.
+    """
+
+    def __init__(
+        self,
+        queue: WorkQueue,
+        memory: SharedMemory,
+        parameters: Sequence[Tensor],
+        timeout_seconds: float,
+    ) -> None:
+        self._queue = queue
+        self._memory = memory
+        self._parameters = parameters
+        self._timeout = timeout_seconds
+        self._listeners: list[socket.socket] = []
+        self._connected: list[Connection] = []
+        self._acceptors: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
+
+    def listen(self, listener: socket.socket, most: int = sys.maxsize) -> None:
+        """Accept connections at a bound socket, until so many have come."""
+        listener.settimeout(None)  # whatever the user's default is
+        listener.listen()
+        self._listeners.append(listener)
+        self._acceptors.append(_started(self._accept, listener, most))
+
+    def close(self) -> None:
+        """Accept no more, disconnect, and wait until the last replies are on their way."""
+        for listener in self._listeners:
+            shut_down(listener.fileno())
+        for thread in self._acceptors:
+            thread.join(self._timeout)
+        for connection in self._connected:
+            with contextlib.suppress(OSError):  # it is closed
+                shut_down(connection.fileno(), socket.SHUT_RD)  # a last reply can still be sent
+        for thread in self._threads:
+            thread.join(self._timeout)
+
+    def _accept(self, listener: socket.socket, most: int) -> None:
+        with listener, contextlib.suppress(OSError):  # it is shut down
+            for _ in range(most):
+                connection = connection_over(listener.accept()[0], self._timeout)
+                self._connected.append(connection)
+                is_remote = listener.family != socket.AF_UNIX
+                self._threads.append(_started(self._serve, connection, is_remote))
+
+    def _serve(self, connection: Connection, is_remote: bool) -> None:
+        """Serve one worker until it is done, is lost or has failed."""
+        queue = self._queue
+        with connection, contextlib.suppress(EOFError, OSError):
+            (rank,) = HELLO.unpack(connection.recv_bytes())
+            if is_remote:
+                gradients = pack(self._parameters)
+            else:
+                self._memory.send(connection)
+                gradients = self._memory.gradients(rank)
+            # From here on ``close`` ends every wait, and the queue watches the time.
+            limit_waits(connection, write_seconds=0, read_seconds=0).close()
+            incarnation, kind = object(), RequestKind.BEGIN
+            try:
+                while kind is not RequestKind.DONE:
+                    number, weight = REQUEST.unpack(connection.recv_bytes())
+                    kind = RequestKind(number)
+                    if kind is RequestKind.FAIL:
+                        queue.fail(rank)
+                        return
+                    if is_remote and kind is RequestKind.STEP:
+                        connection.recv_bytes_into(gradients.raw.numpy().data)
+                    reply = queue.handle(rank, kind, weight, gradients.tensors, incarnation)
+                    connection.send_bytes(REPLY.pack(*reply))
+                    if reply.lost_rank != NO_RANK:
+                        return
+                    if is_remote:
+                        connection.send_bytes(self._memory.copy_of(rank).raw.numpy().data)
+            except (EOFError, OSError):
+                # The worker may be alive: it was given up, or rank 0 has disconnected.
+                connection.send_bytes(REPLY.pack(*queue.lose(rank, incarnation)))
+
+
+def _started(target: Callable[..., None], *args: object) -> threading.Thread:
+    """Start a thread, which does not keep the process alive."""
+    thread = threading.Thread(target=target, args=args, name="ddpnb-server", daemon=True)
+    thread.start()
+    return thread
