@@ -204,7 +204,8 @@ def first_failure(file: str, before: str, after: str, tests: str) -> str:
             text=True,
         )
     assert ended.returncode in (0, 1), ended.stdout + ended.stderr
-    return next((line for line in ended.stdout.splitlines() if line.startswith("FAILED")), "")
+    lines = ended.stdout.splitlines()
+    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "")
 
 
 if __name__ == "__main__":

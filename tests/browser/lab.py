@@ -14,7 +14,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page
 
-from tests.system_packages import find_program
+from tests.programs import daemon, find_program
 
 CHROMIUM_FLAGS = [
     "--no-sandbox",
@@ -57,39 +57,28 @@ def lab_server(folder: Path) -> Iterator[str]:
     """Serve JupyterLab on ``folder``; yields the address of its ``/lab`` with a token."""
     token = secrets.token_hex(16)
     runtime = folder / ".runtime"
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "jupyterlab",
-            "--no-browser",
-            "--allow-root",
-            "--expose-app-in-browser",
-            "--ServerApp.port=0",
-            "--ServerApp.ip=127.0.0.1",
-            f"--IdentityProvider.token={token}",
-            f"--ServerApp.root_dir={folder}",
-            "--LabApp.news_url=None",
-            "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-        ],
-        env=os.environ
-        | {
-            "JUPYTER_RUNTIME_DIR": str(runtime),
-            "JUPYTERLAB_SETTINGS_DIR": str(folder / ".settings"),
-            "JUPYTERLAB_WORKSPACES_DIR": str(folder / ".workspaces"),
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
+    words = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        "--expose-app-in-browser",
+        "--ServerApp.port=0",
+        "--ServerApp.ip=127.0.0.1",
+        f"--IdentityProvider.token={token}",
+        f"--ServerApp.root_dir={folder}",
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]
+    own = {
+        "JUPYTER_RUNTIME_DIR": str(runtime),
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / ".settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(folder / ".workspaces"),
+    }
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with daemon(words, env=os.environ | own, **silent) as process:
         yield f"{address_of(process, runtime)}lab/tree/{{path}}?token={token}&reset"
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def address_of(process: subprocess.Popen[bytes], runtime: Path) -> str:

@@ -88,7 +88,6 @@ def test_the_figure_grows_in_sight_and_the_table_stands_at_the_end(lesson: Page)
 
     def check_size() -> None:
         box = picture.bounding_box()
-        assert box is not None
         assert box["height"] <= 520
         assert SMALL_POINTS / 72 / WIDTH * box["width"] >= 10, "the smallest text can be read"
 

@@ -4,6 +4,7 @@ import pytest
 
 from ddpnb.cluster.cluster import Cluster
 from tests.cluster.rig import DYNAMO, started
+from tests.cluster.two_hosts import TwoHosts, two_hosts
 
 
 @pytest.fixture(scope="package")
@@ -19,3 +20,9 @@ def cluster(forked: Cluster) -> Cluster:
     if forked.dead:
         forked.bring_back(forked.dead)
     return forked
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as found:
+        yield found

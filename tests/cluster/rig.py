@@ -15,7 +15,6 @@ import pytest
 
 from ddpnb.cluster.call import CallEvent, Output, Timeouts
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch
 from ddpnb.history.store import Store
 from ddpnb.hosts.processes import start_cluster
@@ -29,7 +28,7 @@ from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.status import describe_ranks
 from ddpnb.session.training import Training
 from ddpnb.session.variables import pull as pull_variable
-from tests.system_packages import find_program
+from tests.programs import find_program
 
 ALL_REDUCE = """
 import torch, torch.distributed as dist
@@ -74,28 +73,17 @@ def waits_for(sign: Path) -> str:
 
 @contextlib.contextmanager
 def started(
-    num_ranks: int = 2,
+    num_ranks: int | None = None,
     *,
-    timeouts: Timeouts | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
 ) -> Iterator[Cluster]:
-    """A cluster of one's own, to break."""
+    """A cluster of one's own, to break: on this host, or on those that the options name."""
+    spec = HostsSpec(num_ranks=num_ranks, device="cpu", **options)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu"))
-    cluster.timeouts = timeouts or cluster.timeouts
-    try:
-        yield cluster
-    finally:
-        cluster.stop()
-
-
-@contextlib.contextmanager
-def started_on_hosts(**options: Any) -> Iterator[Cluster]:
-    """A cluster on other hosts, by ssh or by a launcher."""
-    spec = HostsSpec(**{"device": "cpu", "num_threads": 1} | options)
-    cluster = start_cluster(spec)
+        cluster = start_cluster(spec)
     try:
         yield cluster
     finally:
@@ -124,10 +112,6 @@ class Ended:
     def hang(self) -> str:
         """Why the ranks waited for each other without end; empty if they did not."""
         return str(self.watch.outcome.hang or "")
-
-    @property
-    def timed_out(self) -> bool:
-        return self.watch.outcome.timed_out
 
 
 def begin(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.rig import wait_until
-from tests.system_packages import find_program, skip_or_fail
+from tests.programs import daemon, find_program, skip_or_fail
 
 CONFIG = """
 ClusterName=ddpnb
@@ -60,13 +60,14 @@ def simulated_slurm() -> Iterator[None]:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             configure(folder)
             patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+            log = stack.enter_context((folder / "daemons.log").open("ab"))
             for words in (
                 ["munged", "--foreground", *munge_options(folder)],
                 ["slurmctld", "-D"],
                 ["slurmd", "-D", "-N", "n1"],
                 ["slurmd", "-D", "-N", "n2"],
             ):
-                stack.enter_context(daemon(words, folder))
+                stack.enter_context(daemon(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
                 if words[0] == "munged":
                     wait_until((folder / "munge.socket").exists, "munged")
             stack.callback(subprocess.run, ["scancel", "--me"], check=False)
@@ -91,21 +92,6 @@ def munge_options(folder: Path) -> list[str]:
     names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
     found = [f"--{option}={folder}/munge.{name}" for option, name in names.items()]
     return [*found, f"--seed-file={folder}/munge.seed"]
-
-
-@contextlib.contextmanager
-def daemon(words: list[str], folder: Path) -> Iterator[None]:
-    with (folder / "daemons.log").open("ab") as log:
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    try:
-        yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def jobs() -> set[str]:

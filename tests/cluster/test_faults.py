@@ -11,18 +11,7 @@ import pytest
 from ddpnb.cluster.call import CallEvent, Lost, Output
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.errors import UserError
-from tests.cluster.rig import (
-    ALL_REDUCE,
-    begin,
-    finish,
-    pull,
-    run,
-    started,
-    stop_when,
-    total,
-    wait_until,
-    waits_for,
-)
+from tests.cluster import rig
 
 IMPORTS = """
 import time, torch, torch.distributed as dist
@@ -31,27 +20,33 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 """
 
 
-def check_it_goes_on(cluster: Cluster, kept: object) -> None:
-    assert total(cluster) == [2.0, 2.0]
-    assert pull(cluster, "kept") == kept
+@pytest.fixture
+def unharmed(cluster: Cluster) -> Iterator[Cluster]:
+    """Two ranks that meet after the test, and have kept their variables."""
+    rig.run(cluster, f"{IMPORTS}\nkept = rank")
+    yield cluster
+    assert rig.total(cluster) == [2.0, 2.0]
+    assert rig.pull(cluster, "kept") == [0, 1]
 
 
 def test_a_rank_that_only_computes_goes_on_when_another_has_failed(cluster: Cluster):
-    cell = run(cluster, "if rank == 1: 1/0\nimport time\nfor _ in range(20): time.sleep(.1)\nx = 5")
+    cell = rig.run(
+        cluster, "if rank == 1: 1/0\nimport time\nfor _ in range(20): time.sleep(.1)\nx = 5"
+    )
     assert set(cell.failures) == {1}
     assert cell.notes == [
         "Rank 1 failed: ZeroDivisionError: division by zero; rank 0 is still running. "
         "Interrupt to stop it."
     ]
-    assert pull(cluster, "x", ranks=[0]) == [5]
+    assert rig.pull(cluster, "x", ranks=[0]) == [5]
 
 
 def test_a_failure_of_some_ranks_alone_leaves_the_group(cluster: Cluster):
-    run(cluster, ALL_REDUCE + "generation = id(dist.group.WORLD)")
-    assert set(run(cluster, "1/0", ranks=[0]).failures) == {0}
-    assert set(run(cluster, "1/0").failures) == {0, 1}
-    run(cluster, ALL_REDUCE)
-    assert pull(cluster, "id(dist.group.WORLD) == generation") == [True, True]
+    rig.run(cluster, rig.ALL_REDUCE + "generation = id(dist.group.WORLD)")
+    assert set(rig.run(cluster, "1/0", ranks=[0]).failures) == {0}
+    assert set(rig.run(cluster, "1/0").failures) == {0, 1}
+    rig.run(cluster, rig.ALL_REDUCE)
+    assert rig.pull(cluster, "id(dist.group.WORLD) == generation") == [True, True]
 
 
 LOOP = "print('begun')\nwhile True: time.sleep(0.01)"
@@ -59,68 +54,60 @@ STUBBORN = "print('begun')\ntry: time.sleep(1000)\nexcept KeyboardInterrupt: tim
 
 
 @pytest.mark.parametrize("source", [LOOP, STUBBORN], ids=["loop", "caught once"])
-def test_an_interrupt_reaches_every_rank(cluster: Cluster, source: str):
-    run(cluster, f"{IMPORTS}\nkept = rank")
-    cell = begin(cluster, source)
-    stop_when(lambda: len(cell.printed) == 2, cell)
+def test_an_interrupt_reaches_every_rank(unharmed: Cluster, source: str):
+    cell = rig.begin(unharmed, source)
+    rig.stop_when(lambda: len(cell.printed) == 2, cell)
     assert set(cell.failures) == {0, 1}
     assert "KeyboardInterrupt" in {failure.name for failure in cell.failures.values()}
     assert cell.seconds < 20
-    check_it_goes_on(cluster, [0, 1])
 
 
 def test_ranks_are_interrupted_where_the_kernel_was_started_to_ignore_it():
     """As ``nohup jupyter lab &`` starts it: what it starts inherits that."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with started(1) as cluster:
+        with rig.started(1) as cluster:
             assert cluster.ranks == (0,)
-            cell = run(cluster, f"{IMPORTS}{LOOP}", timeout=0.5)
+            cell = rig.run(cluster, f"{IMPORTS}{LOOP}", timeout=0.5)
     finally:
         signal.signal(signal.SIGINT, handler)
     assert [failure.name for failure in cell.failures.values()] == ["KeyboardInterrupt"]
 
 
 @pytest.mark.parametrize("part", ["handle", "tick"])
-def test_what_fails_in_the_kernel_stops_the_ranks_and_is_raised(cluster: Cluster, part: str):
+def test_what_fails_in_the_kernel_stops_the_ranks_and_is_raised(unharmed: Cluster, part: str):
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    run(cluster, f"{IMPORTS}\nkept = rank")
-    cell = begin(cluster, LOOP)
+    cell = rig.begin(unharmed, LOOP)
     setattr(cell.watch, part, fail)
     with pytest.raises(ZeroDivisionError):
-        finish(cell)
+        rig.finish(cell)
     assert cell.watch.call.done
     assert {failure.name for failure in cell.failures.values()} == {"KeyboardInterrupt"}
-    check_it_goes_on(cluster, [0, 1])
 
 
-def test_an_interrupt_also_stops_what_the_cell_waits_behind(cluster: Cluster):
-    run(cluster, f"{IMPORTS}\nkept = rank")
-    first = begin(cluster, LOOP, ranks=[0])
-    second = stop_when(lambda: first.watch.call.inbox.qsize() > 0, begin(cluster, LOOP))
-    finish(first)
+def test_an_interrupt_also_stops_what_the_cell_waits_behind(unharmed: Cluster):
+    first = rig.begin(unharmed, LOOP, ranks=[0])
+    second = rig.stop_when(lambda: first.watch.call.inbox.qsize() > 0, rig.begin(unharmed, LOOP))
+    rig.finish(first)
     assert set(first.failures) == {0}
     assert set(second.failures) == {0, 1}
     assert second.seconds < 20
-    check_it_goes_on(cluster, [0, 1])
 
 
-def test_an_interrupt_loses_no_message_at_whatever_moment_it_comes(cluster: Cluster):
-    run(cluster, "kept = rank")
+def test_an_interrupt_loses_no_message_at_whatever_moment_it_comes(unharmed: Cluster):
     for _ in range(10):
-        cluster.interrupt(cluster.ranks)
+        unharmed.interrupt(unharmed.ranks)
     for delay_ms in range(30):
-        cell = begin(cluster, "x = 1")
+        cell = rig.begin(unharmed, "x = 1")
         time.sleep(delay_ms / 4000)  # the moment is what varies here
-        cluster.interrupt(cluster.ranks)
+        unharmed.interrupt(unharmed.ranks)
         cell.watch.timeout = 30.0
-        finish(cell)
+        rig.finish(cell)
         assert not cell.lost
-        assert not cell.timed_out
+        assert not cell.watch.outcome.timed_out
         assert {failure.name for failure in cell.failures.values()} <= {"KeyboardInterrupt"}
-    check_it_goes_on(cluster, [0, 1])
 
 
 WITHOUT_LINE = """def between(): {statement}
@@ -130,7 +117,7 @@ if rank: between()"""
 
 
 def test_an_error_between_two_lines_is_shown_as_any_other(cluster: Cluster):
-    cell = run(cluster, WITHOUT_LINE.format(statement="raise KeyboardInterrupt"))
+    cell = rig.run(cluster, WITHOUT_LINE.format(statement="raise KeyboardInterrupt"))
     assert not cell.lost  # IPython cannot format it
     (failure,) = cell.failures.values()
     assert (failure.name, failure.line) == ("KeyboardInterrupt", 3)
@@ -149,7 +136,7 @@ def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(
     mortal: Cluster, tmp_path: Path
 ):
     sign = tmp_path / "sign"
-    run(mortal, f"{IMPORTS}\nkept = rank + 10")
+    rig.run(mortal, f"{IMPORTS}\nkept = rank + 10")
     seen: list[CallEvent] = []
 
     def take(event: CallEvent) -> None:
@@ -157,23 +144,23 @@ def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(
         if isinstance(event, Lost):  # while rank 0 still runs
             sign.touch()
 
-    cell = begin(
+    cell = rig.begin(
         mortal,
-        f"print('begun')\nif rank: time.sleep(1000)\n{waits_for(sign)}after = 'went on'",
+        f"print('begun')\nif rank: time.sleep(1000)\n{rig.waits_for(sign)}after = 'went on'",
         on_event=take,
     )
 
     def kill() -> None:
-        wait_until(lambda: len(cell.printed) == 2, "both ranks to begin")
+        rig.wait_until(lambda: len(cell.printed) == 2, "both ranks to begin")
         os.kill(mortal.states[1].pid, signal.SIGKILL)
 
     threading.Thread(target=kill).start()
-    finish(cell)
+    rig.finish(cell)
     lost = next(event for event in seen if isinstance(event, Lost))
     assert (lost.rank, lost.cause) == (1, "was killed by SIGKILL")
     assert cell.seconds < 40, "the death was reported only after the wait"
     assert not cell.failures
-    assert pull(mortal, "kept, after", ranks=[0]) == [(10, "went on")]
+    assert rig.pull(mortal, "kept, after", ranks=[0]) == [(10, "went on")]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +182,7 @@ def test_no_output_is_lost(cluster: Cluster, source: str, kinds: set[str]):
             if isinstance(event, Output):
                 found[event.rank].add(event.kind)
 
-        run(cluster, source, on_event=note)
+        rig.run(cluster, source, on_event=note)
         assert found == dict.fromkeys(cluster.ranks, kinds)
 
 
@@ -210,25 +197,25 @@ def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(
             if seen == {0, 1}:  # both wait for this
                 sign.touch()
 
-    cell = begin(
+    cell = rig.begin(
         cluster,
-        f"print('first')\n{waits_for(sign)}print('x' * 1_600_000)\nprint('last')",
+        f"print('first')\n{rig.waits_for(sign)}print('x' * 1_600_000)\nprint('last')",
         on_event=take,
     )
-    finish(cell)
+    rig.finish(cell)
     assert cell.seconds < 40, "what was printed came when the wait was over"
     for text in cell.printed.values():
         assert text == "first\n" + "x" * 1_600_000 + "\nlast\n"
 
 
 def test_a_rank_that_dies_before_a_new_group_is_formed_costs_the_others_nothing(mortal: Cluster):
-    run(mortal, "import torch, torch.distributed as dist\nkept = rank + 10")
-    assert run(mortal, "if rank != 1: dist.barrier()").hang
+    rig.run(mortal, "import torch, torch.distributed as dist\nkept = rank + 10")
+    assert rig.run(mortal, "if rank != 1: dist.barrier()").hang
     stopped = psutil.Process(mortal.states[1].pid)
     stopped.suspend()  # it dies while the others form the group
     threading.Timer(1.0, stopped.kill).start()
     began = time.monotonic()
     with pytest.raises(UserError, match="Rank 1 was killed by SIGKILL: %ddp_restart --ranks 1"):
-        run(mortal, ALL_REDUCE)
+        rig.run(mortal, rig.ALL_REDUCE)
     assert time.monotonic() - began < 10
-    assert pull(mortal, "kept", ranks=[0]) == [10]
+    assert rig.pull(mortal, "kept", ranks=[0]) == [10]

@@ -3,7 +3,6 @@
 import secrets
 import sys
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,9 @@ from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.errors import UserError
 from tests.cluster.rig import wait_until
-from tests.cluster.two_hosts import TwoHosts, files_of, two_hosts
+from tests.cluster.two_hosts import files_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def hosts(tmp_path_factory) -> Iterator[TwoHosts]:
-    with two_hosts(tmp_path_factory.mktemp("hosts")) as found:
-        yield found
+pytestmark = pytest.mark.usefixtures("hosts")
 
 
 def refused(folder: Path, sentence: str, setting: str, python: str = sys.executable) -> None:

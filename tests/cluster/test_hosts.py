@@ -1,8 +1,6 @@
 """Do ranks on two hosts, started over ssh, work and end like those of one?"""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,23 +17,9 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.session.status import status_table
 from ddpnb.session.training import Training
 from tests.cells import CELL
-from tests.cluster.rig import (
-    ALL_REDUCE,
-    DYNAMO,
-    begin,
-    finish,
-    knock,
-    prepared,
-    pull,
-    run,
-    shown,
-    started_on_hosts,
-    stop_when,
-    total,
-    wait_until,
-    wait_until_gone,
-)
-from tests.cluster.two_hosts import TwoHosts, files_of, two_hosts
+from tests.cluster import rig
+from tests.cluster.two_hosts import TwoHosts, files_of
+from tests.programs import python
 
 SECONDS = 30.0
 """Nobody waits longer here, on however busy a machine; it takes 5 s on an idle one."""
@@ -78,32 +62,24 @@ DIFFERENT = {
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory) -> Iterator[TwoHosts]:
-    with two_hosts(tmp_path_factory.mktemp("hosts")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def two_each(hosts) -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DDPNB_PRELOAD", DYNAMO["DDPNB_PRELOAD"])
-        with started_on_hosts(hosts="a:2,b:2") as cluster:
-            yield cluster
+    with rig.started(environment=rig.DYNAMO, hosts="a:2,b:2", num_threads=1) as cluster:
+        yield cluster
 
 
 @pytest.fixture
 def cluster(two_each) -> Iterator[Cluster]:
-    """Four living ranks on two hosts; a failed test shows what its dead ranks wrote."""
-    if dead := two_each.dead:
-        two_each.bring_back(dead)
+    """Four ranks on two hosts, which meet after each test; it shows what dead ones wrote."""
     yield two_each
     for rank in two_each.dead:
         print(f"rank {rank}:", two_each.log_tail(rank, 60))
+    if two_each.dead:
+        two_each.bring_back(two_each.dead)
+    assert rig.total(two_each) == [4.0] * 4
 
 
 def test_ranks_are_laid_out_host_by_host(cluster, hosts):
-    assert total(cluster) == [4.0] * 4
-    found = pull(cluster, f"[__import__('os').environ[name] for name in {VARIABLES}]")
+    found = rig.pull(cluster, f"[__import__('os').environ[name] for name in {VARIABLES}]")
     address = hosts.address("a")
     assert found == [
         ["0", "0", "0", "2", "2", address],
@@ -116,7 +92,7 @@ def test_ranks_are_laid_out_host_by_host(cluster, hosts):
 
 
 def test_nothing_listens_beyond_the_interface_and_no_key_is_to_be_seen(cluster, hosts):
-    assert total(cluster) == [4.0] * 4
+    assert rig.total(cluster) == [4.0] * 4
     for host in "ab":
         lines = hosts.call(host, "ss", "-Hltn").splitlines()
         places = {line.split()[3].rsplit(":", 1)[0] for line in lines}
@@ -131,18 +107,17 @@ def test_nothing_listens_beyond_the_interface_and_no_key_is_to_be_seen(cluster, 
     assert len(keys) >= 2
     over_ssh = psutil.Process().children(recursive=True)
     for process in [*own, *over_ssh, *hosts.processes("a"), *hosts.processes("b")]:
-        assert not any(key in shown(process) for key in keys), process
+        assert not any(key in rig.shown(process) for key in keys), process
 
 
 def test_strangers_change_nothing(cluster, hosts):
-    assert total(cluster) == [4.0] * 4
+    assert rig.total(cluster) == [4.0] * 4
     lines = hosts.call("a", "ss", "-Hltn").splitlines()
     ports = {int(line.split()[3].rsplit(":", 1)[1]) for line in lines} - {22}
-    knock([(hosts.address("a"), port) for port in ports], times=1000)
-    assert total(cluster) == [4.0] * 4
+    rig.knock([(hosts.address("a"), port) for port in ports], times=1000)
+    assert rig.total(cluster) == [4.0] * 4
     cluster.abort(cluster.ranks)
     cluster.ensure_group()  # which the store, too, still serves
-    assert total(cluster) == [4.0] * 4
 
 
 TRAINED = {"source": CELL, "num_epochs": 2, "batch_size": 40}
@@ -150,7 +125,7 @@ TRAINED = {"source": CELL, "num_epochs": 2, "batch_size": 40}
 
 def test_strategies_train_across_hosts(cluster, tmp_path):
     names = "ddp", "fsdp", "async", "gossip", "single:threads=all"
-    comparison = prepared(cluster, tmp_path, *names, **TRAINED).run().comparison
+    comparison = rig.prepared(cluster, tmp_path, *names, **TRAINED).run().comparison
     *found, single = comparison.runs
     assert [each.status for each in comparison.runs] == ["finished"] * 5
     assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
@@ -161,40 +136,35 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["ddp", "async"])
 def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy, monkeypatch):
-    training = prepared(cluster, tmp_path, strategy, **TRAINED | {"num_epochs": 100_000})
+    training = rig.prepared(cluster, tmp_path, strategy, **TRAINED | {"num_epochs": 100_000})
     monkeypatch.setattr("ddpnb.session.training.GRACE_SECONDS", SECONDS)
     stopped = threading.Event()
     found = trained(training, stopped.set, stopped.is_set)
     assert (found.status, found.detail) == ("stopped", "stopped by the user")
     assert strategy == "async" or len({report.num_steps for report in found.reports}) == 1
     assert any(report.held_out_accuracy > 0 for report in found.reports)
-    assert total(cluster) == [4.0] * 4
 
 
 def test_shared_memory_is_refused_across_hosts(cluster, tmp_path):
     with pytest.raises(UserError, match=r"dp .*: compare ddp"):
-        prepared(cluster, tmp_path, "dp", "hogwild", "ddp", "central", "ddp-shm", **TRAINED)
+        rig.prepared(cluster, tmp_path, "dp", "hogwild", "ddp", "central", "ddp-shm", **TRAINED)
 
 
 def test_a_rank_that_leaves_a_call_out_is_named(cluster):
-    run(cluster, "import torch, torch.distributed as dist")
-    ended = run(cluster, "mine = rank\nif rank != 3:\n    dist.all_reduce(torch.ones(1000))")
+    rig.run(cluster, "import torch, torch.distributed as dist")
+    ended = rig.run(cluster, "mine = rank\nif rank != 3:\n    dist.all_reduce(torch.ones(1000))")
     assert "rank 3 finished the cell without calling it" in ended.hang
-    assert pull(cluster, "mine") == [0, 1, 2, 3]
-    assert total(cluster) == [4.0] * 4
+    assert rig.pull(cluster, "mine") == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_the_ranks_are_of_use_after_calls_that_do_not_match_across_hosts(cluster, case):
-    run(cluster, "import torch, torch.distributed as dist")
+    rig.run(cluster, "import torch, torch.distributed as dist")
     if case == "call":  # found before it is made, where asked to
-        ended = run(cluster, DIFFERENT[case], is_checked=True)
+        ended = rig.run(cluster, DIFFERENT[case], is_checked=True)
         assert not ended.lost
         assert any("mismatch between collectives" in f.text for f in ended.failures.values())
-    run(cluster, DIFFERENT[case])
-    if cluster.dead:  # gloo ends a rank that receives more than it expects
-        cluster.bring_back(list(cluster.dead))
-    assert total(cluster) == [4.0] * 4
+    rig.run(cluster, DIFFERENT[case])  # gloo ends a rank that receives more than it expects
 
 
 def test_a_rank_that_is_stopped_on_another_host_is_named(cluster, tmp_path, monkeypatch):
@@ -203,50 +173,44 @@ def test_a_rank_that_is_stopped_on_another_host_is_named(cluster, tmp_path, monk
     stopped = psutil.Process(cluster.states[3].pid)
     stopped.suspend()
     try:
-        stop_when(lambda: bool(cell.notes), cell)
+        rig.stop_when(lambda: bool(cell.notes), cell)
     finally:
         stopped.resume()
     assert "Rank 3 " in cell.notes[0]
-    assert pull(cluster, "kept") == [f"of rank {rank}" for rank in range(4)]
-    assert total(cluster) == [4.0] * 4
+    assert rig.pull(cluster, "kept") == [f"of rank {rank}" for rank in range(4)]
 
 
 def test_a_rank_that_dies_is_replaced_and_its_log_is_here(cluster):
-    run(cluster, "kept = rank")
-    ended = run(cluster, "import os, sys\nif rank == 2: os.abort()\ndist.barrier()")
+    rig.run(cluster, "kept = rank")
+    ended = rig.run(cluster, "import os, sys\nif rank == 2: os.abort()\ndist.barrier()")
     assert "SIGABRT" in ended.lost[2]
     assert "Fatal Python error: Aborted" in cluster.log_tail(2)
     cluster.bring_back([2])
-    assert total(cluster) == [4.0] * 4
-    assert pull(cluster, "kept", ranks=[0, 1, 3]) == [0, 1, 3]
+    assert rig.pull(cluster, "kept", ranks=[0, 1, 3]) == [0, 1, 3]
 
 
 def test_a_host_without_power_is_lost_and_the_others_are_freed(cluster, hosts, tmp_path):
     """One of the others may wait for the rest of a message, and is killed."""
     cell = reducing(cluster, tmp_path)
     with hosts.unplugged("b"):
-        assert finish(cell).seconds < 2 * SECONDS
+        assert rig.finish(cell).seconds < 2 * SECONDS
         freed = sorted(cell.failures)
         assert freed
         assert set(cell.lost) == {0, 1, 2, 3} - set(freed)
         assert "was lost with host b" in cell.lost[2]
-        assert pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
+        assert rig.pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
         left = hosts.processes("b")
-    wait_until_gone(left)  # they would have gone without the network too, a little later
-    cluster.bring_back(list(cluster.dead))
-    assert total(cluster) == [4.0] * 4
+    rig.wait_until_gone(left)  # they would have gone without the network too, a little later
 
 
 def test_ranks_of_hosts_that_lose_each_other_are_freed_or_killed(cluster, hosts, tmp_path):
     """Some ranks wait for the rest of a message, and are killed; which ones, is chance."""
     cell = reducing(cluster, tmp_path)
     with hosts.parted():
-        finish(cell)
+        rig.finish(cell)
         assert cell.hang
         left = list(cluster.living)
-        assert pull(cluster, "kept", ranks=left) == [f"of rank {rank}" for rank in left]
-    cluster.bring_back(list(cluster.dead))
-    assert total(cluster) == [4.0] * 4
+        assert rig.pull(cluster, "kept", ranks=left) == [f"of rank {rank}" for rank in left]
 
 
 def test_ranks_that_a_cut_within_a_message_leaves_waiting_are_killed(cluster, hosts, tmp_path):
@@ -255,22 +219,19 @@ def test_ranks_that_a_cut_within_a_message_leaves_waiting_are_killed(cluster, ho
         cell = reducing(cluster, tmp_path, STEP_FOR_EVER)
         time.sleep(3.0)  # a step takes 2.6 s: all connections have half a message under way
         with hosts.parted():
-            assert finish(cell).seconds < 2 * SECONDS
+            assert rig.finish(cell).seconds < 2 * SECONDS
     assert set(cell.failures) | set(cell.lost) == {0, 1, 2, 3}
-    cluster.bring_back(list(cluster.dead))
-    assert total(cluster) == [4.0] * 4
 
 
 def test_a_network_that_is_gone_for_some_seconds_loses_nothing(cluster, hosts):
-    run(cluster, "kept = rank")
-    cell = begin(cluster, "import time\nfor _ in range(45): time.sleep(0.1)", timeout=None)
+    rig.run(cluster, "kept = rank")
+    cell = rig.begin(cluster, "import time\nfor _ in range(45): time.sleep(0.1)", timeout=None)
     with hosts.unplugged("b"):
         time.sleep(2.0)  # of five that a host may be silent
-    finish(cell)
+    rig.finish(cell)
     assert not cell.lost
     assert not cell.failures
-    assert pull(cluster, "kept") == [0, 1, 2, 3]
-    assert total(cluster) == [4.0] * 4
+    assert rig.pull(cluster, "kept") == [0, 1, 2, 3]
 
 
 def test_a_killed_relay_takes_agent_ranks_and_files_along(cluster, hosts, tmp_path):
@@ -279,40 +240,32 @@ def test_a_killed_relay_takes_agent_ranks_and_files_along(cluster, hosts, tmp_pa
     (name,) = hosts.names("b")
     (process,) = hosts.running("relay", "b")
     process.kill()
-    finish(cell)
+    rig.finish(cell)
     assert {2, 3} <= set(cell.lost)  # one of the others may wait for the rest of a message
     freed = list(cluster.living)
-    assert pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
-    wait_until_gone(left)
-    wait_until(lambda: not Path(f"/dev/shm/ddpnb-{name}").exists(), "the agent's files are gone")
-    cluster.bring_back(list(cluster.dead))
-    assert total(cluster) == [4.0] * 4
-    assert not files_of(name)
+    assert rig.pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
+    rig.wait_until_gone(left)
+    rig.wait_until(lambda: not files_of(name), "the agent's files are gone")
 
 
 def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_path, capsys):
-    training = prepared(cluster, tmp_path, "async", **TRAINED | {"num_epochs": 600})
+    training = rig.prepared(cluster, tmp_path, "async", **TRAINED | {"num_epochs": 600})
     (agent,) = hosts.running("agent", "b")
     found = trained(training, agent.kill)
     assert found.status == "finished"
     assert {mark.rank for mark in found.marks} == {2, 3}
     assert "anks 2-3 died while the others continued" in capsys.readouterr().err
-    assert total(cluster) == [4.0] * 4
 
 
 def test_a_killed_kernel_leaves_nothing(hosts):
     earlier, names = everything(hosts)
-    source = (
-        "import ddpnb, time; ddpnb.start(hosts='a:1,b:1', device='cpu'); print('go', flush=True);"
-        "time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as kernel:
-        assert kernel.stdout is not None
-        assert kernel.stdout.readline() == b"go\n"
+    start = "import ddpnb; ddpnb.start(hosts='a:1,b:1', device='cpu')"
+    with python(f"{start}; print('go', flush=True); input()") as (kernel, line):
+        assert line == "go\n"
         found, new = everything(hosts, earlier, names)
         found += psutil.Process(kernel.pid).children(recursive=True)
         kernel.kill()
-    wait_until_gone(found)
+    rig.wait_until_gone(found)
     assert len(new) == 2
     assert not any(map(files_of, new))
 
@@ -320,25 +273,24 @@ def test_a_killed_kernel_leaves_nothing(hosts):
 def test_a_slow_network_is_no_hang(cluster, hosts):
     """9 MB leave each host, in 4.5 s in which all ranks are idle."""
     with hosts.slow("16mbit"):
-        ended = run(cluster, f"{ALL_REDUCE}\nx = torch.ones(1_500_000)\ndist.all_reduce(x)")
+        ended = rig.run(cluster, f"{rig.ALL_REDUCE}\nx = torch.ones(1_500_000)\ndist.all_reduce(x)")
     assert not ended.hang
-    assert pull(cluster, "x.sum().item()") == [6e6] * 4
+    assert rig.pull(cluster, "x.sum().item()") == [6e6] * 4
 
 
 def test_an_interrupt_leaves_no_rank_a_call_ahead(cluster, tmp_path, monkeypatch):
     """Ranks 1 to 3 wait for rank 0, and have time to end by themselves before they are freed."""
     late = replace(cluster.timeouts, abort_after_interrupt_seconds=1.5)
     monkeypatch.setattr(cluster, "timeouts", late)
-    cell = begin(
+    cell = rig.begin(
         cluster,
         "import time, torch, torch.distributed as dist\nfrom pathlib import Path\n"
         f"Path({str(tmp_path)!r}, str(rank)).touch()\nif rank == 0: time.sleep(600)\n"
         "dist.all_reduce(torch.full((1,), 100.0))",
         timeout=None,
     )
-    stop_when(lambda: len([*tmp_path.iterdir()]) == 4, cell)
+    rig.stop_when(lambda: len([*tmp_path.iterdir()]) == 4, cell)
     assert {failure.name for failure in cell.failures.values()} == {"KeyboardInterrupt"}
-    assert total(cluster) == [4.0] * 4
 
 
 def test_stop_leaves_nothing_on_either_host_not_even_of_a_stopped_agent(hosts, monkeypatch):
@@ -346,8 +298,8 @@ def test_stop_leaves_nothing_on_either_host_not_even_of_a_stopped_agent(hosts, m
     monkeypatch.setattr(ssh, "END_SECONDS", 1.0)
     before = psutil.Process().children(recursive=True)
     earlier, names = everything(hosts)
-    with started_on_hosts(hosts="a:1,b:1") as cluster:
-        run(cluster, "import subprocess\nsubprocess.Popen(['sleep', '600'])")
+    with rig.started(hosts="a:1,b:1", num_threads=1) as cluster:
+        rig.run(cluster, "import subprocess\nsubprocess.Popen(['sleep', '600'])")
         found, new = everything(hosts, earlier, names)
         assert len(found) >= 10  # on each a shell, a relay, an agent, a rank, and the cell's own
         assert all(map(files_of, new))
@@ -355,8 +307,8 @@ def test_stop_leaves_nothing_on_either_host_not_even_of_a_stopped_agent(hosts, m
         (agent,) = [each for each in hosts.running("agent", "b") if each not in earlier]
         agent.suspend()
         cluster.stop()
-        wait_until_gone([*here], timeout=1)
-        wait_until_gone(found)
+        rig.wait_until_gone([*here], timeout=1)
+        rig.wait_until_gone(found)
         assert not any(map(files_of, new))
 
 
@@ -371,9 +323,9 @@ def everything(
 
 def reducing(cluster: Cluster, folder: Path, source: str = REDUCE_FOR_EVER):
     """A cell in which all ranks sum, over and over."""
-    run(cluster, "import torch, torch.distributed as dist")
-    cell = begin(cluster, source.format(sign=f"{folder}/"))
-    wait_until(lambda: len(list(folder.iterdir())) == 4, "all ranks in the cell")
+    rig.run(cluster, "import torch, torch.distributed as dist")
+    cell = rig.begin(cluster, source.format(sign=f"{folder}/"))
+    rig.wait_until(lambda: len(list(folder.iterdir())) == 4, "all ranks in the cell")
     return cell
 
 
@@ -387,7 +339,7 @@ def trained(
 
     def act_later() -> None:
         try:
-            wait_until(has_begun, "some steps", timeout=60)
+            rig.wait_until(has_begun, "some steps", timeout=60)
         finally:
             act()
 

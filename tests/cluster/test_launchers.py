@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,26 +14,13 @@ from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.status import status_table
-from tests.cluster.rig import (
-    DYNAMO,
-    allow_mpi,
-    begin,
-    finish,
-    knock,
-    prepared,
-    pull,
-    run,
-    shown,
-    started_on_hosts,
-    total,
-    wait_until,
-    wait_until_gone,
-)
+from tests.cluster import rig
 from tests.cluster.simulated_slurm import jobs, simulated_slurm
 from tests.cluster.test_hosts import REDUCE_FOR_EVER, TRAINED, VARIABLES
 from tests.cluster.two_hosts import two_hosts
+from tests.programs import python
 
-TWO_EACH = {"num_ranks": 4, "ranks_per_host": 2, "device": "cpu", "num_threads": 1}
+TWO_EACH = {"num_ranks": 4, "ranks_per_host": 2, "num_threads": 1}
 TASK = "[n for n in __import__('os').environ if n.startswith(('SLURM_PROC', 'OMPI_COMM'))]"
 """Variables by which Lightning would number the ranks."""
 
@@ -71,10 +57,8 @@ def slurm() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def cluster(slurm) -> Iterator[Cluster]:
     """Two ranks on each of two nodes of Slurm."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DDPNB_PRELOAD", DYNAMO["DDPNB_PRELOAD"])
-        with started_on_hosts(engines="slurm", **TWO_EACH) as cluster:
-            yield cluster
+    with rig.started(environment=rig.DYNAMO, engines="slurm", **TWO_EACH) as cluster:
+        yield cluster
 
 
 def started() -> list[psutil.Process]:
@@ -93,8 +77,8 @@ def keys() -> list[Path]:
 
 
 def test_ranks_are_laid_out_node_by_node_and_train(cluster, tmp_path):
-    assert total(cluster) == [4.0] * 4
-    found = pull(cluster, f"[__import__('os').environ[name] for name in {VARIABLES}]")
+    assert rig.total(cluster) == [4.0] * 4
+    found = rig.pull(cluster, f"[__import__('os').environ[name] for name in {VARIABLES}]")
     assert [each[:5] for each in found] == [
         ["0", "0", "0", "2", "2"],
         ["1", "1", "0", "2", "2"],
@@ -103,14 +87,14 @@ def test_ranks_are_laid_out_node_by_node_and_train(cluster, tmp_path):
     ]
     table = status_table(cluster, ())
     assert [row[2].text for row in table.rows] == ["n1", "n1", "n2", "n2"]
-    assert pull(cluster, TASK) == [[]] * 4
-    (run_,) = prepared(cluster, tmp_path, "ddp", **TRAINED).run().comparison.runs
+    assert rig.pull(cluster, TASK) == [[]] * 4
+    (run_,) = rig.prepared(cluster, tmp_path, "ddp", **TRAINED).run().comparison.runs
     assert run_.status == "finished"
     assert {*run_.events["rank"]} == {0, 1, 2, 3}
 
 
 def test_strangers_change_nothing_and_no_key_is_to_be_seen(cluster):
-    assert total(cluster) == [4.0] * 4
+    assert rig.total(cluster) == [4.0] * 4
     content = json.loads((cluster.profile / "security/ipcontroller-engine.json").read_text())
     address = content["interface"].removeprefix("tcp://")
     ports = {value for value in content.values() if isinstance(value, int) and value > 1}
@@ -120,45 +104,41 @@ def test_strangers_change_nothing_and_no_key_is_to_be_seen(cluster):
         if each.status == psutil.CONN_LISTEN and each.laddr.ip == address
     ]
     assert listening
-    knock([(address, port) for port in {*ports, *listening}], times=3000)
-    assert total(cluster) == [4.0] * 4
+    rig.knock([(address, port) for port in {*ports, *listening}], times=3000)
+    assert rig.total(cluster) == [4.0] * 4
     cluster.abort(cluster.ranks)  # which closes connections between hosts, not those to engines
     cluster.ensure_group()
-    assert total(cluster) == [4.0] * 4
+    assert rig.total(cluster) == [4.0] * 4
     secrets = [v.encode() for name, v in content.items() if "key" in name and v]
     assert len(secrets) >= 2
     for process in [*psutil.Process().children(recursive=True), *started()]:
-        assert not any(key in shown(process) for key in secrets), process
+        assert not any(key in rig.shown(process) for key in secrets), process
     assert not keys()
 
 
 def test_a_killed_kernel_leaves_no_job(slurm):
     earlier, before = started(), jobs()
-    source = (
-        "import ddpnb, time; ddpnb.start(2, engines='slurm', ranks_per_host=1, device='cpu');"
-        "print('go', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as kernel:
-        assert kernel.stdout is not None
-        assert kernel.stdout.readline() == b"go\n"
+    start = "import ddpnb; ddpnb.start(2, engines='slurm', ranks_per_host=1, device='cpu')"
+    with python(f"{start}; print('go', flush=True); input()") as (kernel, line):
+        assert line == "go\n"
         found = [each for each in started() if each not in earlier]
         assert len(found) >= 7  # a holder, and on each node a relay, an agent and a rank
         kernel.kill()
-    wait_until(lambda: jobs() <= before, "the job's end", timeout=60)
-    wait_until_gone(found)
+    rig.wait_until(lambda: jobs() <= before, "the job's end", timeout=60)
+    rig.wait_until_gone(found)
 
 
 def test_a_job_that_is_cancelled_ends_its_ranks_and_stop_leaves_nothing(slurm):
     earlier, before = started(), jobs()
-    with started_on_hosts(engines="slurm", num_ranks=2, ranks_per_host=1) as cluster:
+    with rig.started(2, engines="slurm", ranks_per_host=1, num_threads=1) as cluster:
         (job,) = jobs() - before
-        cell = begin(cluster, "import time\nwhile True: time.sleep(0.01)", timeout=None)
+        cell = rig.begin(cluster, "import time\nwhile True: time.sleep(0.01)", timeout=None)
         subprocess.run(["scancel", job], check=True)
-        finish(cell)
+        rig.finish(cell)
         assert set(cell.lost) == {0, 1}
         with pytest.raises(UserError, match="%ddp_restart"):
             cluster.bring_back([0])
-    wait_until_gone([each for each in started() if each not in earlier])
+    rig.wait_until_gone([each for each in started() if each not in earlier])
 
 
 SLURM = '''
@@ -175,7 +155,7 @@ def test_a_job_that_waits_for_ever_ends_at_the_timeout(slurm, profile):
     with pytest.raises(UserError, match="0 of 2 hosts of profile site have come within 2 s"):
         start_cluster(HostsSpec(profile=profile(SLURM), timeout=2.0, **TWO_EACH), said.append)
     assert "waiting for the hosts of profile site: 0 of 2" in said
-    wait_until(lambda: jobs() <= before, "the job's end")
+    rig.wait_until(lambda: jobs() <= before, "the job's end")
     assert not keys()
 
 
@@ -187,39 +167,41 @@ def test_a_kernel_that_is_killed_while_a_job_is_submitted_leaves_none(profile, t
         f'{launcher}.delete_command = ["sh", "-c", "touch {deleted}"]\n'
     )
     options = f"engines='slurm', profile={name!r}, ranks_per_host=1, device='cpu', timeout=60"
-    with subprocess.Popen([sys.executable, "-c", f"import ddpnb; ddpnb.start(2, {options})"]) as it:
-        wait_until(asked.exists, "the job")
+    with python(f"print(flush=True); import ddpnb; ddpnb.start(2, {options})") as (it, _):
+        rig.wait_until(asked.exists, "the job")
         left = psutil.Process(it.pid).children(recursive=True)
         it.kill()
-    wait_until(deleted.exists, "the job's end")
-    wait_until_gone(left)
+    rig.wait_until(deleted.exists, "the job's end")
+    rig.wait_until_gone(left)
     assert not keys()
 
 
 def test_mpi_starts_ranks_on_both_hosts_and_a_host_without_power_is_lost(
     tmp_path_factory, tmp_path, monkeypatch
 ):
-    allow_mpi(monkeypatch)
+    rig.allow_mpi(monkeypatch)
     with two_hosts(tmp_path_factory.mktemp("hosts")) as hosts:
         (tmp_path / "hosts").write_text("".join(f"{hosts.address(host)}\n" for host in "ab"))
         monkeypatch.setenv("OMPI_MCA_orte_default_hostfile", str(tmp_path / "hosts"))
-        with started_on_hosts(engines="mpi", **TWO_EACH) as cluster:
-            assert total(cluster) == [4.0] * 4
-            assert pull(cluster, TASK) == [[]] * 4
-            first = pull(cluster, "__import__('os').environ['MASTER_ADDR']")[0]
+        with rig.started(engines="mpi", **TWO_EACH) as cluster:
+            assert rig.total(cluster) == [4.0] * 4
+            assert rig.pull(cluster, TASK) == [[]] * 4
+            first = rig.pull(cluster, "__import__('os').environ['MASTER_ADDR']")[0]
             lost, kept = ((0, 1), (2, 3)) if first == hosts.address("a") else ((2, 3), (0, 1))
-            run(cluster, "import torch, torch.distributed as dist")
-            cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{tmp_path}/in-"))
-            wait_until(lambda: len(list(tmp_path.glob("in-*"))) == 4, "all ranks in the cell")
+            rig.run(cluster, "import torch, torch.distributed as dist")
+            cell = rig.begin(cluster, REDUCE_FOR_EVER.format(sign=f"{tmp_path}/in-"))
+            rig.wait_until(lambda: len(list(tmp_path.glob("in-*"))) == 4, "all ranks in the cell")
             with hosts.unplugged("a"):
-                finish(cell)
+                rig.finish(cell)
                 assert all("was lost with host" in cell.lost[rank] for rank in lost)
                 freed = list(cluster.living)  # but those that have half a message
                 assert set(freed) <= set(kept)
-                assert pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
+                assert rig.pull(cluster, "kept", ranks=freed) == [
+                    f"of rank {rank}" for rank in freed
+                ]
                 left = hosts.processes("a")
-                wait_until_gone([p for p in left if p.name() != "orted"], timeout=60)
-        wait_until_gone(hosts.processes("b"))
+                rig.wait_until_gone([p for p in left if p.name() != "orted"], timeout=60)
+        rig.wait_until_gone(hosts.processes("b"))
         for each in hosts.processes("a"):
             each.kill()  # of mpiexec, which hears nothing there
 

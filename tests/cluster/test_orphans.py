@@ -3,8 +3,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,23 +11,16 @@ import pytest
 
 from ddpnb.cluster.link import Service
 from ddpnb.protocol.errors import UserError
-from tests.cluster.rig import (
-    controller_of,
-    is_alive,
-    processes_of,
-    run,
-    started,
-    wait_until,
-    wait_until_gone,
-)
+from tests.cluster import rig
+from tests.programs import python
 
 OWNER = """
 import json, sys
-from tests.cluster.rig import ALL_REDUCE, begin, processes_of, run, started
-with started(2) as cluster:
-    run(cluster, "import subprocess; child = subprocess.Popen(['sleep', '1000'])")
-    begin(cluster, "dist.all_reduce(total) if rank else __import__('time').sleep(1000)")
-    pids = [process.pid for process in processes_of(cluster)]
+from tests.cluster import rig
+with rig.started(2) as cluster:
+    rig.run(cluster, rig.ALL_REDUCE + "import subprocess; subprocess.Popen(['sleep', '1000'])")
+    rig.begin(cluster, "dist.all_reduce(total) if rank else __import__('time').sleep(1000)")
+    pids = [process.pid for process in rig.processes_of(cluster)]
     print(json.dumps([str(cluster.folder), pids]), flush=True)
     sys.stdin.read()
 """
@@ -38,11 +29,8 @@ with started(2) as cluster:
 @contextlib.contextmanager
 def owned() -> Iterator[tuple[int, Path, list[psutil.Process]]]:
     """A process that has started a cluster, which is busy; the run folder; all its processes."""
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        folder, pids = json.loads(owner.stdout.readline())
+    with python(OWNER) as (owner, line):
+        folder, pids = json.loads(line)
         yield owner.pid, Path(folder), [psutil.Process(pid) for pid in pids]
 
 
@@ -53,8 +41,8 @@ def test_nothing_outlives_the_process_that_started_it():
         assert len(others) >= 5
         max(server.children(), key=lambda child: child.pid).suspend()
         os.kill(owner, signal.SIGKILL)
-        wait_until_gone(processes, timeout=10)
-        wait_until(lambda: not folder.exists(), "the end of the run folder")
+        rig.wait_until_gone(processes, timeout=10)
+        rig.wait_until(lambda: not folder.exists(), "the end of the run folder")
 
 
 def test_nothing_outlives_both_at_once():
@@ -65,27 +53,27 @@ def test_nothing_outlives_both_at_once():
             for number in (signal.SIGSTOP, signal.SIGKILL):  # neither can do anything between
                 os.kill(owner, number)
                 server.send_signal(number)
-            wait_until_gone(others, timeout=10)
+            rig.wait_until_gone(others, timeout=10)
         finally:
             for process in processes:
-                if is_alive(process):
+                if rig.is_alive(process):
                     process.kill()
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize("service", list(Service))
 def test_the_end_of_a_service_is_reported_and_nothing_outlives_it(service: Service):
-    with started(2) as cluster:
-        processes = processes_of(cluster)
+    with rig.started(2) as cluster:
+        processes = rig.processes_of(cluster)
         server = service is Service.FORK_SERVER
-        (processes[0] if server else controller_of(cluster)).kill()
+        (processes[0] if server else rig.controller_of(cluster)).kill()
         if server:
-            wait_until_gone(processes, timeout=10)
-        wait_until(lambda: cluster.lost is not None, "word of the end")
+            rig.wait_until_gone(processes, timeout=10)
+        rig.wait_until(lambda: cluster.lost is not None, "word of the end")
         assert cluster.lost == f"the {service} was killed by SIGKILL"
         assert cluster.living == (() if server else (0, 1))
         with pytest.raises(UserError, match=r"The cluster is gone: .*%ddp_restart"):
-            run(cluster, "1")
+            rig.run(cluster, "1")
         cluster.stop()
         assert not cluster.folder.exists()
-        assert not [process for process in processes if is_alive(process)]
+        assert not [process for process in processes if rig.is_alive(process)]

@@ -2,6 +2,8 @@ import ipaddress
 import json
 import os
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -17,16 +19,8 @@ from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import num_cores
-from tests.cluster.rig import (
-    ALL_REDUCE,
-    controller_of,
-    is_alive,
-    processes_of,
-    pull,
-    run,
-    started,
-    wait_until_gone,
-)
+from tests.cluster import rig
+from tests.programs import find_program
 
 THREADS = max(1, num_cores() // 2)
 
@@ -48,19 +42,20 @@ def test_a_call_on_a_rank_without_an_engine_reaches_no_rank(cluster: Cluster, mo
 
 
 def test_ranks_find_what_torchrun_gives_a_group_and_the_notebooks_folder(cluster: Cluster):
-    for rank, env in enumerate(pull(cluster, "dict(__import__('os').environ)")):
+    for rank, env in enumerate(rig.pull(cluster, "dict(__import__('os').environ)")):
         assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
         assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
         assert ipaddress.ip_address(env["MASTER_ADDR"]).is_loopback
         assert 1024 <= int(env["MASTER_PORT"]) < 65536
         assert env["OMP_NUM_THREADS"] == str(THREADS)
-    assert not run(cluster, ALL_REDUCE).failures
+    assert not rig.run(cluster, rig.ALL_REDUCE).failures
     names = "total.item(), dist.get_rank(), dist.get_world_size(), torch.get_num_threads()"
-    assert pull(cluster, names) == [(2.0, 0, 2, THREADS), (2.0, 1, 2, THREADS)]
-    names = "rank, local_rank, world_size, str(device)"
-    assert pull(cluster, names) == [(0, 0, 2, "cpu"), (1, 1, 2, "cpu")]
-    found = pull(cluster, "(__import__('os').getcwd(), __import__('sys').argv)")
-    assert found == [(os.getcwd(), [""])] * 2  # as in an interpreter without a script
+    assert rig.pull(cluster, names) == [(2.0, 0, 2, THREADS), (2.0, 1, 2, THREADS)]
+    names = "rank, local_rank, world_size, str(device), dist.is_torchelastic_launched()"
+    assert rig.pull(cluster, names) == [(0, 0, 2, "cpu", True), (1, 1, 2, "cpu", True)]
+    rig.run(cluster, "import os, sys\nfound = os.getcwd(), sys.argv, hasattr(sys, 'ps1')")
+    # as in an interpreter without a script, but for its prompt
+    assert rig.pull(cluster, "found") == [(os.getcwd(), [""], False)] * 2
 
 
 DRAW = """
@@ -70,11 +65,11 @@ drawn = random.random(), numpy.random.rand(), torch.rand(1).item()
 
 
 def test_every_rank_draws_other_random_numbers(cluster: Cluster):
-    assert not run(cluster, DRAW).failures
-    numbers = pull(cluster, "drawn")
+    assert not rig.run(cluster, DRAW).failures
+    numbers = rig.pull(cluster, "drawn")
     cluster.bring_back([1])
-    assert not run(cluster, DRAW, ranks=[1]).failures
-    numbers += pull(cluster, "drawn", ranks=[1])
+    assert not rig.run(cluster, DRAW, ranks=[1]).failures
+    numbers += rig.pull(cluster, "drawn", ranks=[1])
     assert [len(set(drawn)) for drawn in zip(*numbers, strict=True)] == [3, 3, 3]
 
 
@@ -86,8 +81,8 @@ def test_no_key_stands_in_the_environment_or_command_line_of_a_process(cluster: 
         if name in ("key", "curve_serverkey") and value
     ]
     assert len(secrets) >= 3  # messages are signed, and CurveZMQ is on, for engines and client
-    seen = json.dumps(pull(cluster, "dict(__import__('os').environ)"))
-    for process in processes_of(cluster):
+    seen = json.dumps(rig.pull(cluster, "dict(__import__('os').environ)"))
+    for process in rig.processes_of(cluster):
         seen += json.dumps(process.environ()) + json.dumps(process.cmdline())
     assert not [secret for secret in secrets if secret in seen]
     assert "IPP_CONNECTION_INFO" not in seen
@@ -104,10 +99,10 @@ def test_the_run_folder_is_closed_to_others(cluster: Cluster):
 
 
 def test_nothing_listens_outside_loopback(cluster: Cluster):
-    run(cluster, ALL_REDUCE)
+    rig.run(cluster, rig.ALL_REDUCE)
     listening = {
         (process.pid, connection.laddr.ip)
-        for process in processes_of(cluster)
+        for process in rig.processes_of(cluster)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
@@ -134,7 +129,7 @@ def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pyt
 
     monkeypatch.setattr(ipp.Client, "_connect", leave_the_first_unanswered)
     monkeypatch.setattr(ipyparallel_internals, "send", lose_the_first)
-    with started(2) as cluster:
+    with rig.started(2) as cluster:
         assert [state.rank for state in cluster.states] == [0, 1]
         assert len(asked) >= 2
         assert len(sent) > 2
@@ -142,16 +137,19 @@ def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pyt
         client._client._ids.remove(1)  # as if the controller's notice had been lost
         assert [state.rank for state in client.wait_for(2, cluster.raise_if_dead)] == [0, 1]
         client.close((), "")
-        run(cluster, f"{ALL_REDUCE}import subprocess; child = subprocess.Popen(['sleep', '1000'])")
-        assert pull(cluster, "total.item()") == [2.0] * 2
-        processes = processes_of(cluster)
+        rig.run(
+            cluster,
+            f"{rig.ALL_REDUCE}import subprocess; child = subprocess.Popen(['sleep', '1000'])",
+        )
+        assert rig.pull(cluster, "total.item()") == [2.0] * 2
+        processes = rig.processes_of(cluster)
         assert "sleep" in {process.name() for process in processes}
         cluster.stop()
-        assert not [process for process in processes if is_alive(process)]
+        assert not [process for process in processes if rig.is_alive(process)]
         assert not cluster.folder.exists()
         cluster.stop()
     with pytest.raises((UserError, AssertionError)):
-        run(cluster, "1")
+        rig.run(cluster, "1")
 
 
 @pytest.fixture
@@ -192,31 +190,74 @@ def test_an_interrupt_while_starting_leaves_nothing(moment: int, folders: list[P
     with pytest.raises(KeyboardInterrupt):
         Cluster.start(ClusterSpec(num_ranks=2), progress=interrupt)
     assert started_processes
-    wait_until_gone(started_processes, timeout=5)
+    rig.wait_until_gone(started_processes, timeout=5)
     assert not folders[0].exists()
 
 
 def test_a_second_cluster_of_another_size_disturbs_the_first_in_nothing(cluster: Cluster):
-    run(cluster, "kept = rank + 100")
-    with started(3) as second:
+    rig.run(cluster, "kept = rank + 100")
+    with rig.started(3) as second:
         assert second.folder != cluster.folder
         assert {s.num_threads for s in second.states} == {max(1, num_cores() // 3)}
         both = [
-            threading.Thread(target=run, args=(one, ALL_REDUCE + f"mine = {mine}"))
+            threading.Thread(target=rig.run, args=(one, rig.ALL_REDUCE + f"mine = {mine}"))
             for mine, one in enumerate((cluster, second))
         ]
         for thread in both:
             thread.start()
         for thread in both:
             thread.join(30)
-        assert pull(second, "mine, total.item()") == [(1, 3.0)] * 3
-        ports = [pull(one, "__import__('os').environ['MASTER_PORT']") for one in (cluster, second)]
+        assert rig.pull(second, "mine, total.item()") == [(1, 3.0)] * 3
+        ports = [
+            rig.pull(one, "__import__('os').environ['MASTER_PORT']") for one in (cluster, second)
+        ]
         assert ports[0][0] != ports[1][0]
-        assert not set(processes_of(second)) & set(processes_of(cluster))
-        run(second, "big = torch.ones(5_000_000)")
+        assert not set(rig.processes_of(second)) & set(rig.processes_of(cluster))
+        rig.run(second, "big = torch.ones(5_000_000)")
         for _ in range(12):
-            assert len(pull(second, "big.numpy()", ranks=[0, 1])) == 2  # 40 MB
+            assert len(rig.pull(second, "big.numpy()", ranks=[0, 1])) == 2  # 40 MB
         # Of 480 MB that have passed through it, the controller keeps nothing.
-        assert controller_of(second).memory_info().rss < 300e6
-    assert pull(cluster, "kept, mine, total.item()") == [(100, 0, 2.0), (101, 0, 2.0)]
-    assert not run(cluster, ALL_REDUCE).failures
+        assert rig.controller_of(second).memory_info().rss < 300e6
+    assert rig.pull(cluster, "kept, mine, total.item()") == [(100, 0, 2.0), (101, 0, 2.0)]
+    assert not rig.run(cluster, rig.ALL_REDUCE).failures
+
+
+ON_A_HOST = """
+import contextlib, json, socket
+from tests.cluster.rig import ALL_REDUCE, pull, run, started
+try:
+    found = socket.gethostbyname(socket.gethostname())
+except OSError:
+    found = ""
+taken = socket.socket()
+with contextlib.suppress(OSError):  # somebody else has it: as well
+    taken.bind(("127.0.0.1", 29500))
+    taken.listen()
+with started(2) as cluster:
+    failures = run(cluster, ALL_REDUCE).failures
+    seen = pull(cluster, "total.item(), __import__('os').environ['MASTER_PORT']")
+    print(json.dumps([found, len(failures), seen]))
+"""
+
+
+def test_the_hosts_name_need_not_resolve_and_torchruns_port_may_be_taken() -> None:
+    """As on a laptop in a train; in a name space of its own, so that the host keeps its name."""
+    for program in ("unshare", "hostname"):
+        find_program([program], "a host name of its own needs unshare(1) and hostname(1)")
+    named = ["unshare", "--uts", "sh", "-c", 'hostname nosuch.invalid && exec "$@"', "sh"]
+    if subprocess.run([*named, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("a host name of its own needs the right to unshare")
+    ended = subprocess.run(
+        [*named, sys.executable, "-c", ON_A_HOST],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found, num_failures, seen = json.loads(ended.stdout.splitlines()[-1])
+    if found:
+        pytest.skip(f"here even nosuch.invalid resolves, to {found}")
+    assert num_failures == 0
+    assert [total for total, _ in seen] == [2.0, 2.0]
+    assert "29500" not in [port for _, port in seen]

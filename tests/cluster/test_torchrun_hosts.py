@@ -6,14 +6,13 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ddpnb.reports.export.script import write_script
 from tests.cluster.rig import DYNAMO, prepared, started, wait_until
-from tests.cluster.two_hosts import TwoHosts, two_hosts
+from tests.cluster.two_hosts import TwoHosts
 
 SECONDS = 200.0
 """Nobody waits longer here, on however busy a machine; it takes 20 s on an idle one."""
@@ -46,12 +45,6 @@ def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets)
 """
 """Five steps an epoch, and a checkpoint after each; where asked to, rank 1 waits in step 13."""
-
-
-@pytest.fixture
-def hosts(tmp_path) -> Iterator[TwoHosts]:
-    with two_hosts(tmp_path) as found:
-        yield found
 
 
 def test_a_worker_killed_under_torchrun_costs_one_interval(hosts, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 from ddpnb.hosts import router
 from tests.cluster.rig import wait_until
-from tests.system_packages import find_program, skip_or_fail
+from tests.programs import find_program, skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 NETNS = Path("/etc/netns")

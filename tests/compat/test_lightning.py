@@ -101,10 +101,8 @@ def test_an_interrupted_fit_leaves_ranks_that_can_be_interrupted(run: Run, kerne
     run("%%ddp\nkept = rank")
     endless = TRAINER.replace("max_epochs=3", "max_epochs=-1")
     for source in (endless.replace("loss = ", "print('begun', flush=True); loss = ", 1), BUSY):
-        cell = kernel.begin(source)
-        kernel.wait_for_text(cell, "begun", timeout=60)
-        kernel.interrupt()
-        assert "their variables are kept" in kernel.wait(cell).error_text
+        cell = kernel.interrupted(source, "begun", timeout=60)
+        assert "their variables are kept" in cell.error_text
     assert run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
 
 

@@ -1,7 +1,6 @@
 """Three ranks to break, and what must be left of them."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -26,11 +25,21 @@ assert total.tolist() == [sum(range(world_size))] * 5
 
 
 @pytest.fixture(scope="package")
-def three() -> Iterator[Cluster]:
+def three_ranks() -> Iterator[Cluster]:
     """Three ranks with something to lose, supervised as a user's are."""
     with started(3, environment=DYNAMO) as cluster:
         assert not run(cluster, SETUP).failures
         yield cluster
+
+
+@pytest.fixture
+def three(three_ranks: Cluster) -> Iterator[Cluster]:
+    """The same.  After each test all meet, and have kept their variables, but those that died."""
+    yield three_ranks
+    if dead := three_ranks.dead:
+        three_ranks.bring_back(dead)
+        assert not run(three_ranks, SETUP, ranks=dead).failures
+    check_they_go_on(three_ranks)
 
 
 @pytest.fixture
@@ -40,15 +49,8 @@ def quick(three: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return three
 
 
-def check_they_go_on(cluster: Cluster, **options: Any) -> None:
+def check_they_go_on(cluster: Cluster, *, is_checked: bool = False) -> None:
     """All ranks meet in the next cell, and have kept their variables."""
-    ended = run(cluster, USABLE, **options)
+    ended = run(cluster, USABLE, is_checked=is_checked)
     assert not ended.failures, ended.failures
     assert not ended.lost
-
-
-def check_is_brought_back(cluster: Cluster, rank: int) -> None:
-    """A new process takes a rank's place; the others have kept their variables."""
-    cluster.bring_back([rank])
-    assert not run(cluster, SETUP, ranks=[rank]).failures
-    check_they_go_on(cluster)

@@ -5,7 +5,6 @@ import pytest
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.session.errors import failures_of
 from tests.cluster.rig import run
-from tests.faults.conftest import check_is_brought_back
 
 SAY = """
 import ctypes, signal
@@ -49,4 +48,3 @@ def test_a_death_is_reported_with_its_cause_and_last_words(
     assert "older" not in said
     assert ("Segmentation" in said) == (cause == "was killed by SIGSEGV"), "of this death alone"
     assert cell.seconds < 20
-    check_is_brought_back(three, 1)

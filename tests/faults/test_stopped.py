@@ -1,7 +1,5 @@
 """Processes that are stopped: one rank by SIGSTOP, or all of them as with a laptop that sleeps."""
 
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +10,8 @@ import pytest
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.session.status import status_table
 from tests.cluster.rig import begin, finish, processes_of, run, started, wait_until
-from tests.faults.conftest import check_is_brought_back, check_they_go_on
+from tests.faults.conftest import SETUP
+from tests.programs import python
 
 LOOP = """
 print("begun")
@@ -57,7 +56,6 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_or_is_interrup
     assert set(cell.failures) == (set(three.ranks) if is_interrupted else set())
     assert not cell.lost
     assert not cell.hang
-    check_they_go_on(three)
 
 
 def test_a_restart_of_a_stopped_rank_keeps_the_others(three: Cluster) -> None:
@@ -66,8 +64,9 @@ def test_a_restart_of_a_stopped_rank_keeps_the_others(three: Cluster) -> None:
     wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "the rank to stop")
     (note,) = status_table(three, ()).notes
     assert f"kill -CONT {process.pid}" in note
-    check_is_brought_back(three, 1)
+    three.bring_back([1])
     assert not process.is_running()
+    assert not run(three, SETUP, ranks=[1]).failures
 
 
 NOTEBOOK = f"""
@@ -88,10 +87,8 @@ print("fine", flush=True)
 
 def test_all_processes_may_sleep_and_wake_up() -> None:
     """As when a laptop is closed in the midst of a cell."""
-    command = [sys.executable, "-c", NOTEBOOK]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as notebook:
-        assert notebook.stdout is not None
-        assert notebook.stdout.readline() == "begun\n"
+    with python(NOTEBOOK) as (notebook, line):
+        assert line == "begun\n"
         time.sleep(0.4)  # in the midst of it
         tree = [psutil.Process(notebook.pid)]
         tree += tree[0].children(recursive=True)

@@ -25,6 +25,8 @@ SHOWN = ("stream", "error", "display_data", "execute_result")
 class Cell:
     """What stands under a cell, as a client shows and saves it."""
 
+    request: str
+    """The id by which its messages name it."""
     outputs: list[Output] = field(default_factory=list)
     number: int = 0
     """The ``n`` of ``In [n]``."""
@@ -127,39 +129,32 @@ class Kernel:
 
     def answer(self, source: str, *lines: str, timeout: float = 60.0) -> tuple[Cell, list[str]]:
         """Run a cell and answer what it asks; return it, and the prompts."""
-        request, prompts = self.begin(source, allow_stdin=True), []
+        cell, prompts = self.begin(source, allow_stdin=True), []
         for line in lines:
             prompts.append(self.client.get_stdin_msg(timeout=timeout)["content"]["prompt"])
             self.client.input(line)
-        return self.wait(request, timeout=timeout), prompts
+        return self.wait(cell, timeout=timeout), prompts
 
-    def begin(self, source: str, *, allow_stdin: bool = False) -> str:
-        """Send a cell and return its request's id."""
+    def begin(self, source: str, *, allow_stdin: bool = False) -> Cell:
+        """Send a cell, and do not wait for its end."""
         request = self.client.execute(source, allow_stdin=allow_stdin)
-        self.cells[request] = Cell()
-        return request
+        self.cells[request] = Cell(request=request)
+        return self.cells[request]
 
-    def wait(self, request: str, *, timeout: float = 60.0) -> Cell:
+    def wait(self, cell: Cell, *, timeout: float = 60.0) -> Cell:
         """Return the cell once it has ended."""
         began = time.monotonic()
-        reply = self._reply(request, timeout)
-        cell = self.cells[request]
+        reply = self._reply(cell.request, timeout)
         for parent, kind, content in self.messages(timeout):
-            if parent == request and kind == "status" and content["execution_state"] == "idle":
+            if parent == cell.request and kind == "status" and content["execution_state"] == "idle":
                 break
         cell.seconds = time.monotonic() - began
         cell.number, cell.status = reply["execution_count"], reply["status"]
         return cell
 
-    def wait_for_text(self, request: str, text: str, *, timeout: float = 30.0) -> Cell:
-        """Return a cell as soon as some text stands under it."""
-        cell = self.cells[request]
-        if text in cell.text:
-            return cell
-        for _ in self.messages(timeout):
-            if text in cell.text:
-                break
-        return cell
+    def wait_for_text(self, cell: Cell, text: str, *, timeout: float = 30.0) -> None:
+        """Wait until some text stands under a cell."""
+        self.wait_until(lambda: text in cell.text, timeout=timeout)
 
     def wait_until(self, condition: Callable[[], bool], *, timeout: float = 30.0) -> None:
         """Take in output, also of cells that have ended, until a condition holds."""
@@ -170,6 +165,13 @@ class Kernel:
     def interrupt(self) -> None:
         """Press the square button."""
         self.manager.interrupt_kernel()
+
+    def interrupted(self, source: str, shown: str, *, timeout: float = 30.0) -> Cell:
+        """Run a cell, and press the square button once it has shown something."""
+        cell = self.begin(source)
+        self.wait_for_text(cell, shown, timeout=timeout)
+        self.interrupt()
+        return self.wait(cell)
 
     def complete(self, code: str) -> list[str]:
         """Press Tab at the end of ``code``."""

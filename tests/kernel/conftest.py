@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.rig import DYNAMO
+from tests.cluster.rig import ALL_REDUCE, DYNAMO
 from tests.kernel.client import Kernel, kernel_in
 
 
@@ -22,6 +22,16 @@ def project(shared_kernel: Kernel) -> Path:
 def kernel(shared_kernel: Kernel) -> Kernel:
     """The kernel that all tests share, with two living ranks."""
     return with_two_ranks(shared_kernel)
+
+
+@pytest.fixture
+def unharmed(kernel: Kernel) -> Iterator[Kernel]:
+    """The same, with ranks that still meet after the test, and have kept their variables."""
+    kernel.run("%%ddp\nimport time, torch, torch.distributed as dist\nkept = rank + 10")
+    yield kernel
+    cell = kernel.run(f"%%ddp\n{ALL_REDUCE}\nkept, total.item()")
+    assert cell.by_rank == {0: ["(10, 2.0)"], 1: ["(11, 2.0)"]}, cell.text
+    assert cell.seconds < 15
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ def wait_for_end(kernel: Kernel) -> None:
 @pytest.fixture
 def training(kernel: Kernel) -> Iterator[Cell]:
     """A comparison that would take hours, a moment after its first updates."""
-    request = kernel.begin(f"running = {LONG} --name long")
-    cell = kernel.wait(request).passed
+    cell = kernel.run(f"running = {LONG} --name long").passed
     kernel.wait_for_value("len(running.result.steps()) > 0", "True", timeout=30)
     yield cell
     kernel.run("%ddp_interrupt")

@@ -73,10 +73,9 @@ def test_stop_leaves_no_process_and_may_be_said_twice(kernel: Kernel):
 
 
 def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
-    request = kernel.begin("%%ddp --no-wait\nimport time\ntime.sleep(1000)")
-    kernel.wait(request)
+    cell = kernel.run("%%ddp --no-wait\nimport time\ntime.sleep(1000)")
     kernel.run("%ddp_stop")
-    cell = kernel.wait_for_text(request, "UserError")
+    kernel.wait_for_text(cell, "UserError")
     assert cell.stdout == "UserError: The cluster was stopped while this ran.\n"
 
 

@@ -21,14 +21,14 @@ def test_they_end_with_the_run(kernel: Kernel, chosen: str, end: str):
     def fetching() -> list[psutil.Process]:
         return [process for process in kernel.processes if process not in before]
 
-    request = kernel.begin(COMPARE + chosen + DATASET)
+    cell = kernel.begin(COMPARE + chosen + DATASET)
     wait_until(lambda: len(fetching()) >= 4, "four processes that fetch")
     found = fetching()
     assert len(found) == 4
     if end:
         time.sleep(1)
         kernel.interrupt()
-    cell = kernel.wait(request)
+    kernel.wait(cell)
     assert cell.error == end
     assert ("Rank 1 was killed by --kill" in cell.text) == ("kill" in chosen)
     wait_until_gone(found, timeout=10)

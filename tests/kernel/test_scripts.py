@@ -1,5 +1,6 @@
 """``%ddp_run``: a script for torchrun, unchanged, on the live ranks."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,11 @@ def line_of(text: str) -> int:
     return 1 + next(n for n, line in enumerate(TRAIN.splitlines()) if text in line)
 
 
-def check_ranks(kernel: Kernel) -> None:
-    """The ranks are as before the script: group, variables, ``__main__``, arguments, folder."""
+@pytest.fixture(autouse=True)
+def unchanged(kernel: Kernel, folder: Path) -> Iterator[None]:
+    """After a script the ranks are as before: group, variables, ``__main__``, arguments, folder."""
+    kernel.run("%%ddp\nkept = 1")
+    yield
     cell = kernel.run(
         f"%%ddp\n{ALL_REDUCE}\nimport os, sys\nprint(total.item(), kept, sys.argv, __name__, "
         "vars(sys.modules['__main__']) is globals(), os.getcwd(), 'helper' in sys.modules, "
@@ -67,10 +71,8 @@ def check_ranks(kernel: Kernel) -> None:
 
 
 def test_a_script_runs_unchanged_and_leaves_the_ranks_as_they_were(kernel: Kernel, folder: Path):
-    kernel.run("%%ddp\nkept = 1")
     cell = kernel.run("%ddp_run src/train.py --epochs 3")
     assert cell.by_rank == both("3 2.0 first"), cell.text
-    check_ranks(kernel)
     (folder / "src" / "helper.py").write_text("VALUE = 'edited'\n")
     twin = kernel.run("import ddpnb\nddpnb.run_script('src/train.py', ['--epochs', 4])")
     assert twin.by_rank == both("4 2.0 edited")
@@ -82,7 +84,7 @@ def test_what_a_script_sees_is_what_torchrun_gives_it(kernel: Kernel, folder: Pa
         "print(__name__, __file__, sys.argv, sys.path[0], Path.cwd() == Path(os.environ['HERE']))\n"
         "print(sys.modules['__main__'].__file__ == __file__, 'kept' in globals(), __spec__)\n"
     )
-    kernel.run(f"%%ddp\nimport os\nkept, os.environ['HERE'] = 1, {str(folder)!r}")
+    kernel.run(f"%%ddp\nimport os\nos.environ['HERE'] = {str(folder)!r}")
     src = folder / "src"
     cell = kernel.run("%ddp_run src/look.py a 'b c' --timeout 3 -i")
     given = "['src/look.py', 'a', 'b c', '--timeout', '3', '-i']"
@@ -131,16 +133,15 @@ def test_its_variables_are_freed_or_kept(kernel: Kernel, folder: Path):
     kernel.run("%ddp_run -i --ranks 1 src/makes.py")
     cell = kernel.run("%%rank 1\nmade, helper.__name__, kept_by() is model, show()")
     assert "('edited', 'helper', True, None)" in cell.stdout
+    kernel.run("%%rank 1\nimport sys\ndel sys.modules['helper']")
 
 
 def test_a_failure_shows_the_scripts_lines(kernel: Kernel, folder: Path):
-    kernel.run("%%ddp\nkept = 1")
     cell = kernel.run("%ddp_run src/train.py --do raise")
     assert cell.error_text.startswith("RankError: rank 1 failed: ValueError: on purpose")
     raising = line_of("raise ValueError")
     assert f"File {folder / 'src' / 'train.py'}:{raising}, in main()" in cell.error_text
     assert "ddpnb/" not in cell.error_text
-    check_ranks(kernel)
 
 
 def test_a_hang_and_a_mismatch_name_the_scripts_lines(kernel: Kernel, folder: Path):
@@ -150,7 +151,6 @@ def test_a_hang_and_a_mismatch_name_the_scripts_lines(kernel: Kernel, folder: Pa
     assert f"HangError: {where}; rank 1 finished" in cell.error_text
     cell = kernel.run("%ddp_run src/train.py --do mismatch")
     assert f"all_reduce with Float [1] (line {waits} of train.py), but rank" in cell.error_text
-    check_ranks(kernel)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,10 @@ def test_a_hang_and_a_mismatch_name_the_scripts_lines(kernel: Kernel, folder: Pa
 def test_an_exit_code_other_than_0_fails_it_in_one_sentence(
     kernel: Kernel, folder: Path, end: str, said: str
 ):
-    kernel.run("%%ddp\nkept = 1")
     cell = kernel.run(f'%ddp_run src/train.py --do "{end}"')
     assert cell.error == ("RankError" if said else "")
     assert said in cell.error_text
     assert len(cell.error_text.splitlines()) == bool(said)
-    check_ranks(kernel)
 
 
 def test_what_is_no_script_is_refused_in_one_sentence(kernel: Kernel, folder: Path):
@@ -189,21 +187,16 @@ def test_what_is_no_script_is_refused_in_one_sentence(kernel: Kernel, folder: Pa
 
 
 def test_it_can_be_stopped_and_looked_at(kernel: Kernel, folder: Path):
-    kernel.run("%%ddp\nkept = 1")
-    request = kernel.begin("%ddp_run src/train.py --do loop")
-    kernel.wait_for_text(request, "looping")
-    kernel.interrupt()
-    assert kernel.wait(request).error == "KeyboardInterrupt"
+    cell = kernel.interrupted("%ddp_run src/train.py --do loop", "looping")
+    assert cell.error == "KeyboardInterrupt"
     timed = kernel.run("%ddp_run --timeout 1 src/train.py --do loop")
     assert "took longer than 1 s and was stopped" in timed.error_text
-    request = kernel.begin("%ddp_run --no-wait src/train.py --do loop")
-    kernel.wait(request)
-    kernel.wait_for_text(request, "looping")
+    cell = kernel.run("%ddp_run --no-wait src/train.py --do loop")
+    kernel.wait_for_text(cell, "looping")
     assert f"is at line {line_of('while True')} of train.py" in kernel.run("%ddp_why").text
     kernel.run("handle = _")
     kernel.run("%ddp_interrupt")
     assert kernel.run("handle.wait(30)").error == "KeyboardInterrupt"
-    check_ranks(kernel)
 
 
 LATE = """
@@ -216,11 +209,9 @@ sys.setprofile(late)
 
 
 def test_an_interrupt_as_it_ends_leaves_the_ranks_as_they_were(kernel: Kernel, folder: Path):
-    kernel.run("%%ddp\nkept = 1")
     (folder / "src" / "late.py").write_text(LATE)
     kernel.run("%ddp_run src/late.py a b")
     kernel.run("%%ddp\nimport sys\nsys.setprofile(None)")
-    check_ranks(kernel)
 
 
 def test_the_path_is_completed(kernel: Kernel, folder: Path):

@@ -87,7 +87,6 @@ def test_runs_are_listed_by_what_they_are_and_shown_with_all_that_repeats_them(k
     assert re.search(r"^of-digits/ddp ", kernel.run("%ddp_runs of-d").text, re.MULTILINE)
     for words in ("of-d", "--last 1"):
         assert "of-noise/ddp" not in kernel.run(f"%ddp_runs {words}").text
-    assert "--last" in kernel.run("%ddp_runs --last 0").refusal
     cell = kernel.run("%ddp_runs --show of-digits").passed
     magic = "%ddp_compare ddp --task digits --epochs 0.3 --batch-size 256 --lr 0.05 --momentum 0 "
     assert magic in cell.text

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.cluster.rig import ALL_REDUCE
 from tests.kernel.client import Kernel, both
+
+pytestmark = pytest.mark.usefixtures("unharmed")
 
 TUTORIAL = """%%ddp
 import os, torch, torch.distributed as dist
@@ -12,7 +13,8 @@ from torch.distributed import destroy_process_group, init_process_group
 os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
 for form in (init_process_group, dist.init_process_group):
     form("cpu:gloo,cuda:nccl", rank=int(os.environ["RANK"]), world_size=world_size)
-    pair = dist.new_group([0, 1])
+    pair, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    destroy_process_group(other)
     total = torch.ones(1)
     dist.all_reduce(total, group=pair)
     print(total.item(), dist.is_initialized(), dist.get_backend())
@@ -33,15 +35,6 @@ def test_a_cell_forms_and_destroys_the_group_and_the_next_has_one(kernel: Kernel
     cell = kernel.run(TUTORIAL).passed
     passes = ["2.0 True gloo", "False"]
     assert cell.by_rank == both(*passes, *passes, "True", "its groups have ended")
-    assert kernel.run(f"%%ddp\n{ALL_REDUCE}\ntotal.item()").by_rank == both("2.0")
-
-
-def test_a_group_of_a_cell_is_destroyed_alone(kernel: Kernel):
-    cell = kernel.run(
-        "%%ddp\nimport torch.distributed as dist\npair = dist.new_group([0, 1])\n"
-        f"dist.destroy_process_group(pair)\n{ALL_REDUCE}\ntotal.item()"
-    )
-    assert cell.by_rank == both("2.0")
 
 
 @pytest.mark.parametrize(
@@ -58,13 +51,6 @@ def test_another_group_is_refused_in_one_sentence(kernel: Kernel, call: str, exp
     assert expected in cell.error_text
     assert "distributed_c10d" not in cell.error_text
     assert f"Cell In[{cell.number}], line 3" in cell.error_text
-    assert kernel.run(f"%%ddp\n{ALL_REDUCE}\ntotal.item()").by_rank == both("2.0")
-
-
-def test_the_ranks_are_known_as_torchruns_and_not_as_a_prompt(kernel: Kernel):
-    source = "import sys, torch.distributed as dist\ndist.is_torchelastic_launched(), "
-    cell = kernel.run(f"%%ddp\n{source}hasattr(sys, 'ps1'), sys.argv")
-    assert cell.by_rank == both("(True, False, [''])")
 
 
 def test_child_processes_of_a_cell_can_be_started(kernel: Kernel):

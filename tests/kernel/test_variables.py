@@ -60,6 +60,8 @@ add, held, on_rank = counter(), Held(3), lambda x: doubled(x) + rank + later
     kernel.run("def doubled(x): return 100 * x")  # the class still sees the notebook's functions
     assert kernel.run("print(got.get(), Held(1).get())").stdout == "400 100\n"
     assert kernel.run("print(theirs.get(), 'later' in globals())").stdout == "100 False\n"
+    kernel.run("%%ddp\nclass Base: pass\nbase = Base()")  # a class of both sides
+    assert kernel.value("isinstance(ddpnb.pull('base', ranks='0'), Base)") == "True"
 
 
 def test_a_pushed_function_brings_its_helpers_and_replaces_no_state_of_the_ranks(kernel: Kernel):
@@ -74,14 +76,6 @@ def test_a_pushed_function_brings_its_helpers_and_replaces_no_state_of_the_ranks
     assert kernel.run("%%ddp\nprint(f())").by_rank == {
         rank: [f"('new', ['of the rank'], 2, [{rank + 1}], 'new')"] for rank in (0, 1)
     }
-
-
-def test_a_class_of_both_sides_is_the_notebooks_own_there(kernel: Kernel):
-    kernel.run("import ddpnb\nclass Config:\n    size = 1")
-    kernel.run("%%ddp\nclass Config:\n    size = 1\nconfig = Config()")
-    assert kernel.run("print(isinstance(ddpnb.pull('config', ranks='0'), Config))").stdout == (
-        "True\n"
-    )
 
 
 def test_what_cannot_be_sent_is_named_and_nothing_is_sent(kernel: Kernel):
@@ -192,11 +186,10 @@ def test_an_interrupted_pull_leaves_no_file_and_frees_the_ranks(kernel: Kernel, 
         "%%ddp\nimport pathlib, time\ndef slow():\n"
         f"    pathlib.Path({str(tmp_path)!r}, str(rank)).touch()\n    time.sleep(60)"
     )
-    request = kernel.begin("%ddp_pull slow()")
+    cell = kernel.begin("%ddp_pull slow()")
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks have begun")
     kernel.interrupt()
-    cell = kernel.wait(request)
-    assert cell.error == "KeyboardInterrupt"
+    assert kernel.wait(cell).error == "KeyboardInterrupt"
     assert "variables are kept" in cell.error_text
     assert kernel.run("%ddp_pull rank", timeout=20).text == "{0: 0, 1: 1}"
     assert files_left(kernel) == []

@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.compat import (  # noqa: F401
-    cloudpickle_internals,
-    ipykernel_internals,
-    ipyparallel_internals,
-    torch_internals,
-)
-from ddpnb.compat.probe import PROBES
+from ddpnb.compat import torch_internals
 from tests.kernel.client import Kernel, both, kernel_in
+from tests.probes.test_probes import PROBES
 
-SENTENCES = [each.sentence for each in PROBES]
+SENTENCES = [each.sentence for each in PROBES.values()]
 
 
 @pytest.fixture(scope="module")

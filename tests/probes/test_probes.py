@@ -1,28 +1,23 @@
 """A private part that has gone switches its own feature off, and no other."""
 
 import importlib
+import pkgutil
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
-from ddpnb.compat import (
-    cloudpickle_internals,
-    ipykernel_internals,
-    ipyparallel_internals,
-    probe,
-    torch_internals,
-)
+from ddpnb import compat
+from ddpnb.compat import probe, torch_internals
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.table import METHODS
 from tests.rank.ranks import TIMEOUT_SECONDS, begin
 
-MODULES = (torch_internals, ipyparallel_internals, cloudpickle_internals, ipykernel_internals)
 PROBES = {
     name: value
-    for module in MODULES
-    for name, value in vars(module).items()
+    for module in pkgutil.iter_modules(compat.__path__)
+    for name, value in vars(importlib.import_module(f"ddpnb.compat.{module.name}")).items()
     if isinstance(value, probe.Probe)
 }
 LOOKED_AT = {

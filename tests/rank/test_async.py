@@ -62,10 +62,9 @@ def test_every_shard_is_trained_once_and_all_have_the_same_weights(ranks, way, w
     assert list(ranks(3).folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("way", ["host", "hosts"])
-def test_a_bound_of_0_is_synchronous(ranks, way):
+def test_a_bound_of_0_is_synchronous_across_hosts_too(ranks):
     problem = Problem(optimizer="adam", num_epochs=3)
-    fits = ranks(3).call(by_strategy, "async:bound=0", problem, None, way)
+    fits = ranks(3).call(by_strategy, "async:bound=0", problem, None, "hosts")
     reference = by_hand(problem, 3)
     assert all(distance(fit, reference) < 1e-5 for fit in fits)
     assert {report.staleness for fit in fits for report in fit.reports} == {0}

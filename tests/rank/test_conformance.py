@@ -116,6 +116,19 @@ def test_ranks_agree_in_the_end_have_sent_what_is_known_and_leave_nothing(ranks,
         assert [num > 0 for num in (first, second, *others)] == 3 * [*6 * [False], True]
 
 
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_compressed_gradients_are_weighted_as_plain_ones(ranks, hook):
+    """Shares of 4, 3 and 3 samples: gradients averaged without weights would be far off."""
+    problem = Problem(optimizer="sgd", num_epochs=1)
+    start = Problem(optimizer="sgd", num_epochs=0.01, learning_rate=0.0)
+    fits = ranks(3).call(by_strategy, f"ddp:hook={hook}", problem)
+    assert all(distance(fit, fits[0]) == 0 for fit in fits)
+    reference = by_hand(problem, 3)
+    moved = distance(by_hand(start, 3), reference)
+    off = {"fp16": 2e-3, "bf16": 2e-2}[hook]
+    assert 0 < distance(fits[0], reference) < off * moved
+
+
 def took_part(fits: list[Fit]) -> list[Fit]:
     return [fit for fit in fits if fit.reports]
 

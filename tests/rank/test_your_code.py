@@ -8,50 +8,32 @@ import pytest
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.training import validation
 from ddpnb.rank.training.context import Surroundings, build_context
-from tests.cells import (
-    CELL,
-    CLOSURE,
-    DATASET,
-    GAN,
-    IN_GROUPS,
-    MEETS,
-    MIXTURE,
-    ON_A_DICT,
-    RAGGED,
-    SPARSE,
-    TUPLES,
-)
+from tests import cells
 from tests.rank import runs
 from tests.rank.ranks import RankFailedError, make_state
-from tests.rank.runs import (
-    FEATURED,
-    marks_of,
-    steps_of,
-    total_losses,
-    train_job,
-)
+from tests.rank.runs import train_job
 
 
 def check(spec):
     return validation.validate(spec, Surroundings(state=make_state(0, 2)))
 
 
-def spec_of(strategy: str, source: str = CELL, **changes):
+def spec_of(strategy: str, source: str = cells.CELL, **changes):
     values = {"num_epochs": 1, "batch_size": 20}
     return runs.spec_of(strategy, source=source, **values | changes)
 
 
-DENSE = SPARSE.replace("sparse=True", "")
+DENSE = cells.SPARSE.replace("sparse=True", "")
 UNUSED = ["dp", "async", "ddp:find_unused_parameters=on"]
 ALIKE: dict[str, tuple[str, str, list[str], dict]] = {
-    "a step on a dict": (CELL, ON_A_DICT, FEATURED, {"accumulate": 2}),
-    "layers that a closure calls": (CELL, CLOSURE, ["ddp", "fsdp", "dp"], {}),
-    "sparse": (DENSE, SPARSE, ["dp", "ddp"], {"momentum": 0.9}),
-    "batches without rows": (RAGGED, RAGGED, ["ddp", "fsdp", "async"], {}),
-    "outputs that are no tensor": (TUPLES, TUPLES, ["fsdp", "dp"], {}),
-    "groups by name": (IN_GROUPS, IN_GROUPS, [*FEATURED, "zero"], {}),
-    "experts that are seldom used": (MIXTURE, MIXTURE, UNUSED, {}),
-    "processes that load": (DATASET, DATASET, FEATURED, {"num_data_workers": 2}),
+    "a step on a dict": (cells.CELL, cells.ON_A_DICT, runs.FEATURED, {"accumulate": 2}),
+    "layers that a closure calls": (cells.CELL, cells.CLOSURE, ["ddp", "fsdp", "dp"], {}),
+    "sparse": (DENSE, cells.SPARSE, ["dp", "ddp"], {"momentum": 0.9}),
+    "batches without rows": (cells.RAGGED, cells.RAGGED, ["ddp", "fsdp", "async"], {}),
+    "outputs that are no tensor": (cells.TUPLES, cells.TUPLES, ["fsdp", "dp"], {}),
+    "groups by name": (cells.IN_GROUPS, cells.IN_GROUPS, [*runs.FEATURED, "zero"], {}),
+    "experts that are seldom used": (cells.MIXTURE, cells.MIXTURE, UNUSED, {}),
+    "processes that load": (cells.DATASET, cells.DATASET, runs.FEATURED, {"num_data_workers": 2}),
 }
 """Two cells that say the same in other words, which strategies train the second, and options."""
 
@@ -64,36 +46,36 @@ def test_anything_trains_as_in_one_process(ranks, case, strategy):
     alone = ranks(1).call(train_job, spec_of("single", plain, **options | {"num_data_workers": 0}))
     num_ranks = 1 if strategy == "async" else 2
     found = ranks(num_ranks).call(train_job, spec_of(strategy, source, **options))
-    assert total_losses(found) == pytest.approx(total_losses(alone), abs=1e-5)
+    assert runs.total_losses(found) == pytest.approx(runs.total_losses(alone), abs=1e-5)
     assert found[0][0].held_out_loss == pytest.approx(alone[0][0].held_out_loss, abs=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_unused_parameters_are_refused_where_they_are_not_allowed(strategy):
     with pytest.raises(UserError, match=r"experts\.\d\.weight"):
-        check(spec_of(strategy, MIXTURE))
+        check(spec_of(strategy, cells.MIXTURE))
 
 
-@pytest.mark.parametrize("strategy", FEATURED)
+@pytest.mark.parametrize("strategy", runs.FEATURED)
 def test_what_a_step_returns_beside_the_loss_is_reported_and_no_accuracy(ranks, strategy):
-    results = ranks(2).call(train_job, spec_of(strategy, ON_A_DICT))
+    results = ranks(2).call(train_job, spec_of(strategy, cells.ON_A_DICT))
     assert math.isnan(results[0][0].held_out_accuracy)
-    shares = [step.metrics["right"] for result in results for step in steps_of(result)]
+    shares = [step.metrics["right"] for result in results for step in runs.steps_of(result)]
     assert len(shares) >= 5
     assert all(0 <= share <= 1 for share in shares)
 
 
 def test_a_batch_without_rows_cannot_be_split():
     with pytest.raises(UserError, match="cannot be split"):
-        check(spec_of("single", RAGGED, accumulate=2))
+        check(spec_of("single", cells.RAGGED, accumulate=2))
 
 
-VALIDATED = f"""{CELL}
+VALIDATED = f"""{cells.CELL}
 def validation_step(model, batch):
     assert not model.training and not torch.is_grad_enabled()
     return {{'loss': 3.0, 'size': torch.tensor(len(batch[0]))}}
 """
-ON_OUTPUTS = f"""{ON_A_DICT}
+ON_OUTPUTS = f"""{cells.ON_A_DICT}
 def metric(outputs, targets): return {{'number': len(outputs) + len(targets)}}
 def validation_step(model, batch): return torch.ones(len(batch['y'])), batch['y']
 """
@@ -102,7 +84,7 @@ def validation_step(model, batch): return torch.ones(len(batch['y'])), batch['y'
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        (TUPLES, {"f1": 0.25, "size": 100}),
+        (cells.TUPLES, {"f1": 0.25, "size": 100}),
         (VALIDATED, {"size": pytest.approx((2 * 20 * 20 + 10 * 10) / 50)}),  # of the samples
         (ON_OUTPUTS, {"number": 100}),
     ],
@@ -121,19 +103,19 @@ def check_job(state, folder, path, spec):
 
 
 def test_a_class_of_ones_own_needs_neither_loss_nor_optimizer(ranks, tmp_path):
-    checked = ranks(2).call(check_job, tmp_path, spec_of("Gan", GAN))
+    checked = ranks(2).call(check_job, tmp_path, spec_of("Gan", cells.GAN))
     assert [each.num_samples for each in checked] == [60, 60]
-    result, _ = ranks(2).call(train_job, spec_of("Gan", GAN))
-    assert all(0 < loss < 3 for loss in total_losses([result]))
+    result, _ = ranks(2).call(train_job, spec_of("Gan", cells.GAN))
+    assert all(0 < loss < 3 for loss in runs.total_losses([result]))
     assert math.isnan(result[0].held_out_loss)
-    assert marks_of(result) == []
-    measured = GAN + "def validation_step(model, batch): return {'judged': 0.5, 'loss': 1.0}"
+    assert runs.marks_of(result) == []
+    measured = cells.GAN + "def validation_step(model, batch): return {'judged': 0.5, 'loss': 1.0}"
     (report, _), _ = ranks(2).call(train_job, spec_of("Gan", measured))
     assert (report.held_out_loss, report.held_out_metrics) == (1.0, {"judged": 0.5})
 
 
 def test_a_class_of_ones_own_is_checked_in_a_shared_folder_and_with_its_weights(ranks, tmp_path):
-    ranks(2).call(check_job, tmp_path, spec_of("Meets", MEETS, batch_size=21))
+    ranks(2).call(check_job, tmp_path, spec_of("Meets", cells.MEETS, batch_size=21))
     made = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.parts[0] for path in made} == {validation.CHECKS}
     assert len(made) == 2
@@ -141,14 +123,14 @@ def test_a_class_of_ones_own_is_checked_in_a_shared_folder_and_with_its_weights(
 
 def test_a_step_that_returns_nothing_later_on_is_one_sentence(ranks):
     step = '    return {"loss"'
-    source = ON_A_DICT.replace(step, f"    if len(scores) == 20: return\n{step}")
+    source = cells.ON_A_DICT.replace(step, f"    if len(scores) == 20: return\n{step}")
     with pytest.raises(RankFailedError, match=r"UserError: training_step\(model, batch\)"):
         ranks(1).call(train_job, spec_of("single", source))
 
 
 def augmented_job(state, folder, seed):
     """Return the inputs of this rank's first step, which are drawn at random."""
-    source = DATASET.replace("return self.inputs[i],", "return torch.randn(4),")
+    source = cells.DATASET.replace("return self.inputs[i],", "return torch.randn(4),")
     spec = spec_of("ddp", source, seed=seed, num_data_workers=2)
     context = build_context(spec, Surroundings(state=state))
     with closing(context.strategy()) as strategy:

@@ -1,12 +1,17 @@
-"""Can every benchmark still be begun, and is the table that of the figures?"""
+"""Do the benchmarks begin, is the table that of the figures, and does ``make gpu`` go on?"""
 
 import importlib
+import json
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import benchmarks
-from benchmarks import table, versus
+from benchmarks import gpu_day, table, versus
+from benchmarks.gpu_day import Step
 
 NAMES = sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("[a-z]*.py"))
 
@@ -26,3 +31,51 @@ def test_the_table_is_what_the_newest_figures_make():
 )
 def test_the_tables_beside_other_tools_are_those_of_the_stored_rows(readme: Path):
     assert versus.with_table(readme) == readme.read_text()
+
+
+HANGS = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+    "print(child.pid, flush=True)\ntime.sleep(100)"
+)
+
+
+def step(name: str, source: str, limit: float = 30, num_gpus: int = 1) -> Step:
+    return Step(name, [sys.executable, "-c", source], limit, num_gpus)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_day, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_every_step_is_tried_whatever_the_others_do(folder):
+    todo = [
+        step("fails", "raise SystemExit(3)"),
+        step("hangs", HANGS, limit=1),
+        step("crashes", "import os; os.kill(os.getpid(), 11)"),
+        step("passes", "print('<b>')"),
+        step("skips", "print('SKIPPED [1] test_x.py:3: needs two CUDA GPUs, there are 1')"),
+        step("pairs", "", num_gpus=2),
+    ]
+    outcomes = gpu_day.main(todo, 1, {"gpus": "one"})
+    assert [each.state for each in outcomes] == [
+        "failed: exit 3",
+        "failed: not within 1 s",
+        "failed: died of SIGSEGV",
+        "passed",
+        "skipped: needs two CUDA GPUs, there are 1",
+        "skipped: needs two GPUs",
+    ]
+    child = int(outcomes[1].output)
+    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
+        time.sleep(0.01)
+    written = json.loads((folder / "report.json").read_text())
+    assert [each["state"] for each in written["steps"]] == [each.state for each in outcomes]
+    assert "&lt;b&gt;" in (folder / "report.html").read_text()
+
+
+def test_without_a_gpu_every_step_says_so(folder):
+    outcomes = gpu_day.main([step("any", "raise SystemExit(1)")], 0, {})
+    assert [each.state for each in outcomes] == ["skipped: no GPU"]

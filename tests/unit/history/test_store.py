@@ -10,6 +10,7 @@ import pytest
 
 from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.history.model import Run, Status
+from ddpnb.history.query import matching
 from ddpnb.history.recorder import Recorder
 from ddpnb.history.store import FILE_NAME, Store, StoreError, runs_folder
 from ddpnb.history.summary import summarise
@@ -17,7 +18,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
-from tests.unit.history.fake_runs import batch, header, run_of, spec, step
+from tests.unit.history.fake_runs import batch, header, run_of, spec, step, stored
 
 
 def a_comparison(number: int = 1) -> Comparison:
@@ -201,7 +202,6 @@ def test_what_is_no_longer_in_the_catalogue_is_still_listed_and_drawn(store: Sto
     connection.close()
     (listed,), comparison = store.list(), store.load("digits-1")
     kept = comparison.runs[0].spec
-    assert kept is not None
     assert (kept.batch_size, kept.task) == (spec("ddp").batch_size, "poetry")
     assert (kept.strategy, kept.slow) == ("Averaging:==", ("often",))
     result = ComparisonResult(comparison)
@@ -210,3 +210,27 @@ def test_what_is_no_longer_in_the_catalogue_is_still_listed_and_drawn(store: Sto
     assert result.plot().png().startswith(b"\x89PNG")
     assert "ddp_compare" in magic_of(comparison)
     assert listed.name in repr(Details(comparison))
+
+
+RUNS = (
+    stored("old/ddp", 1, status=Status.STOPPED),
+    stored("race/single", 2),
+    stored("race/ddp:hook=fp16", 2),
+    stored("race/ddp:hook=fp16", 3, repeat=1),
+    stored("New/async", 4, task="synthetic:samples=512"),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "last", "found"),
+    [
+        ("/ddp", None, [0, 2, 3]),
+        ("RACE", None, [1, 2, 3]),
+        ("stopped", None, [0]),
+        ("", 2, [2, 3, 4]),  # repeats are one line
+    ],
+)
+def test_only_what_is_asked_for_is_found(text: str, last: int | None, found: list[int]):
+    assert matching(RUNS, text, last) == tuple(RUNS[index] for index in found)
+    with pytest.raises(UserError, match="--last must be"):
+        matching(RUNS, text, last=0)

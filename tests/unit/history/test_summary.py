@@ -146,7 +146,6 @@ def test_a_repeat_that_misses_the_target_is_worse_than_any():
 
 def test_steps_that_a_death_lost_are_noted():
     run = timed("ddp", (2.0, 2.0)).snapshot()
-    assert run.spec is not None
     died = replace(run, marks=(Mark(rank=1, seconds=0.9, kind=MarkKind.DIED),))
     on_purpose = replace(died, spec=replace(run.spec, kill=("1@100ms",)))
     for each, is_noted in ((died, True), (on_purpose, False)):
@@ -157,7 +156,6 @@ def test_steps_that_a_death_lost_are_noted():
 def test_speed_up_is_over_the_devices_and_the_single_of_its_own_comparison():
     """Two workers that share a GPU have one device."""
     single, ddp = (timed(name, (1.0,)).snapshot() for name in ("single", "ddp"))
-    assert ddp.header is not None
     ddp = replace(ddp, run_id="shared", header=replace(ddp.header, num_devices=1))
     fast = [replace(run, comparison="other", run_id=run.name) for run in (single, ddp)]
     slow = timed("single", (4.0,), 1).snapshot()

@@ -119,8 +119,8 @@ def test_an_error_while_processes_are_stopped_is_raised_once_all_are():
     stopped = []
     processes = HostProcesses.__new__(HostProcesses)
     processes._hosts = []
-    processes.server = SimpleNamespace(stop=fail)  # type: ignore[assignment]
-    processes._starter = SimpleNamespace(stop=lambda: stopped.append(1))  # type: ignore[assignment]
+    processes.server = SimpleNamespace(stop=fail)
+    processes._starter = SimpleNamespace(stop=lambda: stopped.append(1))
     with pytest.raises(TimeoutError):
         processes.stop()
     assert stopped

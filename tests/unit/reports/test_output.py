@@ -3,7 +3,11 @@ import time
 
 import pytest
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.reports.cell_output import MAX_LINES, PrintedLines
+from ddpnb.reports.live import LiveText
 from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Screen
+from tests.unit.history.fake_runs import fake_comparison
 
 Shown = list[tuple[list[int], Item]]
 
@@ -131,3 +135,67 @@ def test_much_output_takes_linear_time(same: bool):
     small, large = (min(seconds(n) for _ in range(3)) for n in (4_000, 40_000))
     assert large < 70 * max(small, 0.01)  # linear: 10 times, quadratic: 100 times
     assert large < 3.0
+
+
+def say(printed: PrintedLines, *texts: str) -> None:
+    """Make a call in which each rank prints a text."""
+    printed.end()
+    for rank, text in enumerate(texts):
+        printed.take(rank, "stream", {"name": "stdout", "text": text})
+
+
+def lines_of(printed: PrintedLines, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    printed.show()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_lines_of_ranks_and_calls_are_shown_once(capsys: pytest.CaptureFixture[str]):
+    printed = PrintedLines()
+    say(printed, "model\n---\nsizes\n---\n", "model\n---\nsizes\n---\n")
+    say(printed, "model\n---\nother\n", "model\n")
+    assert lines_of(printed, capsys) == [
+        "Printed by the cell:",
+        "[0-1] model",
+        "[0-1] ---",
+        "[0-1] sizes",
+        "[0] other",
+    ]
+
+
+def test_many_lines_are_counted(capsys: pytest.CaptureFixture[str]):
+    printed = PrintedLines()
+    say(printed, "".join(f"{number}\n" for number in range(MAX_LINES + 120)))
+    say(printed, "0\nmore\nunfinished")
+    lines = lines_of(printed, capsys)
+    assert len(lines) == MAX_LINES + 2
+    assert lines[-1] == "... and 122 more lines"
+
+
+def test_a_display_is_its_text(capsys: pytest.CaptureFixture[str]):
+    printed = PrintedLines()
+    printed.take(0, "display_data", {"data": {"text/html": "<b>x</b>", "text/plain": "x"}})
+    printed.take(0, "clear_output", {"wait": True})
+    assert lines_of(printed, capsys) == ["Printed by the cell:", "[0] x"]
+    assert lines_of(PrintedLines(), capsys) == []
+
+
+class Failing(LiveText):
+    """Cannot draw at first."""
+
+    num_drawn = 0
+
+    def show_progress(self, comparison: Comparison) -> None:
+        self.num_drawn += 1
+        if self.num_drawn < 3:
+            raise ValueError("no colour")
+        super().show_progress(comparison)
+
+
+def test_what_cannot_be_drawn_is_said_once_and_the_next_drawing_is_tried(capsys):
+    live = Failing()
+    for _ in range(4):
+        live.update(fake_comparison())
+    lines = capsys.readouterr().err.splitlines()
+    assert "ValueError: no colour" in lines[0]
+    assert lines[1:] == ["run 4 of 4: async"]
+    assert not live.is_due()

@@ -49,7 +49,7 @@ def test_set_epoch_shuffles_anew_and_its_absence_is_said():
 
 
 def test_a_loader_whose_epoch_nobody_sets_repeats_itself():
-    sampler = DistributedSampler(range(20), num_replicas=2, rank=0)  # type: ignore[arg-type]
+    sampler = DistributedSampler(range(20), num_replicas=2, rank=0)
     forgotten = handed_out(2, SamplerSpec(expression="sampler"), sampler=sampler)
     assert forgotten.rows[1].is_like(forgotten.rows[0])
     assert "set_epoch(epoch) so far" in forgotten.notes[-1]

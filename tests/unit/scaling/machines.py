@@ -35,4 +35,4 @@ def measured(**changes: object) -> Measured:
         device="cpu",
         cores=2,
     )
-    return replace(found, **changes)  # type: ignore[arg-type]
+    return replace(found, **changes)

@@ -16,6 +16,7 @@ from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.scaling.calibrate import calibrate
 from ddpnb.scaling.model import FORMULAS, Machine, Workload, cost, step_seconds, stops_at
 from ddpnb.scaling.predict import Question, predict
+from ddpnb.scaling.waiting import expected_max, on_cores
 from ddpnb.session.scaling import measured_in, predicted
 from tests.rank.test_laboratory import EXCHANGE, LATENCY, S
 from tests.unit.history.fake_runs import fake_comparison
@@ -212,3 +213,17 @@ def test_the_link_between_gpus_is_found_behind_the_backward_pass():
     found = calibrate(measured(device="cuda", rates=rates, num_bytes=2e8))
     assert found.here.link.bits_per_second == pytest.approx(20e9, rel=0.1)
     assert step_seconds("ddp", found.work, found.here, 2) == pytest.approx(step, rel=0.01)
+
+
+def test_ranks_take_turns_on_cores():
+    assert on_cores(0.01, 2, 2) == 0.01
+    assert on_cores(0.3, 3, 2) == pytest.approx(0.45)  # long work is shared evenly
+    assert on_cores(0.001, 3, 2) == pytest.approx(0.002)  # short work is not cut
+    assert on_cores(0.01, 4, 2) == pytest.approx(0.02)
+
+
+def test_the_slowest_of_several_is_as_slow_as_order_statistics_say():
+    assert expected_max(1) == 0
+    assert expected_max(2) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-4)
+    assert expected_max(100) == pytest.approx(2.5076, rel=1e-3)  # tables of normal scores
+    assert expected_max(1000) == pytest.approx(3.2414, rel=1e-3)

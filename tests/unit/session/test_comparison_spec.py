@@ -1,10 +1,12 @@
 import inspect
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ddpnb.api import compare
+from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics, comparison_of
 from ddpnb.protocol.errors import UserError
@@ -18,6 +20,10 @@ from ddpnb.session.comparison_spec import ComparisonSpec
 
 CELL = "def model(): ...\ndef data(split): ..."
 DIGITS = TrainingSpec(task="digits")
+
+
+def spec_of(line: str) -> ComparisonSpec:
+    return comparison_of(arguments(DdpMagics.ddp_compare, line), line, "")
 
 
 def test_each_repeat_begins_with_another_strategy_and_has_a_seed_that_all_share():
@@ -75,7 +81,7 @@ def test_a_ceiling_that_was_added_is_trained_for_its_rate_alone():
 
 
 def test_the_first_repeat_tries_each_learning_rate_and_the_ceiling_one():
-    training = parse("ddp --task digits --seed 7 --lr 0.1,0.02")
+    training = spec_of("ddp --task digits --seed 7 --lr 0.1,0.02").training
     assert (training.learning_rate, training.rates) == (0.1, (0.1, 0.02))
     spec = ComparisonSpec(strategies=("ddp",), training=training, num_repeats=2)
     runs = spec.run_specs()
@@ -127,9 +133,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("words", "named"), MISTAKES.items(), ids=MISTAKES)
 def test_a_wrong_comparison_is_one_sentence(words: str, named: list[str]):
-    line = f"--task digits {words}"
     with pytest.raises(UserError) as caught:
-        comparison_of(arguments(DdpMagics.ddp_compare, line), line, "")
+        spec_of(f"--task digits {words}")
     assert all(each in str(caught.value) for each in named)
     assert "\n" not in str(caught.value)
 
@@ -180,7 +185,7 @@ WRONG_LINES = [
 @pytest.mark.parametrize("line", WRONG_LINES)
 def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str):
     with pytest.raises(UserError) as caught:
-        parse(f"ddp --task digits {line}")
+        spec_of(f"ddp --task digits {line}")
     option, _, value = line.partition(" ")[0].partition("=")
     named = {option, value, value.partition(",")[0], "devices"}
     assert any(word and word in str(caught.value) for word in named)
@@ -189,7 +194,8 @@ def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str):
 
 def test_every_choice_has_its_option():
     line = "--lr 0.1 --amp bf16 --clip 1.5 --slow 1:3x,0:50ms --slow 2:2x --jitter 20% --save"
-    assert parse(f"ddp --task digits {line} --data-workers 2 --kill 1@5s") == TrainingSpec(
+    training = spec_of(f"ddp --task digits {line} --data-workers 2 --kill 1@5s").training
+    assert training == TrainingSpec(
         **{"task": "digits", "learning_rate": 0.1, "amp": "bf16", "clip": 1.5, "save": True},
         **{"slow": ("1:3x", "0:50ms", "2:2x"), "jitter": 0.2, "kill": ("1@5s",)},
         num_data_workers=2,
@@ -214,10 +220,6 @@ def test_the_python_twin_has_the_same_choices_and_defaults():
         make_training_spec({"jitter": 20}, source=CELL)
 
 
-def parse(line: str) -> TrainingSpec:
-    return make_training_spec(vars(arguments(DdpMagics.ddp_compare, line)))
-
-
 def test_a_target_is_a_training_loss_or_a_held_out_accuracy():
     for given, expected in (
         (None, None),
@@ -230,3 +232,37 @@ def test_a_target_is_a_training_loss_or_a_held_out_accuracy():
     for wrong in ("accuracy=1.2", "accuracy=0", "accuracy=", "f1=0.9", "95%", float("inf")):
         with pytest.raises(UserError, match=r"^--target .*accuracy[^\n]*$"):
             read_options(PlotOptions, {"target": wrong})
+
+
+def magic_for(specs: tuple[RunSpec, ...]) -> str:
+    return magic_of(Comparison(comparison_id="1", name="race", specs=specs))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ddp --task digits",
+        "dp async --task digits --epochs 0.25 --batch-size 64 --lr 0.001 --seed 7 --repeats 3",
+        "async --task digits --no-baseline",
+        "single --task synthetic:samples=64",
+        "ddp:hook=fp16 async:bound=2 --task text --slow 1:3x,0:50ms --jitter 20% --kill 1@2s",
+        "ddp --task digits --amp bf16 --clip 0.5 --accumulate 2 --save --link 1Gbit,0.5ms",
+        "async:momentum=0.5 --task digits --momentum 0.9 --batch-per-worker 64",
+        "async:compensate=2 hogwild:momentum=0 --task digits --batch-per-worker 8",
+    ],
+)
+def test_the_magic_of_a_stored_comparison_asks_for_the_same_runs(line: str):
+    asked = spec_of(line).run_specs()
+    again = spec_of(magic_for(asked).removeprefix("%ddp_compare ")).run_specs()
+    one, other = (
+        [replace(run, run_id="", comparison="") for run in runs] for runs in (asked, again)
+    )
+    assert one == other
+
+
+def test_the_magic_of_an_own_cell_stands_in_place_of_its_comment_and_a_loop_has_none():
+    training = TrainingSpec(source=f"# %%ddp_compare ddp --name x\n{CELL}", seed=3)
+    specs = ComparisonSpec(strategies=("ddp",), training=training).run_specs()
+    line = "%%ddp_compare ddp --epochs 2 --batch-size 256 --lr 0.05 --momentum 0 --seed 3"
+    assert magic_for(specs) == f"{line}\n{CELL}"
+    assert magic_for(()) == ""

@@ -20,7 +20,7 @@ def failure(
     rank: int, name: str = "ValueError", text: str = "bad", *, at: float = 0.0, **more: object
 ) -> Failure:
     trace = more.pop("traceback", (f"Cell In[3], line 2\n{name}: {text}",))
-    return Failure(rank=rank, name=name, text=text, failed_at=at, traceback=trace, **more)  # type: ignore[arg-type]
+    return Failure(rank=rank, name=name, text=text, failed_at=at, traceback=trace, **more)
 
 
 GLOO = "[gloo] Connection closed by peer [127.0.0.1]:4242"

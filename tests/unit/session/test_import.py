@@ -1,13 +1,12 @@
 import json
 import pkgutil
-import subprocess
-import sys
 
 import grimp
 import pytest
 
 import ddpnb
 from ddpnb.protocol.errors import UserError
+from tests.programs import printed
 
 HEAVY = ("torch", "matplotlib", "pandas", "scipy", "sklearn", "ipyparallel")
 
@@ -25,10 +24,7 @@ RESULT = "import ddpnb.reports.result, ddpnb.history.store"
 @pytest.mark.parametrize("code", ["import ddpnb; dir(ddpnb)", LOAD, RESULT])
 def test_importing_and_loading_import_nothing_heavy(code: str):
     code += f"\nimport json, sys\nprint(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+    assert json.loads(printed(code).splitlines()[-1]) == []
 
 
 def test_the_public_names_are_the_twins_of_the_magics():

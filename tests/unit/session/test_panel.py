@@ -3,10 +3,9 @@ from collections.abc import Iterator
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddpnb.magics.arguments import arguments
-from ddpnb.magics.magics import DdpMagics, comparison_of
+from ddpnb.magics.magics import comparison_of
 from ddpnb.magics.panel import Panel
-from ddpnb.protocol.messages import RunSpec
+from tests.unit.session.test_comparison_spec import spec_of
 
 
 @pytest.fixture
@@ -15,10 +14,6 @@ def panel() -> Iterator[Panel]:
     yield panel
     panel.close()
     InteractiveShell.clear_instance()
-
-
-def runs_of(line: str) -> tuple[RunSpec, ...]:
-    return comparison_of(arguments(DdpMagics.ddp_compare, line), line, "").run_specs()
 
 
 def test_the_line_asks_for_what_the_controls_say(panel: Panel):
@@ -32,7 +27,7 @@ def test_the_line_asks_for_what_the_controls_say(panel: Panel):
     panel.repeats.value = 3
     line = panel.line()
     assert panel.magic.value == f"%ddp_start -n 2\n%ddp_compare {line}"
-    first, *_, last = runs_of(line)
+    first, *_, last = spec_of(line).run_specs()
     assert (first.strategy, first.task, first.batch_size) == ("single", "digits", 64)
     assert (first.num_epochs, first.slow, last.repeat) == (1.5, ("1:3x", "0:50ms"), 2)
     assert first.link == "1Gbit,0.5ms"
@@ -42,4 +37,5 @@ def test_single_is_trained_where_it_is_chosen(panel: Panel):
     for chosen, added in (("single ddp", {"no-comm"}), ("ddp", set()), ("single", set())):
         for name, box in panel.strategies.items():
             box.value = name in chosen.split()
-        assert {run.strategy for run in runs_of(panel.line())} == {*chosen.split(), *added}
+        trained = {run.strategy for run in spec_of(panel.line()).run_specs()}
+        assert trained == {*chosen.split(), *added}

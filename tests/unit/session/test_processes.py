@@ -1,4 +1,4 @@
-"""Processes as the kernel sees them: events that go wrong, damaged files, files that are whole."""
+"""Processes as the kernel sees them: events that go wrong, files, what other programs take."""
 
 import contextlib
 import errno
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
-from ddpnb.cluster.run_folder import private_folder
+from ddpnb.cluster.run_folder import private_folder, remove_leftovers
 from ddpnb.history.store import is_written, writer_of
 from ddpnb.launcher import forkserver
 from ddpnb.launcher.forkserver import Forkserver
@@ -28,6 +29,8 @@ from ddpnb.protocol.processes import (
     atomic_write,
     hold,
 )
+from ddpnb.session.machine import LEAST_SHARE, OtherPrograms, disturbance
+from tests.programs import python
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception],
 def test_a_request_that_fails_or_is_not_known_costs_no_rank(served):
     link, _ = served
     with pytest.raises(RuntimeError, match="KeyError"):
-        link.request("request of a later version").result(10)  # type: ignore[arg-type]
+        link.request("request of a later version").result(10)
     with pytest.raises(RuntimeError, match="TypeError"):
         link.request(KernelRequest.SIGNAL, ranks=None, number=2).result(10)
     assert link.request(KernelRequest.SIGNAL, ranks=[0], number=2).result(10) is None
@@ -116,22 +119,69 @@ def test_a_rank_that_does_not_read_keeps_no_signal_from_it(served, monkeypatch):
 
 
 def test_a_run_is_written_until_its_process_ends_and_by_no_other_of_its_number():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    writer = writer_of(psutil.Process(child.pid))
-    place, began = writer.rsplit(" ", 1)
-    assert is_written(writer)
-    assert not is_written(f"{place} {float(began) - 60}")
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # nobody has reaped it yet
+    with python("print(flush=True); input()") as (child, _):
+        writer = writer_of(psutil.Process(child.pid))
+        place, began = writer.rsplit(" ", 1)
+        assert is_written(writer)
+        assert not is_written(f"{place} {float(began) - 60}")
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # nobody has reaped it yet
+        assert not is_written(writer)
     assert not is_written(writer)
-    child.wait(10)
-    assert not is_written(writer)
+
+
+LOCKING = """
+from pathlib import Path
+from ddpnb.protocol.processes import hold
+lock = hold(Path({lock!r}))
+print(flush=True)
+input()
+"""
+
+
+def test_a_run_folder_stays_until_its_fork_server_ends_even_by_a_kill():
+    folder = private_folder()
+    assert folder not in remove_leftovers(), "it is just being made"
+    with python(LOCKING.format(lock=str(folder / SERVER_LOCK))) as (server, _):
+        assert folder not in remove_leftovers()
+        server.kill()
+    assert folder in remove_leftovers()
+    assert not folder.exists()
 
 
 def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: Path):
     path = tmp_path / "file"
     atomic_write(path, b"before")
     with pytest.raises(TypeError):
-        atomic_write(path, "no bytes")  # type: ignore[arg-type]
+        atomic_write(path, "no bytes")
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+SPIN = "import time; end = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass"
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_busy_process_counts_unless_the_kernel_has_started_it(is_own: bool):
+    command = f"{sys.executable} -c '{SPIN}' >/dev/null & echo $!; {'wait' if is_own else ''}"
+    with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True) as shell:
+        busy = psutil.Process(int(shell.stdout.readline()))
+        if not is_own:  # it is nobody's child now
+            shell.wait()
+        load, before = OtherPrograms(), sum(busy.cpu_times()[:2])
+        everything = psutil.cpu_times()
+        time.sleep(1.0)
+        used = (sum(busy.cpu_times()[:2]) - before) / psutil.cpu_count()
+        idle = psutil.cpu_times().idle - everything.idle
+        share = load.share()
+    assert used > 0
+    if is_own:
+        assert share <= 1 - idle / psutil.cpu_count() - used + 0.1
+    else:
+        assert share >= used - 0.1
+
+
+def test_little_is_not_said():
+    assert disturbance(LEAST_SHARE - 0.01, 2) == ""
+    assert "45%" in disturbance(0.45, 2)
+    assert "--devices 2" in disturbance(0.45, 2)

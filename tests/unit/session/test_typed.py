@@ -1,4 +1,4 @@
-"""The twins in Python refuse what cannot be in a sentence, before anything is begun."""
+"""What users write is read, or refused in one sentence, before anything is begun."""
 
 import inspect
 import json
@@ -11,10 +11,12 @@ import pytest
 
 from ddpnb import api
 from ddpnb.history.store import to_text
+from ddpnb.hosts.spec import HostsSpec
 from ddpnb.magics.arguments import flags
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
+from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.trace import CollectiveSpec
 from ddpnb.session.comparison_spec import ComparisonSpec
@@ -36,7 +38,6 @@ WRONG = [
     (["stop", "positional"], lambda: api.stop(1)),
     (["pull", "'expression'"], lambda: api.pull()),
     (["start", "'n'"], lambda: api.start(2, n=3)),
-    (["'tpu'", "cpu, cuda"], lambda: api.start(device="tpu")),
     (["did you mean all_reduce"], lambda: CollectiveSpec(name="all_redduce", ranks=(0, 1))),
     (["leave --op out"], lambda: CollectiveSpec(name="broadcast", ranks=(0, 1), op="max")),
     (["--root 7"], lambda: CollectiveSpec(name="reduce", ranks=(0, 1), root=7)),
@@ -44,18 +45,66 @@ WRONG = [
     (["Inspect net or a task"], lambda: api.inspect("net", task="digits")),
     (["--batch-size"], lambda: api.inspect("net", batch_size=8)),
     (["--batch goes with a model"], lambda: InspectSpec(batch="x")),
+    (["'abc' does not name ranks: write numbers and ranges,"], lambda: parse_ranks("abc", 4)),
+    (["does not name ranks"], lambda: parse_ranks("-1", 4)),
+    (["does not name ranks"], lambda: parse_ranks("1.5", 4)),
+    (["'3-1' names no rank: write the smaller number first"], lambda: parse_ranks("3-1", 4)),
+    (["There is no rank 4: the ranks are 0-3."], lambda: parse_ranks("4", 4)),
+    (["There is no rank 4-5: the ranks are 0-3."], lambda: parse_ranks("0,2-5", 4)),
+    (["'tpu'", "auto, cpu, cuda"], lambda: api.start(device="tpu")),
+    (["auto, gloo, nccl"], lambda: HostsSpec(backend="mpi")),
+    (["-n"], lambda: HostsSpec(num_ranks=0)),
+    (["256"], lambda: HostsSpec(num_ranks=257)),
+    (["--threads"], lambda: HostsSpec(num_threads=0)),
+    (["--backend gloo"], lambda: HostsSpec(device="cpu", backend="nccl")),
+    (["V100, A100, T4"], lambda: HostsSpec(devices="8xH900")),
+    (["leave -n 4 out"], lambda: HostsSpec(devices="8", num_ranks=4)),
+    (["on the CPU"], lambda: HostsSpec(devices="8", device="cuda")),
+    (["of this host"], lambda: HostsSpec(devices="8", hosts="a:4,b:4")),
+    (["--devices"], lambda: HostsSpec(as_="resnet50")),
+    (["each once"], lambda: HostsSpec(hosts="a:1,a:1")),
+    (["Write --hosts as a:4,b:4"], lambda: HostsSpec(hosts="-oProxyCommand=x:1")),
+    (["leave out -n"], lambda: HostsSpec(hosts="a:1", num_ranks=2)),
+    (["are for --engines and --profile"], lambda: HostsSpec(hosts="a", ranks_per_host=2)),
+    (["are for --engines and --profile"], lambda: HostsSpec(hosts="a:1", timeout=1.0)),
+    (["leave out -n, --engines"], lambda: HostsSpec(hosts="a:2", engines="slurm")),
+    (["name them with --hosts"], lambda: HostsSpec(interface="net0")),
+    (["slurm, mpi, pbs, lsf, sge, htcondor, local"], lambda: HostsSpec(engines="nothing")),
+    (["greater than 0, not 0"], lambda: HostsSpec(engines="mpi", timeout=0.0, num_ranks=2)),
+    (["need -n"], lambda: HostsSpec(profile="site")),
+    (["-n 3 is no multiple"], lambda: HostsSpec(engines="slurm", num_ranks=3, ranks_per_host=2)),
 ]
 """What the one sentence names, and the call."""
 
 
 @pytest.mark.parametrize(("named", "call"), WRONG)
-def test_what_is_of_another_type_is_refused_in_a_sentence(
-    named: list[str], call: Callable[[], object]
-):
+def test_what_cannot_be_is_refused_in_one_sentence(named: list[str], call: Callable[[], object]):
     with pytest.raises(UserError) as raised:
         call()
     assert all(word in str(raised.value) for word in named)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, (0, 1, 2, 3)),
+        ("all", (0, 1, 2, 3)),
+        ("  ", (0, 1, 2, 3)),
+        ("2", (2,)),
+        ("0,2-3", (0, 2, 3)),
+        (" 3 , 0 - 1 ", (0, 1, 3)),
+        ("1,1,0-1", (0, 1)),
+    ],
+)
+def test_sets_of_ranks_are_read(text: str | None, expected: tuple[int, ...]):
+    assert parse_ranks(text, 4) == expected
+
+
+def test_sets_of_ranks_are_written_the_short_way():
+    for text in ("0", "0-1", "0,2-4", "1,3,5"):
+        assert format_ranks(reversed(parse_ranks(text, 6))) == text
+    assert format_ranks(()) == ""
 
 
 def test_numbers_of_numpy_are_stored_as_any_others(monkeypatch: pytest.MonkeyPatch):

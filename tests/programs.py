@@ -1,0 +1,56 @@
+"""Programs that tests run, some of which pip does not install."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import pytest
+
+
+def find_program(names: list[str], reason: str) -> str:
+    """Return the path of the first program that is installed; skip where there is none."""
+    for name in names:
+        if (path := shutil.which(name)) is not None:
+            return path
+    skip_or_fail(reason)
+
+
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skip the test on a user's machine; fail it in CI, which installs every package."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@contextlib.contextmanager
+def daemon(words: list[str], **options: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    """A program that is ended when it is needed no more; killed, where it does not end."""
+    process = subprocess.Popen(words, **options)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def python(source: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """A Python process, and the first line that it prints."""
+    words, pipe = [sys.executable, "-c", source], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process, process.stdout.readline()
+
+
+def printed(source: str) -> str:
+    """What a Python process prints that ends well."""
+    words = [sys.executable, "-c", source]
+    ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    return ended.stdout
