@@ -6,8 +6,8 @@ Everything that comes back goes into one queue per call, in order.
 import math
 import queue
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ddpnb.protocol.messages import EventBatch
@@ -72,27 +72,23 @@ class OutputEnded:
 CallEvent = Output | Events | Asked | Returned | Lost | OutputEnded
 
 
-@dataclass(kw_only=True, slots=True)
 class Call:
     """One call on several ranks, in progress."""
 
-    ranks: tuple[int, ...]
-    inbox: "queue.Queue[CallEvent]" = field(default_factory=queue.Queue)
-    """Not a ``SimpleQueue``: its ``get`` waits without end if a signal arrives as its time ends."""
-    running: set[int] = field(init=False)
-    """Ranks that have not returned."""
-    speaking: set[int] = field(init=False)
-    """Ranks whose output has not ended; it may end after the result has come."""
-    output_deadline: float = math.inf
-
-    def __post_init__(self) -> None:
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.inbox: queue.Queue[CallEvent] = queue.Queue()
+        """Not a ``SimpleQueue``: its ``get`` may miss the end of its time when a signal arrives."""
         self.running = set(self.ranks)
+        """Ranks that have not returned."""
         self.speaking = set(self.ranks)
+        """Ranks whose output has not ended; it may end after the result has come."""
+        self._output_deadline = math.inf
 
     @property
     def done(self) -> bool:
         """Whether every rank has finished and all its output is here."""
-        output_ended = not self.speaking or time.monotonic() > self.output_deadline
+        output_ended = not self.speaking or time.monotonic() > self._output_deadline
         return not self.running and output_ended
 
     def events(self, timeout: float) -> Iterator[CallEvent]:
@@ -136,7 +132,7 @@ class Call:
             if event.rank not in self.running:
                 return False
             self.running.remove(event.rank)
-            self.output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
+            self._output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
         return True
 
 
@@ -166,7 +162,8 @@ class Timeouts:
     hang_after_seconds: float = 2.0
     """How long ranks must have waited for each other, idle, before the call counts as a hang."""
     longest_gap_seconds: float = 1.0
-    """The most that the time between two reports counts towards that: a laptop may have slept."""
+    """The most that the time between two reports counts towards that: a laptop may have slept, and
+    on a busy machine one report is soon made and late to come."""
     silent_after_seconds: float = 10.0
     """When a rank that does not report where it is, is named."""
     stopped_after_seconds: float = 2.0

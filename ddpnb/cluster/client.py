@@ -66,7 +66,7 @@ class EngineClient:
 
         Raises a UserError, and sends nothing, if the controller has lost one of them.
         """
-        call = Call(ranks=tuple(ranks))
+        call = Call(ranks)
         engine_of = {rank: self._engine_of.get(rank, rank) for rank in ranks}
         known = set(self._client.ids)
         if lost := [rank for rank, engine in engine_of.items() if engine not in known]:
@@ -116,7 +116,7 @@ class EngineClient:
     def identify(self, engines: set[int], while_waiting: Callable[[], None]) -> list[RankState]:
         """Ask engines for their states until each has answered, and note which rank it is."""
         self._known |= engines
-        call = Call(ranks=tuple(engines))
+        call = Call(engines)
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         ask_at = 0.0
         states: list[RankState] = []

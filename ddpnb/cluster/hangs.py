@@ -6,6 +6,7 @@ It is judged from what the ranks report and from a clock alone: nothing here ask
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ddpnb.cluster.call import Timeouts
 from ddpnb.cluster.wording import say
 from ddpnb.protocol.processes import RankStatus
 
@@ -67,11 +68,7 @@ class Hang:
 class HangDetector:
     """Finds out from rounds of reports whether the ranks of a call wait without end."""
 
-    after_seconds: float
-    """How long all of them must have waited, each at one place."""
-    longest_gap: float
-    """The most that the time between two rounds counts: a laptop may have slept, and on a busy
-    machine one report is soon made and late to come."""
+    timeouts: Timeouts
     _first: tuple[RankStatus, ...] = ()
     """The reports of the round in which all had begun to wait."""
     _waited: float = 0.0
@@ -80,13 +77,13 @@ class HangDetector:
 
     def check(self, statuses: Sequence[RankStatus], num_running: int, now: float) -> bool:
         """Take a round of reports; return whether the ranks hang.  ``now`` is in seconds."""
-        self._waited += min(now - self._reported_at, self.longest_gap)
+        self._waited += min(now - self._reported_at, self.timeouts.longest_gap_seconds)
         self._reported_at = now
         if len(statuses) != num_running:
             self._first = ()
         elif not still_wait(self._first, statuses, self._waited):
             self._first, self._waited = tuple(statuses), 0.0
-        return bool(self._first) and self._waited >= self.after_seconds
+        return bool(self._first) and self._waited >= self.timeouts.hang_after_seconds
 
     def reset(self) -> None:
         """Start over: the ranks were just freed, and need time to notice."""

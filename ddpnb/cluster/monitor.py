@@ -25,7 +25,6 @@ class Monitor:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        timeouts = cluster.timeouts
         self._cluster = cluster
         self._answers: dict[int, Future[Any]] = {}
         self._looked_at: float | None = None
@@ -33,9 +32,7 @@ class Monitor:
         """Seconds since the round began."""
         self._named: set[int] = set()
         """Ranks that have been said not to answer."""
-        self._hangs = HangDetector(
-            after_seconds=timeouts.hang_after_seconds, longest_gap=timeouts.longest_gap_seconds
-        )
+        self._hangs = HangDetector(timeouts=cluster.timeouts)
 
     def hang(self, call: Call, finished: Mapping[int, int], now: float) -> Hang | None:
         """Return why a call hangs; None as long as it is not known to.

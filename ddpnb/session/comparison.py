@@ -69,7 +69,7 @@ def prepare(
         cluster=cluster,
         recorder=recorder,
         specs=specs,
-        survivors=frozenset(name for name, each in checked.items() if each.survives_deaths),
+        checked=checked,
         live=shown,
         printed=printed,
         asked=spec,

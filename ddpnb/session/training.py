@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError, summary_of
-from ddpnb.protocol.messages import RunReport, RunSpec
+from ddpnb.protocol.messages import Checked, RunReport, RunSpec
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.cell_output import PrintedLines
@@ -44,8 +44,8 @@ class Training:
     cluster: Cluster
     recorder: Recorder
     specs: Sequence[RunSpec]
-    survivors: Collection[str]
-    """The strategies that continue when a rank other than 0 dies."""
+    checked: Mapping[str, Checked]
+    """What was found of each strategy."""
     live: Live
     printed: PrintedLines
     asked: ComparisonSpec
@@ -142,7 +142,7 @@ class Training:
             cluster=self.cluster,
             spec=spec,
             handle=self._handle,
-            survives_deaths=spec.strategy in self.survivors,
+            survives_deaths=self.checked[spec.strategy].survives_deaths,
             before_joining=self._send_functions,
         )
         self.printed.end()

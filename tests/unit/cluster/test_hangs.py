@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ddpnb.cluster.call import Timeouts
 from ddpnb.cluster.hangs import Hang, HangDetector, still_wait
 from ddpnb.protocol.processes import RankStatus
 
@@ -32,7 +33,7 @@ def test_one_rank_that_goes_on_is_enough(change: dict[str, object]):
 
 
 def rounds(*reports: tuple[float, tuple[RankStatus, ...]], num_running: int = 2) -> list[bool]:
-    detector = HangDetector(after_seconds=2.0, longest_gap=1.0)
+    detector = HangDetector(timeouts=Timeouts(hang_after_seconds=2.0, longest_gap_seconds=1.0))
     return [detector.check(statuses, num_running, now) for now, statuses in reports]
 
 
