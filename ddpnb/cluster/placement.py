@@ -10,7 +10,6 @@ from typing import Any
 from ddpnb.protocol.devices import CARDS, MODELS, count_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import Option, check_options, option
-from ddpnb.protocol.processes import may_have_gpus
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
@@ -130,11 +129,6 @@ class Placement:
         """Return whether another rank computes on the same GPU."""
         places = [*zip(self.host_of, self.devices, strict=True)]
         return self.devices[rank] != "cpu" and places.count(places[rank]) > 1
-
-
-def asks_for_gpus(spec: ClusterSpec) -> bool:
-    """Return whether ranks can be placed only once the fork server has listed the GPUs."""
-    return spec.device == "cuda" or (not spec.is_on_cpu and may_have_gpus())
 
 
 def place_ranks(

@@ -24,12 +24,11 @@ from ddpnb.cluster.placement import (
     ClusterSpec,
     Host,
     Placement,
-    asks_for_gpus,
     controller_arguments,
     place_ranks,
 )
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import KernelRequest, RankCommand, num_cores
+from ddpnb.protocol.processes import KernelRequest, RankCommand, may_have_gpus, num_cores
 
 STOP_TIMEOUT_SECONDS = 8.0
 RECORDED_CALLS = 64
@@ -158,7 +157,8 @@ class LocalProcesses(Processes):
         if sys.platform != "linux":
             raise UserError("Ranks are forked, which is safe on Linux alone: start them there.")
         self._spec = spec
-        planned = None if asks_for_gpus(spec) else self._place(num_gpus=0)
+        may_use_gpus = spec.device == "cuda" or (not spec.is_on_cpu and may_have_gpus())
+        planned = None if may_use_gpus else self._place(num_gpus=0)
         self._planned = planned
         # The first DDP and the first optimizer import torch's compiler, for over a second.  A few
         # ranks do so at the same time; where they far outnumber the cores it is done once for all.

@@ -135,8 +135,6 @@ class HostProcesses(Processes):
         finally:
             self._starter.stop()
 
-    # -- private ---------------------------------------------------------------------
-
     def _connect(self, host: RemoteHost) -> None:
         """Begin to read what a host's agent reports."""
         relay = self._starter.router.relays.get(host.relay)

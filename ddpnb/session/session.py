@@ -72,6 +72,30 @@ class Session:
         cluster = self._cluster
         return None if cluster is None or cluster.lost else len(cluster.ranks)
 
+    def cluster(self, *, allow_lost: bool = False) -> Cluster:
+        """Return the cluster; raises a UserError if there is none, or its ranks are lost."""
+        if self._cluster is None:
+            raise UserError(
+                "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
+            )
+        if not allow_lost:
+            self._cluster.require(())
+        return self._cluster
+
+    def free_cluster(self) -> Cluster:
+        """Return the cluster, in the notebook's folder; refuse while a comparison is training."""
+        self._refuse_if_training()
+        cluster = self.cluster()
+        with contextlib.suppress(UserError):  # the folder has been removed
+            cluster.work_folder = working_folder()
+        return cluster
+
+    def idle_cluster(self) -> Cluster:
+        """Return the cluster; refuse while a comparison or a cell is running."""
+        cluster = self.free_cluster()
+        cluster.require_idle(cluster.ranks)
+        return cluster
+
     def start(self, spec: ClusterSpec, *, progress: OnProgress = lambda _: None) -> Table:
         """Start the ranks unless a cluster is running; return the table of ranks."""
         cluster = self._cluster
@@ -258,8 +282,6 @@ class Session:
         """The stored runs of the notebook's project."""
         return Store(runs_folder())
 
-    # -- private ---------------------------------------------------------------------
-
     def _launch(self, spec: ClusterSpec, progress: OnProgress = lambda _: None) -> Cluster:
         self._cluster = cluster = start_cluster(spec, progress)
         atexit.register(self.stop)
@@ -274,36 +296,12 @@ class Session:
         warn_stale(cluster.bring_back(chosen))
         return ranks_table(cluster.states)
 
-    def cluster(self, *, allow_lost: bool = False) -> Cluster:
-        """Return the cluster; raises a UserError if there is none, or its ranks are lost."""
-        if self._cluster is None:
-            raise UserError(
-                "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
-            )
-        if not allow_lost:
-            self._cluster.require(())
-        return self._cluster
-
     def _refuse_if_training(self) -> None:
         if self.comparison is not None:
             raise UserError(
                 "A comparison is training on the ranks: %ddp_interrupt stops it, "
                 "%ddp_status shows its progress."
             )
-
-    def free_cluster(self) -> Cluster:
-        """Return the cluster, in the notebook's folder; refuse while a comparison is training."""
-        self._refuse_if_training()
-        cluster = self.cluster()
-        with contextlib.suppress(UserError):  # the folder has been removed
-            cluster.work_folder = working_folder()
-        return cluster
-
-    def idle_cluster(self) -> Cluster:
-        """Return the cluster; refuse while a comparison or a cell is running."""
-        cluster = self.free_cluster()
-        cluster.require_idle(cluster.ranks)
-        return cluster
 
     def _record_cell(self, name: str, spec: CellSpec) -> Recorder:
         recorder = Recorder(
