@@ -63,7 +63,6 @@ class Child:
     """A process of the cluster and, for a rank, the pipe to its control thread."""
 
     name: str
-    pid: int
     pipe: Connection | None = None
 
 
@@ -76,14 +75,13 @@ class Forkserver:
     log_bytes: int = 0
     """How much of a rank's log is sent with its end: to a kernel that cannot read it."""
     children: dict[int, Child] = field(default_factory=dict)
+    """By process id."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    sentinel: Connection | None = None
-    """Carries nothing: it closes when this process ends, which the controller sees."""
     is_stopped: bool = False
     handlers: dict[KernelRequest, Callable[..., object]] = field(init=False)
     """What carries out each request and returns its answer; an agent has more of them."""
-    more_ends: list[socket.socket | TextIO] = field(default_factory=list)
-    """What a forked child closes besides the pipes."""
+    more_ends: list[Connection | socket.socket | TextIO] = field(default_factory=list)
+    """What a forked child closes besides the pipes to the kernel and to ranks."""
 
     def __post_init__(self) -> None:
         self.handlers = {
@@ -143,26 +141,26 @@ class Forkserver:
 
         pid = self.fork(main)
         theirs.close()
-        self.children[pid] = Child(name=str(rank), pid=pid, pipe=ours)
+        self.children[pid] = Child(name=str(rank), pipe=ours)
         self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
 
     def start_controller(self, arguments: list[str]) -> None:
         """Fork ipyparallel's controller."""
         from ddpnb.launcher.controller import run_controller  # noqa: PLC0415  no agent needs it
 
-        theirs, self.sentinel = Pipe(duplex=False)
+        theirs, ours = Pipe(duplex=False)  # closes when this process ends, and carries nothing
+        self.more_ends.append(ours)
         pid = self.fork(lambda: run_controller(arguments, theirs, self.folder))
         theirs.close()
-        self.children[pid] = Child(name="controller", pid=pid)
+        self.children[pid] = Child(name="controller")
 
     def fork(self, main: Callable[[], None]) -> int:
         """Fork a child that runs ``main`` and never returns here; return its pid."""
 
         def run() -> None:
-            pipes = (child.pipe for child in self.children.values())
-            for end in (self.kernel, self.sentinel, *self.more_ends, *pipes):
-                if end is not None:
-                    end.close()
+            pipes = [child.pipe for child in self.children.values() if child.pipe is not None]
+            for end in (self.kernel, *self.more_ends, *pipes):
+                end.close()
             main()
 
         pid = os.fork()
@@ -181,10 +179,10 @@ class Forkserver:
     def signal(self, *, ranks: list[int], number: int) -> None:
         """Send a signal to those of the ranks that are alive."""
         names = {str(rank) for rank in ranks}
-        for child in self.children.values():
+        for pid, child in self.children.items():
             if child.name in names:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid, number)
+                    os.kill(pid, number)
 
     def on_rank(self, pipe: Connection) -> None:
         """Pass a rank's answer on to the kernel."""
