@@ -262,7 +262,8 @@ class Cluster:
     def bring_back(self, ranks: Sequence[int]) -> dict[StaleVariable, list[int]]:
         """Start ranks anew in a new process group; the others keep their variables.
 
-        Returns what ``ensure_group`` does.  A UserError, if another rank runs a cell, ends none.
+        Returns what ``ensure_group`` does.  Raises a UserError, and ends no rank, if another one
+        runs a cell.
         """
         self.require_idle(set(self.ranks) - set(ranks))
         self.kill(ranks)

@@ -98,7 +98,8 @@ def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         try:
-            ranks |= set(range(int(first), int(last or first) + 1))
+            numbers = range(int(first), int(last or first) + 1)
+            ranks |= set(numbers[:1000])  # more there cannot be, and a typing error may name
         except ValueError:
             raise UserError(
                 f"{text!r} does not name ranks: write numbers and ranges, such as 0,2-3."

@@ -51,6 +51,7 @@ WRONG = [
     (["'3-1' names no rank: write the smaller number first"], lambda: parse_ranks("3-1", 4)),
     (["There is no rank 4: the ranks are 0-3."], lambda: parse_ranks("4", 4)),
     (["There is no rank 4-5: the ranks are 0-3."], lambda: parse_ranks("0,2-5", 4)),
+    (["There is no rank 4-"], lambda: parse_ranks("0-99999999999", 4)),
     (["'tpu'", "auto, cpu, cuda"], lambda: api.start(device="tpu")),
     (["auto, gloo, nccl"], lambda: HostsSpec(backend="mpi")),
     (["-n"], lambda: HostsSpec(num_ranks=0)),
