@@ -12,6 +12,7 @@ import pytest
 import benchmarks
 from benchmarks import gpu_day, table, versus
 from benchmarks.gpu_day import Step
+from tests.mutants import MUTANTS, ROOT
 
 NAMES = sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("[a-z]*.py"))
 
@@ -79,3 +80,8 @@ def test_every_step_is_tried_whatever_the_others_do(folder):
 def test_without_a_gpu_every_step_says_so(folder):
     outcomes = gpu_day.main([step("any", "raise SystemExit(1)")], 0, {})
     assert [each.state for each in outcomes] == ["skipped: no GPU"]
+
+
+def test_each_mutant_fits_its_file():
+    for _, file, before, *_ in (each.strip().split("\n") for each in MUTANTS.split("\n\n")):
+        assert Path(ROOT, "ddpnb", file).read_text().count(before.removeprefix("- ")) == 1, file
