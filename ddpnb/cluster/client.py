@@ -25,12 +25,12 @@ from ddpnb.cluster.call import (
     Returned,
 )
 from ddpnb.cluster.processes import wait_for_file
+from ddpnb.cluster.wording import restart, say, sentence, them
 from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Prompt, RankState
-from ddpnb.protocol.notation import format_ranks
 
 ASK_AGAIN_SECONDS = 2.0
 """How long a new engine may take to answer until it is asked again: the controller drops a message
@@ -70,10 +70,8 @@ class EngineClient:
         engine_of = {rank: self._engine_of.get(rank, rank) for rank in ranks}
         known = set(self._client.ids)
         if lost := [rank for rank, engine in engine_of.items() if engine not in known]:
-            raise UserError(
-                f"Rank {format_ranks(lost)} has left the cluster: %ddp_restart --ranks "
-                f"{format_ranks(lost)} starts it anew."
-            )
+            anew = f"{restart(lost)} starts {them(lost)} anew"
+            raise UserError(sentence(f"{say(lost, 'has')} left the cluster: {anew}"))
         with self._lock:  # a background cell's thread asks its ranks where they are
             self._calls = [other for other in self._calls if not other.done] + [call]
         for rank, engine in engine_of.items():

@@ -21,7 +21,7 @@ from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, StaleVariable
-from ddpnb.protocol.notation import format_ranks, spoken_ranks
+from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.processes import RankCommand, rank_log, working_folder
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class Cluster:
         """
         self.require_idle(set(self.ranks) - set(ranks))
         self.kill(ranks)
-        ended = f"rank {format_ranks(ranks)} did not end"
+        ended = f"{spoken_ranks(ranks)} did not end"
         wait_until(lambda: not set(ranks) & set(self.living), CALL_TIMEOUT_SECONDS, ended)
         for rank in ranks:
             self.restart_alone(rank)
