@@ -224,7 +224,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def controller_arguments(profile: Path, address: str = "", ports: Sequence[int] = ()) -> list[str]:
+def controller_arguments(profile: Path, address: str, ports: Sequence[int]) -> list[str]:
     """Return ipyparallel's command line for the controller.
 
     Engines connect to its ``ports`` at an ``address`` of this host; without one, all its sockets

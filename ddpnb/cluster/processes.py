@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from pathlib import Path
@@ -55,21 +55,24 @@ class ForkServer:
 
     def __init__(
         self,
-        *,
         folder: Path,
-        controller_arguments: list[str],
-        num_threads: int,
         on_exit: OnExit,
-        preload: str = "",
+        environment: Mapping[str, str],
+        address: str = "",
+        ports: Sequence[int] = (),
     ) -> None:
-        """Start it; ``folder`` is the cluster's run folder, which it removes at its end."""
+        """Start it; ``folder`` is the cluster's run folder, which it removes at its end.
+
+        Engines on other hosts reach the controller at an ``address`` of this host, at ``ports``.
+        """
         pipe, theirs = Pipe()
-        words = [str(theirs.fileno()), str(folder), *controller_arguments]
+        arguments = controller_arguments(folder / "profile", address, ports)
+        words = [str(theirs.fileno()), str(folder), *arguments]
         self._on_exit = on_exit
         self._server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.launcher.forkserver", *words],
             pass_fds=[theirs.fileno()],
-            env=os.environ | torch_environment(num_threads, preload),
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -164,13 +167,9 @@ class LocalProcesses(Processes):
         # ranks do so at the same time; where they far outnumber the cores it is done once for all.
         num_on_cpu = planned.devices.count("cpu") if planned else 0
         is_crowded = num_on_cpu >= MAX_RANKS_PER_CORE * num_cores()
-        self.server = ForkServer(
-            folder=folder,
-            controller_arguments=controller_arguments(folder / "profile"),
-            num_threads=planned.num_threads if planned else spec.num_threads or num_cores(),
-            on_exit=on_exit,
-            preload="torch._dynamo" if is_crowded else "",
-        )
+        num_threads = planned.num_threads if planned else spec.num_threads or num_cores()
+        environment = torch_environment(num_threads, "torch._dynamo" if is_crowded else "")
+        self.server = ForkServer(folder, on_exit, environment)
         self.prepared = self.server.link.request(KernelRequest.PREPARE)
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.link import Exit, ForkServerLink
-from ddpnb.cluster.placement import ClusterSpec, Host, Placement, controller_arguments, place_ranks
+from ddpnb.cluster.placement import ClusterSpec, Host, Placement, place_ranks
 from ddpnb.cluster.processes import (
     STOP_TIMEOUT_SECONDS,
     ForkServer,
@@ -68,12 +68,7 @@ class HostProcesses(Processes):
         try:
             address = self._starter.address
             ports = free_ports(address, NUM_SOCKETS) if address else range(1, NUM_SOCKETS + 1)
-            self.server = ForkServer(
-                folder=folder,
-                controller_arguments=controller_arguments(folder / "profile", address, ports),
-                num_threads=1,
-                on_exit=on_exit,
-            )
+            self.server = ForkServer(folder, on_exit, {}, address, ports)
         except BaseException:
             self._starter.stop()
             raise

@@ -162,13 +162,11 @@ class TrainingSpec:
         for text in self.slow:
             parse_slow(text)
         parse_kills(self.kill)
-        if self.emulated is not None:  # which is parsed
-            if self.min_seconds:
-                raise UserError(
-                    "--min-seconds is for measured times, and those of emulated devices are "
-                    "computed: leave it out, and say with --epochs how long to train."
-                )
-            return
+        if self.emulated is not None and self.min_seconds:  # the devices are parsed
+            raise UserError(
+                "--min-seconds is for measured times, and those of emulated devices are "
+                "computed: leave it out, and say with --epochs how long to train."
+            )
         if self.link and self.devices == MEASURED:
             raise UserError("--link is a network between emulated devices: leave --devices out.")
         if self.link:
