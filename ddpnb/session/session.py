@@ -282,7 +282,7 @@ class Session:
         """The stored runs of the notebook's project."""
         return Store(runs_folder())
 
-    def _launch(self, spec: ClusterSpec, progress: OnProgress = lambda _: None) -> Cluster:
+    def _launch(self, spec: ClusterSpec, progress: OnProgress) -> Cluster:
         self._cluster = cluster = start_cluster(spec, progress)
         atexit.register(self.stop)
         return cluster

@@ -51,7 +51,6 @@ class Training:
     asked: ComparisonSpec
     _result: ComparisonResult | None = None
     """What was trained, once all has ended."""
-    _watch: Watch | None = None
     _is_stopped: Callable[[], bool] = lambda: False
     _next_stop_at: float = 0.0
     _interrupt_at: float = math.inf
@@ -146,11 +145,11 @@ class Training:
             before_joining=self._send_functions,
         )
         self.printed.end()
-        self._watch = watch = Watch(
+        watch = Watch(
             cluster=self.cluster,
             call=self.cluster.submit(calls.train(spec, None), self.cluster.ranks),
             handle=recovery.take,
-            tick=lambda: self._tick(recovery),
+            tick=lambda: self._tick(recovery, watch),
             outcome=Outcome(survives=recovery.survives),
         )
         self._interrupt_at = math.inf
@@ -205,7 +204,7 @@ class Training:
         print(sentence(f"{spoken_ranks(dead)} {how}"), file=sys.stderr)
         return True
 
-    def _tick(self, recovery: RankRecovery) -> None:
+    def _tick(self, recovery: RankRecovery, watch: Watch) -> None:
         """Draw; of a run that is stopped, have all ranks end after the same step, and judge it."""
         recovery.attend()
         if self.live.is_due():
@@ -214,8 +213,8 @@ class Training:
             return
         now = time.monotonic()
         self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
-        if self._watch is not None and now >= self._interrupt_at:
-            self._watch.stop_requested = True
+        if now >= self._interrupt_at:
+            watch.stop_requested = True
         if now >= self._next_stop_at:
             self._next_stop_at = now + STOP_INTERVAL_SECONDS  # before the first step it was ignored
             for rank in self.cluster.living:
