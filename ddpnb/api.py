@@ -423,7 +423,8 @@ def inspect(
         RankError: the user's code failed on a rank.
     """
     session, cell, task = this_session(), this_cell_number(), choices.get("task", "")
-    given = read_options(TrainingSpec, {k: choices[k] for k in INSPECTED if choices.get(k)})
+    wanted = {k: choices[k] for k in INSPECTED if choices.get(k) not in (None, "")}
+    given = read_options(TrainingSpec, wanted)
     own = read_options(InspectSpec, choices)
     if run:
         if any((model, task, source, *given.values(), *own.values())):

@@ -294,7 +294,7 @@ class Session:
             raise UserError(f"{say(others, 'is dead too')}: {restart({*others, *chosen})}.")
         progress(f"{spoken_ranks(chosen)} to join the group")
         warn_stale(cluster.bring_back(chosen))
-        return ranks_table(cluster.states)
+        return with_notes(ranks_table(cluster.states), cluster)
 
     def _refuse_if_training(self) -> None:
         if self.comparison is not None:
