@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import secrets
 import socket
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def test_a_relay_that_is_gone_is_noticed(router):
 def relay(router, tmp_path) -> "Iterator[subprocess.Popen[bytes]]":
     """A relay with an agent on this host."""
     file = tmp_path / "place.json"
-    file.write_text(json.dumps(router.place(name=f"test-{tmp_path.name}")))
+    file.write_text(json.dumps(router.place(name=f"test-{secrets.token_hex(8)}")))
     words = [sys.executable, "-m", "ddpnb.hosts.relay", str(file), "--a-word-of-a-launcher"]
     with subprocess.Popen(words) as process:
         wait_until(lambda: bool(router.relays), "the relay")
