@@ -1,10 +1,11 @@
-"""Private parts of ipykernel.  (Ranks.)
+"""Private parts of ipykernel and IPython.  (Ranks.)
 
 ipykernel reads what is written to a stream's file descriptor, as C code and child processes do, in
 a thread.  Here one can wait until that thread has nothing in its hands: what comes after a cell's
 end belongs to no cell.
 """
 
+import contextlib
 import fcntl
 import os
 import select
@@ -17,6 +18,7 @@ from typing import Any
 
 from ipykernel.iostream import PIPE_BUFFER_SIZE, OutStream
 from ipykernel.ipkernel import IPythonKernel
+from IPython.core.interactiveshell import InteractiveShell
 
 from ddpnb.compat.probe import Probe
 
@@ -40,6 +42,19 @@ def finds_buffers() -> bool:
         *("parent_header", "_is_master_process", "_buffer_lock", "_buffers", "frozenset"),
         *("_schedule_flush", "echo", "pub_thread"),
     }
+
+
+@Probe("IPython", "a rank keeps in memory all that it has printed")
+def tees_output() -> bool:
+    """Whether what IPython does with a cell's output is as expected: it copies it, or nothing."""
+    has_tee = hasattr(InteractiveShell, "_tee")
+    return has_tee == ("_tee" in InteractiveShell.run_cell.__code__.co_names)
+
+
+def keep_no_output(shell: InteractiveShell) -> None:
+    """Have a shell not copy to its history what cells print, which takes time and memory."""
+    if tees_output.works:
+        vars(shell)["_tee"] = lambda channel: contextlib.nullcontext()
 
 
 @Probe("ipykernel", "the ranks take longer to start, and more memory")

@@ -130,6 +130,8 @@ def test_much_output_keeps_its_order(kernel: Kernel):
         ("stdout", 300_005),
         ("stderr", 6),
     ]
+    kept = "'xxxx' in str(get_ipython().history_manager.outputs)"
+    assert kernel.run(f"%%rank 0\nprint({kept})").by_rank == {0: ["False"]}
 
 
 COMPARED = """%%ddp_compare single ddp --epochs 1 --batch-size 8 --no-baseline
