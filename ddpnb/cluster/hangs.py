@@ -10,6 +10,8 @@ from ddpnb.cluster.call import Timeouts
 from ddpnb.cluster.wording import say
 from ddpnb.protocol.processes import RankStatus
 
+NUM_AT_FULL_RATE = 32
+"""Number of ranks that are asked at every poll; more are asked more seldom, at the same cost."""
 IDLE_SHARE = 0.2
 """Processor time per second below which a waiting rank counts as idle: it moves no data."""
 
@@ -77,7 +79,8 @@ class HangDetector:
 
     def check(self, statuses: Sequence[RankStatus], num_running: int, now: float) -> bool:
         """Take a round of reports; return whether the ranks hang.  ``now`` is in seconds."""
-        self._waited += min(now - self._reported_at, self.timeouts.longest_gap_seconds)
+        longest_gap = self.timeouts.longest_gap_seconds * rarity(num_running)
+        self._waited += min(now - self._reported_at, longest_gap)
         self._reported_at = now
         if len(statuses) != num_running:
             self._first = ()
@@ -88,6 +91,11 @@ class HangDetector:
     def reset(self) -> None:
         """Start over: the ranks were just freed, and need time to notice."""
         self._first = ()
+
+
+def rarity(num_ranks: int) -> float:
+    """Return how many times as long it takes until so many ranks are asked again."""
+    return max(1.0, num_ranks / NUM_AT_FULL_RATE)
 
 
 def still_wait(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:

@@ -9,12 +9,9 @@ import psutil
 
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.hangs import Hang, HangDetector
+from ddpnb.cluster.hangs import Hang, HangDetector, rarity
 from ddpnb.cluster.wording import restart, say, sentence, them
 from ddpnb.protocol.processes import RankCommand, RankStatus
-
-NUM_AT_FULL_RATE = 8
-"""Number of ranks that are asked at every poll; more are asked more seldom, at the same cost."""
 
 
 @final
@@ -81,8 +78,7 @@ class Monitor:
         self._hangs.reset()
 
     def _begin_round(self, running: Collection[int]) -> None:
-        share = max(1, len(running) / NUM_AT_FULL_RATE)
-        if self._waited > self._cluster.timeouts.poll_seconds * share:
+        if self._waited > self._cluster.timeouts.poll_seconds * rarity(len(running)):
             self._waited = 0.0
             alive = set(running) & set(self._cluster.living)
             command = self._cluster.processes.command
