@@ -20,7 +20,7 @@ from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.core.debugger import Pdb
 from IPython.utils.tokenutil import token_at_cursor
 
-from ddpnb.compat.ipykernel_internals import keep_no_output
+from ddpnb.compat.ipykernel_internals import keep_no_results
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Prompt
 
@@ -42,7 +42,7 @@ def prepare(shell: Any) -> None:
     os.register_at_fork(after_in_child=write_to_descriptors)
     shell.autoawait = False  # the engine's own loop runs already
     shell.Completer.use_jedi = False  # its first answer takes a second
-    keep_no_output(shell)
+    keep_no_results(shell)
     builtins.input = sys.breakpointhook = refuse
     end_cells_with_exit(shell)
     use_text_bars()

@@ -34,7 +34,7 @@ LOOKED_AT = {
     "shares_globals": "cloudpickle:Pickler.globals_ref",
     "reads_descriptors": "ipykernel.iostream:OutStream._watch_pipe_fd",
     "finds_buffers": "ipykernel.iostream:OutStream.write",
-    "tees_output": "IPython.core.interactiveshell:InteractiveShell._tee",
+    "keeps_results": "IPython.core.interactiveshell:InteractiveShell._tee",
     "asks_for_debugger": "ipykernel.ipkernel:IPythonKernel.__init__",
 }
 """For each probe, by its name: a part that it looks at."""
