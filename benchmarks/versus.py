@@ -3,6 +3,7 @@
 Every peer does the same work on this machine, in turns: A B C, A B C.  Where one cannot, the
 table says what happened.  ``python -m benchmarks versus:rows=start+cell,peers=ddpnb+torchrun``
 measures some rows and some peers; ``versus:quick=1`` fewer rounds and the rows that end soon.
+The tables keep only what was measured beside all peers.
 """
 
 import contextlib
@@ -382,7 +383,7 @@ def measure(rows: str = "", peers: str = "", quick: int = 0, rounds: int = 0) ->
             given = asked if name in ROWS else {key: asked[key] for key in beside if key in asked}
             found = row.measure(given, rounds or max(1, row.rounds // (3 if quick else 1)), opened)
             print(f"{row.name}:", *(f"{peer} {each};" for peer, each in found.items()), flush=True)
-            if not quick:
+            if not (quick or peers):
                 keep(name, found)
     finally:
         close_all(opened)
@@ -399,7 +400,7 @@ def keep(name: str, row: dict[str, Measured]) -> None:
     """Store a row in the place of earlier figures, and write the READMEs' tables."""
     stored = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": {}}
     stored |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
-    stored["rows"].setdefault(name, {}).update({peer: asdict(each) for peer, each in row.items()})
+    stored["rows"][name] = {peer: asdict(each) for peer, each in row.items()}
     RESULT.write_text(json.dumps(stored, indent=1) + "\n")
     for readme in (README, OVERVIEW):
         readme.write_text(with_table(readme))
