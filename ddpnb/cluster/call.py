@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ddpnb.protocol.messages import EventBatch
+from ddpnb.protocol.messages import EventBatch, Prompt
 from ddpnb.protocol.notation import spoken_ranks
 
 START_TIMEOUT_SECONDS = 120.0
@@ -28,22 +28,6 @@ class Output:
     kind: str
     """``"stream"``, ``"display_data"``, ``"execute_result"``, ... as Jupyter names it."""
     content: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Events:
-    """Training events that a rank flushed."""
-
-    rank: int
-    batch: EventBatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A rank waits for an answer."""
-
-    rank: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +53,7 @@ class OutputEnded:
     rank: int
 
 
-CallEvent = Output | Events | Asked | Returned | Lost | OutputEnded
+CallEvent = Output | EventBatch | Prompt | Returned | Lost | OutputEnded
 
 
 class Call:
@@ -166,5 +150,3 @@ class Timeouts:
     on a busy machine one report is soon made and late to come."""
     silent_after_seconds: float = 10.0
     """When a rank that does not report where it is, is named."""
-    stopped_after_seconds: float = 2.0
-    """When a rank that received SIGSTOP is named: a profiler stops it for a moment only."""

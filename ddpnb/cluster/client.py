@@ -14,23 +14,14 @@ from typing import Any
 import ipyparallel as ipp
 from ipyparallel.error import RemoteError
 
-from ddpnb.cluster.call import (
-    START_TIMEOUT_SECONDS,
-    Asked,
-    Call,
-    Events,
-    Lost,
-    Output,
-    OutputEnded,
-    Returned,
-)
+from ddpnb.cluster.call import START_TIMEOUT_SECONDS, Call, Lost, Output, OutputEnded, Returned
 from ddpnb.cluster.processes import wait_for_file
 from ddpnb.cluster.wording import restart, say, sentence, them
 from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Prompt, RankState
+from ddpnb.protocol.messages import RankState
 
 ASK_AGAIN_SECONDS = 2.0
 """How long a new engine may take to answer until it is asked again: the controller drops a message
@@ -149,10 +140,8 @@ class EngineClient:
                     call.lose(rank, str(content))
                 case "result":
                     call.inbox.put(Returned(rank=rank, value=content))
-                case "events" if isinstance(content, Prompt):
-                    call.inbox.put(Asked(rank=rank, text=content.text))
-                case "events":
-                    call.inbox.put(Events(rank=rank, batch=content))
+                case "event":
+                    call.inbox.put(content)
                 case "idle":
                     call.inbox.put(OutputEnded(rank=rank))
                 case _:

@@ -1,16 +1,13 @@
-"""Looks at the ranks while a call runs: where they are, who is stopped, who is silent (kernel)."""
+"""Looks at the ranks while a call runs: where they are, and who is silent (kernel)."""
 
-import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, final
-
-import psutil
 
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import Hang, HangDetector, rarity
-from ddpnb.cluster.wording import restart, say, sentence, them
+from ddpnb.cluster.wording import say, sentence
 from ddpnb.protocol.processes import RankCommand, RankStatus
 
 
@@ -27,8 +24,8 @@ class Monitor:
         self._looked_at: float | None = None
         self._waited = 0.0
         """Seconds since the round began."""
-        self._named: set[int] = set()
-        """Ranks that have been said not to answer."""
+        self._has_named = False
+        """Whether the ranks have been named that do not answer in this round."""
         self._hangs = HangDetector(timeouts=cluster.timeouts)
 
     def hang(self, call: Call, finished: Mapping[int, int], now: float) -> Hang | None:
@@ -47,7 +44,7 @@ class Monitor:
             self._begin_round(running)
             return None
         self._answers = {}
-        self._named.clear()
+        self._has_named = False
         found = [each.result() for each in answers.values() if each.exception() is None]
         statuses = tuple(RankStatus(**each) for each in found)
         if not self._hangs.check(statuses, len(running), now):
@@ -55,22 +52,17 @@ class Monitor:
         idle = tuple(rank for rank in self._cluster.ranks if rank not in call.ranks)
         return Hang(waiting=statuses, finished=finished, idle=idle)
 
-    def notices(self, running: Collection[int]) -> Iterator[str]:
-        """Say, once, which ranks have not answered for long, and whether they are stopped."""
-        timeouts = self._cluster.timeouts
+    def notice(self, running: Collection[int]) -> str:
+        """Say, once a round, which ranks have not answered for long; empty if there are none."""
         asked = {rank for rank, answer in self._answers.items() if not answer.done()}
-        silent = asked & set(running) - self._named
-        if self._waited < timeouts.stopped_after_seconds:
-            return
-        if stopped := stopped_ranks(self._cluster, silent):
-            self._named.update(stopped)
-            yield f"{describe_stopped(self._cluster, stopped)} An interrupt ends the cell."
-        if (silent := silent - set(stopped)) and self._waited > timeouts.silent_after_seconds:
-            self._named.update(silent)
-            yield (
-                f"{sentence(describe_silent(sorted(silent)))} Until then no hang is noticed. "
-                "An interrupt ends the cell."
-            )
+        is_late = self._waited > self._cluster.timeouts.silent_after_seconds
+        if self._has_named or not is_late or not (silent := asked & set(running)):
+            return ""
+        self._has_named = True
+        return (
+            f"{sentence(describe_silent(silent))} Until then no hang is noticed. "
+            "An interrupt ends the cell."
+        )
 
     def reset(self) -> None:
         """Start over: the ranks were just freed, and need time to notice."""
@@ -85,28 +77,8 @@ class Monitor:
             self._answers = {rank: command(rank, RankCommand.STATUS) for rank in alive}
 
 
-def stopped_ranks(cluster: Cluster, ranks: Iterable[int]) -> list[int]:
-    """Return those of the ranks on this host that received SIGSTOP and have not gone on."""
-    found = []
-    for rank in sorted(set(ranks) & set(cluster.living)) if cluster.is_local else ():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(cluster.states[rank].pid).status() == psutil.STATUS_STOPPED:
-                found.append(rank)
-    return found
-
-
-def describe_stopped(cluster: Cluster, ranks: Collection[int]) -> str:
-    """Say that ranks are stopped, and what can be done."""
-    pids = ", ".join(f"`kill -CONT {cluster.states[rank].pid}`" for rank in ranks)
-    return sentence(
-        f"{say(ranks, 'is stopped')} (SIGSTOP). To let {them(ranks)} go on: {pids}; to start "
-        f"{them(ranks)} anew: {restart(ranks)}"
-    )
-
-
 def describe_silent(ranks: Collection[int]) -> str:
     """Say that ranks do not answer, and why that may be."""
     it = "it" if len(ranks) == 1 else "they"
-    return (
-        f"{say(ranks, 'does not answer')}: {it} may run code that keeps all other threads waiting"
-    )
+    why = f"{it} may be stopped, or run code that keeps all other threads waiting"
+    return f"{say(ranks, 'does not answer')}: {why}"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ddpnb.cluster.call import Call, CallEvent, Events, Lost, Returned
+from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.rows import rows_of
 from ddpnb.protocol import calls
@@ -88,15 +88,15 @@ class RankRecovery:
                 return
 
     def _note(self, event: CallEvent) -> None:
-        if not isinstance(event, Events):
+        if not isinstance(event, EventBatch):
             return
-        rank, batch = event.rank, event.batch
-        if batch.num_steps:
-            last = rows_of(batch)[-1]
+        rank = event.rank
+        if event.num_steps:
+            last = rows_of(event)[-1]
             self._began_at = min(self._began_at, time.time() - float(last["seconds"]))
             self._num_steps[rank] = int(last["step"]) + 1
-        self._num_batches[rank] = batch.sequence + 1
-        if any(mark.kind is MarkKind.KILLED for mark in batch.marks):
+        self._num_batches[rank] = event.sequence + 1
+        if any(mark.kind is MarkKind.KILLED for mark in event.marks):
             self._killed.add(rank)
             self.cluster.kill([rank])
 
@@ -130,9 +130,9 @@ class RankRecovery:
             self._dead.add(rank)
         elif isinstance(event, Returned) and isinstance(event.value, Failure) and is_first:
             self._mark(rank, text=f"did not come back: {event.value.name}")
-        elif isinstance(event, Events) and event.batch.num_steps and is_first:
+        elif isinstance(event, EventBatch) and event.num_steps and is_first:
             self._training_again.add(rank)
-            first = rows_of(event.batch)[0]
+            first = rows_of(event)[0]
             self._mark(rank, MarkKind.CAME_BACK, seconds=float(first["seconds"]))
         self._note(event)
         self.handle(event)
@@ -155,4 +155,4 @@ class RankRecovery:
             marks=(Mark(rank=rank, seconds=seconds, kind=kind, text=text),),
         )
         self._num_batches[KERNEL] = batch.sequence + 1
-        self.handle(Events(rank=KERNEL, batch=batch))
+        self.handle(batch)

@@ -91,7 +91,7 @@ class Watch:
             if self.call.running:
                 self._attend_to_failure(now)
                 self._attend_to_hang(now)
-                for notice in self._monitor.notices(self.call.running):
+                if notice := self._monitor.notice(self.call.running):
                     self.notify(notice)
         if late := self.call.speaking:
             self.notify(

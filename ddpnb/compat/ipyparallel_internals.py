@@ -14,7 +14,7 @@ from ddpnb.compat.probe import Probe
 Receive = Callable[[str, Any], None]
 """Called in another thread with each message of a call: its kind and its content.
 
-``"events"`` is an object of ``publish_data``; ``"result"`` the call's value or exception;
+``"event"`` is an object of ``publish_data``; ``"result"`` the call's value or exception;
 ``"idle"``, with None, follows the last output.  Any other kind is a Jupyter message of the
 engine's output channel.
 """
@@ -70,7 +70,7 @@ def _follow(future: Any, receive: Receive) -> None:
                 pass  # the output future below resolves on "idle"
             case "data_message":
                 for published in list(metadata["data"].values()):
-                    receive("events", published)
+                    receive("event", published)
                 metadata["data"].clear()
             case _:
                 metadata.update(stdout="", stderr="")  # handed over: not to be kept twice
@@ -94,7 +94,7 @@ def _hand_over(result: ipp.AsyncResult, receive: Receive) -> None:
     if content := metadata["execute_result"]:
         receive("execute_result", content)
     for published in metadata["data"].values():
-        receive("events", published)
+        receive("event", published)
     receive("idle", None)
     receive("result", _outcome(result))
 

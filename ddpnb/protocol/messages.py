@@ -377,10 +377,11 @@ class CellSpec:
     is_traced: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a rank asks with ``input()``; its debugger does so too."""
+    """What a rank asks with ``input()``, as its debugger does; it waits for an answer."""
 
+    rank: int
     text: str
 
 

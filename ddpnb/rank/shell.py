@@ -104,7 +104,7 @@ def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> 
     else:
         while not answers.empty():
             answers.get()
-        builtins.input = lambda prompt="": ask(prompt, answers)
+        builtins.input = lambda prompt="": ask(Prompt(rank=rank, text=str(prompt)), answers)
         sys.breakpointhook = lambda *args, **options: Pdb(skip=AROUND).set_trace(sys._getframe(1))
     try:
         yield
@@ -114,14 +114,14 @@ def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> 
         builtins.input = sys.breakpointhook = refuse
 
 
-def ask(prompt: object, answers: "SimpleQueue[str | None]") -> str:
+def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
     """Publish a question of ``input``, and return the user's line.
 
     An interrupt of the kernel is the end of the input, and so is the coming of another kernel.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    publish_data({"question": Prompt(str(prompt))})
+    publish_data({"question": prompt})
     answer = answers.get()
     if answer is None:
         answers.put(None)  # for the next question, too

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from IPython.display import display
 
-from ddpnb.cluster.call import Asked, CallEvent, Events, Lost, Output, OutputEnded
+from ddpnb.cluster.call import CallEvent, Lost, Output, OutputEnded
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError, closest
-from ddpnb.protocol.messages import CellReport, CellSpec
+from ddpnb.protocol.messages import CellReport, CellSpec, EventBatch, Prompt
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.processes import RankCommand
@@ -128,14 +128,14 @@ class RunningCell(Background):
     def _handle(self, event: CallEvent) -> None:
         if isinstance(event, Output):
             self._output.take(event.rank, event.kind, event.content)
-        elif isinstance(event, Asked):
+        elif isinstance(event, Prompt):
             self._output.show(at_once=True)
             is_over = self._watch.is_stopping or not self._has_prompt
             answer = None if is_over else ask_user(f"[{event.rank}] {event.text}")
             self._has_prompt = answer is not None
             self._answer(event.rank, answer)
-        elif isinstance(event, Events) and self._recorder is not None:
-            self._recorder.add(event.batch)
+        elif isinstance(event, EventBatch) and self._recorder is not None:
+            self._recorder.add(event)
             if self._live is None:
                 self._live = live()
                 self._live.update(self._recorder.comparison)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import describe
-from ddpnb.cluster.monitor import describe_silent, describe_stopped, stopped_ranks
+from ddpnb.cluster.monitor import describe_silent
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
 from ddpnb.cluster.wording import remedy, say
 from ddpnb.protocol.errors import UserError
@@ -25,17 +25,13 @@ def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] =
 
     Background work keeps the ``busy`` ranks busy; ``notes`` are further lines under the table.
     """
-    stopped = stopped_ranks(cluster, cluster.ranks)
     doing = dict.fromkeys(cluster.ranks, "gone")
     doing |= {rank: "busy" if rank in busy else "idle" for rank in cluster.living}
-    doing |= dict.fromkeys(stopped, "stopped")
     doing |= {rank: str(cluster.exits[rank]) for rank in cluster.ranks if rank in cluster.exits}
-    all_notes = [describe_stopped(cluster, stopped)] if stopped else []
-    if cluster.lost:
-        all_notes.append(f"{cluster.lost}: %ddp_restart starts new ranks")
+    lost = [f"{cluster.lost}: %ddp_restart starts new ranks"] if cluster.lost else []
     caption = f"{counted(len(cluster.living), 'rank')} of {len(cluster.states)} alive"
     table = ranks_table(cluster.states, doing)
-    return with_notes(replace(table, caption=caption, notes=(*all_notes, *notes)), cluster)
+    return with_notes(replace(table, caption=caption, notes=(*lost, *notes)), cluster)
 
 
 def describe_ranks(cluster: Cluster) -> str:
@@ -56,10 +52,7 @@ def describe_ranks(cluster: Cluster) -> str:
         try:
             where, stack = (a.result(max(0.0, deadline - time.monotonic())) for a in asked[rank])
         except TimeoutError:
-            is_stopped = stopped_ranks(cluster, [rank])
-            lines.append(
-                describe_stopped(cluster, [rank]) if is_stopped else describe_silent([rank])
-            )
+            lines.append(describe_silent([rank]))
             continue
         except RuntimeError as error:
             lines.append(f"rank {rank} cannot say where it is: {error}")

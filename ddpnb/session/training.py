@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpnb.cluster.call import CallEvent, Events, Output, Returned
+from ddpnb.cluster.call import CallEvent, Output, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.recovery import RankRecovery
@@ -18,7 +18,7 @@ from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError, summary_of
-from ddpnb.protocol.messages import Checked, RunReport, RunSpec
+from ddpnb.protocol.messages import Checked, EventBatch, RunReport, RunSpec
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.cell_output import PrintedLines
@@ -232,8 +232,8 @@ class Training:
     def _handle(self, event: CallEvent) -> None:
         if isinstance(event, Output):
             self.printed.take(event.rank, event.kind, event.content)
-        elif isinstance(event, Events):
-            self.recorder.add(event.batch)
+        elif isinstance(event, EventBatch):
+            self.recorder.add(event)
         elif isinstance(event, Returned) and isinstance(event.value, RunReport):
             self.recorder.add_report(event.value)
 

@@ -8,7 +8,6 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.session.status import status_table
 from tests.cluster.rig import begin, finish, processes_of, run, started, wait_until
 from tests.faults.conftest import SETUP
 from tests.programs import python
@@ -21,9 +20,13 @@ for _ in range({num}):
 """
 
 
-def test_a_rank_that_keeps_its_threads_waiting_is_named(three: Cluster, monkeypatch):
+@pytest.fixture(autouse=True)
+def named_early(three: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     early = replace(three.timeouts, silent_after_seconds=1.0)
     monkeypatch.setattr(three, "timeouts", early)
+
+
+def test_a_rank_that_keeps_its_threads_waiting_is_named(three: Cluster):
     cell = run(three, "import ctypes\nif rank == 1: ctypes.PyDLL(None).sleep(4)\ndist.barrier()")
     (note,) = cell.notes
     assert note.startswith("Rank 1 ")
@@ -52,7 +55,7 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_or_is_interrup
     threading.Thread(target=act).start()
     finish(cell)
     assert time.monotonic() - acted_at[0] < 20
-    assert [f"kill -CONT {process.pid}" in note for note in cell.notes] == [True]
+    assert [note.startswith("Rank 1 ") for note in cell.notes] == [True]
     assert set(cell.failures) == (set(three.ranks) if is_interrupted else set())
     assert not cell.lost
     assert not cell.hang
@@ -62,8 +65,6 @@ def test_a_restart_of_a_stopped_rank_keeps_the_others(three: Cluster) -> None:
     process = psutil.Process(three.states[1].pid)
     process.suspend()
     wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "the rank to stop")
-    (note,) = status_table(three, ()).notes
-    assert f"kill -CONT {process.pid}" in note
     three.bring_back([1])
     assert not process.is_running()
     assert not run(three, SETUP, ranks=[1]).failures

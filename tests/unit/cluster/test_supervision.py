@@ -21,7 +21,7 @@ class FakeCluster:
     def __init__(self, timeouts: Timeouts, *, obeys: Callable[[str], bool]) -> None:
         self.timeouts, self.obeys, self.processes = timeouts, obeys, self
         self.ranks = self.living = (0, 1)
-        self.is_over, self.is_local = False, True
+        self.is_over = False
         self.supervised: list[Call] = []
         self.asked: list[str] = []
         self.call = Call(ranks=(0, 1))
