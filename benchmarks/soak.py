@@ -196,7 +196,7 @@ print(json.dumps([int(n) for n in ddpnb.pull("num_done.item()").values()]))
 """
 
 DEAD = """exits = cluster.exits.items()
-print(json.dumps([[name, exit_.code, cluster.log_tail(name)] for name, exit_ in exits]))
+print(json.dumps([[name, exit_.code, exit_.last_words] for name, exit_ in exits]))
 """
 
 

@@ -22,7 +22,7 @@ from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.notation import spoken_ranks
-from ddpnb.protocol.processes import RankCommand, rank_log, working_folder
+from ddpnb.protocol.processes import RankCommand, working_folder
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
@@ -32,10 +32,6 @@ SIGNAL_SECONDS = 1.0
 FREE_SECONDS = 10.0
 """How long ranks may take to give up forming a group without one that has died."""
 FREE_AGAIN_SECONDS = 0.5
-CRASH = "Fatal Python error"
-"""The first words of a stack that faulthandler writes."""
-BEFORE_CRASH = 3
-"""How many lines of a log are shown before these: native code often gives its reason there."""
 
 
 class Cluster:
@@ -158,20 +154,6 @@ class Cluster:
         """A sentence for each feature that is off because a library is of another version."""
         there = (each for state in self.states for each in state.missing)
         return tuple(dict.fromkeys((*missing_features(), *there)))
-
-    def log_tail(self, member: Member, num_lines: int = 15) -> str:
-        """Return the last lines of a process's log, or a crash from its first line."""
-        if isinstance(member, int):
-            path = rank_log(self.folder, member)
-        else:
-            path = self.folder / f"{member.replace(' ', '')}.log"
-        try:
-            lines = path.read_text(errors="replace").splitlines()
-        except OSError:
-            return ""
-        crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), None)
-        first = -num_lines if crash is None else max(0, crash - BEFORE_CRASH)
-        return "\n".join(lines[first:][:num_lines])
 
     # -- calls -----------------------------------------------------------------------
 
@@ -344,9 +326,9 @@ class Cluster:
         if prepared.done() and (cause := prepared.exception()):
             raise RuntimeError(f"The ranks could not be prepared: {cause}")
         if exits := list(self.exits.values()):
-            member = exits[0].member
+            first, member = exits[0], exits[0].member
             name = f"Rank {member}" if isinstance(member, int) else f"The {member}"
-            raise RuntimeError(f"{name} {exits[0]} while starting.\n{self.log_tail(member)}")
+            raise RuntimeError(f"{name} {first} while starting.\n{first.last_words}")
 
     def _start_ranks(self, progress: Callable[[str], None]) -> None:
         from ddpnb.cluster.client import EngineClient  # noqa: PLC0415  takes 0.3 s: see there

@@ -16,6 +16,11 @@ from typing import Any
 
 from ddpnb.protocol.processes import ForkServerEvent, KernelRequest, limit_waits
 
+CRASH = "Fatal Python error"
+"""The first words of a stack that faulthandler writes."""
+BEFORE_CRASH = 3
+"""How many lines of a log are shown before these: native code often gives its reason there."""
+LAST_LINES = 15
 WRITE_SECONDS = 10.0
 """How long a fork server may take to read; one that does not is given up."""
 
@@ -41,7 +46,15 @@ class Exit:
     cause: str = ""
     """Why it ended if its host was lost or it was never started: the end of a sentence."""
     log: str = ""
-    """The end of its log, where the kernel cannot read that."""
+    """The end of its log."""
+
+    @property
+    def last_words(self) -> str:
+        """The last lines of its log, or a crash from its first line."""
+        lines = self.log.splitlines()
+        crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), None)
+        first = -LAST_LINES if crash is None else max(0, crash - BEFORE_CRASH)
+        return "\n".join(lines[first:][:LAST_LINES])
 
     def __str__(self) -> str:
         """Say how it ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
@@ -147,9 +160,7 @@ class ForkServerLink:
                     else:
                         answer.set_result(event["value"])
             case ForkServerEvent.EXITED:
-                name = event["name"]
-                member = int(name) if name.isdigit() else Service(name)
-                self._note(Exit(member=member, code=event["code"], log=event["log"]))
+                self._note(Exit(**event))
 
     def _note(self, exit_: Exit) -> None:
         if not self._is_stopping:

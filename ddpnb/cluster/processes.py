@@ -105,8 +105,8 @@ class Processes(abc.ABC):
 
     server: ForkServer
     """The kernel's child, from which this host's processes descend."""
-    prepared: Future[list[str]]
-    """Resolves to the names of this host's GPUs once its ranks, if it has any, can be started."""
+    prepared: Future[int]
+    """Resolves to the number of this host's GPUs once its ranks, if it has any, can be started."""
     placement: Placement
 
     @property
@@ -180,8 +180,7 @@ class LocalProcesses(Processes):
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Place the ranks, once the GPUs are known if they may be used."""
         progress("importing torch")
-        gpus = [] if self._planned else self.prepared.result(START_TIMEOUT_SECONDS)
-        self.placement = self._planned or self._place(len(gpus))
+        self.placement = self._planned or self._place(self.prepared.result(START_TIMEOUT_SECONDS))
         return self.placement
 
     def _place(self, num_gpus: int) -> Placement:

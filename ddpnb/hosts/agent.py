@@ -30,9 +30,6 @@ from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.launcher import forkserver
 from ddpnb.protocol.processes import KernelRequest, atomic_write, num_cores
 
-LOG_BYTES = 16_384
-"""As much of a rank's log is sent to the kernel when the rank has ended."""
-
 
 @dataclass(kw_only=True, slots=True)
 class Agent:
@@ -78,8 +75,8 @@ class Agent:
             "master_port": self.master.getsockname()[1] if self.master else 0,
         }
 
-    def prepare(self, *, environment: dict[str, str], connection: dict[str, Any]) -> list[str]:
-        """Write the engines' connection file; import torch; return the names of the GPUs.
+    def prepare(self, *, environment: dict[str, str], connection: dict[str, Any]) -> int:
+        """Write the engines' connection file; import torch; return the number of GPUs.
 
         Torch finds this environment.  Forwarded sockets get the names that the file gives them.
         """
@@ -103,9 +100,7 @@ def refuse(listener: socket.socket) -> None:
 
 def main(kernel_fd: str, folder: str, sockets: str) -> None:
     """Be the agent of the kernel to which the relay's pipe leads."""
-    server = forkserver.Forkserver(
-        kernel=Connection(int(kernel_fd)), folder=Path(folder), log_bytes=LOG_BYTES
-    )
+    server = forkserver.Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
     server.folder.mkdir(mode=0o700)
     agent = Agent(server=server, sockets=sockets)
     server.handlers |= {

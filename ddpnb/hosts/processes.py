@@ -32,7 +32,7 @@ from ddpnb.hosts.spec import HostsSpec
 from ddpnb.hosts.ssh import SshHosts, silent
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import KernelRequest, rank_log, working_folder
+from ddpnb.protocol.processes import KernelRequest, working_folder
 
 ANSWER_SECONDS = 30.0
 """How long an agent may take to answer."""
@@ -63,7 +63,7 @@ class HostProcesses(Processes):
         self._is_placed = False
         self._environment: dict[str, str] = {}
         self.prepared = Future()
-        self.prepared.set_result([])  # the ranks are the agents'
+        self.prepared.set_result(0)  # the ranks are the agents'
         self._starter = (LaunchedHosts if spec.is_launched else SshHosts)(spec, folder)
         try:
             address = self._starter.address
@@ -136,13 +136,8 @@ class HostProcesses(Processes):
         if relay is None:
             raise UserError(self._starter.explain(host))
         host.link = ForkServerLink(
-            relay.pipe, on_exit=self._note_exit, on_end=lambda: self._note_end(host)
+            relay.pipe, on_exit=self._on_exit, on_end=lambda: self._note_end(host)
         )
-
-    def _note_exit(self, exit_: Exit) -> None:
-        if exit_.log:
-            rank_log(self._folder, exit_.member).write_text(exit_.log)
-        self._on_exit(exit_)
 
     def _note_end(self, host: RemoteHost) -> None:
         """Note the end of all ranks of a host with that of its agent."""
@@ -195,8 +190,8 @@ class HostProcesses(Processes):
         wait_for_file(path, self._require_controller)
         fields = {"environment": self._environment, "connection": json.loads(path.read_text())}
         found = self._ask(hosts, KernelRequest.PREPARE, PREPARE_SECONDS, **fields)
-        for host, gpus in zip(hosts, found, strict=True):
-            host.report["num_gpus"] = len(gpus)
+        for host, num_gpus in zip(hosts, found, strict=True):
+            host.report["num_gpus"] = num_gpus
 
     def _check_links(self) -> None:
         """Raise a UserError unless each host reaches each other one."""

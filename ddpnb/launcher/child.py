@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddpnb.protocol.processes import die_with_parent, rank_log
+from ddpnb.protocol.processes import die_with_parent, process_log
 
 Frame = dict[str, Any]
 """A message over a pipe, as JSON."""
@@ -46,7 +46,7 @@ def run_rank(
     # A process that fetches samples must not end a group it has inherited: that would wait for
     # threads which it does not have, or crash.
     os.register_at_fork(after_in_child=gc.freeze)
-    redirect_output(rank_log(folder, rank))
+    redirect_output(process_log(folder, rank))
     os.environ.update(environment)
     sys.argv[:] = [""]  # as in an interpreter that runs no script; else the fork server's
     from ddpnb.rank import calls, engine  # noqa: F401, PLC0415  imports torch, after the controller's fork

@@ -12,7 +12,7 @@ from ipyparallel.controller.app import IPController
 
 from ddpnb.compat.ipyparallel_internals import beat_quickly_at_first
 from ddpnb.launcher.child import redirect_output
-from ddpnb.protocol.processes import die_with_parent
+from ddpnb.protocol.processes import die_with_parent, process_log
 
 QUICK_MILLISECONDS = 25
 """Time between heartbeats while ranks are starting: an engine registers on a heartbeat."""
@@ -51,7 +51,7 @@ def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> 
     ``sentinel`` closes with the fork server.  The run folder, as the working directory, hides the
     user's configuration.
     """
-    redirect_output(folder / "controller.log")
+    redirect_output(process_log(folder, "controller"))
     threading.Thread(target=end_all_after, args=(sentinel,), daemon=True).start()
     os.chdir(folder)
     os.register_at_fork(after_in_child=die_with_parent)  # the heart monitor's process

@@ -47,7 +47,7 @@ from ddpnb.protocol.processes import (  # noqa: E402
     hold,
     limit_waits,
     may_have_gpus,
-    rank_log,
+    process_log,
 )
 
 STOP_TIMEOUT_SECONDS = 3.0
@@ -56,14 +56,8 @@ WRITE_SECONDS = 0.1
 """How long a rank may take to read: one that was stopped must not stop this process too."""
 READ_SECONDS = 5.0
 """How long a rank may take to write the rest of an answer that has begun to come."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Child:
-    """A process of the cluster and, for a rank, the pipe to its control thread."""
-
-    name: str
-    pipe: Connection | None = None
+LOG_BYTES = 16_384
+"""As much of a process's log is sent to the kernel when the process has ended."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,10 +66,10 @@ class Forkserver:
 
     kernel: Connection
     folder: Path
-    log_bytes: int = 0
-    """How much of a rank's log is sent with its end: to a kernel that cannot read it."""
-    children: dict[int, Child] = field(default_factory=dict)
-    """By process id."""
+    children: dict[int, int | str] = field(default_factory=dict)
+    """Ranks by their numbers, and the controller, by process id."""
+    pipes: dict[int | str, Connection] = field(default_factory=dict)
+    """To the control threads of the ranks."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     is_stopped: bool = False
     handlers: dict[KernelRequest, Callable[..., object]] = field(init=False)
@@ -139,9 +133,9 @@ class Forkserver:
             ours.close()
             run_rank(rank, environment, settings, theirs, self.folder)
 
-        pid = self.fork(main)
+        self.children[self.fork(main)] = rank
         theirs.close()
-        self.children[pid] = Child(name=str(rank), pipe=ours)
+        self.pipes[rank] = ours
         self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
 
     def start_controller(self, arguments: list[str]) -> None:
@@ -152,14 +146,13 @@ class Forkserver:
         self.more_ends.append(ours)
         pid = self.fork(lambda: run_controller(arguments, theirs, self.folder))
         theirs.close()
-        self.children[pid] = Child(name="controller")
+        self.children[pid] = "controller"
 
     def fork(self, main: Callable[[], None]) -> int:
         """Fork a child that runs ``main`` and never returns here; return its pid."""
 
         def run() -> None:
-            pipes = [child.pipe for child in self.children.values() if child.pipe is not None]
-            for end in (self.kernel, *self.more_ends, *pipes):
+            for end in (self.kernel, *self.more_ends, *self.pipes.values()):
                 end.close()
             main()
 
@@ -170,17 +163,16 @@ class Forkserver:
 
     def forward(self, request_id: int, *, rank: int, command: str, arguments: list[object]) -> None:
         """Pass a command on to a rank's control thread, which answers it unless it is dead."""
-        for child in self.children.values():
-            if child.name == str(rank) and child.pipe is not None:
-                message = {"id": request_id, "command": command, "arguments": arguments}
-                with contextlib.suppress(OSError):
-                    child.pipe.send_bytes(json.dumps(message).encode())
+        if (pipe := self.pipes.get(rank)) is not None:
+            message = {"id": request_id, "command": command, "arguments": arguments}
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(json.dumps(message).encode())
 
     def signal(self, *, ranks: list[int], number: int) -> None:
         """Send a signal to those of the ranks that are alive."""
-        names = {str(rank) for rank in ranks}
-        for pid, child in self.children.items():
-            if child.name in names:
+        wanted = {*ranks}
+        for pid, member in self.children.items():
+            if member in wanted:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
@@ -198,6 +190,16 @@ class Forkserver:
     def on_sigchld(self, wakeup: int) -> None:
         """Reap children and report how each ended."""
         os.read(wakeup, 4096)
+        for member, code in self.reaped():
+            if (pipe := self.pipes.pop(member, None)) is not None:
+                with contextlib.suppress(KeyError):
+                    self.selector.unregister(pipe)
+                pipe.close()
+            log = end_of(process_log(self.folder, member))
+            self.report(event=ForkServerEvent.EXITED, member=member, code=code, log=log)
+
+    def reaped(self) -> Iterator[tuple[int | str, int]]:
+        """Reap the children that have ended; yield each with its exit code."""
         while self.children:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -205,22 +207,8 @@ class Forkserver:
                 return
             if pid == 0:
                 return
-            if (child := self.children.pop(pid, None)) is None:
-                continue
-            if child.pipe is not None:
-                with contextlib.suppress(KeyError):
-                    self.selector.unregister(child.pipe)
-                child.pipe.close()
-            code, log = os.waitstatus_to_exitcode(status), self.log_of(child.name)
-            self.report(event=ForkServerEvent.EXITED, name=child.name, code=code, log=log)
-
-    def log_of(self, name: str) -> str:
-        """Return the end of a rank's log where the kernel cannot read it."""
-        if self.log_bytes:
-            with contextlib.suppress(OSError):
-                path = rank_log(self.folder, name)
-                return path.read_text(errors="replace")[-self.log_bytes :]
-        return ""
+            if (member := self.children.pop(pid, None)) is not None:
+                yield member, os.waitstatus_to_exitcode(status)
 
     def report(self, **event: object) -> None:
         """Send the kernel an event; ``serve`` notices a kernel that is gone."""
@@ -243,11 +231,8 @@ class Forkserver:
         """Reap children until none is left or the time is up."""
         deadline = time.monotonic() + timeout
         while self.children and time.monotonic() < deadline:
-            with contextlib.suppress(ChildProcessError):
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-                if self.children.pop(pid, None) is not None:
-                    continue
-            time.sleep(0.01)
+            if not list(self.reaped()):
+                time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -263,8 +248,18 @@ def sigchld_wakeup() -> Iterator[int]:
         signal.set_wakeup_fd(-1)
 
 
-def preload() -> list[str]:
-    """Import what every rank needs, for the ranks to share its memory; return the GPUs' names.
+def end_of(log: Path) -> str:
+    """Return the end of a log; empty if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def preload() -> int:
+    """Import what every rank needs, for the ranks to share its memory; return how many GPUs it has.
 
     ``DDPNB_PRELOAD`` names further modules, with spaces between them.
     """
@@ -272,21 +267,16 @@ def preload() -> list[str]:
         importlib.import_module(name)
     gc.enable()
     gc.freeze()
-    return describe_gpus()
+    return num_gpus()
 
 
-def describe_gpus() -> list[str]:
-    """Return the names of the GPUs, from a throwaway child: CUDA must not start here."""
-    code = (
-        "import json; from torch import cuda;"
-        "print(json.dumps([cuda.get_device_name(i) for i in range(cuda.device_count())]))"
-    )
+def num_gpus() -> int:
+    """Count this host's GPUs, in a process of its own: CUDA must not start here."""
     if not may_have_gpus():
-        return []
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    return list(json.loads(result.stdout)) if result.returncode == 0 else []
+        return 0
+    command = [sys.executable, "-c", "from torch import cuda; print(cuda.device_count())"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return int(result.stdout) if result.returncode == 0 else 0
 
 
 def main(kernel_fd: str, folder: str, *controller_arguments: str) -> None:

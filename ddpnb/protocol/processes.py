@@ -32,8 +32,8 @@ class KernelRequest(StrEnum):
     """To a rank's process: an interrupt, a kill, or SIGCONT."""
     STOP = "stop"
     PREPARE = "prepare"
-    """Import torch; answered with the names of the GPUs.  An agent also takes the engines'
-    connection file."""
+    """Import torch; answered with the number of GPUs.  An agent also takes the engines' connection
+    file."""
     CHECK = "check"
     """For the agent of another host, as the next: describe that host."""
     PROBE = "probe"
@@ -168,9 +168,9 @@ def parent_folder() -> Path:
     return Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
 
 
-def rank_log(folder: Path, rank: int | str) -> Path:
-    """Return the file in a run folder with what a rank has written past Python."""
-    return folder / f"rank-{rank}.log"
+def process_log(folder: Path, member: int | str) -> Path:
+    """Return the file in a run folder with what a rank, or the controller, wrote past Python."""
+    return folder / f"{member}.log"
 
 
 SERVER_LOCK = "server.lock"

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, CellSpec, Failure
-from ddpnb.protocol.processes import rank_log
+from ddpnb.protocol.processes import process_log
 from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_consequence, text_of
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
@@ -46,7 +46,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     while the cell runs.
     """
     rank = engine.group.rank
-    os.truncate(rank_log(engine.group.folder, rank), 0)  # last words are this cell's
+    os.truncate(process_log(engine.group.folder, rank), 0)  # last words are this cell's
     cell, num_outputs = id_of(engine.kernel.get_parent("shell")), engine.sending.num_outputs
     with contextlib.ExitStack() as opened:
         publisher = opened.enter_context(closing(Publisher(rank=rank, run_id=spec.run_id)))

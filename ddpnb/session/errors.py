@@ -96,7 +96,7 @@ def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
             rank=rank,
             name="RankLost",
             text=cause,
-            traceback=(cluster.log_tail(rank),),
+            traceback=(cluster.exits[rank].last_words if rank in cluster.exits else "",),
             failed_at=0.0,
             is_death=True,
         )

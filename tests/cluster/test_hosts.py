@@ -72,7 +72,7 @@ def cluster(two_each) -> Iterator[Cluster]:
     """Four ranks on two hosts, which meet after each test; it shows what dead ones wrote."""
     yield two_each
     for rank in two_each.dead:
-        print(f"rank {rank}:", two_each.log_tail(rank, 60))
+        print(f"rank {rank}:", two_each.exits[rank].log)
     if two_each.dead:
         two_each.bring_back(two_each.dead)
     assert rig.total(two_each) == [4.0] * 4
@@ -184,7 +184,7 @@ def test_a_rank_that_dies_is_replaced_and_its_log_is_here(cluster):
     rig.run(cluster, "kept = rank")
     ended = rig.run(cluster, "import os, sys\nif rank == 2: os.abort()\ndist.barrier()")
     assert "SIGABRT" in ended.lost[2]
-    assert "Fatal Python error: Aborted" in cluster.log_tail(2)
+    assert "Fatal Python error: Aborted" in cluster.exits[2].last_words
     cluster.bring_back([2])
     assert rig.pull(cluster, "kept", ranks=[0, 1, 3]) == [0, 1, 3]
 

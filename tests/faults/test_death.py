@@ -3,6 +3,7 @@
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.protocol.processes import process_log
 from ddpnb.session.errors import failures_of
 from tests.cluster.rig import run
 
@@ -38,7 +39,7 @@ def test_a_death_is_reported_with_its_cause_and_last_words(
     three: Cluster, source: str, cause: str, words: str
 ) -> None:
     run(three, "os.write(2, b'words of an older cell\\n')")
-    say = SAY.format(log=str(three.folder / "rank-1.log"))
+    say = SAY.format(log=str(process_log(three.folder, 1)))
     cell = run(three, f"{say}if rank == 1:\n    {source}\ndist.barrier()")
     assert cell.lost == {1: cause}
     assert {rank for rank, failure in cell.failures.items() if failure.is_consequence} == {0, 2}

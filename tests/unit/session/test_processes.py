@@ -71,7 +71,7 @@ def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception],
     link = ForkServerLink(ours, on_exit=note, on_end=lambda: heard.append(Service.FORK_SERVER))
     theirs.send_bytes(b"no frame")
     for rank in (0, 1):
-        event = {"event": "exited", "name": str(rank), "code": -9, "log": ""}
+        event = {"event": "exited", "member": rank, "code": -9, "log": ""}
         theirs.send_bytes(json.dumps(event).encode())
     theirs.close()
     assert link.is_over.wait(10)
