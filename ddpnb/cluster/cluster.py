@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Call, Timeouts
 from ddpnb.cluster.link import Exit, Member, Service
-from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings, torchrun_environment
+from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, wait_until
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.cluster.wording import remedy
@@ -305,11 +305,8 @@ class Cluster:
         """
         self.processes.prepare(rank)  # where it fails, the rank is dead
         self.exits.pop(rank, None)
-        self.processes.link_of(rank).start_rank(
-            rank,
-            torchrun_environment(self.placement, rank),
-            rank_settings(self.placement, rank, home=self.home, generation=generation),
-        )
+        settings = rank_settings(self.placement, rank, home=self.home, generation=generation)
+        self.processes.link_of(rank).start_rank(rank, settings)
 
     def note_exit(self, exit_: Exit) -> None:
         """Note, from the listening thread, that a process has ended."""

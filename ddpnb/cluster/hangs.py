@@ -88,10 +88,6 @@ class HangDetector:
             self._first, self._waited = tuple(statuses), 0.0
         return bool(self._first) and self._waited >= self.timeouts.hang_after_seconds
 
-    def reset(self) -> None:
-        """Start over: the ranks were just freed, and need time to notice."""
-        self._first = ()
-
 
 def rarity(num_ranks: int) -> float:
     """Return how many times as long it takes until so many ranks are asked again."""

@@ -21,8 +21,6 @@ CRASH = "Fatal Python error"
 BEFORE_CRASH = 3
 """How many lines of a log are shown before these: native code often gives its reason there."""
 LAST_LINES = 15
-WRITE_SECONDS = 10.0
-"""How long a fork server may take to read; one that does not is given up."""
 
 
 class Service(StrEnum):
@@ -82,7 +80,7 @@ class ForkServerLink:
         self.is_over = threading.Event()
         """Set once the fork server has ended."""
         self._pipe = pipe
-        self._socket = limit_waits(pipe, write_seconds=WRITE_SECONDS)
+        self._socket = limit_waits(pipe)
         self._on_exit = on_exit
         self._on_end = on_end
         self._is_stopping = False
@@ -113,15 +111,15 @@ class ForkServerLink:
                 pass  # it has ended, as the thread is about to read
         return answer
 
-    def start_rank(self, rank: int, environment: object, settings: object) -> None:
+    def start_rank(self, rank: int, settings: object) -> None:
         """Start a rank; its exit says so if the system does not start it."""
 
         def note(answer: "Future[Any]") -> None:
             if error := answer.exception():
                 self._note(Exit(member=rank, code=None, cause=f"could not be started ({error})"))
 
-        fields = {"rank": rank, "environment": environment, "settings": settings}
-        self.request(KernelRequest.START_RANK, **fields).add_done_callback(note)
+        started = self.request(KernelRequest.START_RANK, rank=rank, settings=settings)
+        started.add_done_callback(note)
 
     def begin_stop(self) -> None:
         """Have the fork server end all its processes, and itself; ``is_over`` is set then."""

@@ -64,11 +64,6 @@ class Monitor:
             "An interrupt ends the cell."
         )
 
-    def reset(self) -> None:
-        """Start over: the ranks were just freed, and need time to notice."""
-        self._answers = {}
-        self._hangs.reset()
-
     def _begin_round(self, running: Collection[int]) -> None:
         if self._waited > self._cluster.timeouts.poll_seconds * rarity(len(running)):
             self._waited = 0.0

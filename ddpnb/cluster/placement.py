@@ -125,11 +125,6 @@ class Placement:
         """Return the ranks of a host."""
         return [rank for rank, each in enumerate(self.host_of) if each == host]
 
-    def shares_device(self, rank: int) -> bool:
-        """Return whether another rank computes on the same GPU."""
-        places = [*zip(self.host_of, self.devices, strict=True)]
-        return self.devices[rank] != "cpu" and places.count(places[rank]) > 1
-
 
 def place_ranks(
     spec: ClusterSpec, hosts: Sequence[Host], master_port: int | None = None
@@ -259,8 +254,8 @@ def rank_settings(
     """
     own = placement.host_of[rank]
     return {
+        "environment": torchrun_environment(placement, rank),
         "device": placement.devices[rank],
-        "shares_device": placement.shares_device(rank),
         "backend": placement.backend,
         "num_threads": placement.num_threads,
         "generation": generation,

@@ -134,7 +134,7 @@ class Watch:
     def _abort(self) -> None:
         self._num_aborts += 1
         self.cluster.abort(tuple(self.call.running))
-        self._monitor.reset()
+        self._monitor = Monitor(self.cluster)  # who was just freed needs time to notice
 
     def _stop_ranks(self) -> None:
         """Interrupt and free the ranks until they stop; kill those that do not."""

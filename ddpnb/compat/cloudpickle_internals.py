@@ -1,6 +1,7 @@
 """Private parts of cloudpickle.  (Kernel, which pushes functions; ranks.)"""
 
 import pickle
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -20,16 +21,14 @@ class Namespace:
         return self._get, ()
 
 
-def use_namespace(
-    pickler: cloudpickle.Pickler, variables: dict[str, Any], namespace: Namespace
-) -> None:
-    """Have functions with the globals ``variables`` find theirs in ``namespace``, once unpickled.
+def use_namespace(pickler: cloudpickle.Pickler, variables: dict[str, Any], get: Any) -> None:
+    """Have functions with the globals ``variables`` use, once unpickled, what ``get`` returns.
 
     Cloudpickle would give them globals of their own.  Those that a function uses are pickled with
     it, and written into the namespace.
     """
     if shares_globals.works:
-        pickler.globals_ref[id(variables)] = namespace
+        pickler.globals_ref[id(variables)] = Namespace(get)
 
 
 @Probe("cloudpickle", "a function that was pushed does not see the variables of the ranks")
@@ -37,13 +36,6 @@ def shares_globals() -> bool:
     """Whether functions can be given other globals when they are unpickled."""
     file, variables = BytesIO(), {"__name__": "__main__"}
     pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.globals_ref[id(variables)] = Namespace(_tried)
+    pickler.globals_ref[id(variables)] = Namespace(partial(dict, tried=True))
     pickler.dump(eval("lambda: 0", variables))
-    return bool(pickle.loads(file.getvalue()).__globals__ is TRIED)
-
-
-TRIED: dict[str, Any] = {}
-
-
-def _tried() -> dict[str, Any]:
-    return TRIED
+    return "tried" in pickle.loads(file.getvalue()).__globals__

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.link import Exit, ForkServerLink
 from ddpnb.cluster.placement import ClusterSpec, Host, Placement, place_ranks
@@ -34,10 +35,6 @@ from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KernelRequest, working_folder
 
-ANSWER_SECONDS = 30.0
-"""How long an agent may take to answer."""
-PREPARE_SECONDS = 120.0
-"""How long a host may take to import torch."""
 MAX_CLOCK_SECONDS = 5.0
 """How far a host's clock may be off: times of runs and of checkpoints are compared."""
 
@@ -151,7 +148,7 @@ class HostProcesses(Processes):
         self,
         hosts: Sequence[RemoteHost],
         operation: KernelRequest,
-        seconds: float = ANSWER_SECONDS,
+        seconds: float = CALL_TIMEOUT_SECONDS,
         /,
         **fields: object,
     ) -> list[Any]:
@@ -189,7 +186,7 @@ class HostProcesses(Processes):
         path = self._folder / "profile/security/ipcontroller-engine.json"
         wait_for_file(path, self._require_controller)
         fields = {"environment": self._environment, "connection": json.loads(path.read_text())}
-        found = self._ask(hosts, KernelRequest.PREPARE, PREPARE_SECONDS, **fields)
+        found = self._ask(hosts, KernelRequest.PREPARE, START_TIMEOUT_SECONDS, **fields)
         for host, num_gpus in zip(hosts, found, strict=True):
             host.report["num_gpus"] = num_gpus
 

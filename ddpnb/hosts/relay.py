@@ -28,12 +28,10 @@ import zmq
 
 from ddpnb.hosts.network import address_of_ssh
 from ddpnb.hosts.wire import COME_MS, Word, keep_alive
-from ddpnb.protocol.processes import RUN_FOLDER, limit_waits, parent_folder
+from ddpnb.protocol.processes import PIPE_SECONDS, RUN_FOLDER, limit_waits, parent_folder
 
 SHARED_SECONDS = 10.0
 """How long a file of another host may take to appear on a disk that both share."""
-WAIT_SECONDS = 10.0
-"""How long an agent may take to read a frame, or to write one that it has begun."""
 END_SECONDS = 10.0
 """How long an agent may take to end its ranks once its pipe is closed."""
 TASK_VARIABLES = (
@@ -59,7 +57,7 @@ def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:
     end_of_kernel = kernel.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     kernel.connect(place["endpoint"])
     pipe, theirs = Pipe()
-    limit_waits(pipe, write_seconds=WAIT_SECONDS, read_seconds=WAIT_SECONDS).close()
+    limit_waits(pipe, read_seconds=PIPE_SECONDS).close()
     agent = subprocess.Popen(
         [sys.executable, "-m", "ddpnb.hosts.agent", str(theirs.fileno()), folder, place["sockets"]],
         stdin=subprocess.DEVNULL,

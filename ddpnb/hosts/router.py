@@ -19,8 +19,6 @@ from ddpnb.protocol.processes import limit_waits
 
 PROBE_SECONDS = 1.0
 """How often it is checked whether relays are connected."""
-WRITE_SECONDS = 10.0
-"""How long the kernel may take to read a frame."""
 STOP_SECONDS = 5.0
 
 
@@ -127,7 +125,7 @@ class Router:
             hello = json.loads(content)
             if hmac.compare_digest(hello["token"], self._token):
                 pipe, end = Pipe()
-                limit_waits(end, write_seconds=WRITE_SECONDS).close()
+                limit_waits(end).close()
                 relay = Relay(host=hello["host"], reached=hello["reached"], pipe=pipe, end=end)
                 self.relays[name] = relay
                 self._send(name, Word.PROBE)

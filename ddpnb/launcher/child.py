@@ -35,9 +35,7 @@ def run_child(main: Callable[[], None]) -> NoReturn:
         os._exit(code)
 
 
-def run_rank(
-    rank: int, environment: dict[str, str], settings: Frame, pipe: Connection, folder: Path
-) -> None:
+def run_rank(rank: int, settings: Frame, pipe: Connection, folder: Path) -> None:
     """Be one rank: an ipyparallel engine in the process group.
 
     ``settings`` are those of ``ddpnb.rank.engine.run``, without the engine's command line.
@@ -47,7 +45,7 @@ def run_rank(
     # threads which it does not have, or crash.
     os.register_at_fork(after_in_child=gc.freeze)
     redirect_output(process_log(folder, rank))
-    os.environ.update(environment)
+    os.environ.update(settings["environment"])
     sys.argv[:] = [""]  # as in an interpreter that runs no script; else the fork server's
     from ddpnb.rank import calls, engine  # noqa: F401, PLC0415  imports torch, after the controller's fork
 

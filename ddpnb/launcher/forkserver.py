@@ -99,11 +99,10 @@ class Forkserver:
     def serve(self) -> None:
         """Serve the kernel and the ranks until the kernel has gone."""
         self.selector.register(self.kernel, selectors.EVENT_READ, self.on_kernel)
-        with sigchld_wakeup() as wakeup:
-            self.selector.register(wakeup, selectors.EVENT_READ, self.on_sigchld)
-            while not self.is_stopped:
-                for key, _ in self.selector.select():
-                    key.data(key.fileobj)
+        self.selector.register(sigchld_wakeup(), selectors.EVENT_READ, self.on_sigchld)
+        while not self.is_stopped:
+            for key, _ in self.selector.select():
+                key.data(key.fileobj)
 
     def on_kernel(self, kernel: Connection) -> None:
         """Carry out one request of the kernel, and answer it or say how it failed."""
@@ -124,14 +123,14 @@ class Forkserver:
             answer = {"failure": "".join(traceback.format_exception_only(error)).strip()}
         self.report(event=ForkServerEvent.ANSWER, id=request_id, **answer)
 
-    def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
+    def start_rank(self, *, rank: int, settings: Frame) -> None:
         """Fork a rank.  Raises OSError where the system is out of processes or memory."""
         ours, theirs = Pipe()
         limit_waits(ours, write_seconds=WRITE_SECONDS, read_seconds=READ_SECONDS).close()
 
         def main() -> None:
             ours.close()
-            run_rank(rank, environment, settings, theirs, self.folder)
+            run_rank(rank, settings, theirs, self.folder)
 
         self.children[self.fork(main)] = rank
         theirs.close()
@@ -235,17 +234,13 @@ class Forkserver:
                 time.sleep(0.01)
 
 
-@contextlib.contextmanager
-def sigchld_wakeup() -> Iterator[int]:
-    """Yield a descriptor that becomes readable when a child ends."""
+def sigchld_wakeup() -> int:
+    """Return a descriptor that becomes readable when a child ends."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
-        yield reader
-    finally:
-        signal.set_wakeup_fd(-1)
+    return reader
 
 
 def end_of(log: Path) -> str:

@@ -118,19 +118,23 @@ def may_have_gpus() -> bool:
     return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
+PIPE_SECONDS = 10.0
+"""How long the process at the other end of a pipe may take; one that takes longer is given up."""
+
+
 def limit_waits(
-    pipe: Connection, *, write_seconds: float, read_seconds: float | None = None
+    pipe: Connection, *, write_seconds: float = PIPE_SECONDS, read_seconds: float = 0.0
 ) -> socket.socket:
     """Have no write to a pipe wait longer for the process at its other end, nor a read.
 
-    What takes longer raises BlockingIOError.  The pipe may be of no use then: a part of a message
-    may have been passed on.  The pipe's socket, which is returned, can be shut down while a thread
-    reads.
+    0 is no limit.  What takes longer raises BlockingIOError.  The pipe may be of no use then: a
+    part of a message may have been passed on.  The pipe's socket, which is returned, can be shut
+    down while a thread reads.
     """
     end = as_socket(pipe.fileno())
     for option, seconds in (
         (socket.SO_SNDTIMEO, write_seconds),
-        (socket.SO_RCVTIMEO, read_seconds or 0.0),
+        (socket.SO_RCVTIMEO, read_seconds),
     ):
         timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         end.setsockopt(socket.SOL_SOCKET, option, timeval)

@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 import psutil
 
-from ddpnb.compat.cloudpickle_internals import Namespace, use_namespace
+from ddpnb.compat.cloudpickle_internals import use_namespace
 
 LARGE_BYTES = 2**16
 """Arrays of as many bytes stay out of the pickle, and variables of as many travel in a file."""
@@ -75,7 +75,7 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
         self._for_ranks = for_ranks
         self._classes = classes
         if for_ranks:
-            use_namespace(self, vars(sys.modules["__main__"]), Namespace(main_namespace))
+            use_namespace(self, vars(sys.modules["__main__"]), main_namespace)
 
     def reducer_override(self, obj: Any) -> Any:
         """Take the memory of tensors as it lies, and refuse open files."""

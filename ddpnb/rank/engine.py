@@ -133,10 +133,8 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     """Join the process group, then serve as an ipyparallel engine until the process is stopped.
 
     Args:
-        settings: ``device``, ``shares_device``, ``backend``, ``num_threads``,
-            ``generation`` (None: join no group yet), ``cells_folder`` (where cells run),
-            ``engine_arguments`` (ipyparallel's command line), ``host`` (its name, as the user
-            wrote it) and ``peers`` (the addresses of the other hosts).
+        settings: those of ``cluster.placement.rank_settings``, and ``engine_arguments``
+            (ipyparallel's command line).
         pipe: the pipe to the fork server.
         folder: the cluster's private run folder.
     """
@@ -156,7 +154,6 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         master=Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
         backend=settings["backend"],
         device=device,
-        shares_device=settings["shares_device"],
         folder=folder,
         host=settings["host"],
         peers=frozenset(settings["peers"]),

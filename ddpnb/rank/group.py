@@ -72,7 +72,6 @@ class Group:
     """Where the ranks of several hosts meet; a cell may write others into the environment."""
     backend: str
     device: torch.device
-    shares_device: bool
     folder: Path
     host: str = ""
     """The host's name, as the user wrote it; empty: as the host names itself."""
@@ -223,7 +222,8 @@ class Group:
             device_name=torch.cuda.get_device_name(self.device) if on_gpu else "",
             num_threads=torch.get_num_threads(),
             backend=self.backend,
-            shares_device=self.shares_device,
+            # The ranks of a host take its GPUs in turn.
+            shares_device=on_gpu and own + num_gpus < self.local_world_size,
             has_peer_access=torch.cuda.can_device_access_peer(own, (own + 1) % num_gpus)
             if num_gpus > 1
             else None,

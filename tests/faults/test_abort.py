@@ -69,7 +69,6 @@ def member(rank: int, folder: Path) -> Group:
         master=Address("127.0.0.1", 0),
         backend="standin",
         device=torch.device("cpu"),
-        shares_device=False,
         folder=folder,
     )
 

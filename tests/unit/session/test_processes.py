@@ -1,6 +1,5 @@
 """Processes as the kernel sees them: events that go wrong, files, what other programs take."""
 
-import contextlib
 import errno
 import json
 import os
@@ -48,7 +47,7 @@ def served(folder, monkeypatch) -> Iterator[tuple[ForkServerLink, list[Exit]]]:
     ours, theirs = Pipe()
     exits: list[Exit] = []
     link = ForkServerLink(ours, on_exit=exits.append, on_end=lambda: None)
-    monkeypatch.setattr(forkserver, "sigchld_wakeup", lambda: contextlib.nullcontext(os.pipe()[0]))
+    monkeypatch.setattr(forkserver, "sigchld_wakeup", lambda: os.pipe()[0])
     server = Forkserver(kernel=theirs, folder=folder)
     thread = threading.Thread(target=server.serve)
     thread.start()
@@ -97,7 +96,7 @@ def test_a_rank_that_the_system_does_not_start_ends_alone(monkeypatch, served):
 
     monkeypatch.setattr(os, "fork", fork)
     link, exits = served
-    link.start_rank(3, {}, {})
+    link.start_rank(3, {})
     link.request(KernelRequest.SIGNAL, ranks=[], number=0).result(10)
     assert [each.member for each in exits] == [3]
     assert "could not be started" in str(exits[0])
@@ -108,7 +107,7 @@ def test_a_rank_that_does_not_read_keeps_no_signal_from_it(served, monkeypatch):
     with subprocess.Popen(["sleep", "600"]) as rank:
         monkeypatch.setattr(os, "fork", lambda: rank.pid)
         link, _ = served
-        link.start_rank(0, {}, {})
+        link.start_rank(0, {})
         link.request(KernelRequest.SIGNAL, ranks=[], number=0).result(10)
         text = "x" * 50_000
         for _ in range(20):  # more than a socket takes
