@@ -14,7 +14,6 @@ from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Call
 from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, wait_until
-from ddpnb.cluster.run_folder import private_folder
 from ddpnb.cluster.wording import remedy
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol import calls
@@ -22,7 +21,7 @@ from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.notation import spoken_ranks
-from ddpnb.protocol.processes import RankCommand, working_folder
+from ddpnb.protocol.processes import RankCommand, private_folder, working_folder
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient

@@ -105,7 +105,8 @@ class RankRecovery:
         if rank in self._killed:
             self._killed.remove(rank)
         else:
-            self._mark(rank, MarkKind.KILLED if (exit_.code or 0) < 0 else MarkKind.DIED)
+            kind = MarkKind.KILLED if (exit_.code or 0) < 0 else MarkKind.DIED
+            self._send(Mark(rank=rank, seconds=self._now(), kind=kind))
         self._training_again.discard(rank)
         if self.cluster.spans_hosts:  # it could not join, and its host may be gone
             return
@@ -129,30 +130,22 @@ class RankRecovery:
         if isinstance(event, Lost):
             self._dead.add(rank)
         elif isinstance(event, Returned) and isinstance(event.value, Failure) and is_first:
-            self._mark(rank, text=f"did not come back: {event.value.name}")
+            text = f"did not come back: {event.value.name}"
+            self._send(Mark(rank=rank, seconds=self._now(), text=text))
         elif isinstance(event, EventBatch) and event.num_steps and is_first:
             self._training_again.add(rank)
-            first = rows_of(event)[0]
-            self._mark(rank, MarkKind.CAME_BACK, seconds=float(first["seconds"]))
+            seconds = float(rows_of(event)[0]["seconds"])
+            self._send(Mark(rank=rank, seconds=seconds, kind=MarkKind.CAME_BACK))
         self._note(event)
         self.handle(event)
 
-    def _mark(
-        self,
-        rank: int,
-        kind: MarkKind = MarkKind.OTHER,
-        *,
-        text: str = "",
-        seconds: float | None = None,
-    ) -> None:
-        """Send a mark on a rank, at ``seconds`` of the training or at this moment."""
-        if seconds is None:
-            seconds = max(0.0, time.time() - self._began_at)
-        batch = EventBatch(
-            run_id=self.spec.run_id,
-            rank=KERNEL,
-            sequence=self._num_batches.get(KERNEL, 0),
-            marks=(Mark(rank=rank, seconds=seconds, kind=kind, text=text),),
-        )
-        self._num_batches[KERNEL] = batch.sequence + 1
-        self.handle(batch)
+    def _now(self) -> float:
+        """Return the training time until now."""
+        return max(0.0, time.time() - self._began_at)
+
+    def _send(self, mark: Mark) -> None:
+        """Send a mark of the kernel's own."""
+        number = self._num_batches.get(KERNEL, 0)
+        self._num_batches[KERNEL] = number + 1
+        run_id = self.spec.run_id
+        self.handle(EventBatch(run_id=run_id, rank=KERNEL, sequence=number, marks=(mark,)))

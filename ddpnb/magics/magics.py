@@ -9,7 +9,6 @@ from IPython.core.magic_arguments import argument, kwds
 from IPython.display import display
 
 from ddpnb import api
-from ddpnb.cluster.run_folder import remove_leftovers
 from ddpnb.course.checking import check_exercise
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.magics.arguments import arguments, catalogue_text, magic_arguments, no_arguments, options
@@ -18,6 +17,7 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.options import options_of, read_options
+from ddpnb.protocol.processes import remove_leftovers
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import SHOWN, TRACE, CollectiveSpec
 from ddpnb.protocol.training_options import TrainingSpec

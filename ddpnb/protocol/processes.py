@@ -3,9 +3,11 @@
 Every process imports it; it imports neither torch nor IPython.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -172,6 +174,11 @@ def parent_folder() -> Path:
     return Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
 
 
+def private_folder() -> Path:
+    """Make a run folder for a cluster, closed to other users (mode 0700)."""
+    return Path(tempfile.mkdtemp(prefix=RUN_FOLDER, dir=parent_folder()))
+
+
 def process_log(folder: Path, member: int | str) -> Path:
     """Return the file in a run folder with what a rank, or the controller, wrote past Python."""
     return folder / f"{member}.log"
@@ -202,6 +209,20 @@ def is_held(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def remove_leftovers() -> list[Path]:
+    """Remove and return this user's run folders that no living fork server needs.
+
+    A fork server removes its own, unless it was killed.
+    """
+    removed = []
+    for folder in parent_folder().glob(f"{RUN_FOLDER}*"):
+        with contextlib.suppress(OSError):  # removed meanwhile, or yet to be locked
+            if folder.lstat().st_uid == os.getuid() and not is_held(folder / SERVER_LOCK):
+                shutil.rmtree(folder)
+                removed.append(folder)
+    return removed
 
 
 def working_folder() -> Path:

@@ -28,7 +28,7 @@ from ddpnb.rank.status import rank_status, users_stack
 from ddpnb.rank.torchrun import AdoptedGroup, refuse_launchers
 
 
-def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, Any]) -> None:
+def serve_commands(pipe: Connection, handlers: Mapping[RankCommand, Any]) -> None:
     """Carry out the kernel's commands, one at a time; send back their values, or how they failed.
 
     The end of ``pipe``, which leads to the fork server, is the end of this process.
@@ -38,7 +38,7 @@ def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, A
             message: dict[str, Any] = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
-        answer = {"event": ForkServerEvent.ANSWER, "rank": rank, "id": message["id"]}
+        answer = {"event": ForkServerEvent.ANSWER, "id": message["id"]}
         try:
             handler = handlers[RankCommand(message["command"])]
             answer["value"] = handler(*message.get("arguments", ()))
@@ -173,10 +173,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         RankCommand.STOP: engine.stop_wanted.set,
     }
     threading.Thread(
-        target=serve_commands,
-        args=(group.rank, pipe, handlers),
-        name="ddpnb-control",
-        daemon=True,
+        target=serve_commands, args=(pipe, handlers), name="ddpnb-control", daemon=True
     ).start()
     if settings["generation"] is not None:  # else the others train: it is formed when they are done
         group.join(settings["generation"])

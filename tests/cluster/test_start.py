@@ -14,11 +14,10 @@ import pytest
 from ddpnb.cluster.client import EngineClient
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.cluster.run_folder import private_folder
 from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol import calls
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import num_cores
+from ddpnb.protocol.processes import num_cores, private_folder
 from tests.cluster import rig
 from tests.programs import find_program
 

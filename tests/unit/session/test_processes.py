@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
-from ddpnb.cluster.run_folder import private_folder, remove_leftovers
 from ddpnb.history.store import is_written, writer_of
 from ddpnb.launcher import forkserver
 from ddpnb.launcher.forkserver import Forkserver
@@ -27,6 +26,8 @@ from ddpnb.protocol.processes import (
     RankCommand,
     atomic_write,
     hold,
+    private_folder,
+    remove_leftovers,
 )
 from ddpnb.session.machine import LEAST_SHARE, OtherPrograms, disturbance
 from tests.programs import python
