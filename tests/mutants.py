@@ -120,8 +120,8 @@ tests/unit/session/test_plan.py
 
 a rank that a signal killed seems to have exited
 launcher/forkserver.py
-- code, log = os.waitstatus_to_exitcode(status), self
-+ code, log = abs(os.waitstatus_to_exitcode(status)), self
+- yield member, os.waitstatus_to_exitcode(status)
++ yield member, abs(os.waitstatus_to_exitcode(status))
 tests/faults/test_death.py -k cause
 
 every repeat begins with the same strategy

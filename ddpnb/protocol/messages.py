@@ -422,10 +422,21 @@ class CellReport:
     """Whether there was no output, so that no message follows that would say where it ends."""
 
 
+REMEDIES = {
+    "DistributedDataParallel": "wrap it again, DistributedDataParallel({name}.module)",
+    "FullyShardedDataParallel": "build the model again, and wrap it",
+    "FSDPModule": "build the model again, and shard it",
+    "ZeroRedundancyOptimizer": "make it again",
+    "DeviceMesh": "make it again, with init_device_mesh",
+    "ProcessGroup": "form it again, with dist.new_group",
+}
+"""Torch's classes that keep the group they were made with; what to do once that was aborted."""
+
+
 class StaleVariable(NamedTuple):
     """A variable on a rank that holds on to an aborted process group."""
 
     name: str
     """The variable, or the expression that leads to the object: ``"trainer.model"``."""
     kind: str
-    """Torch's class of it: ``"DistributedDataParallel"``."""
+    """Which of the classes in ``REMEDIES`` it is."""

@@ -99,8 +99,6 @@ class Option:
         parts: list[Any] = []
         for each in texts:
             parts += each.split(",") if isinstance(each, str) else [each]
-        if len(parts) > 1 and any(isinstance(part, str) and not part.strip() for part in parts):
-            raise UserError(f"{name} {given} lacks a value beside a comma: write 1,2.")
         values = tuple(self._read_one(name, part) for part in parts)
         if twice := [value for value in values if values.count(value) > 1]:
             raise UserError(f"{name} has {twice[0]} twice: give each value once.")

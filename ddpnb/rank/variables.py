@@ -13,24 +13,11 @@ from typing import Any
 from torch import nn
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RunSpec, StaleVariable
+from ddpnb.protocol.messages import REMEDIES, RunSpec, StaleVariable
 from ddpnb.protocol.variables import Parcel, dump, load, opened, packed, receive
 
 REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
 """Functions, classes and constants: no training on this rank has changed one in place."""
-
-KINDS = (
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "FSDPModule",
-    "ZeroRedundancyOptimizer",
-    "DeviceMesh",
-    "ProcessGroup",
-)
-"""Classes of torch that keep the group they were made with.
-
-They are compared by name, because importing them all takes a second.
-"""
 
 MAX_ITEMS = 1000
 """A larger container holds data, not models."""
@@ -150,9 +137,10 @@ def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
 
 
 def kind_with_group(value: object) -> str:
-    """Return which of ``KINDS`` a value is; empty if it is none of them."""
+    """Return which of the classes in ``REMEDIES`` a value is; empty if it is none of them."""
+    # Compared by name, because importing them all takes a second.
     names = {c.__name__ for c in type(value).__mro__ if c.__module__.startswith("torch")}
-    return next((kind for kind in KINDS if kind in names), "")
+    return next((kind for kind in REMEDIES if kind in names), "")
 
 
 def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:

@@ -11,7 +11,7 @@ from ddpnb.cluster.hangs import Hang
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.wording import remedy, say
 from ddpnb.protocol.errors import OneLine, UserError
-from ddpnb.protocol.messages import CellReport, Failure, StaleVariable
+from ddpnb.protocol.messages import REMEDIES, CellReport, Failure, StaleVariable
 from ddpnb.protocol.notation import spoken_ranks
 
 MISSING = re.compile(r"name '(\w+)' is not defined")
@@ -215,17 +215,6 @@ def _identity(failure: Failure) -> tuple[str, str, str]:
     if failure.breaks_group or failure.is_death:
         return failure.name, "", ""
     return failure.name, failure.text, ANSI.sub("", "\n".join(failure.traceback))
-
-
-REMEDIES = {
-    "DistributedDataParallel": "wrap it again, DistributedDataParallel({name}.module)",
-    "FullyShardedDataParallel": "build the model again, and wrap it",
-    "FSDPModule": "build the model again, and shard it",
-    "ZeroRedundancyOptimizer": "make it again",
-    "DeviceMesh": "make it again, with init_device_mesh",
-    "ProcessGroup": "form it again, with dist.new_group",
-}
-"""What to do about an object that belongs to an aborted process group."""
 
 
 def warn_stale(stale: Mapping[StaleVariable, Sequence[int]]) -> None:
