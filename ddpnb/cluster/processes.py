@@ -109,9 +109,9 @@ class Processes(abc.ABC):
     placement: Placement
 
     @property
-    @abc.abstractmethod
     def links(self) -> Sequence[ForkServerLink]:
-        """The fork server of each host's ranks, in the order of the placement."""
+        """The fork server of each host's ranks, in the order of the placement: here one."""
+        return (self.server.link,)
 
     @abc.abstractmethod
     def place(self, progress: Callable[[str], None]) -> Placement:
@@ -170,11 +170,6 @@ class LocalProcesses(Processes):
         environment = torch_environment(num_threads, "torch._dynamo" if is_crowded else "")
         self.server = ForkServer(folder, on_exit, environment)
         self.prepared = self.server.link.request(KernelRequest.PREPARE)
-
-    @property
-    def links(self) -> Sequence[ForkServerLink]:
-        """The fork server."""
-        return (self.server.link,)
 
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Place the ranks, once the GPUs are known if they may be used."""

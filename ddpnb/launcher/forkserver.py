@@ -41,7 +41,6 @@ from ddpnb.launcher.child import (  # noqa: E402
     run_rank,
 )
 from ddpnb.protocol.processes import (  # noqa: E402
-    SERVER_LOCK,
     ForkServerEvent,
     KernelRequest,
     hold,
@@ -89,7 +88,7 @@ class Forkserver:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         try:
-            self.more_ends.append(hold(self.folder / SERVER_LOCK))
+            self.more_ends.append(hold(self.folder))
             if controller_arguments:
                 self.start_controller(controller_arguments)
             self.serve()

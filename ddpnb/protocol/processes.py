@@ -188,27 +188,17 @@ SERVER_LOCK = "server.lock"
 """A file of a run folder, locked by its fork server or agent while that lives."""
 
 
-def hold(path: Path) -> TextIO:
-    """Lock a file until it is closed or this process has ended.
+def hold(folder: Path) -> TextIO:
+    """Lock a run folder until the file that is returned is closed or this process has ended.
 
     The operating system keeps the lock.  So processes see it that share the folder and not their
     process ids, as containers may.
     """
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft = folder / f"{SERVER_LOCK}.{os.getpid()}"
     file = draft.open("w")
     fcntl.flock(file, fcntl.LOCK_EX)
-    draft.replace(path)  # it appears as a locked file
+    draft.replace(folder / SERVER_LOCK)  # it appears as a locked file
     return file
-
-
-def is_held(path: Path) -> bool:
-    """Return whether a process holds a file.  Raises OSError without the file."""
-    with path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def remove_leftovers() -> list[Path]:
@@ -218,8 +208,10 @@ def remove_leftovers() -> list[Path]:
     """
     removed = []
     for folder in parent_folder().glob(f"{RUN_FOLDER}*"):
-        with contextlib.suppress(OSError):  # removed meanwhile, or yet to be locked
-            if folder.lstat().st_uid == os.getuid() and not is_held(folder / SERVER_LOCK):
+        with contextlib.suppress(OSError):  # removed meanwhile, yet to be locked, or locked
+            if folder.lstat().st_uid == os.getuid():
+                with (folder / SERVER_LOCK).open() as file:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
                 removed.append(folder)
     return removed

@@ -21,7 +21,6 @@ from ddpnb.history.store import is_written, writer_of
 from ddpnb.launcher import forkserver
 from ddpnb.launcher.forkserver import Forkserver
 from ddpnb.protocol.processes import (
-    SERVER_LOCK,
     KernelRequest,
     RankCommand,
     atomic_write,
@@ -37,7 +36,7 @@ from tests.programs import python
 def folder() -> Iterator[Path]:
     """A run folder that this process needs."""
     made = private_folder()
-    with hold(made / SERVER_LOCK):
+    with hold(made):
         yield made
     shutil.rmtree(made)
 
@@ -133,7 +132,7 @@ def test_a_run_is_written_until_its_process_ends_and_by_no_other_of_its_number()
 LOCKING = """
 from pathlib import Path
 from ddpnb.protocol.processes import hold
-lock = hold(Path({lock!r}))
+lock = hold(Path({folder!r}))
 print(flush=True)
 input()
 """
@@ -142,7 +141,7 @@ input()
 def test_a_run_folder_stays_until_its_fork_server_ends_even_by_a_kill():
     folder = private_folder()
     assert folder not in remove_leftovers(), "it is just being made"
-    with python(LOCKING.format(lock=str(folder / SERVER_LOCK))) as (server, _):
+    with python(LOCKING.format(folder=str(folder))) as (server, _):
         assert folder not in remove_leftovers()
         server.kill()
     assert folder in remove_leftovers()
