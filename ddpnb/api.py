@@ -36,10 +36,10 @@ from ddpnb.session.asking import ask
 from ddpnb.session.cells import CellOptions, RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.inside import INSPECTED, check_replicas, inspect_step, training_to_inspect
-from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
 from ddpnb.session.status import describe_ranks, status_table
+from ddpnb.session.training import RunningComparison
 from ddpnb.session.variables import FUNCTIONS, NotebookFunctions
 from ddpnb.session.variables import pull as pull_from
 from ddpnb.session.variables import push as push_to
@@ -101,8 +101,7 @@ def status() -> Table:
     cluster, running = session.cluster(allow_lost=True), session.comparison
     if running is None:
         return status_table(cluster, cluster.busy)
-    training = running.training
-    progress = progress_of(training.recorder.comparison) if training else "being checked"
+    progress = progress_of(running.recorder.comparison)
     return status_table(cluster, cluster.ranks, [f"a comparison is training: {progress}"])
 
 

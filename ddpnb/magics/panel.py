@@ -6,6 +6,7 @@ can be used with the keyboard alone.
 
 import contextvars
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from html import escape
 from typing import Any, final
@@ -23,8 +24,8 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import LiveFigureAndTable
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import ANSI, render_error
-from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.session import this_session
+from ddpnb.session.training import RunningComparison
 
 CHOSEN = ("single", "ddp", "async")
 CONTROLS = ("num_epochs", "batch_size", "devices", "link", "slow")
@@ -130,17 +131,15 @@ class Panel:
 
     def _run(self) -> None:
         cell = self._own_cell() if self.task.value == CELL_TASK else ""
-        self._say("Training; you can run other cells meanwhile.")
+        session = this_session()
         try:
-            self._context.run(
-                this_session().compare_in_background,
-                self._parse(self.line(), cell),
-                cluster=ClusterSpec(num_ranks=self.ranks.value),
-                live=self._output,
-                on_end=self._show_end,
-            )
-        except UserError as error:
-            self._say(str(error), role="alert")
+            spec = replace(self._parse(self.line(), cell), wait=False)
+            if session.num_ranks is None:
+                session.start(ClusterSpec(num_ranks=self.ranks.value), progress=self._say)
+            self._say("Training; you can run other cells meanwhile.")
+            self._context.run(session.compare, spec, self._output, self._show_end)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  a click has no traceback
+            self._say_error(error)
         self._refresh()
 
     def _stop(self) -> None:
@@ -153,13 +152,16 @@ class Panel:
         """Show how a comparison ended; called in its thread."""
         if running.was_stopped:
             self._say("Stopped; what was trained is kept.")
-        elif (error := running.error) is not None:
-            text = str(error) if isinstance(error, UserError) else ANSI.sub("", render_error(error))
-            self._say(text, role="alert")
+        elif running.error is not None:
+            self._say_error(running.error)
         else:
             name = running.result.comparison.name
             self._say(f"Finished, and stored as {name}: %ddp_plot {name} draws it again.")
         self._refresh()
+
+    def _say_error(self, error: BaseException) -> None:
+        text = str(error) if isinstance(error, UserError) else ANSI.sub("", render_error(error))
+        self._say(text, role="alert")
 
     def _say(self, text: str, *, role: str = "status") -> None:
         """Show a line of status, which a screen reader reads aloud."""

@@ -25,6 +25,7 @@ from ddpnb.reports.formatting import counted
 from ddpnb.reports.inside.traces import TraceResult, joined
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.session.background import Background
 from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,
@@ -34,7 +35,6 @@ from ddpnb.session.errors import (
     warn_stale,
     where_stopped,
 )
-from ddpnb.session.jobs import Background
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 from ddpnb.cluster.call import CallEvent, Events, Output, Returned
 from ddpnb.cluster.cluster import Cluster
@@ -24,6 +24,7 @@ from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.session.background import Background
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, warn_stale
 from ddpnb.session.machine import OtherPrograms, disturbance
@@ -37,8 +38,9 @@ GRACE_SECONDS = 1.2
 """How long the ranks may take to stop and to evaluate the model before they are interrupted."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Training:
+@final
+@dataclass(kw_only=True, eq=False, repr=False)
+class RunningComparison(Background):
     """The trainings of a comparison, in order."""
 
     cluster: Cluster
@@ -49,28 +51,29 @@ class Training:
     live: Live
     printed: PrintedLines
     asked: ComparisonSpec
+    stop_requested: bool = False
     _result: ComparisonResult | None = None
     """What was trained, once all has ended."""
-    _is_stopped: Callable[[], bool] = lambda: False
     _next_stop_at: float = 0.0
     _interrupt_at: float = math.inf
 
-    def run(self, is_stopped: Callable[[], bool] = lambda: False) -> ComparisonResult:
+    def __post_init__(self) -> None:
+        super().__init__("comparison")
+
+    def run(self) -> ComparisonResult:
         """Train everything; show and store what was trained, however it ends.
 
-        A strategy that fails is left out from then on, and the others are trained.  Once
-        ``is_stopped`` returns True, the current run ends early, and no other starts.
+        A strategy that fails is left out from then on, and the others are trained.
 
         Raises:
             RankError: a strategy failed; raised at the end, the first of several.
             KeyboardInterrupt: it was interrupted; the ranks have stopped.
         """
-        self._is_stopped = is_stopped
         errors: dict[str, Exception] = {}
         load = OtherPrograms()
         try:
             for number, spec in enumerate(self.specs):
-                if is_stopped() or spec.strategy in errors:
+                if self.stop_requested or spec.strategy in errors:
                     continue
                 try:
                     self._train(self._at_best_rate(spec))
@@ -94,6 +97,23 @@ class Training:
                 print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
             raise first
         return result
+
+    def interrupt(self) -> None:
+        """End the current run early, and start no other; may be called twice."""
+        self.stop_requested = True
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it ended because it was asked to, and not by an error."""
+        return self.stop_requested and (self.error is None or super().was_stopped)
+
+    def wait(self, timeout: float | None = None) -> ComparisonResult:
+        """Wait until it has ended; return the result, or raise its error.
+
+        After ``timeout`` seconds the comparison continues, and a TimeoutError is raised.
+        """
+        super().wait(timeout)
+        return self.result
 
     @property
     def result(self) -> ComparisonResult:
@@ -124,7 +144,7 @@ class Training:
 
     def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
         """Return whether the rest is trained after a strategy has failed, and print it."""
-        if not rest or self._is_stopped():
+        if not rest or self.stop_requested:
             return False
         names = ", ".join(dict.fromkeys(rest))
         if self.cluster.lost is not None:
@@ -209,7 +229,7 @@ class Training:
         recovery.attend()
         if self.live.is_due():
             self.live.update(self.recorder.comparison)
-        if not self._is_stopped():
+        if not self.stop_requested:
             return
         now = time.monotonic()
         self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)

@@ -10,7 +10,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.store import Store
 from ddpnb.session.errors import RankError
-from ddpnb.session.training import Training
+from ddpnb.session.training import RunningComparison
 from tests.cluster.rig import prepared, pull, run, total, wait_until
 
 CELL = """
@@ -57,7 +57,7 @@ def deadly(
     num_calls: int = 50,
     more: str = "",
     **options: Any,
-) -> Training:
+) -> RunningComparison:
     """A training in which a rank kills its own process, once."""
     signs = {sign: str(folder / sign) for sign in ("marker", "hold")}
     source = CELL.format(rank=rank, num_calls=num_calls, **signs) + more
@@ -65,7 +65,7 @@ def deadly(
     return prepared(cluster, folder, *strategies, **usual | options)
 
 
-def trained(folder: Path, training: Training) -> RunSnapshot:
+def trained(folder: Path, training: RunningComparison) -> RunSnapshot:
     """Train while a rank dies; the others wait for it, however long its return takes."""
     has_ended = threading.Event()
 

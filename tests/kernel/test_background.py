@@ -49,7 +49,7 @@ def test_while_it_trains_the_notebook_goes_on_and_everybody_knows(training: Cell
 def test_interrupt_stops_it_and_keeps_what_was_trained(training: Cell, kernel: Kernel):
     kernel.run("first = len(running.result.steps())")
     cell = kernel.run("%ddp_interrupt")
-    assert cell.text == "Interrupted the comparison; what it has trained is kept.\n"
+    assert cell.text == "Interrupted the comparison.\n"
     wait_for_end(kernel)
     assert kernel.value("running") == "<comparison: stopped>"
     assert kernel.value("running.result.comparison.runs[0].status") == "stopped"
