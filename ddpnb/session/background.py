@@ -5,7 +5,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 from ddpnb.session.errors import CellInterrupt, render_error
 
@@ -19,6 +19,9 @@ class Background(ABC):
         self.error: BaseException | None = None
         """Why it ended early; None otherwise."""
         self.what = what
+        self.stop_requested = False
+        self._value: Any = None
+        """What ``run`` has returned."""
         self._thread: threading.Thread | None = None
         self._started = time.strftime("%H:%M:%S")
 
@@ -26,9 +29,9 @@ class Background(ABC):
     def run(self) -> object:
         """Attend to it until it has ended; raise its error."""
 
-    @abstractmethod
     def interrupt(self) -> None:
         """Have it end early; may be called twice, from any thread."""
+        self.stop_requested = True
 
     def begin(self, on_end: Callable[[Self], None] | None = None) -> Self:
         """Attend to it in a thread; return it.
@@ -46,8 +49,8 @@ class Background(ABC):
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def wait(self, timeout: float | None = None) -> object:
-        """Wait until it has ended; raise its error.
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait until it has ended; return a comparison's result, or raise the error.
 
         After ``timeout`` seconds it continues, and a TimeoutError is raised.
         """
@@ -56,12 +59,12 @@ class Background(ABC):
             raise TimeoutError(f"the {self.what} still runs after {timeout} s")
         if self.error is not None:
             raise self.error
-        return None
+        return self._value
 
     @property
     def was_stopped(self) -> bool:
         """Whether it ended because it was asked to, and not by an error."""
-        return isinstance(self.error, CellInterrupt)
+        return self.stop_requested and isinstance(self.error, CellInterrupt | None)
 
     def __repr__(self) -> str:
         """Describe it in words that stay true in a saved notebook."""
@@ -72,7 +75,7 @@ class Background(ABC):
 
     def _run_in_thread(self, on_end: Callable[[Self], None] | None) -> None:
         try:
-            self.run()
+            self._value = self.run()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  wait() raises it
             self.error = error
         self.done = True  # first, so that what follows can start another

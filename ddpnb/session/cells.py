@@ -123,6 +123,7 @@ class RunningCell(Background):
 
     def interrupt(self) -> None:
         """Stop it on all its ranks."""
+        super().interrupt()
         self._watch.stop_requested = True
 
     def _handle(self, event: CallEvent) -> None:

@@ -51,7 +51,6 @@ class RunningComparison(Background):
     live: Live
     printed: PrintedLines
     asked: ComparisonSpec
-    stop_requested: bool = False
     _result: ComparisonResult | None = None
     """What was trained, once all has ended."""
     _next_stop_at: float = 0.0
@@ -97,23 +96,6 @@ class RunningComparison(Background):
                 print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
             raise first
         return result
-
-    def interrupt(self) -> None:
-        """End the current run early, and start no other; may be called twice."""
-        self.stop_requested = True
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether it ended because it was asked to, and not by an error."""
-        return self.stop_requested and (self.error is None or super().was_stopped)
-
-    def wait(self, timeout: float | None = None) -> ComparisonResult:
-        """Wait until it has ended; return the result, or raise its error.
-
-        After ``timeout`` seconds the comparison continues, and a TimeoutError is raised.
-        """
-        super().wait(timeout)
-        return self.result
 
     @property
     def result(self) -> ComparisonResult:
