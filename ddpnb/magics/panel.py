@@ -16,7 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from ddpnb.cluster.placement import MAX_RANKS, ClusterSpec
-from ddpnb.history.comparison import line_of
+from ddpnb.history.comparison import body_of, line_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import options_of
@@ -40,18 +40,15 @@ WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"}
 class Panel:
     """Controls that compare strategies in the background.
 
-    ``parse`` takes a line of ``%ddp_compare`` and the cell below it.  ``own_cell`` returns the
-    latest cell that defined a task, empty if there is none.
+    ``parse`` takes a line of ``%ddp_compare`` and the cell below it.
     """
 
     def __init__(
-        self,
-        shell: InteractiveShell,
-        *,
-        parse: Callable[[str, str], ComparisonSpec],
-        own_cell: Callable[[], str],
+        self, shell: InteractiveShell, parse: Callable[[str, str], ComparisonSpec]
     ) -> None:
-        self._shell, self._parse, self._own_cell = shell, parse, own_cell
+        self._shell, self._parse = shell, parse
+        self._own_cell = ""
+        """The latest cell that defined a task; empty if there is none."""
         self._output = LiveFigureAndTable()
         self._context = contextvars.copy_context()
         box = partial(_control, widgets.Checkbox, width="auto", indent=False)
@@ -111,7 +108,7 @@ class Panel:
     def _show_magic(self) -> None:
         """Show a notebook cell that does the same, and starts ranks where none run."""
         if self.task.value == CELL_TASK:
-            self.magic.value = f"%%ddp_compare {self.line()}\n{self._own_cell()}"
+            self.magic.value = f"%%ddp_compare {self.line()}\n{self._own_cell}"
         else:
             start = "" if self.ranks.disabled else f"%ddp_start -n {self.ranks.value}\n"
             self.magic.value = f"{start}%ddp_compare {self.line()}"
@@ -124,13 +121,15 @@ class Panel:
         num_ranks = this_session().num_ranks
         self.ranks.disabled = num_ranks is not None
         self.ranks.value = num_ranks or self.ranks.value
-        if self._own_cell() and len(self.task.options) == len(TASKS):
+        trained = this_session().last_training
+        self._own_cell = (trained and body_of(trained.source)) or self._own_cell
+        if self._own_cell and len(self.task.options) == len(TASKS):
             self.task.options += (("own cell", CELL_TASK),)
             self.task.value = CELL_TASK
         self._show_magic()
 
     def _run(self) -> None:
-        cell = self._own_cell() if self.task.value == CELL_TASK else ""
+        cell = self._own_cell if self.task.value == CELL_TASK else ""
         session = this_session()
         try:
             spec = replace(self._parse(self.line(), cell), wait=False)
