@@ -230,11 +230,8 @@ def compare(
         RankError: a strategy failed; the others have been trained.
     """
     functions = NotebookFunctions.of(choices)
-    if functions is not None and (source or "task" in choices):
-        other = "source" if source else "task"
-        raise UserError(
-            f"compare: {other}= says what is trained, and so does model=: leave one of them out."
-        )
+    if functions is not None and source:
+        raise UserError("compare: source= and model= say what is trained: leave one out.")
     cell = functions.source if functions else cell_in(source)
     spec = make_comparison(strategies, choices, source=cell, functions=functions)
     return this_session().compare(spec)

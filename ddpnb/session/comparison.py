@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.recorder import Recorder
@@ -22,8 +21,6 @@ from ddpnb.session.comparison_spec import ComparisonSpec, long_enough
 from ddpnb.session.errors import warn_stale
 from ddpnb.session.evaluation_budget import budgeted
 from ddpnb.session.training import RunningComparison, clean_up
-
-Spec = TypeVar("Spec", bound=TrainingSpec)
 
 
 def prepare(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -> RunningComparison:
@@ -149,7 +146,7 @@ def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
         )
 
 
-def with_devices(cluster: Cluster, spec: Spec) -> Spec:
+def with_devices(cluster: Cluster, spec: TrainingSpec) -> TrainingSpec:
     """Return a training with its devices: its own, those of the ranks, or what a link is between.
 
     A UserError says why these ranks cannot stand for them.

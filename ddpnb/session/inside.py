@@ -64,10 +64,8 @@ def training_to_inspect(
     Without a model and a ``task``, it is that of ``source``, or that of ``last``, the training of
     the latest comparison.  ``given`` has options of ``INSPECTED``, by the field.
     """
-    if model and (task or source):
-        raise UserError(f"Inspect {model} or a task: leave one of them out.")
-    if model and "batch_size" in given:
-        raise UserError("--batch-size goes with a task: leave it out here.")
+    if model and (task or source or "batch_size" in given):
+        raise UserError(f"Inspect {model} or a task, with its --batch-size: leave one out.")
     if source:
         return TrainingSpec(source=source, cell=cell, **given)
     if task or model:

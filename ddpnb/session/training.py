@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -13,7 +13,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.recovery import RankRecovery
 from ddpnb.cluster.supervision import Watch
-from ddpnb.cluster.wording import sentence, them
+from ddpnb.cluster.wording import them
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol import calls
@@ -133,7 +133,7 @@ class RunningComparison(Background):
             print(f"Not trained: {names}.", file=sys.stderr)
             return False
         print(f"{failed} failed and is left out; still to be trained: {names}.", file=sys.stderr)
-        self._replace_dead("died, which ended the training")
+        self._replace_dead(failed)
         return True
 
     def _train(self, spec: RunSpec) -> None:
@@ -170,15 +170,15 @@ class RunningComparison(Background):
         if (error := error_of(self.cluster, outcome)) is not None:
             cause = str(outcome.hang) if outcome.hang else _cause_of(error)
             self.recorder.end(spec.run_id, Status.FAILED, cause)
-            if spec.kill and self._replace_dead("was killed by --kill, which ended the training"):
+            if spec.kill and self._replace_dead(spec.strategy):
                 return
             raise error
         if any(report.was_stopped for report in _reports(outcome)):
             self.recorder.end(spec.run_id, Status.STOPPED, "stopped by the user")
         else:
             self.recorder.end(spec.run_id, Status.FINISHED)
-        self._print_lost_samples(recovery, outcome.returned.get(0))
-        self._replace_dead("died while the others continued")
+        _print_replaced(spec.strategy, recovery.restarted)
+        self._replace_dead(spec.strategy)
 
     def _interrupted(self, outcome: Outcome) -> tuple[Status, str]:
         """Return how a run ended that was interrupted: it may have trained to its end before."""
@@ -188,7 +188,7 @@ class RunningComparison(Background):
         is_cut = any(each.evaluation_was_cut for each in reports)
         return Status.FINISHED, "only its evaluation was interrupted" if is_cut else ""
 
-    def _replace_dead(self, how: str) -> bool:
+    def _replace_dead(self, strategy: str) -> bool:
         """Start new processes for ranks that died, and print it; return whether any had."""
         dead = self.cluster.dead
         if not dead or self.cluster.lost is not None:
@@ -198,12 +198,11 @@ class RunningComparison(Background):
         except UserError as error:
             if not self.cluster.spans_hosts:
                 raise
-            print(sentence(f"{spoken_ranks(dead)} {how}. {error}"), file=sys.stderr)
+            print(f"{strategy}: {spoken_ranks(dead)} died. {error}", file=sys.stderr)
             return False
         for rank in dead:
             self._send_functions(rank)
-        how += f"; a new process stands for {them(dead)} now, without variables"
-        print(sentence(f"{spoken_ranks(dead)} {how}"), file=sys.stderr)
+        _print_replaced(strategy, dead)
         return True
 
     def _tick(self, recovery: RankRecovery, watch: Watch) -> None:
@@ -222,15 +221,6 @@ class RunningComparison(Background):
             for rank in self.cluster.living:
                 self.cluster.processes.command(rank, RankCommand.STOP)
 
-    def _print_lost_samples(self, recovery: RankRecovery, report: object) -> None:
-        if recovery.restarted and isinstance(report, RunReport):
-            print(
-                f"{recovery.spec.strategy}: {spoken_ranks(recovery.restarted)} died, which lost "
-                f"{report.num_lost_samples} samples; a new process stands for "
-                f"{them(recovery.restarted)} now, without variables.",
-                file=sys.stderr,
-            )
-
     def _handle(self, event: CallEvent) -> None:
         if isinstance(event, Output):
             self.printed.take(event.rank, event.kind, event.content)
@@ -246,6 +236,12 @@ def clean_up(cluster: Cluster) -> None:
         return
     with contextlib.suppress(UserError, RuntimeError, TimeoutError, KeyError):
         cluster.gather(calls.clean_up(), ranks=cluster.living, timeout=CLEAN_UP_SECONDS)
+
+
+def _print_replaced(strategy: str, dead: Collection[int]) -> None:
+    if dead:
+        now = f"a new process stands for {them(dead)} now, without variables"
+        print(f"{strategy}: {spoken_ranks(dead)} died; {now}.", file=sys.stderr)
 
 
 def _reports(outcome: Outcome) -> list[RunReport]:

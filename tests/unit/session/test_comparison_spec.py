@@ -107,7 +107,6 @@ def test_learning_rates_may_be_a_text_or_a_list(given: object):
 
 MISTAKES = {
     "dpp": ["dpp", "dp or ddp"],
-    "ddpp ddp asinc": ["ddpp", "ddp or dp", "asinc", "async"],
     "async:bund=2": ["bund", "bound"],
     "gossip:together=on": ["gossip has no options"],
     "ddp ddp:": ["ddp:option=value"],
