@@ -20,7 +20,7 @@ import psutil
 from benchmarks.measure import Figure, pss
 from benchmarks.peers import DDPNB, PEERS, CannotError, NotebookOf, Peer
 from benchmarks.table import README, RESULTS, machine
-from benchmarks.work import COMPARE, LOOP, SCRIPT, rate_in
+from benchmarks.work import BY_HAND, COMPARE, LOOP, SCRIPT, rate_in
 
 RESULT = RESULTS / "versus.json"
 OVERVIEW = README.parents[1] / "README.md"
@@ -239,10 +239,22 @@ def _left_behind(opened: NotebookOf) -> float:
 def _comparison_rate(opened: NotebookOf) -> float:
     """Return what ``ddp`` trains in a comparison, and by hand with torchrun elsewhere."""
     if opened.peer is DDPNB:
-        opened.run(COMPARE, 300)
+        opened.run(COMPARE.format(strategies="'ddp'"), 300)
         return rate_in(opened.printed)
-    opened.cell(SCRIPT.replace('dist.init_process_group("gloo")', ""), 300)
+    opened.cell(SCRIPT, 300)
     return rate_in(opened.printed)
+
+
+def _whole(opened: NotebookOf) -> float:
+    """Return the seconds of several strategies, from the start of the first rank."""
+    if opened.peer is DDPNB:
+        return opened.begin() + opened.run(
+            COMPARE.format(strategies=",".join(map(repr, BY_HAND))), 300
+        )
+    return sum(
+        opened.run(opened.peer.on_ranks(script, 1 if name == "single" else opened.num_ranks), 300)
+        for name, script in BY_HAND.items()
+    )
 
 
 def _first_picture(opened: NotebookOf) -> float:
@@ -349,6 +361,12 @@ OURS = {
         is_open=True,
         goal=">= 0.98 of torchrun",
     ),
+    "whole": Row(
+        name=f"{', '.join(BY_HAND)}: a start and a comparison, or scripts one after the other",
+        work=_whole,
+        begins=False,
+        goal="<= 1.0 of torchrun",
+    ),
     "picture": Row(
         name="from Shift+Enter to the first picture of a comparison",
         work=_first_picture,
@@ -361,7 +379,7 @@ OURS = {
         goal="<= 1.5",
     ),
 }
-"""What no peer has; ``comparison`` has torchrun beside it."""
+"""What no peer has; ``comparison`` and ``whole`` have torchrun beside them."""
 QUICK = ("start", "load", "cell", "push", "pull", "raise", "picture")
 
 
@@ -379,7 +397,7 @@ def measure(rows: str = "", peers: str = "", quick: int = 0, rounds: int = 0) ->
             row = ROWS.get(name) or OURS[name]
             if not row.is_open:
                 close_all(opened)
-            beside = ("ddpnb", "torchrun") if name == "comparison" else ("ddpnb",)
+            beside = ("ddpnb", "torchrun") if name in ("comparison", "whole") else ("ddpnb",)
             given = asked if name in ROWS else {key: asked[key] for key in beside if key in asked}
             found = row.measure(given, rounds or max(1, row.rounds // (3 if quick else 1)), opened)
             print(f"{row.name}:", *(f"{peer} {each};" for peer, each in found.items()), flush=True)

@@ -63,7 +63,7 @@ COMPARE = textwrap.dedent(
     f"""
     import ddpnb
     result = ddpnb.compare(
-        "ddp", source={TASK!r}, epochs={NUM_EPOCHS}, batch_size=256, name="bench"
+        {{strategies}}, source={TASK!r}, epochs={NUM_EPOCHS}, batch_size=256, name="bench"
     )
     print("\\nrate", result.to_frame().set_index("strategy").loc["ddp", "samples_per_second"])
     """
@@ -75,7 +75,7 @@ SCRIPT = TASK + textwrap.dedent(
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    dist.init_process_group("gloo")
+    torch.set_num_threads(1)  # as torchrun for more than one process, and as ddpnb
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     net = DistributedDataParallel(model())
@@ -101,6 +101,21 @@ SCRIPT = TASK + textwrap.dedent(
     dist.destroy_process_group()
     """
 )
+AVERAGE = """
+    if number_of_batch % 8 == 7:
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data /= world_size
+"""
+BY_HAND = {
+    "single": SCRIPT.replace("DistributedDataParallel(model())", "model()"),
+    "ddp": SCRIPT,
+    "local-sgd": SCRIPT.replace("DistributedDataParallel(model())", "model()")
+    .replace("for batch in order", "for number_of_batch, batch in enumerate(order")
+    .replace("split(256):", "split(256)):")
+    .replace("sgd.step()\n", "sgd.step()\n" + textwrap.indent(AVERAGE.strip("\n"), "    ") + "\n"),
+}
+"""A script for each strategy, in a process group that is there; ``single`` is for one process."""
 
 
 def rate_in(text: str) -> float:

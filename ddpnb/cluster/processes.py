@@ -20,7 +20,6 @@ from typing import Any
 from ddpnb.cluster.call import START_TIMEOUT_SECONDS
 from ddpnb.cluster.link import Exit, ForkServerLink, Service
 from ddpnb.cluster.placement import (
-    MAX_RANKS_PER_CORE,
     ClusterSpec,
     Host,
     Placement,
@@ -163,10 +162,10 @@ class LocalProcesses(Processes):
         may_use_gpus = spec.device == "cuda" or (not spec.is_on_cpu and may_have_gpus())
         planned = None if may_use_gpus else self._place(num_gpus=0)
         self._planned = planned
-        # The first DDP and the first optimizer import torch's compiler, for over a second.  A few
-        # ranks do so at the same time; where they far outnumber the cores it is done once for all.
+        # The first DDP imports torch's compiler: a second of a core, and 66 MB.  Ranks with a core
+        # each do so at the same time; where they outnumber the cores it is done once for all.
         num_on_cpu = planned.devices.count("cpu") if planned else 0
-        is_crowded = num_on_cpu >= MAX_RANKS_PER_CORE * num_cores()
+        is_crowded = num_on_cpu > num_cores()
         num_threads = planned.num_threads if planned else spec.num_threads or num_cores()
         environment = torch_environment(num_threads, "torch._dynamo" if is_crowded else "")
         self.server = ForkServer(folder, on_exit, environment)
