@@ -397,7 +397,7 @@ def last_trace() -> TraceResult:
     return trace
 
 
-@twin(options_of(InspectSpec), options_of(TrainingSpec, "task", *INSPECTED))
+@twin(options_of(InspectSpec), options_of(TrainingSpec, *INSPECTED))
 def inspect(
     model: str = "", *, source: str = "", run: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:
@@ -418,15 +418,15 @@ def inspect(
         UserError: there is nothing to inspect, or the model does not fit the batch.
         RankError: the user's code failed on a rank.
     """
-    session, cell, task = this_session(), this_cell_number(), choices.get("task", "")
-    wanted = {k: choices[k] for k in INSPECTED if choices.get(k) not in (None, "")}
-    given = read_options(TrainingSpec, wanted)
-    own = read_options(InspectSpec, choices)
+    session, own = this_session(), read_options(InspectSpec, choices)
+    given = read_options(TrainingSpec, choices)
+    if source:
+        given |= {"source": source, "cell": this_cell_number()}
     if run:
-        if any((model, task, source, *given.values(), *own.values())):
+        if model or given or own:
             raise UserError(f"--run {run} draws what is stored: leave the other options out.")
         return async_inspection(session.load([run]).comparison)
-    training = training_to_inspect(model, task, source, cell, given, session.last_training)
+    training = training_to_inspect(model, given, session.last_training)
     return inspect_step(session.idle_cluster(), InspectSpec(model=model, **own), training)
 
 

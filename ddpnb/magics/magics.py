@@ -337,7 +337,7 @@ class DdpMagics(Magics):
     @argument("model", nargs="?", default="", help="a model, or a DDP, of the ranks' cells")
     @options(options_of(InspectSpec))
     @argument("--run", metavar="NAME", default="", help="in place of a step: a stored run of async")
-    @options(options_of(TrainingSpec, "task", *INSPECTED))
+    @options(options_of(TrainingSpec, *INSPECTED))
     @line_cell_magic
     def ddp_inspect(self, line: str, cell: str = "") -> Any:
         """Show what happens in a step: ``%ddp_inspect model --batch x --loss "f(output, y)"``.
