@@ -162,8 +162,8 @@ class LocalProcesses(Processes):
         may_use_gpus = spec.device == "cuda" or (not spec.is_on_cpu and may_have_gpus())
         planned = None if may_use_gpus else self._place(num_gpus=0)
         self._planned = planned
-        # The first DDP imports torch's compiler: a second of a core, and 66 MB.  Ranks with a core
-        # each do so at the same time; where they outnumber the cores it is done once for all.
+        # The first DDP or optimizer imports torch's compiler: a second of a core, and 66 MB.  Ranks
+        # with a core each do so at once; where they outnumber the cores it is done once for all.
         num_on_cpu = planned.devices.count("cpu") if planned else 0
         is_crowded = num_on_cpu > num_cores()
         num_threads = planned.num_threads if planned else spec.num_threads or num_cores()
