@@ -253,7 +253,7 @@ def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_pat
     found = trained(training, agent.kill)
     assert found.status == "finished"
     assert {mark.rank for mark in found.marks} == {2, 3}
-    assert "anks 2-3 died. " in capsys.readouterr().err
+    assert "anks 2-3 died; a new process" in capsys.readouterr().err
 
 
 def test_a_killed_kernel_leaves_nothing(hosts):
