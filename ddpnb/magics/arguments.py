@@ -42,6 +42,11 @@ def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False)
                 f"{name} has no use for {word}: options begin with dashes, and several values of "
                 f"one are joined by commas, without spaces; %{name}? explains it."
             )
+        if word in ("--attach", "--detach"):
+            raise UserError(
+                f"{name} has no option {word}: ranks end with their kernel; a script of "
+                "%ddp_export goes on under torchrun."
+            )
         near = closest(word, known)
         advice = f"did you mean {near}?" if near else f"its options are: {', '.join(known)}."
         raise UserError(f"{name} has no option {word}; {advice}")

@@ -38,17 +38,13 @@ WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"}
 
 @final
 class Panel:
-    """Controls that compare strategies in the background.
-
-    ``parse`` takes a line of ``%ddp_compare`` and the cell below it.
-    """
+    """Controls for comparisons; ``parse`` takes a line of ``%ddp_compare`` and its cell."""
 
     def __init__(
         self, shell: InteractiveShell, parse: Callable[[str, str], ComparisonSpec]
     ) -> None:
         self._shell, self._parse = shell, parse
-        self._own_cell = ""
-        """The latest cell that defined a task; empty if there is none."""
+        self._own_cell = ""  # the latest that defined a task
         self._output = LiveFigureAndTable()
         self._context = contextvars.copy_context()
         box = partial(_control, widgets.Checkbox, width="auto", indent=False)
@@ -142,10 +138,9 @@ class Panel:
         self._refresh()
 
     def _stop(self) -> None:
-        running = this_session().comparison
-        self._say("Nothing is training." if running is None else "Stopping ...")
-        if running is not None:
+        if (running := this_session().comparison) is not None:
             running.interrupt()
+        self._say("Nothing is training." if running is None else "Stopping ...")
 
     def _show_end(self, running: RunningComparison) -> None:
         """Show how a comparison ended; called in its thread."""

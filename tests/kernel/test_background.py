@@ -42,6 +42,7 @@ def test_while_it_trains_the_notebook_goes_on_and_everybody_knows(training: Cell
     text = kernel.run("%ddp_status").text
     assert re.search(r"a comparison is training: ddp: \d+ % · [\d,]+ samples/s", text)
     assert text.count("busy") == 2
+    assert kernel.value("this_session().answer_now(None)") == "None", "Tab asks no rank"
     for source in ("%%ddp\nrank", LONG, "%ddp_pull 1", "%ddp_restart --ranks 1"):
         assert "A comparison is training" in kernel.run(source).refusal
 
