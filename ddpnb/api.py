@@ -36,10 +36,10 @@ from ddpnb.session.asking import ask
 from ddpnb.session.cells import CellOptions, RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.inside import INSPECTED, check_replicas, inspect_step, training_to_inspect
-from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
 from ddpnb.session.status import describe_ranks, status_table
+from ddpnb.session.training import RunningComparison
 from ddpnb.session.variables import FUNCTIONS, NotebookFunctions
 from ddpnb.session.variables import pull as pull_from
 from ddpnb.session.variables import push as push_to
@@ -101,8 +101,7 @@ def status() -> Table:
     cluster, running = session.cluster(allow_lost=True), session.comparison
     if running is None:
         return status_table(cluster, cluster.busy)
-    training = running.training
-    progress = progress_of(training.recorder.comparison) if training else "being checked"
+    progress = progress_of(running.recorder.comparison)
     return status_table(cluster, cluster.ranks, [f"a comparison is training: {progress}"])
 
 
@@ -231,11 +230,8 @@ def compare(
         RankError: a strategy failed; the others have been trained.
     """
     functions = NotebookFunctions.of(choices)
-    if functions is not None and (source or "task" in choices):
-        other = "source" if source else "task"
-        raise UserError(
-            f"compare: {other}= says what is trained, and so does model=: leave one of them out."
-        )
+    if functions is not None and source:
+        raise UserError("compare: source= and model= say what is trained: leave one out.")
     cell = functions.source if functions else cell_in(source)
     spec = make_comparison(strategies, choices, source=cell, functions=functions)
     return this_session().compare(spec)
@@ -401,7 +397,7 @@ def last_trace() -> TraceResult:
     return trace
 
 
-@twin(options_of(InspectSpec), options_of(TrainingSpec, "task", *INSPECTED))
+@twin(options_of(InspectSpec), options_of(TrainingSpec, *INSPECTED))
 def inspect(
     model: str = "", *, source: str = "", run: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:
@@ -422,15 +418,15 @@ def inspect(
         UserError: there is nothing to inspect, or the model does not fit the batch.
         RankError: the user's code failed on a rank.
     """
-    session, cell, task = this_session(), this_cell_number(), choices.get("task", "")
-    wanted = {k: choices[k] for k in INSPECTED if choices.get(k) not in (None, "")}
-    given = read_options(TrainingSpec, wanted)
-    own = read_options(InspectSpec, choices)
+    session, own = this_session(), read_options(InspectSpec, choices)
+    given = read_options(TrainingSpec, choices)
+    if source:
+        given |= {"source": source, "cell": this_cell_number()}
     if run:
-        if any((model, task, source, *given.values(), *own.values())):
+        if model or given or own:
             raise UserError(f"--run {run} draws what is stored: leave the other options out.")
         return async_inspection(session.load([run]).comparison)
-    training = training_to_inspect(model, task, source, cell, given, session.last_training)
+    training = training_to_inspect(model, given, session.last_training)
     return inspect_step(session.idle_cluster(), InspectSpec(model=model, **own), training)
 
 

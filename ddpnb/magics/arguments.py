@@ -4,9 +4,8 @@ import argparse
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from IPython.core import magic_arguments as ipython
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import ArgDecorator
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
@@ -14,20 +13,6 @@ from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.options import Option
-
-Magic = TypeVar("Magic", bound=Callable[..., Any])
-
-
-def magic_arguments() -> Callable[[Magic], Magic]:
-    """Give a magic its parser, as IPython's decorator does; its help begins with the usage."""
-
-    def decorate(magic: Magic) -> Magic:
-        decorated: Magic = ipython.magic_arguments()(magic)
-        help_text = decorated.__doc__ or ""
-        decorated.__doc__ = help_text.removeprefix("::").lstrip("\n")  # markup for Sphinx
-        return decorated
-
-    return decorate
 
 
 def flags(magic: object) -> list[str]:

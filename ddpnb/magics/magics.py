@@ -1,17 +1,17 @@
 """The magics: each parses its line, and calls its twin in ``ddpnb.api`` or the session (kernel)."""
 
-from argparse import REMAINDER, Namespace
+from argparse import REMAINDER
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, magics_class
-from IPython.core.magic_arguments import argument, kwds
+from IPython.core.magic_arguments import argument, kwds, magic_arguments
 from IPython.display import display
 
 from ddpnb import api
 from ddpnb.course.checking import check_exercise
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.magics.arguments import arguments, catalogue_text, magic_arguments, no_arguments, options
+from ddpnb.magics.arguments import arguments, catalogue_text, no_arguments, options
 from ddpnb.magics.completion import Completion
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
@@ -50,7 +50,6 @@ class DdpMagics(Magics):
         super().__init__(shell)
         self.completion = Completion(shell, self)
         self.panel: Panel | None = None
-        self._own_cell = ""
 
     @magic_arguments()
     @options(options_of(HostsSpec))
@@ -210,10 +209,7 @@ class DdpMagics(Magics):
         cell, ``--task`` names a built-in task.  A strategy may have options, as in
         ``ddp:hook=fp16``, and may be a class in the cell, as in ``Averaging:every=2``.
         """
-        args = arguments(self.ddp_compare, line)
-        if cell.strip():
-            self._own_cell = cell
-        return this_session().compare(comparison_of(args, line, cell))
+        return this_session().compare(comparison_of(line, cell))
 
     @line_magic
     def ddp_panel(self, line: str) -> None:
@@ -225,13 +221,7 @@ class DdpMagics(Magics):
         if self.panel is None:
             from ddpnb.magics.panel import Panel  # noqa: PLC0415  matplotlib: 0.3 s
 
-            self.panel = Panel(
-                self.shell,
-                parse=lambda line, cell: comparison_of(
-                    arguments(self.ddp_compare, line), line, cell
-                ),
-                own_cell=lambda: self._own_cell,
-            )
+            self.panel = Panel(self.shell, comparison_of)
         self.panel.show()
 
     @magic_arguments()
@@ -347,7 +337,7 @@ class DdpMagics(Magics):
     @argument("model", nargs="?", default="", help="a model, or a DDP, of the ranks' cells")
     @options(options_of(InspectSpec))
     @argument("--run", metavar="NAME", default="", help="in place of a step: a stored run of async")
-    @options(options_of(TrainingSpec, "task", *INSPECTED))
+    @options(options_of(TrainingSpec, *INSPECTED))
     @line_cell_magic
     def ddp_inspect(self, line: str, cell: str = "") -> Any:
         """Show what happens in a step: ``%ddp_inspect model --batch x --loss "f(output, y)"``.
@@ -387,11 +377,12 @@ def with_magic_line(magic: str, cell: str) -> str:
     return cell if cell.startswith("%%") else f"# {magic}\n{cell}"
 
 
-def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
-    """Return the comparison of a parsed line of ``%%ddp_compare`` and its cell."""
+def comparison_of(line: str, cell: str) -> ComparisonSpec:
+    """Return the comparison of a line of ``%%ddp_compare`` and its cell."""
+    choices = vars(arguments(DdpMagics.ddp_compare, line))
     source = with_magic_line(f"%%ddp_compare {line}", cell) if cell.strip() else ""
     cell_number = this_cell_number()
-    return make_comparison(args.strategies, vars(args), source=source, cell=cell_number)
+    return make_comparison(choices["strategies"], choices, source=source, cell=cell_number)
 
 
 def load(shell: InteractiveShell) -> None:

@@ -6,6 +6,7 @@ can be used with the keyboard alone.
 
 import contextvars
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from html import escape
 from typing import Any, final
@@ -15,7 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from ddpnb.cluster.placement import MAX_RANKS, ClusterSpec
-from ddpnb.history.comparison import line_of
+from ddpnb.history.comparison import body_of, line_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import options_of
@@ -23,8 +24,8 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import LiveFigureAndTable
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import ANSI, render_error
-from ddpnb.session.jobs import RunningComparison
 from ddpnb.session.session import this_session
+from ddpnb.session.training import RunningComparison
 
 CHOSEN = ("single", "ddp", "async")
 CONTROLS = ("num_epochs", "batch_size", "devices", "link", "slow")
@@ -37,20 +38,13 @@ WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"}
 
 @final
 class Panel:
-    """Controls that compare strategies in the background.
-
-    ``parse`` takes a line of ``%ddp_compare`` and the cell below it.  ``own_cell`` returns the
-    latest cell that defined a task, empty if there is none.
-    """
+    """Controls for comparisons; ``parse`` takes a line of ``%ddp_compare`` and its cell."""
 
     def __init__(
-        self,
-        shell: InteractiveShell,
-        *,
-        parse: Callable[[str, str], ComparisonSpec],
-        own_cell: Callable[[], str],
+        self, shell: InteractiveShell, parse: Callable[[str, str], ComparisonSpec]
     ) -> None:
-        self._shell, self._parse, self._own_cell = shell, parse, own_cell
+        self._shell, self._parse = shell, parse
+        self._own_cell = ""  # the latest that defined a task
         self._output = LiveFigureAndTable()
         self._context = contextvars.copy_context()
         box = partial(_control, widgets.Checkbox, width="auto", indent=False)
@@ -110,7 +104,7 @@ class Panel:
     def _show_magic(self) -> None:
         """Show a notebook cell that does the same, and starts ranks where none run."""
         if self.task.value == CELL_TASK:
-            self.magic.value = f"%%ddp_compare {self.line()}\n{self._own_cell()}"
+            self.magic.value = f"%%ddp_compare {self.line()}\n{self._own_cell}"
         else:
             start = "" if self.ranks.disabled else f"%ddp_start -n {self.ranks.value}\n"
             self.magic.value = f"{start}%ddp_compare {self.line()}"
@@ -123,43 +117,45 @@ class Panel:
         num_ranks = this_session().num_ranks
         self.ranks.disabled = num_ranks is not None
         self.ranks.value = num_ranks or self.ranks.value
-        if self._own_cell() and len(self.task.options) == len(TASKS):
+        trained = this_session().last_training
+        self._own_cell = (trained and body_of(trained.source)) or self._own_cell
+        if self._own_cell and len(self.task.options) == len(TASKS):
             self.task.options += (("own cell", CELL_TASK),)
             self.task.value = CELL_TASK
         self._show_magic()
 
     def _run(self) -> None:
-        cell = self._own_cell() if self.task.value == CELL_TASK else ""
-        self._say("Training; you can run other cells meanwhile.")
+        cell = self._own_cell if self.task.value == CELL_TASK else ""
+        session = this_session()
         try:
-            self._context.run(
-                this_session().compare_in_background,
-                self._parse(self.line(), cell),
-                cluster=ClusterSpec(num_ranks=self.ranks.value),
-                live=self._output,
-                on_end=self._show_end,
-            )
-        except UserError as error:
-            self._say(str(error), role="alert")
+            spec = replace(self._parse(self.line(), cell), wait=False)
+            if session.num_ranks is None:
+                session.start(ClusterSpec(num_ranks=self.ranks.value), progress=self._say)
+            self._say("Training; you can run other cells meanwhile.")
+            self._context.run(session.compare, spec, self._output, self._show_end)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  a click has no traceback
+            self._say_error(error)
         self._refresh()
 
     def _stop(self) -> None:
-        running = this_session().comparison
-        self._say("Nothing is training." if running is None else "Stopping ...")
-        if running is not None:
+        if (running := this_session().comparison) is not None:
             running.interrupt()
+        self._say("Nothing is training." if running is None else "Stopping ...")
 
     def _show_end(self, running: RunningComparison) -> None:
         """Show how a comparison ended; called in its thread."""
         if running.was_stopped:
             self._say("Stopped; what was trained is kept.")
-        elif (error := running.error) is not None:
-            text = str(error) if isinstance(error, UserError) else ANSI.sub("", render_error(error))
-            self._say(text, role="alert")
+        elif running.error is not None:
+            self._say_error(running.error)
         else:
             name = running.result.comparison.name
             self._say(f"Finished, and stored as {name}: %ddp_plot {name} draws it again.")
         self._refresh()
+
+    def _say_error(self, error: BaseException) -> None:
+        text = str(error) if isinstance(error, UserError) else ANSI.sub("", render_error(error))
+        self._say(text, role="alert")
 
     def _say(self, text: str, *, role: str = "status") -> None:
         """Show a line of status, which a screen reader reads aloud."""

@@ -12,6 +12,7 @@ from IPython.display import display
 from ddpnb.cluster.call import CallEvent, Lost, Output, OutputEnded
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
+from ddpnb.cluster.wording import remedy, say
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol import calls
@@ -25,16 +26,15 @@ from ddpnb.reports.formatting import counted
 from ddpnb.reports.inside.traces import TraceResult, joined
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.session.background import Background
 from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,
-    LackingRankError,
     RankError,
     error_of,
     warn_stale,
     where_stopped,
 )
-from ddpnb.session.jobs import Background
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +123,7 @@ class RunningCell(Background):
 
     def interrupt(self) -> None:
         """Stop it on all its ranks."""
+        super().interrupt()
         self._watch.stop_requested = True
 
     def _handle(self, event: CallEvent) -> None:
@@ -192,7 +193,8 @@ class RunningCell(Background):
         error = error_of(self._cluster, outcome)
         failures = error.failures if isinstance(error, RankError) else ()
         if self._dead and failures and all(each.is_consequence for each in failures):
-            return LackingRankError(self._dead, where)
+            ended = f"{say(self._dead, 'has')} ended{where}"
+            return UserError(f"Collectives need all ranks, but {ended}: {remedy(self._dead)}.")
         return error
 
     @property

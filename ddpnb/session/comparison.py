@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.recorder import Recorder
@@ -16,27 +15,22 @@ from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.live import Live, live
+from ddpnb.reports.live import Live
 from ddpnb.session.asking import ask
 from ddpnb.session.comparison_spec import ComparisonSpec, long_enough
 from ddpnb.session.errors import warn_stale
 from ddpnb.session.evaluation_budget import budgeted
-from ddpnb.session.training import Training, clean_up
-
-Spec = TypeVar("Spec", bound=TrainingSpec)
+from ddpnb.session.training import RunningComparison, clean_up
 
 
-def prepare(
-    cluster: Cluster, store: Store, spec: ComparisonSpec, shown_by: Live | None = None
-) -> Training:
+def prepare(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -> RunningComparison:
     """Check that every strategy can be trained; return the training of them all.
 
-    It is shown by ``shown_by``, by default as a figure and a table under the current cell.  A
-    UserError says what cannot be trained.
+    A UserError says what cannot be trained.
     """
     if cluster.spans_hosts:
         check_across_hosts(spec.strategies)
-    shown, printed = shown_by or live(spec.options), PrintedLines()
+    printed = PrintedLines()
     shown.announce(f"Checking the model and the data on {counted(len(cluster.ranks), 'rank')} ...")
     try:
         spec = replace(spec, training=with_devices(cluster, spec.training))
@@ -51,8 +45,7 @@ def prepare(
     except BaseException:
         clean_up(cluster)
         printed.show()
-        if shown_by is None:
-            shown.announce("")
+        shown.announce("")
         raise
     specs = long_enough(specs, max((each.num_epochs for each in checked.values()), default=0.0))
     specs = budgeted(specs, checked.values(), len(cluster.ranks))
@@ -65,7 +58,7 @@ def prepare(
         ranks=cluster.states,
     )
     shown.update(recorder.comparison)
-    return Training(
+    return RunningComparison(
         cluster=cluster,
         recorder=recorder,
         specs=specs,
@@ -153,7 +146,7 @@ def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
         )
 
 
-def with_devices(cluster: Cluster, spec: Spec) -> Spec:
+def with_devices(cluster: Cluster, spec: TrainingSpec) -> TrainingSpec:
     """Return a training with its devices: its own, those of the ranks, or what a link is between.
 
     A UserError says why these ranks cannot stand for them.

@@ -48,14 +48,8 @@ class ComparisonSpec:
         if not self.strategies:
             names = ", ".join(STRATEGIES)
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
-        errors: dict[str, None] = {}
         for strategy in self.strategies:
-            try:
-                _check_memory(strategy, self.training)
-            except UserError as error:
-                errors[str(error)] = None
-        if errors:
-            raise UserError(" ".join(errors))
+            _check_memory(strategy, self.training)
         task = self.training.task
         if task != CELL_TASK and self.training.source.strip():
             raise UserError(

@@ -70,15 +70,6 @@ class HangError(OneLine, Exception):
         super().__init__(f"{hang}. They were freed; {_kept_but(lost)}.")
 
 
-class LackingRankError(OneLine, Exception):
-    """A cell on the ranks that are left called a collective, which needs those that died."""
-
-    def __init__(self, dead: Collection[int], where: str = "") -> None:
-        super().__init__(
-            f"collectives need all ranks, but {say(dead, 'has')} ended{where}: {remedy(dead)}"
-        )
-
-
 def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | UserError | None:
     """Return the error of a call that has ended; None if it succeeded."""
     if cluster.is_over and outcome.lost:

@@ -31,15 +31,10 @@ def budgeted(
 
     First on fewer samples, then at fewer moments where the user has not said how many.
     """
-    if not specs or not checked:
+    if not specs or not checked or specs[0].eval_samples is not None:
         return tuple(specs)
     spec, one = specs[0], next(iter(checked))
     judging = median(each.seconds_per_judged for each in checked)
-    if (num := spec.eval_samples) is not None:
-        if num < one.num_held_out:
-            return tuple(specs)
-        note = f"--eval-samples {num}: all {one.num_held_out:,} held-out samples are judged."
-        return _noted(specs, note) if num > one.num_held_out else tuple(specs)
     if spec.is_emulated:  # the same samples on every machine, however fast
         return tuple(replace(each, eval_samples=DEFAULT_SIZES[1]) for each in specs)
     training = median(each.seconds_per_trained or 3 * judging for each in checked)
@@ -61,8 +56,10 @@ def budgeted(
         f"Judged on {num:,} of {one.num_held_out:,} held-out samples, at {num_points + 1} moments: "
         "so it takes about a quarter of the training time. --eval-samples sets how many."
     )
-    limited = (replace(s, eval_samples=size, num_points=num_points + 1) for s in specs)
-    return _noted(tuple(limited), note)
+    return tuple(
+        replace(each, eval_samples=size, num_points=num_points + 1, notes=(*each.notes, note))
+        for each in specs
+    )
 
 
 def _num_points(spec: RunSpec) -> int:
@@ -70,7 +67,3 @@ def _num_points(spec: RunSpec) -> int:
     if spec.eval_every is None:
         return spec.num_points - 1
     return math.ceil(spec.num_epochs / spec.eval_every) - 1 if spec.eval_every else 0
-
-
-def _noted(specs: Sequence[RunSpec], note: str) -> tuple[RunSpec, ...]:
-    return tuple(replace(spec, notes=(*spec.notes, note)) for spec in specs)

@@ -47,31 +47,24 @@ def _measure(cluster: Cluster, finding: Finding) -> Finding:
 
 # -- what happens in a step of DDP? --------------------------------------------------------
 
-INSPECTED = ("batch_size", "devices", "as_", "link")
-"""The options of a training that count in an inspection, besides its task."""
+INSPECTED = ("task", "batch_size", "devices", "as_", "link")
+"""The options of a training that count in an inspection."""
 
 
 def training_to_inspect(
-    model: str,
-    task: str,
-    source: str,
-    cell: int,
-    given: Mapping[str, Any],
-    last: TrainingSpec | None,
+    model: str, given: Mapping[str, Any], last: TrainingSpec | None
 ) -> TrainingSpec:
     """Return the training to inspect; of a model on the ranks, only the devices count.
 
-    Without a model and a ``task``, it is that of ``source``, or that of ``last``, the training of
-    the latest comparison.  ``given`` has options of ``INSPECTED``, by the field.
+    ``given`` are fields of it: ``INSPECTED``, or a cell's.  Without any task it is ``last``, the
+    training of the latest comparison.
     """
-    if model and (task or source):
-        raise UserError(f"Inspect {model} or a task: leave one of them out.")
-    if model and "batch_size" in given:
-        raise UserError("--batch-size goes with a task: leave it out here.")
-    if source:
-        return TrainingSpec(source=source, cell=cell, **given)
-    if task or model:
-        return TrainingSpec(task=task or "digits", **given)
+    if model and not {"task", "source", "batch_size"}.isdisjoint(given):
+        raise UserError(f"Inspect {model} or a task, with its --batch-size: leave one out.")
+    if model:
+        return TrainingSpec(task="digits", **given)
+    if "task" in given or "source" in given:
+        return TrainingSpec(**given)
     if last is None:
         raise UserError(
             'Name what to inspect: a model of the ranks, %ddp_inspect model --batch "x, y", '

@@ -24,17 +24,17 @@ from ddpnb.protocol.processes import working_folder
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import ranks_table
-from ddpnb.reports.live import Live, LiveFigureAndTable
+from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
+from ddpnb.session.background import Background
 from ddpnb.session.cells import CellOptions, RunningCell
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
-from ddpnb.session.errors import CellInterrupt, warn_stale
-from ddpnb.session.jobs import RunningComparison
+from ddpnb.session.errors import warn_stale
 from ddpnb.session.status import describe_running, with_notes
-from ddpnb.session.training import Training
+from ddpnb.session.training import RunningComparison
 
 OnProgress = Callable[[str], None]
 """Is called with a line of text at each stage of a start."""
@@ -42,11 +42,11 @@ OnProgress = Callable[[str], None]
 ANSWER_SECONDS = 0.3
 """How long Tab may wait for a rank."""
 
-STOP_TIMEOUT_SECONDS = 120.0
-"""How long a comparison may take to stop, which may have to wait until its ranks have started."""
-
 END_SECONDS = 5.0
-"""How long an interrupt waits for a cell to end, so that the next line finds the ranks free."""
+"""How long an interrupt waits for an end, so that the next line finds the ranks free."""
+
+STOP_SECONDS = 30.0
+"""How long a comparison may take to stop before the cluster is stopped."""
 
 
 class Session:
@@ -54,9 +54,8 @@ class Session:
 
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
-        self._cells: list[RunningCell] = []
-        """Those that run in the background."""
-        self._comparison: RunningComparison | None = None
+        self._background: list[Background] = []
+        """Cells and a comparison that run in the background; some may have ended."""
         self.last_training: TrainingSpec | None = None
         """Of the latest comparison: what ``inspect`` inspects by default."""
         self._asked: Call | None = None
@@ -102,24 +101,22 @@ class Session:
         if cluster is not None and cluster.lost is None:
             print(describe_running(cluster, spec))
         else:
-            if cluster is None:
-                self._refuse_if_training()  # the panel may be starting a cluster
             self.stop()
-            cluster = self._launch(spec, progress)
+            self._cluster = cluster = start_cluster(spec, progress)
+            atexit.register(self.stop)
         return with_notes(ranks_table(cluster.states), cluster)
 
     def stop(self) -> bool:
-        """End every process of the cluster, or its start; return whether there was one."""
-        self._cells.clear()
-        training = self.comparison
-        if training is not None:  # it may be starting the ranks
+        """End every process of the cluster; return whether there was one."""
+        if (training := self.comparison) is not None:
             training.interrupt()
-            training.join(STOP_TIMEOUT_SECONDS)
+            training.join(STOP_SECONDS)
+        self._background.clear()
         atexit.unregister(self.stop)
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
-        return training is not None or cluster is not None
+        return cluster is not None
 
     def restart(
         self,
@@ -140,17 +137,14 @@ class Session:
 
     def interrupt(self) -> str:
         """Stop what runs on the ranks in the background; return a sentence about it."""
-        if self.comparison is not None:
-            self.comparison.interrupt()
-            return "Interrupted the comparison; what it has trained is kept."
-        self.cluster()
-        cells = [cell for cell in self._cells if not cell.done]
-        for cell in cells:
-            cell.interrupt()
-        for cell in cells:
-            cell.join(END_SECONDS)
-        stopped = " and ".join(f"the {cell.what}" for cell in cells)
-        return f"Interrupted {stopped}." if cells else "Nothing runs in the background."
+        self.cluster(allow_lost=True)
+        running = [each for each in self._background if not each.done]
+        for each in running:
+            each.interrupt()
+        for each in running:
+            each.join(END_SECONDS)
+        stopped = " and ".join(f"the {each.what}" for each in running)
+        return f"Interrupted {stopped}." if running else "Nothing runs in the background."
 
     # -- cells -----------------------------------------------------------------------
 
@@ -175,7 +169,7 @@ class Session:
         cell = RunningCell(cluster, spec, chosen, options, recorder)
         self._traced = cell if options.trace else self._traced
         if not options.wait:
-            self._cells = [other for other in self._cells if not other.done] + [cell]
+            self._keep(cell)
             return cell.begin()
         cell.run()
         return cell.trace
@@ -213,47 +207,25 @@ class Session:
     @property
     def comparison(self) -> RunningComparison | None:
         """The comparison that is training in the background; None if there is none."""
-        running = self._comparison
-        return None if running is None or running.done else running
+        running = (each for each in self._background if not each.done)
+        return next((each for each in running if isinstance(each, RunningComparison)), None)
 
-    def compare(self, spec: ComparisonSpec) -> ComparisonResult | RunningComparison:
-        """Train strategies and compare them live; see ``ddpnb.compare``."""
-        self.last_training = spec.training
-        training = prepare(self.idle_cluster(), self.store, spec)
-        if spec.wait:
-            return training.run()
-        self._comparison = RunningComparison(lambda: training, training.live)
-        return self._comparison.begin()
-
-    def compare_in_background(
+    def compare(
         self,
         spec: ComparisonSpec,
-        *,
-        cluster: ClusterSpec,
-        live: Live,
-        on_end: Callable[[RunningComparison], None],
-    ) -> RunningComparison:
-        """Start ranks as ``cluster`` if there are none, check and train: all in the background.
+        shown: Live | None = None,
+        on_end: Callable[[RunningComparison], None] | None = None,
+    ) -> ComparisonResult | RunningComparison:
+        """Train strategies and compare them live; see ``ddpnb.compare``.
 
-        ``live`` shows the comparison; ``on_end`` is called, in another thread, at its end.
+        ``shown`` shows it, by default under the current cell; for ``on_end`` see ``Background``.
         """
-        self._refuse_if_training()  # it may be starting a cluster
-        if self._cluster is not None:
-            self.idle_cluster()
         self.last_training = spec.training
-
-        def end_start_if_stopped(_: str) -> None:
-            if running.stop_requested:
-                raise CellInterrupt
-
-        def start_and_prepare() -> Training:
-            if self._cluster is None:
-                live.announce("Starting the ranks ...")
-                self._launch(cluster, end_start_if_stopped)
-            return prepare(self.cluster(), self.store, spec, live)
-
-        self._comparison = running = RunningComparison(start_and_prepare, live, on_end)
-        return running.begin()
+        running = prepare(self.idle_cluster(), self.store, spec, shown or live(spec.options))
+        if spec.wait:
+            return running.run()
+        self._keep(running)
+        return running.begin(on_end)
 
     def show_live(self) -> bool:
         """Show the comparison that trains under the current cell too; False if there is none."""
@@ -282,10 +254,8 @@ class Session:
         """The stored runs of the notebook's project."""
         return Store(runs_folder())
 
-    def _launch(self, spec: ClusterSpec, progress: OnProgress) -> Cluster:
-        self._cluster = cluster = start_cluster(spec, progress)
-        atexit.register(self.stop)
-        return cluster
+    def _keep(self, begun: Background) -> None:
+        self._background = [each for each in self._background if not each.done] + [begun]
 
     def _replace(self, ranks: str, progress: OnProgress) -> Table:
         cluster = self.free_cluster()

@@ -4,16 +4,16 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 from ddpnb.cluster.call import CallEvent, Output, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.recovery import RankRecovery
 from ddpnb.cluster.supervision import Watch
-from ddpnb.cluster.wording import sentence, them
+from ddpnb.cluster.wording import them
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol import calls
@@ -24,6 +24,7 @@ from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.session.background import Background
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, warn_stale
 from ddpnb.session.machine import OtherPrograms, disturbance
@@ -37,8 +38,9 @@ GRACE_SECONDS = 1.2
 """How long the ranks may take to stop and to evaluate the model before they are interrupted."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Training:
+@final
+@dataclass(kw_only=True, eq=False, repr=False)
+class RunningComparison(Background):
     """The trainings of a comparison, in order."""
 
     cluster: Cluster
@@ -51,26 +53,26 @@ class Training:
     asked: ComparisonSpec
     _result: ComparisonResult | None = None
     """What was trained, once all has ended."""
-    _is_stopped: Callable[[], bool] = lambda: False
     _next_stop_at: float = 0.0
     _interrupt_at: float = math.inf
 
-    def run(self, is_stopped: Callable[[], bool] = lambda: False) -> ComparisonResult:
+    def __post_init__(self) -> None:
+        super().__init__("comparison")
+
+    def run(self) -> ComparisonResult:
         """Train everything; show and store what was trained, however it ends.
 
-        A strategy that fails is left out from then on, and the others are trained.  Once
-        ``is_stopped`` returns True, the current run ends early, and no other starts.
+        A strategy that fails is left out from then on, and the others are trained.
 
         Raises:
             RankError: a strategy failed; raised at the end, the first of several.
             KeyboardInterrupt: it was interrupted; the ranks have stopped.
         """
-        self._is_stopped = is_stopped
         errors: dict[str, Exception] = {}
         load = OtherPrograms()
         try:
             for number, spec in enumerate(self.specs):
-                if is_stopped() or spec.strategy in errors:
+                if self.stop_requested or spec.strategy in errors:
                     continue
                 try:
                     self._train(self._at_best_rate(spec))
@@ -124,14 +126,14 @@ class Training:
 
     def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
         """Return whether the rest is trained after a strategy has failed, and print it."""
-        if not rest or self._is_stopped():
+        if not rest or self.stop_requested:
             return False
         names = ", ".join(dict.fromkeys(rest))
         if self.cluster.lost is not None:
             print(f"Not trained: {names}.", file=sys.stderr)
             return False
         print(f"{failed} failed and is left out; still to be trained: {names}.", file=sys.stderr)
-        self._replace_dead("died, which ended the training")
+        self._replace_dead(failed)
         return True
 
     def _train(self, spec: RunSpec) -> None:
@@ -168,15 +170,15 @@ class Training:
         if (error := error_of(self.cluster, outcome)) is not None:
             cause = str(outcome.hang) if outcome.hang else _cause_of(error)
             self.recorder.end(spec.run_id, Status.FAILED, cause)
-            if spec.kill and self._replace_dead("was killed by --kill, which ended the training"):
+            if spec.kill and self._replace_dead(spec.strategy):
                 return
             raise error
         if any(report.was_stopped for report in _reports(outcome)):
             self.recorder.end(spec.run_id, Status.STOPPED, "stopped by the user")
         else:
             self.recorder.end(spec.run_id, Status.FINISHED)
-        self._print_lost_samples(recovery, outcome.returned.get(0))
-        self._replace_dead("died while the others continued")
+        _print_replaced(spec.strategy, recovery.restarted)
+        self._replace_dead(spec.strategy)
 
     def _interrupted(self, outcome: Outcome) -> tuple[Status, str]:
         """Return how a run ended that was interrupted: it may have trained to its end before."""
@@ -186,7 +188,7 @@ class Training:
         is_cut = any(each.evaluation_was_cut for each in reports)
         return Status.FINISHED, "only its evaluation was interrupted" if is_cut else ""
 
-    def _replace_dead(self, how: str) -> bool:
+    def _replace_dead(self, strategy: str) -> bool:
         """Start new processes for ranks that died, and print it; return whether any had."""
         dead = self.cluster.dead
         if not dead or self.cluster.lost is not None:
@@ -196,12 +198,11 @@ class Training:
         except UserError as error:
             if not self.cluster.spans_hosts:
                 raise
-            print(sentence(f"{spoken_ranks(dead)} {how}. {error}"), file=sys.stderr)
+            print(f"{strategy}: {spoken_ranks(dead)} died. {error}", file=sys.stderr)
             return False
         for rank in dead:
             self._send_functions(rank)
-        how += f"; a new process stands for {them(dead)} now, without variables"
-        print(sentence(f"{spoken_ranks(dead)} {how}"), file=sys.stderr)
+        _print_replaced(strategy, dead)
         return True
 
     def _tick(self, recovery: RankRecovery, watch: Watch) -> None:
@@ -209,7 +210,7 @@ class Training:
         recovery.attend()
         if self.live.is_due():
             self.live.update(self.recorder.comparison)
-        if not self._is_stopped():
+        if not self.stop_requested:
             return
         now = time.monotonic()
         self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
@@ -219,15 +220,6 @@ class Training:
             self._next_stop_at = now + STOP_INTERVAL_SECONDS  # before the first step it was ignored
             for rank in self.cluster.living:
                 self.cluster.processes.command(rank, RankCommand.STOP)
-
-    def _print_lost_samples(self, recovery: RankRecovery, report: object) -> None:
-        if recovery.restarted and isinstance(report, RunReport):
-            print(
-                f"{recovery.spec.strategy}: {spoken_ranks(recovery.restarted)} died, which lost "
-                f"{report.num_lost_samples} samples; a new process stands for "
-                f"{them(recovery.restarted)} now, without variables.",
-                file=sys.stderr,
-            )
 
     def _handle(self, event: CallEvent) -> None:
         if isinstance(event, Output):
@@ -244,6 +236,12 @@ def clean_up(cluster: Cluster) -> None:
         return
     with contextlib.suppress(UserError, RuntimeError, TimeoutError, KeyError):
         cluster.gather(calls.clean_up(), ranks=cluster.living, timeout=CLEAN_UP_SECONDS)
+
+
+def _print_replaced(strategy: str, dead: Collection[int]) -> None:
+    if dead:
+        now = f"a new process stands for {them(dead)} now, without variables"
+        print(f"{strategy}: {spoken_ranks(dead)} died; {now}.", file=sys.stderr)
 
 
 def _reports(outcome: Outcome) -> list[RunReport]:

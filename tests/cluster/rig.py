@@ -23,10 +23,11 @@ from ddpnb.protocol import calls
 from ddpnb.protocol.messages import CellSpec, Failure
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.reports.live import live
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.status import describe_ranks
-from ddpnb.session.training import Training
+from ddpnb.session.training import RunningComparison
 from ddpnb.session.variables import pull as pull_variable
 from tests.programs import find_program
 
@@ -204,7 +205,7 @@ def total(cluster: Cluster) -> list[float]:
 
 def prepared(
     cluster: Cluster, folder: Path, *strategies: str, num_repeats: int = 1, **options: Any
-) -> Training:
+) -> RunningComparison:
     """A comparison of these strategies alone, about to train, which is stored in a folder."""
     spec = ComparisonSpec(
         strategies=strategies,
@@ -212,7 +213,7 @@ def prepared(
         num_repeats=num_repeats,
         baseline=False,
     )
-    return prepare(cluster, Store(folder), spec)
+    return prepare(cluster, Store(folder), spec, live())
 
 
 def processes_of(cluster: Cluster) -> list[psutil.Process]:

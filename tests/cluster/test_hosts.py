@@ -15,7 +15,7 @@ from ddpnb.history.model import RunSnapshot
 from ddpnb.hosts import processes, ssh
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.status import status_table
-from ddpnb.session.training import Training
+from ddpnb.session.training import RunningComparison
 from tests.cells import CELL
 from tests.cluster import rig
 from tests.cluster.two_hosts import TwoHosts, files_of
@@ -138,8 +138,7 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
 def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy, monkeypatch):
     training = rig.prepared(cluster, tmp_path, strategy, **TRAINED | {"num_epochs": 100_000})
     monkeypatch.setattr("ddpnb.session.training.GRACE_SECONDS", SECONDS)
-    stopped = threading.Event()
-    found = trained(training, stopped.set, stopped.is_set)
+    found = trained(training, training.interrupt)
     assert (found.status, found.detail) == ("stopped", "stopped by the user")
     assert strategy == "async" or len({report.num_steps for report in found.reports}) == 1
     assert any(report.held_out_accuracy > 0 for report in found.reports)
@@ -254,7 +253,7 @@ def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_pat
     found = trained(training, agent.kill)
     assert found.status == "finished"
     assert {mark.rank for mark in found.marks} == {2, 3}
-    assert "anks 2-3 died while the others continued" in capsys.readouterr().err
+    assert "anks 2-3 died; a new process" in capsys.readouterr().err
 
 
 def test_a_killed_kernel_leaves_nothing(hosts):
@@ -329,9 +328,7 @@ def reducing(cluster: Cluster, folder: Path, source: str = REDUCE_FOR_EVER):
     return cell
 
 
-def trained(
-    training: Training, act: Callable[[], object], is_stopped: Callable[[], bool] = lambda: False
-) -> RunSnapshot:
+def trained(training: RunningComparison, act: Callable[[], object]) -> RunSnapshot:
     """Train one strategy, and act once some steps have come."""
 
     def has_begun() -> bool:
@@ -345,6 +342,6 @@ def trained(
 
     thread = threading.Thread(target=act_later)
     thread.start()
-    (found,) = training.run(is_stopped).comparison.runs
+    (found,) = training.run().comparison.runs
     thread.join()
     return found

@@ -7,8 +7,7 @@ import pytest
 
 from ddpnb.api import compare
 from ddpnb.history.comparison import Comparison, magic_of
-from ddpnb.magics.arguments import arguments
-from ddpnb.magics.magics import DdpMagics, comparison_of
+from ddpnb.magics.magics import comparison_of
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import Target
@@ -23,7 +22,7 @@ DIGITS = TrainingSpec(task="digits")
 
 
 def spec_of(line: str) -> ComparisonSpec:
-    return comparison_of(arguments(DdpMagics.ddp_compare, line), line, "")
+    return comparison_of(line, "")
 
 
 def test_each_repeat_begins_with_another_strategy_and_has_a_seed_that_all_share():
@@ -108,7 +107,6 @@ def test_learning_rates_may_be_a_text_or_a_list(given: object):
 
 MISTAKES = {
     "dpp": ["dpp", "dp or ddp"],
-    "ddpp ddp asinc": ["ddpp", "ddp or dp", "asinc", "async"],
     "async:bund=2": ["bund", "bound"],
     "gossip:together=on": ["gossip has no options"],
     "ddp ddp:": ["ddp:option=value"],

@@ -10,7 +10,7 @@ from tests.unit.session.test_comparison_spec import spec_of
 
 @pytest.fixture
 def panel() -> Iterator[Panel]:
-    panel = Panel(InteractiveShell.instance(), parse=comparison_of, own_cell=lambda: "x = 1")
+    panel = Panel(InteractiveShell.instance(), comparison_of)
     yield panel
     panel.close()
     InteractiveShell.clear_instance()
