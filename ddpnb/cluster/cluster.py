@@ -184,18 +184,17 @@ class Cluster:
             if (exit_ := self.exits.get(rank)) is not None:
                 raise UserError(f"Rank {rank} {exit_}: {remedy(self.dead)}.")
 
-    def interrupt(self, ranks: Sequence[int]) -> None:
+    def interrupt(self, ranks: Collection[int]) -> None:
         """Send ranks SIGINT, which raises ``KeyboardInterrupt`` in a running cell."""
-        living = sorted(set(ranks) & set(self.living))
-        self._interrupts += self.processes.signal(living, signal.SIGINT)
+        self._interrupts += self.processes.signal(ranks, signal.SIGINT)
 
-    def kill(self, ranks: Sequence[int]) -> None:
+    def kill(self, ranks: Collection[int]) -> None:
         """Kill ranks."""
-        self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGKILL)
+        self.processes.signal(ranks, signal.SIGKILL)
 
     # -- the process group -----------------------------------------------------------
 
-    def abort(self, ranks: Sequence[int]) -> None:
+    def abort(self, ranks: Collection[int]) -> None:
         """Free ranks from the collectives they wait in, which ends the process group."""
         self._is_aborted = True
         for rank in set(ranks) & set(self.living):

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from pathlib import Path
@@ -137,9 +137,9 @@ class Processes(abc.ABC):
         fields = {"rank": rank, "command": command, "arguments": arguments}
         return self.link_of(rank).request(KernelRequest.FORWARD, **fields)
 
-    def signal(self, ranks: list[int], number: int) -> "list[Future[Any]]":
+    def signal(self, ranks: Collection[int], number: int) -> "list[Future[Any]]":
         """Send a signal to those of the ranks that are alive; what is returned is done then."""
-        fields = {"ranks": ranks, "number": number}
+        fields = {"ranks": [*ranks], "number": number}
         return [link.request(KernelRequest.SIGNAL, **fields) for link in self.links]
 
     def link_of(self, rank: int) -> ForkServerLink:

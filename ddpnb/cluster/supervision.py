@@ -133,7 +133,7 @@ class Watch:
 
     def _abort(self) -> None:
         self._num_aborts += 1
-        self.cluster.abort(tuple(self.call.running))
+        self.cluster.abort(self.call.running)
         self._monitor = Monitor(self.cluster)  # who was just freed needs time to notice
 
     def _stop_ranks(self) -> None:
@@ -143,11 +143,11 @@ class Watch:
         kill_at = time.monotonic() + timeouts.kill_after_seconds
         while running and time.monotonic() < kill_at:
             # A rank that received SIGSTOP could not end the cell.
-            cluster.processes.signal(sorted(running), signal.SIGCONT)
-            cluster.interrupt(tuple(running))
+            cluster.processes.signal(running, signal.SIGCONT)
+            cluster.interrupt(running)
             self._attend_until_done(timeouts.abort_after_interrupt_seconds)
             if running:
-                cluster.abort(tuple(running))
+                cluster.abort(running)
             self._attend_until_done(timeouts.interrupt_again_after_seconds)
         if running:
             self._kill()
@@ -155,7 +155,7 @@ class Watch:
         self._leave_broken_group()
 
     def _kill(self) -> None:
-        running = sorted(self.call.running)
+        running = self.call.running
         why = "as nothing else ended the wait; variables are lost"
         self.notify(sentence(f"{say(running, 'was')} killed, {why}"))
         self.cluster.kill(running)

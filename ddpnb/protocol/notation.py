@@ -198,7 +198,7 @@ def parse_slow(text: str) -> Slow:
     if rank.isdecimal() and 1 < factor <= MAX_FACTOR:
         return Slow(rank=int(rank), factor=factor, text=f"{factor:g}x slower")
     if rank.isdecimal() and 0 < seconds <= MAX_SECONDS:
-        return Slow(rank=int(rank), seconds=seconds, text=f"{spoken_seconds(seconds)} slower")
+        return Slow(rank=int(rank), seconds=seconds, text=f"{1e3 * seconds:g} ms slower")
     raise UserError(
         f"--slow {text}: write a rank and how much slower it is, as 1:3x (above 1x, up to "
         f"{MAX_FACTOR:g}x) or 1:50ms (above 0, up to a day)."
@@ -237,7 +237,7 @@ class LinkSpec:
         """For users: ``"1 Gbit/s and 0.5 ms"``."""
         size, unit = (1e9, "Gbit/s") if self.bits_per_second >= 1e9 else (1e6, "Mbit/s")
         rate = f"{self.bits_per_second / size:g} {unit}"
-        return f"{rate} and {spoken_seconds(self.latency_seconds)}"
+        return f"{rate} and {1e3 * self.latency_seconds:g} ms"
 
 
 def _gigabits(rate: float, microseconds: float) -> LinkSpec:
@@ -284,11 +284,6 @@ def parse_link(text: str) -> LinkSpec:
             f"There is no link {text!r}: write rate and latency, as in 1Gbit,0.5ms, or {named}."
         )
     return LinkSpec(bits_per_second=rate, latency_seconds=latency)
-
-
-def spoken_seconds(seconds: float) -> str:
-    """Return a short time for users: ``"0.5 ms"``."""
-    return f"{1e3 * seconds:g} ms"
 
 
 # -- targets -------------------------------------------------------------------------------
