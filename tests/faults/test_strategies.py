@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -123,10 +122,9 @@ def test_an_interrupt_ends_a_run_in_which_a_rank_waits_also_some_time_after_a_st
     marker = tmp_path / "marker"
     training = prepared(cluster, tmp_path, strategy, **options(marker, SLEEPS))
     interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
-    stopped = threading.Event()
-    called = call_once(marker, stopped.set if is_stop else interrupt)
+    called = call_once(marker, training.interrupt if is_stop else interrupt)
     with pytest.raises(KeyboardInterrupt):
-        training.run(stopped.is_set)
+        training.run()
     assert time.monotonic() - called.result() < GENEROUS_SECONDS
     (snapshot,) = training.recorder.comparison.runs
     assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "interrupted")
