@@ -3,7 +3,7 @@
 import re
 import textwrap
 
-NUM_EPOCHS = 20
+NUM_EPOCHS = 12
 
 LOOP = textwrap.dedent(
     """

@@ -27,7 +27,7 @@ NOTHING: Bundle = {"text/plain": "", "text/html": ""}
 COMES_BACK = "After a reload of the page: %ddp_plot"
 REDRAW_SECONDS, MAX_PAUSE_SECONDS = 0.5, 2.5
 """The shortest and the longest time between two redraws."""
-MAX_SHARE = 0.1
+MAX_SHARE = 0.05
 """The share of a core's time that redraws may take."""
 
 
