@@ -91,7 +91,7 @@ def mistakes_named(what: str) -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        first = error.failures[0]
+        first = min(error.failures, key=lambda each: (each.is_consequence, each.rank))
         if first.is_death:
             raise
         cause = full_stop(f"{first.name}: {first.text}")
