@@ -20,7 +20,7 @@ import psutil
 from benchmarks.measure import Figure, pss
 from benchmarks.peers import DDPNB, PEERS, CannotError, NotebookOf, Peer
 from benchmarks.table import README, RESULTS, machine
-from benchmarks.work import BY_HAND, COMPARE, LOOP, SCRIPT, rate_in
+from benchmarks.work import BY_HAND, COMPARE, LOOP, rate_in
 
 RESULT = RESULTS / "versus.json"
 OVERVIEW = README.parents[1] / "README.md"
@@ -111,12 +111,17 @@ class Row:
                     opened.pop(name).close()
         return found
 
+    @property
+    def rival(self) -> str:
+        """The peer that the goal compares ddpnb with; empty: none."""
+        return self.goal.partition(" of ")[2]
+
     def promise(self, measured: dict[str, Measured]) -> str:
         """Return what is promised, and what it is."""
         if not self.goal:
             return "-"
-        sign, bound, *other = self.goal.split(maxsplit=3)
-        theirs = measured.get(other[-1]) if other else Measured([1.0])
+        sign, bound = self.goal.split()[:2]
+        theirs = measured.get(self.rival) if self.rival else Measured([1.0])
         ours = measured["ddpnb"]
         if not ours.values or theirs is None or not theirs.values:
             return self.goal
@@ -242,7 +247,7 @@ def _comparison_rate(opened: NotebookOf) -> float:
     if opened.peer is DDPNB:
         opened.run(COMPARE.format(strategies="'ddp'"), 300)
         return rate_in(opened.printed)
-    opened.cell(SCRIPT, 300)
+    opened.cell(BY_HAND["ddp"], 300)
     return rate_in(opened.printed)
 
 
@@ -399,7 +404,7 @@ def measure(rows: str = "", peers: str = "", quick: int = 0, rounds: int = 0) ->
             row = ROWS.get(name) or OURS[name]
             if not row.is_open:
                 close_all(opened)
-            beside = ("ddpnb", "torchrun") if name in ("comparison", "whole") else ("ddpnb",)
+            beside = ("ddpnb", row.rival)
             given = asked if name in ROWS else {key: asked[key] for key in beside if key in asked}
             found = row.measure(given, rounds or max(1, row.rounds // (3 if quick else 1)), opened)
             print(f"{row.name}:", *(f"{peer} {each};" for peer, each in found.items()), flush=True)

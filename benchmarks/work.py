@@ -78,17 +78,21 @@ SCRIPT = TASK + textwrap.dedent(
     torch.set_num_threads(1)  # as torchrun for more than one process, and as ddpnb
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    net = DistributedDataParallel(model())
+    net = DistributedDataParallel(model()) if STRATEGY == "ddp" else model()
     sgd = optimizer(net.parameters())
     images, targets = data("train")
 
     def epoch(number):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(number))
-        for batch in order.split(256):
+        for step, batch in enumerate(order.split(256)):
             mine = batch[rank::world_size]
             sgd.zero_grad()
             nn.functional.cross_entropy(net(images[mine]), targets[mine]).backward()
             sgd.step()
+            if STRATEGY == "local-sgd" and step % 8 == 7:
+                for parameter in net.parameters():
+                    dist.all_reduce(parameter.data)
+                    parameter.data /= world_size
 
     epoch(0)
     dist.barrier()
@@ -101,20 +105,7 @@ SCRIPT = TASK + textwrap.dedent(
     dist.destroy_process_group()
     """
 )
-AVERAGE = """
-    if number_of_batch % 8 == 7:
-        for parameter in net.parameters():
-            dist.all_reduce(parameter.data)
-            parameter.data /= world_size
-"""
-BY_HAND = {
-    "single": SCRIPT.replace("DistributedDataParallel(model())", "model()"),
-    "ddp": SCRIPT,
-    "local-sgd": SCRIPT.replace("DistributedDataParallel(model())", "model()")
-    .replace("for batch in order", "for number_of_batch, batch in enumerate(order")
-    .replace("split(256):", "split(256)):")
-    .replace("sgd.step()\n", "sgd.step()\n" + textwrap.indent(AVERAGE.strip("\n"), "    ") + "\n"),
-}
+BY_HAND = {name: f"STRATEGY = {name!r}\n{SCRIPT}" for name in ("single", "ddp", "local-sgd")}
 """A script for each strategy, in a process group that is there; ``single`` is for one process."""
 
 
