@@ -138,7 +138,7 @@ class Session:
     def interrupt(self) -> str:
         """Stop what runs on the ranks in the background; return a sentence about it."""
         self.cluster(allow_lost=True)
-        running = [each for each in self._background if not each.done]
+        running = self._running
         for each in running:
             each.interrupt()
         for each in running:
@@ -207,8 +207,7 @@ class Session:
     @property
     def comparison(self) -> RunningComparison | None:
         """The comparison that is training in the background; None if there is none."""
-        running = (each for each in self._background if not each.done)
-        return next((each for each in running if isinstance(each, RunningComparison)), None)
+        return next((each for each in self._running if isinstance(each, RunningComparison)), None)
 
     def compare(
         self,
@@ -254,8 +253,13 @@ class Session:
         """The stored runs of the notebook's project."""
         return Store(runs_folder())
 
+    @property
+    def _running(self) -> list[Background]:
+        """What runs in the background now."""
+        return [each for each in self._background if not each.done]
+
     def _keep(self, begun: Background) -> None:
-        self._background = [each for each in self._background if not each.done] + [begun]
+        self._background = [*self._running, begun]
 
     def _replace(self, ranks: str, progress: OnProgress) -> Table:
         cluster = self.free_cluster()

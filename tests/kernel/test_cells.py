@@ -106,13 +106,10 @@ def test_a_parameter_that_no_loss_uses_is_named_in_a_few_lines(kernel: Kernel):
     assert cell.error_text.count("\n") < 25
 
 
-def test_a_rank_keeps_no_copy_of_what_it_shows(kernel: Kernel):
-    kernel.run("%%rank 0\nprint('a' * 9)\n1 / 0")
-    found = kernel.run(
-        "%%rank 0\nkept = get_ipython().history_manager\n"
-        "print('aaaaaaaaa' in str(kept.outputs), 'traceback' in str(kept.exceptions))"
-    )
-    assert found.by_rank == {0: ["False False"]}
+def test_a_rank_keeps_no_traceback(kernel: Kernel):
+    kernel.run("%%rank 0\n1 / 0")
+    kept = "'traceback' in str(get_ipython().history_manager.exceptions)"
+    assert kernel.run(f"%%rank 0\nprint({kept})").by_rank == {0: ["False"]}
 
 
 def test_a_syntax_error_shows_the_line(kernel: Kernel):
