@@ -5,7 +5,7 @@ momentum m, N workers of weight 1/N and a staleness of d follows
 
     w(t+1)  =  w(t) + m (w(t) - w(t-1)) - a w(t-d),     a = (lr / N) h
 
-``docs/comparison-method.md`` derives the limit of a; a test compares it with the recurrence itself.
+``docs/staleness.md`` derives the limit of a; a test compares it with the recurrence itself.
 """
 
 import contextlib

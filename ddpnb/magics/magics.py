@@ -61,7 +61,7 @@ class DdpMagics(Magics):
         running is used as it is.
 
         ``--devices 8xV100 --as resnet50`` starts eight ranks, and has all comparisons compute the
-        time of such devices, unless they say ``--devices real``: docs/laboratory.md.
+        time of such devices, unless they say ``--devices real``: docs/emulated-devices.md.
 
         ``--hosts a:4,b:4`` starts four ranks on each of two hosts that ssh reaches,
         ``--engines slurm -n 16 --ranks-per-host 8`` sixteen in a job of two, ``--profile NAME``
@@ -361,7 +361,7 @@ class DdpMagics(Magics):
         """Predict throughput on other numbers of ranks, and over other networks.
 
         ``%ddp_predict --ranks 1,2,4,8,64,1024 --link 100GbE``.  Calibrated on a stored comparison
-        that has ``single`` and ``no-comm``; docs/prediction-method.md has every formula.
+        that has ``single`` and ``no-comm``; docs/prediction-error.md has every formula.
         """
         return api.predict(**vars(arguments(self.ddp_predict, line)))
 

@@ -6,7 +6,7 @@
 0.4ms/sample,2ms   the seconds of a sample, and of a forward and backward pass, however small
 
 Where a model is named, ``--as resnet50``, time and bytes are those published for it on that card,
-whatever is trained: see ``MODELS``.  ``docs/laboratory.md`` has each figure with its source.
+whatever is trained: see ``MODELS``.  ``docs/emulated-devices.md`` has each figure with its source.
 """
 
 import re

@@ -260,7 +260,7 @@ LINKS: Mapping[str, LinkSpec] = {
     "NVLink-A100": _gigabits(1840, 3.4),
     "NVLink-H100": _gigabits(2880, 3.4),
 }
-"""Typical links by name; ``docs/laboratory.md`` says where each figure is from."""
+"""Typical links by name; ``docs/emulated-devices.md`` says where each figure is from."""
 
 
 def slower_of(first: LinkSpec, second: LinkSpec) -> LinkSpec:

@@ -102,7 +102,7 @@ class Calibration:
 def calibrate(measured: Measured) -> Calibration:
     """Fit the model; of emulated devices, take what their clocks are made of.
 
-    ``docs/prediction-method.md`` has the three steps: computing, exchanges, other strategies.
+    ``docs/prediction-error.md`` has the three steps: computing, exchanges, other strategies.
     """
     if measured.devices is not None:
         work, here = _stated(measured, measured.devices)

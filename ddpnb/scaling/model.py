@@ -6,7 +6,7 @@ A step is what a rank computes, and the part of its exchanges that nothing hides
     exchanges  those of each strategy, with the messages of ``protocol.costs``
     waiting    for the slowest of N ranks: c * variation * expected_max(N)
 
-docs/prediction-method.md has every formula with its source.
+docs/prediction-error.md has every formula with its source.
 """
 
 import math

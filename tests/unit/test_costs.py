@@ -8,7 +8,7 @@ from ddpnb.protocol.costs import COLLECTIVES, DOUBLE_TREE, GLOO, algorithm_of, i
 from ddpnb.rank.collectives.table import METHODS
 from ddpnb.scaling.model import bucket_sizes
 
-LABORATORY = Path(__file__).parents[2] / "docs" / "laboratory.md"
+LABORATORY = Path(__file__).parents[2] / "docs" / "emulated-devices.md"
 TABLE = {
     **COLLECTIVES,
     **{f"{name}, by gloo": each for name, each in GLOO.items()},

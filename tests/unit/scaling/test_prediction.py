@@ -22,7 +22,7 @@ from tests.rank.test_laboratory import EXCHANGE, LATENCY, S
 from tests.unit.history.fake_runs import fake_comparison
 from tests.unit.scaling.machines import CROWDED, FIXED, PER_SAMPLE, measured
 
-PAGE = Path(__file__).parents[3] / "docs" / "prediction-method.md"
+PAGE = Path(__file__).parents[3] / "docs" / "prediction-error.md"
 SLOW = parse_link("1Mbit,3ms")
 INSTANT = Workload(alone=Compute(0, 0), together=Compute(0, 0), batch_size=64, num_bytes=float(S))
 FOUND = calibrate(measured())

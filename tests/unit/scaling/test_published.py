@@ -1,6 +1,6 @@
 """Is what others have measured on many devices predicted from their step on one?
 
-No figure of several devices is an input: ``docs/prediction-method.md`` has them, with sources.
+No figure of several devices is an input: ``docs/prediction-error.md`` has them, with sources.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from ddpnb.scaling.calibrate import calibrate
 from ddpnb.scaling.predict import Question, predict
 from tests.unit.scaling.machines import measured
 
-PAGE = Path(__file__).parents[3] / "docs" / "prediction-method.md"
+PAGE = Path(__file__).parents[3] / "docs" / "prediction-error.md"
 PARAMETERS = {
     "AlexNet": 61.1e6,
     "BERT-base": 110e6,
