@@ -1,1 +1,1 @@
-"""What crosses between the processes, and what all of them know."""
+"""The values that ddpnb's processes exchange, and the tables that all of them read."""

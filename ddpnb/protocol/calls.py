@@ -1,8 +1,8 @@
-"""The calls that the kernel makes on ranks: declared here, carried out in ``rank/calls.py``.
+"""The calls that the kernel makes on ranks: declared here, implemented in ``rank/calls.py``.
 
-A declaration has the types of arguments and result.  The kernel calls it and gets a ``Request``,
-which it sends to ranks.  On a rank, ``rank/calls.py`` has registered the function that does it.  So
-nothing here imports the ranks' rooms, and mypy compares both sides.  (Every process.)
+A declaration gives the types of a call's arguments and result.  Calling the declaration returns a
+``Request``, which the kernel sends to ranks.  ``rank/calls.py`` registers the function that a rank
+runs.  So this file imports nothing from ``rank/``, and mypy checks both sides.  (Every process.)
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 registered: dict[str, Callable[..., Any]] = {}
-"""What a rank calls with the notebook's folder and the arguments, by name of the declaration."""
+"""The rank's function for each declared name; takes the notebook's folder and the arguments."""
 
 
 @final
@@ -43,73 +43,74 @@ class Request(Generic[Result_co]):
     name: str
     arguments: tuple[Any, ...]
     folder: str = ""
-    """The notebook's working folder, where the rank works too; empty: where it is."""
+    """The notebook's working folder, to which the rank changes; empty: the rank does not change."""
 
     def __call__(self) -> Any:
-        """Carry it out; runs on the rank."""
+        """Run the call on the rank."""
         return registered[self.name](self.folder, *self.arguments)
 
 
 @final
 class RankCall(Generic[Arguments, Result]):
-    """A function that ranks have: ``RankCall[[argument types], result type](name)``."""
+    """A function that ranks can run: ``RankCall[[argument types], result type](name)``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, *arguments: Arguments.args, **_: Arguments.kwargs) -> Request[Result]:
-        """Return a request."""
+        """Return the request to run the function with these arguments."""
         return Request(self.name, arguments)
 
 
 # -- the process group ---------------------------------------------------------------------
 
 state = RankCall[[], RankState]("state")
-"""Describe the rank's process and device."""
+"""Return a description of the rank's process and device."""
 form_group = RankCall[[int, bool], list[StaleVariable]]("form_group")
-"""Form the process group of a generation, checked by torch or not; return what holds the old."""
+"""Form a generation's process group, with torch's checks if True; return variables that hold an
+older group."""
 num_calls = RankCall[[], dict[str, int | None]]("num_calls")
-"""Return how many collectives each group has had from this rank."""
+"""Return how many collectives this rank has called in each group; None: the count is uncertain."""
 
 # -- cells and variables -------------------------------------------------------------------
 
 run_cell = RankCall[[CellSpec], CellReport]("run_cell")
 complete = RankCall[[str, int], tuple[str, list[tuple[str, str]]]]("complete")
-"""Complete a source at an offset; return what is replaced, and texts with their kinds."""
+"""Complete a source at an offset; return the replaced text, and each completion with its kind."""
 describe = RankCall[[str, int, int], dict[str, str]]("describe")
-"""Return what ``name?`` shows about the name at an offset, with a level of detail; or nothing."""
+"""Return the text of ``name?`` for the name at an offset, with a level of detail; may be empty."""
 push = RankCall[[Parcel], None]("push")
 """Put a parcel's variables into the namespace of cells."""
 pull = RankCall[[str, str, Collection[str], int], Parcel]("pull")
-"""Evaluate an expression; see ``rank.variables.give``."""
+"""Evaluate an expression and return its value; see ``rank.variables.give``."""
 pull_model = RankCall[[str, str, Collection[str], int], Parcel]("pull_model")
-"""Give the trained model of a run, as ``pull`` does."""
+"""Return the trained model of a run, as ``pull`` returns a value."""
 keep_functions = RankCall[[str, Parcel], None]("keep_functions")
-"""Keep under a key the functions that ``ddpnb.compare`` was called with."""
+"""Store the functions that the user passed to ``ddpnb.compare`` under a key."""
 
 # -- training ------------------------------------------------------------------------------
 
 validate = RankCall[[RunSpec], Checked]("validate")
 """Check one training before anything trains."""
 measure_compute = RankCall[[RunSpec], Compute | None]("measure_compute")
-"""Measure a device's time for a sample, on rank 0 alone; None on the others."""
+"""Measure a device's time per sample on rank 0; the other ranks return None."""
 train = RankCall[[RunSpec, RejoinInfo | None], RunReport]("train")
-"""Train one run, or join it if the others train it already."""
+"""Train one run, or join the run if the other ranks already train it."""
 clean_up = RankCall[[], None]("clean_up")
-"""Free the data of the comparison that has ended, and remove what it has left."""
+"""Free the data of the comparison that has ended, and remove its temporary files."""
 
 # -- looking inside ------------------------------------------------------------------------
 
 digests = RankCall[[Sequence[str]], RankReplica]("digests")
-"""Return digests of what this rank holds under names; without names, of all models."""
+"""Return digests of this rank's variables with these names; without names, of all models."""
 elements = RankCall[[Collection[int], str, Part, str, Sequence[int]], NDArray[Any] | None](
     "elements"
 )
-"""Return, on some ranks, the values in chunks of a tensor: of a name, its part, its own name."""
+"""Return the values in some chunks of one tensor on the given ranks; None on the other ranks."""
 samples = RankCall[[SamplerSpec], RankSamples]("samples")
 find_inspected = RankCall[[InspectSpec], Found]("find_inspected")
-"""Look at the model to inspect, on this rank alone."""
+"""Run the model to inspect on this rank, without communication."""
 inspect_ddp = RankCall[[InspectSpec], tuple[CapReport, ...]]("inspect_ddp")
-"""Make and measure steps of DDP on a copy of the model."""
+"""Train a copy of the model with DDP for some steps, and measure the steps."""
 show_collective = RankCall[[CollectiveSpec], CollectiveShown | None]("show_collective")
-"""Run a collective, time it and count its bytes; None where the rank takes no part."""
+"""Run a collective, time it and count its bytes; return None if the rank takes no part."""

@@ -1,6 +1,6 @@
-"""All strategies and tasks: the two tables at the end of this file.  (Every process.)
+"""The tables of all strategies and tasks, at the end of this file.  (Every process.)
 
-To add a strategy, write its file in ``rank/strategies/`` and its entry in ``STRATEGIES``.
+To add a strategy, write a file in ``rank/strategies/`` and add an entry to ``STRATEGIES``.
 """
 
 import importlib
@@ -15,34 +15,34 @@ from ddpnb.protocol.options import Option
 PACKAGE = Path(__file__).parents[1]
 
 BASELINE = "single"
-"""The strategy against which the others' speed-up is measured, in the same comparison."""
+"""The strategy that every speed-up of a comparison is relative to."""
 
 CEILING = "no-comm"
-"""The strategy without communication: no other that shares evenly can be expected to be faster."""
+"""The strategy without communication: an upper bound for strategies that share the work evenly."""
 
 CELL_TASK = "cell"
-"""The task of which the notebook's cell defines model, data, loss and optimizer."""
+"""The task whose model, data, loss and optimizer are defined by the notebook's cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What is known of a strategy or task without importing it."""
+    """The facts about a strategy or task that need no import of its code."""
 
     about: str
-    """A line for the lists that users read."""
+    """A description in one line, for the lists that users read."""
     import_path: str
     """The class of a strategy, or the function that builds a task: ``"package.module:Name"``."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """Its keyword arguments, as users write them: ``ddp:hook=fp16``."""
+    """The options, which are keyword arguments of the class or function: ``ddp:hook=fp16``."""
 
     def load(self) -> Any:
-        """Import the class or function; on the ranks alone, for it imports torch."""
+        """Import the class or function; only on ranks, because its module imports torch."""
         module, _, name = self.import_path.partition(":")
         return getattr(importlib.import_module(module), name)
 
     @property
     def file(self) -> Path:
-        """The file of the class or function, which is not imported."""
+        """The source file of the class or function, found without importing it."""
         module = self.import_path.partition(":")[0].removeprefix("ddpnb.")
         return PACKAGE / f"{module.replace('.', '/')}.py"
 
@@ -51,37 +51,37 @@ Dashes = Literal["solid", "dashed", "dash-dot", "long", "dotted", "dash-dot-dot"
 
 
 class Style(NamedTuple):
-    """How a strategy is drawn; dashes and marker together identify it without any colour.
+    """The colour, dashes and marker of a strategy; dashes and marker together are unique.
 
-    Ten colours are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), which any colour
-    vision can distinguish.  Related strategies share a hue, in clearly different lightness.
+    Ten colours are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), which people with any
+    colour vision can distinguish.  Related strategies share a hue and differ in lightness.
     """
 
     colour: str
     dashes: Dashes
     marker: str
-    """As matplotlib spells it."""
+    """The marker in matplotlib's notation."""
     is_hollow: bool = False
-    """Whether the marker is an outline: it is, for a variant of a strategy."""
+    """True if the marker is an outline, which shows a variant of a strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyEntry(Entry):
-    """What is known of a strategy without importing it."""
+    """The facts about a strategy that need no import of its code."""
 
     look: Style
     aliases: tuple[str, ...] = ()
-    """Its names in other libraries; a user who writes one is referred to the name here."""
+    """The strategy's names in other libraries; the error for such a name gives ddpnb's name."""
     needs_shared_memory: bool = False
-    """Whether its ranks must share memory, so that no link can lie between them."""
+    """True if the strategy's ranks share memory, so that it cannot run over a link."""
     across_hosts: str = ""
-    """What trains across hosts in its place; empty: it does itself."""
+    """The strategy to use instead across hosts; empty: this strategy runs across hosts."""
 
 
 _TIMEOUT = Option(
     default=60.0,
     least=1,
-    about="seconds without a step by any worker after which silent workers count as dead",
+    about="seconds without a step of any worker, after which silent workers count as dead",
 )
 
 _MOMENTUM = Option(
@@ -89,11 +89,11 @@ _MOMENTUM = Option(
     kind=float,
     least=0,
     below=1,
-    about="momentum of the default optimizer, in place of --momentum",
+    about="momentum of the default optimizer, used instead of --momentum",
 )
 
 COMPENSATION = 0.04
-"""The lambda of DC-ASGD for ``compensate=on``: that of its paper for CIFAR-10."""
+"""The lambda of DC-ASGD for ``compensate=on``: the value of the DC-ASGD paper for CIFAR-10."""
 
 
 def _compensation(name: str, text: str) -> float:
@@ -101,83 +101,83 @@ def _compensation(name: str, text: str) -> float:
     try:
         return {"on": COMPENSATION, "off": 0.0}[text] if text in ("on", "off") else float(text)
     except ValueError:
-        raise UserError(f"{name} takes on, off or a number, not {text!r}.") from None
+        raise UserError(f"{name} must be on, off or a number, not {text!r}.") from None
 
 
 STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
-        about="one device",
+        about="trains on one device, the baseline of every speed-up",
         import_path="ddpnb.rank.strategies.single:Single",
         look=Style("#717581", "solid", "s"),
         aliases=("OneDeviceStrategy",),
         options={
             "threads": Option(
                 default="rank",
-                about="those of one rank, or of all ranks together",
+                about="CPU threads to use: the threads of one rank, or of all ranks together",
                 choices=("rank", "all"),
             )
         },
     ),
     "dp": StrategyEntry(
-        about="torch DataParallel; emulated by CPU threads without two GPUs",
+        about="torch's DataParallel; with fewer than two GPUs, CPU threads emulate it",
         import_path="ddpnb.rank.strategies.data_parallel:DataParallel",
         look=Style("#e76300", "dashed", "^"),
         aliases=("DataParallel",),
         across_hosts="ddp",
     ),
     "ddp": StrategyEntry(
-        about="torch DistributedDataParallel",
+        about="torch's DistributedDataParallel",
         import_path="ddpnb.rank.strategies.ddp:Ddp",
         look=Style("#3f90da", "solid", "o"),
         aliases=("DistributedDataParallel", "MirroredStrategy", "MultiWorkerMirroredStrategy"),
         options={
-            "bucket_cap_mb": Option(default=25.0, about="MB of gradients per message", above=0),
+            "bucket_cap_mb": Option(default=25.0, about="MB of gradients per bucket", above=0),
             "find_unused_parameters": Option(
-                default=False, about="a step need not use all parameters"
+                default=False, about="allow steps that do not use all parameters"
             ),
             "hook": Option(
                 default="none",
-                about="compression of the gradients that are sent",
+                about="compression of gradients before DDP sends them",
                 choices=("none", "fp16", "bf16"),
             ),
         },
     ),
     "ddp-shm": StrategyEntry(
-        about="the same, with an all-reduce in shared memory; CPU ranks only",
+        about="ddp with an all-reduce in shared memory; CPU ranks only",
         import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
         look=Style("#174f86", "dashed", "h"),
         needs_shared_memory=True,
         across_hosts="ddp",
     ),
     "ddp-by-hand": StrategyEntry(
-        about="flatten the gradients, all-reduce, step",
+        about="ddp written by hand: flattens the gradients, then one all-reduce, then the update",
         import_path="ddpnb.rank.strategies.ddp_by_hand:DdpByHand",
         look=Style("#93c4f2", "dash-dot", "8"),
     ),
     "ddp-overlap-by-hand": StrategyEntry(
-        about="the same, each gradient sent while the backward pass goes on",
+        about="ddp-by-hand that sends each gradient during the backward pass",
         import_path="ddpnb.rank.strategies.ddp_overlap_by_hand:DdpOverlapByHand",
         look=Style("#2f4be0", "long-short", "$\\spadesuit$"),
         options={
             "bucket_mb": Option(
-                default=0.0, about="MB of gradients per message; 0: one for each parameter", least=0
+                default=0.0, about="MB per message; 0: one message per parameter", least=0
             )
         },
     ),
     "ring-by-hand": StrategyEntry(
-        about="ddp-by-hand with a ring all-reduce from sends and receives",
+        about="ddp-by-hand with a ring all-reduce, written with sends and receives",
         import_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
         look=Style("#a96b59", "long", "X"),
     ),
     "central": StrategyEntry(
-        about="one copy of the parameters on the host, updated there",
+        about="keeps one copy of the parameters on the host, and updates them there",
         import_path="ddpnb.rank.strategies.central:Central",
         look=Style("#b9ac70", "dash-dot-dot", "P"),
         aliases=("CentralStorageStrategy",),
         across_hosts="ddp",
     ),
     "async": StrategyEntry(
-        about="one parameter server, workers never wait for each other",
+        about="one parameter server; workers do not wait for each other",
         import_path="ddpnb.rank.strategies.async_ps:AsyncParameterServer",
         look=Style("#832db6", "dash-dot", "D"),
         aliases=("ParameterServerStrategy",),
@@ -185,13 +185,13 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             "bound": Option(
                 default=-1,
                 least=-1,
-                about="steps a worker may be ahead of the slowest; 0: synchronous, -1: unlimited",
+                about="steps a worker may be ahead of the slowest; 0: synchronous, -1: no limit",
             ),
             "compensate": Option(
                 default=0.0,
                 least=0,
                 from_text=_compensation,
-                about=f"delay compensation (DC-ASGD): its lambda; on: {COMPENSATION:g}",
+                about=f"lambda of the delay compensation DC-ASGD; on: {COMPENSATION:g}",
             ),
             "momentum": _MOMENTUM,
             "timeout": _TIMEOUT,
@@ -206,70 +206,70 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         options={"momentum": _MOMENTUM, "timeout": _TIMEOUT},
     ),
     "local-sgd": StrategyEntry(
-        about="each rank trains alone; weights are averaged every few steps",
+        about="each rank trains alone; every few steps the ranks average their weights",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Style("#bd1f01", "solid", "v"),
-        options={"every": Option(default=8, about="steps from one average to the next", least=1)},
+        options={"every": Option(default=8, about="steps between two averages", least=1)},
     ),
     "diloco": StrategyEntry(
-        about="each rank trains alone; every few steps a Nesterov step on the averaged change",
+        about="each rank trains alone; every few steps, a Nesterov step on the averaged change",
         import_path="ddpnb.rank.strategies.diloco:DiLoCo",
         look=Style("#f0857a", "dashed", "<"),
         options={
             "every": Option(default=8, about="inner steps per outer step", least=1),
-            "outer_lr": Option(default=0.5, about="the outer learning rate", above=0),
+            "outer_lr": Option(default=0.5, about="learning rate of the outer step", above=0),
             "outer_momentum": Option(
-                default=0.5, about="the outer Nesterov momentum", least=0, most=0.99
+                default=0.5, about="Nesterov momentum of the outer step", least=0, most=0.99
             ),
         },
     ),
     "zero": StrategyEntry(
-        about="torch ZeroRedundancyOptimizer: each rank keeps a part of its state",
+        about="torch's ZeroRedundancyOptimizer: each rank keeps a part of the optimizer state",
         import_path="ddpnb.rank.strategies.zero:Zero",
         look=Style("#ffa90e", "solid", "p"),
     ),
     "fsdp": StrategyEntry(
-        about="torch FSDP2: each rank keeps a part of parameters, gradients and state",
+        about="torch's FSDP2: each rank keeps a part of parameters, gradients and optimizer state",
         import_path="ddpnb.rank.strategies.fsdp:Fsdp",
         look=Style("#b57a00", "long-short", "H"),
         options={
             "reshard": Option(
-                default=True, about="free a layer's parameters until its backward pass"
+                default=True, about="free a layer's parameters between forward and backward pass"
             )
         },
     ),
     "gossip": StrategyEntry(
-        about="each rank averages its weights with one neighbour, another in each step",
+        about="each rank averages its weights with one neighbour, a different one in each step",
         import_path="ddpnb.rank.strategies.gossip:Gossip",
         look=Style("#92dadd", "long", ">"),
     ),
     "no-comm": StrategyEntry(
-        about="each rank alone on an even share: an upper bound of the speed here",
+        about="each rank trains alone on an even share: the ceiling (upper bound) of the speed",
         import_path="ddpnb.rank.strategies.no_comm:NoComm",
         look=Style("#6db38a", "dotted", "*"),
     ),
 }
-"""Strategies by name, in the order in which users see them."""
+"""All strategies by name, in the order of the lists that users read."""
 
 TASKS: Mapping[str, Entry] = {
     "digits": Entry(
-        about="scikit-learn's 1797 handwritten digits, 8x8 pixels: real data",
+        about="real data: scikit-learn's 1797 handwritten digits of 8x8 pixels",
         import_path="ddpnb.rank.tasks.digits:build",
     ),
     "text": Entry(
-        about="a small transformer learns Python's own sources, by character: real data",
+        about="real data: a small transformer learns Python's source code, by character",
         import_path="ddpnb.rank.tasks.text:build",
     ),
     "synthetic": Entry(
-        about="CIFAR-shaped images made from a seed: synthetic data",
+        about="synthetic data: images of CIFAR's shape, generated from a seed",
         import_path="ddpnb.rank.tasks.synthetic:build",
         options={
-            "samples": Option(default=4096, least=16, about="images to train on"),
+            "samples": Option(default=4096, least=16, about="number of images to train on"),
             "parameters": Option(
-                default=0, least=0, about="of the whole model, for more to exchange; 0: as it is"
+                default=0, least=0, about="parameters of the model, to send more; 0: usual number"
             ),
             "compute": Option(
-                default=0, least=0, about="additional convolutions per image, for more to compute"
+                default=0, least=0, about="extra convolutions per image, to compute longer"
             ),
         },
     ),

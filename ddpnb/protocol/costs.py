@@ -1,10 +1,11 @@
-"""What does each collective exchange?  One table for clocks, predictions and what is shown.
+"""The messages and bytes of each collective, for clocks, predictions and ``%ddp_show``.
 
-N ranks take part, of which each gives B bytes; a scatter gives each B.  L is log2 N, rounded up:
-the rounds of a binomial tree, in which a rank passes a message on to K others, the root to L.  Each
-rank has one link to all others, with a latency (one way) and a rate in each direction.  A message
-of n bytes takes latency + n / rate; messages that go through one end in one direction follow each
-other.  A collective takes what follows each other on its busiest link.
+N ranks take part, and each rank gives B bytes.  In a scatter, each rank receives B bytes.  L is
+log2 N, rounded up: the number of rounds of a binomial tree.  In the tree a rank passes a message on
+to K others; the root has K = L.  Each rank has one link to all others, with a one-way latency and a
+rate in each direction.  A message of n bytes takes latency + n / rate.  Messages in one direction
+through one end of a link are sent one after another.  A collective takes as long as the messages
+on its busiest link.  (Every process.)
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 19(1), 2005 (the model, in section 3; trees, doubling); Patarasuk and Yuan,
@@ -23,46 +24,46 @@ from typing import NamedTuple
 from ddpnb.protocol.notation import LinkSpec
 
 BUCKET_BYTES = 25 * 2**20
-"""The size of DDP's buckets (``bucket_cap_mb``)."""
+"""The default size of DDP's buckets (``bucket_cap_mb``)."""
 
 
 class Messages(NamedTuple):
-    """What follows each other on the busiest link of an exchange."""
+    """The messages that the busiest link of an exchange sends one after another."""
 
     number: float
     num_bytes: float = 0.0
-    """Of all of them."""
+    """The bytes of all these messages together."""
 
     def seconds(self, link: LinkSpec) -> float:
-        """Return how long they take."""
+        """Return how long the messages take on a link."""
         return self.number * link.latency_seconds + self.num_bytes * 8 / link.bits_per_second
 
 
 class Algorithm(NamedTuple):
-    """How a collective is carried out, in formulas of N, L, B and K that users read too."""
+    """The algorithm of a collective, in formulas of N, L, B and K, which users read too."""
 
     name: str
     messages: str
-    """How many follow each other on the busiest link."""
+    """The number of messages that the busiest link sends one after another."""
     num_bytes: str
-    """Bytes of these."""
+    """The bytes of these messages together."""
     others_send: str = ""
-    """The bytes that a rank sends, where these are not ``num_bytes``."""
+    """The bytes that a rank sends; empty: ``num_bytes``."""
     root_sends: str = ""
-    """The bytes that the root sends, where these are others."""
+    """The bytes that the root sends; empty: the root sends the same as every rank."""
 
     @property
     def sent(self) -> str:
-        """The bytes that a rank sends, for users."""
+        """The formula of the bytes that a rank sends, for users."""
         sent = self.others_send or self.num_bytes
         return f"{sent}; the root {self.root_sends}" if self.root_sends else sent
 
     def cost(self, size: float, num_ranks: int) -> Messages:
-        """Return what follows each other on the busiest link."""
+        """Return the messages that the busiest link sends one after another."""
         return Messages(*(_value(each, size, num_ranks) for each in self[1:3]))
 
     def bytes_sent(self, size: float, num_ranks: int, place: int) -> float:
-        """Return how many bytes a rank sends; ``place``: after the root, which is 0."""
+        """Return the bytes that a rank sends; ``place`` counts the ranks from the root, 0."""
         if num_ranks == 1:
             return 0.0
         formula = self.others_send or self.num_bytes
@@ -89,71 +90,71 @@ COLLECTIVES: Mapping[str, Algorithm] = {
     "all_reduce": RING,
     "all_gather": Algorithm("ring", "N - 1", "(N - 1) B"),
     "reduce_scatter": Algorithm("ring", "N - 1", "(N - 1) B / N"),
-    "all_to_all": Algorithm("each sends to each", "N - 1", "(N - 1) B / N"),
+    "all_to_all": Algorithm("each rank sends to each", "N - 1", "(N - 1) B / N"),
     "broadcast": Algorithm("binomial tree", "L", "L B", "K B"),
     "reduce": Algorithm("binomial tree", "L", "L B", "B", "0"),
-    "gather": Algorithm("each sends to the root", "N - 1", "(N - 1) B", "B", "0"),
-    "scatter": Algorithm("the root sends to each", "N - 1", "(N - 1) B", "0", "(N - 1) B"),
+    "gather": Algorithm("each rank sends to the root", "N - 1", "(N - 1) B", "B", "0"),
+    "scatter": Algorithm("the root sends to each rank", "N - 1", "(N - 1) B", "0", "(N - 1) B"),
     "barrier": Algorithm(
-        "dissemination: in round k a rank notifies the one 2^k places further", "L", "0"
+        "dissemination: in round k, a rank notifies the rank 2^k places further", "L", "0"
     ),
     "send": Algorithm("one message", "1", "B"),
     "recv": Algorithm("one message", "1", "B", "0"),
 }
-"""By the name of the collective: what emulated devices take, and what predictions count."""
+"""The algorithm of each collective that emulated devices and predictions use."""
 
 GLOO: Mapping[str, Algorithm] = {
     "reduce": Algorithm(
-        "ring: a reduce-scatter, then each sends its part to the root",
+        "ring: a reduce-scatter, then each rank sends its part to the root",
         "2 (N - 1)",
         _ALL_REDUCE_BYTES,
         "B",
         "(N - 1) B / N",
     ),
     "reduce_scatter": Algorithm(
-        "an all-reduce of the whole by a ring, of which each rank keeps its part",
+        "ring: an all-reduce of all bytes, then each rank keeps its part",
         "2 (N - 1)",
         _ALL_REDUCE_BYTES,
     ),
 }
-"""Where gloo does something else, as bytes counted on its sockets confirm."""
+"""Gloo's algorithms that differ from ``COLLECTIVES``, confirmed by bytes counted on its sockets."""
 
 DOUBLE_TREE = Algorithm(
-    "half of the bytes along each of two trees, in small parts", "2 L", "2 B", _ALL_REDUCE_BYTES
+    "double tree: half of the bytes on each, in small parts", "2 L", "2 B", _ALL_REDUCE_BYTES
 )
-"""An all-reduce of NCCL; ranks send as much on average."""
+"""NCCL's all-reduce with double trees; ranks send on average the same number of bytes as a ring."""
 
 BEST = "best"
-"""The faster of ring and double trees, as NCCL chooses by size."""
+"""The faster of ring and double tree, because NCCL chooses one of them by size."""
 
 
 def algorithm_of(name: str, backend: str = "") -> Algorithm | None:
-    """Return how a backend carries out a collective, ``"all_gather_single"``; None if not known.
+    """Return a backend's algorithm for a collective, ``"all_gather_single"``; None if unknown.
 
-    Without a backend, it is how emulated devices do.
+    Without a backend, return the algorithm of emulated devices.
     """
     plain = name.removesuffix("_coalesced").removesuffix("_single")
     return (GLOO if backend == "gloo" else {}).get(plain) or COLLECTIVES.get(plain)
 
 
-# -- exchanges beside a phase that computes ------------------------------------------------
+# -- exchanges during a phase that computes ------------------------------------------------
 
 Ready = tuple[float, float]
-"""When the first and the last part of what a rank exchanges was ready, in seconds."""
+"""The times, in seconds, at which the first and the last part of a rank's data are ready."""
 
 
 def num_parts(size: float, ready: Ready) -> int:
-    """Return in how many buckets an exchange goes: one, if all of it is ready at once."""
+    """Return the number of buckets of an exchange: 1 if all its bytes are ready at once."""
     return max(1, math.ceil(size / BUCKET_BYTES)) if ready[1] > ready[0] else 1
 
 
 def in_turn(
     seconds: float, number: int, ready: Sequence[Ready], free: float
 ) -> list[tuple[float, float]]:
-    """Return when each of a number of parts of a collective begins and ends.
+    """Return the begin and end of each part of a collective.
 
-    A part takes ``seconds``.  It begins when the last rank has it ready, and the link, which is
-    ``free`` from then on, has sent the part before.
+    A part takes ``seconds``.  A part begins when the last rank has the part ready and the link has
+    sent the previous part.  The link is available from time ``free`` on.
     """
     found = []
     for part in range(1, number + 1):

@@ -1,12 +1,12 @@
-"""Emulated devices: how fast each computes, and what lies between them.  (Every process.)
+"""Emulated devices: the speed of each device and the links between them.  (Every process.)
 
 8            eight devices, each as fast as one idle core of this machine
-8xV100       eight cards of a kind in ``CARDS``
-16xV100/2    the same on two hosts
-0.4ms/sample,2ms   the seconds of a sample, and of a forward and backward pass, however small
+8xV100       eight V100 cards; ``CARDS`` lists the cards
+16xV100/2    sixteen V100 cards on two hosts
+0.4ms/sample,2ms   the time of a sample, and the fixed time of a forward and backward pass
 
-Where a model is named, ``--as resnet50``, time and bytes are those published for it on that card,
-whatever is trained: see ``MODELS``.  ``docs/emulated-devices.md`` has each figure with its source.
+With ``--as resnet50``, every model has the published time and bytes of resnet50 on the card: see
+``MODELS``.  ``docs/emulated-devices.md`` has each figure with its source.
 """
 
 import re
@@ -19,7 +19,7 @@ from ddpnb.protocol.notation import LINKS, SECONDS, LinkSpec, parse_link, parse_
 
 MAX_DEVICES = 64
 FORWARD_SHARE = 1 / 3
-"""Of a step's computing: a backward pass has two matrix products for each of the forward pass
+"""The forward pass's share of computing; the backward pass has twice its matrix products
 (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)."""
 
 
@@ -28,15 +28,15 @@ class Compute(NamedTuple):
 
     per_sample: float
     fixed: float = 0.0
-    """However few samples there are: launching its kernels, or calling its layers."""
+    """Seconds for any number of samples, for example to launch kernels or to call layers."""
 
     def of(self, num_samples: float) -> float:
-        """Return those for so many samples."""
+        """Return the seconds for a number of samples."""
         return self.fixed + self.per_sample * num_samples
 
     @property
     def text(self) -> str:
-        """As ``parse_compute`` reads it."""
+        """The notation that ``parse_compute`` reads."""
         return f"{1e3 * self.per_sample:.6f}ms/sample,{1e3 * self.fixed:.6f}ms"
 
 
@@ -45,13 +45,13 @@ class PublishedModel:
     """A model with published figures."""
 
     num_parameters: int
-    """In float32: four bytes of gradients for each."""
+    """The number of float32 parameters; each has four bytes of gradients."""
     num_tensors: int
-    """Tensors that hold them."""
+    """The number of tensors that hold the parameters."""
     compute: Mapping[str, Compute]
-    """By card."""
+    """The compute time on each card."""
     ddp_seconds: float = 0.0
-    """What DDP itself adds to a step on one device: its hooks and the copies to its buckets."""
+    """Seconds that DDP adds to a step on one device, for its hooks and copies to its buckets."""
 
 
 CARDS: Mapping[str, LinkSpec] = {
@@ -59,18 +59,18 @@ CARDS: Mapping[str, LinkSpec] = {
     "A100": LINKS["NVLink-A100"],
     "T4": LINKS["pcie3"],
 }
-"""The link between cards of a host."""
+"""The cards, each with the link between cards of one host."""
 
 DDP_SECONDS_PER_TENSOR = 19e-6
-"""What DDP adds to a step where no figure of the model itself is published."""
+"""Seconds per tensor that DDP adds to a step of a model without a published ``ddp_seconds``."""
 REPLICA_SECONDS_PER_TENSOR = 29e-6
-"""What Python takes to call one replica of DataParallel; its threads take turns."""
+"""Seconds per tensor in which Python calls one replica of DataParallel; the threads take turns."""
 
 HOST_LINK = LINKS["InfiniBand-EDR"]
-"""Between hosts where no other is given."""
+"""The default link between hosts."""
 
 CORE_LINK = LinkSpec(bits_per_second=12e9, latency_seconds=50e-6)
-"""Between devices that are as fast as a core: about what gloo reaches within a host."""
+"""The default link between devices as fast as a core; gloo is about this fast within a host."""
 
 _USUAL_LINKS = (CORE_LINK, *CARDS.values())
 
@@ -113,18 +113,18 @@ class Devices:
     num: int
     num_hosts: int = 1
     card: str = ""
-    """Empty: each is as fast as a core of this machine."""
+    """The card that each device is; empty: each device is as fast as a core of this machine."""
     model: str = ""
-    """Whose published figures stand for those of the model that is trained; empty: its own."""
+    """The published model that the trained model imitates; empty: the trained model itself."""
     compute: Compute | None = None
-    """None: it is measured, once for all strategies of a comparison."""
+    """The compute time; None: ddpnb measures it once for all strategies of a comparison."""
     device_link: LinkSpec = CORE_LINK
-    """Between devices of one host."""
+    """The link between devices of one host."""
     host_link: LinkSpec = HOST_LINK
 
     @property
     def text(self) -> str:
-        """For users: ``"8 emulated V100, resnet50's clock"``."""
+        """The text for users: ``"8 emulated V100, resnet50's clock"``."""
         what = self.card or ("devices" if self.num > 1 else "device")
         hosts = f" on {self.num_hosts} hosts" if self.num_hosts > 1 else ""
         clock = f", {self.model}'s clock" if self.model else ""
@@ -135,12 +135,12 @@ class Devices:
 
     @property
     def num_gradient_bytes(self) -> int:
-        """Bytes of the gradients of the model that is emulated; 0: those of the one trained."""
+        """Gradient bytes of the published model; 0: use the trained model's own."""
         return 4 * MODELS[self.model].num_parameters if self.model else 0
 
     @property
     def wrapper_seconds(self) -> float:
-        """What DDP itself adds to a step: its hooks, and the copies to its buckets."""
+        """Seconds that DDP adds to a step, for its hooks and copies to its buckets."""
         if not self.model:
             return 0.0
         published = MODELS[self.model]
@@ -148,16 +148,16 @@ class Devices:
 
     @property
     def seconds_per_replica(self) -> float:
-        """What Python takes for each replica of DataParallel in a step, as threads take turns."""
+        """Seconds in which Python calls one replica of DataParallel in a step."""
         return REPLICA_SECONDS_PER_TENSOR * MODELS[self.model].num_tensors if self.model else 0.0
 
     @property
     def num_per_host(self) -> int:
-        """How many devices a host has."""
+        """The largest number of devices on one host."""
         return -(-self.num // self.num_hosts)
 
     def link_between(self, ranks: Collection[int]) -> LinkSpec:
-        """Return the link over which ranks exchange; a ring of several hosts has both."""
+        """Return the link that ranks use; across hosts it combines the slower values of both."""
         if len({rank // self.num_per_host for rank in ranks}) < 2:
             return self.device_link
         return slower_of(self.device_link, self.host_link)
@@ -166,7 +166,7 @@ class Devices:
 _DEVICES = re.compile(r"(\d+)(?:x([A-Za-z]\w*))?(?:/(\d+))?")
 
 MEASURED = "real"
-"""In place of devices: the time is measured, though the ranks were started for devices."""
+"""The value of ``--devices`` for measured times on ranks that were started for emulated devices."""
 
 
 def count_devices(text: str) -> tuple[int, str, int]:
@@ -174,28 +174,28 @@ def count_devices(text: str) -> tuple[int, str, int]:
     found = _DEVICES.fullmatch(text)
     if found is None:
         raise UserError(
-            f"There are no devices {text!r}: write a number, 8, or a number of cards, 8xV100, and "
-            "after a slash on how many hosts, 16xV100/2."
+            f"{text!r} does not describe devices: write a number of devices (8) or of cards "
+            "(8xV100), and add the number of hosts after a slash (16xV100/2)."
         )
     if not 1 <= int(found[1]) <= MAX_DEVICES:
-        raise UserError(f"--devices {text}: emulate 1 to {MAX_DEVICES} devices.")
+        raise UserError(f"--devices {text}: ddpnb can emulate 1 to {MAX_DEVICES} devices.")
     if found[2] and found[2] not in CARDS:
         raise one_of("card", found[2], CARDS)
     num, num_hosts = int(found[1]), int(found[3] or 1)
     if num_hosts < 1 or num % num_hosts:
-        raise UserError(f"--devices {text}: {num} devices cannot be shared by {num_hosts} hosts.")
+        raise UserError(f"--devices {text}: {num} devices cannot be split over {num_hosts} hosts.")
     return num, found[2] or "", num_hosts
 
 
 def parse_devices(
     text: str, *, model: str = "", compute: str = "", device_link: str = "", link: str = ""
 ) -> Devices:
-    """Return the devices that the options name, as users write them."""
+    """Return the devices that a user's options describe."""
     num, card, num_hosts = count_devices(text)
     if card and not (model or compute):
         raise UserError(
-            f"--devices {text} needs a model with published figures, --as {' | '.join(MODELS)}, "
-            "or --compute 0.4ms/sample,2ms."
+            f"--devices {text} needs a model's compute time: add --as {' | '.join(MODELS)}, or "
+            "write the time as --compute 0.4ms/sample,2ms."
         )
     published = _published(model, card) if model else None
     within = device_link or (link if num_hosts == 1 else "")
@@ -219,7 +219,7 @@ def parse_compute(text: str) -> Compute:
     whole = parse_quantity(one_pass, SECONDS) if comma else 0.0
     if not (each > 0 and whole >= 0):
         raise UserError(
-            f"--compute {text}: write the time of a sample and of a pass, 0.4ms/sample,2ms."
+            f"--compute {text}: write the time of a sample and of a pass as 0.4ms/sample,2ms."
         )
     return Compute(each, whole)
 
@@ -229,7 +229,7 @@ def _published(model: str, card: str) -> Compute:
         raise one_of("model for --as", model, MODELS)
     known = MODELS[model].compute
     if not card:
-        raise UserError(f"--as {model} needs a card: --devices 8x{next(iter(known))}.")
+        raise UserError(f"--as {model} needs a card: add --devices 8x{next(iter(known))}.")
     if card not in known:
-        raise UserError(f"No figures of {model} on {card} are known, only on {', '.join(known)}.")
+        raise UserError(f"ddpnb has no figures of {model} on {card}, only on {', '.join(known)}.")
     return known[card]

@@ -1,4 +1,4 @@
-"""What ``%ddp_inspect`` asks of a rank, and what the rank has measured (all processes)."""
+"""The request that ``%ddp_inspect`` sends to ranks, and their measurements.  (Every process.)"""
 
 from dataclasses import dataclass
 
@@ -11,45 +11,44 @@ from ddpnb.protocol.trace import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectSpec:
-    """What to inspect: a model of the ranks' cells, or a task's."""
+    """The model to inspect: a model from the ranks' cells, or the model of a task."""
 
     model: str = ""
-    """An expression on the ranks, as ``batch`` and ``loss`` are."""
+    """An expression that ranks evaluate, like ``batch`` and ``loss``; empty: a task's model."""
     batch: str = option(
         "",
-        "the model's input on the ranks: a tensor, or a tuple or a dict of its arguments",
+        "the model's input on the ranks: a tensor, or a tuple or dict of arguments",
         example="EXPR",
     )
-    loss: str = option("", "a scalar made of `output`; by default its mean", example="EXPR")
+    loss: str = option("", "a scalar computed from `output`; by default its mean", example="EXPR")
     bucket_caps: tuple[float, ...] = option(
         (),
-        "also with these bucket_cap_mb",
+        "further values of bucket_cap_mb to measure",
         flag="--bucket-cap",
         above=0,
         most_values=9,
         example="MB,MB",
     )
     task: RunSpec | None = None
-    """In place of a model."""
+    """The run of the task to inspect; None: ``model`` names the model."""
     devices: Devices | None = None
-    """Those whose time is computed; None: it is measured."""
+    """The devices to emulate; None: ranks measure the time."""
     finds_unused: bool = False
-    """Whether DDP looks for parameters without a part in the loss: on some rank there are some."""
+    """True if DDP searches for unused parameters, because the loss on some rank lacks some."""
 
     def __post_init__(self) -> None:
         check_options(self)
         beside = [each for each in ("batch", "loss") if getattr(self, each)]
         if beside and not self.model:
-            raise UserError(f"--{beside[0]} goes with a model: a task has its own.")
+            raise UserError(f"--{beside[0]} is for a model: name the model, or remove the option.")
         if self.model and not self.batch:
             raise UserError(
-                f"Name the model's input too, an expression on the ranks: "
-                f"%ddp_inspect {self.model} --batch x."
+                f"Name the model's input on the ranks too: %ddp_inspect {self.model} --batch x."
             )
 
     @property
     def title(self) -> str:
-        """What is inspected, such as ``"model"``, ``"digits"``."""
+        """The name of the inspected model or task, such as ``"model"`` or ``"digits"``."""
         if self.task is None:
             return self.model
         return "the cell's model" if self.task.source else self.task.task
@@ -57,31 +56,31 @@ class InspectSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a rank has found, alone: the model fits the batch, and has gradients."""
+    """The parameters that one rank found, after the model accepted the batch and had gradients."""
 
     parameters: dict[str, tuple[int, ...]]
-    """The shape of each that needs a gradient."""
+    """The shape of each parameter that needs a gradient, by name."""
     unused: tuple[str, ...]
-    """Parameters that had no part in the loss."""
+    """The names of parameters that the loss does not depend on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Gradients that one all-reduce sends."""
+    """The gradients that DDP sends in one all-reduce."""
 
     names: tuple[str, ...]
-    """Of the parameters, as they lie in the bucket."""
+    """The names of the parameters, in the order in which the bucket holds their gradients."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapReport:
-    """What one rank has measured with one value of ``bucket_cap_mb``."""
+    """One rank's measurements with one value of ``bucket_cap_mb``."""
 
     cap_mb: float
     buckets: tuple[Bucket, ...]
-    """Those of the measured steps, in the order in which they are sent."""
+    """The buckets of the measured steps, in the order in which DDP sends them."""
     steps: tuple[tuple[Span, ...], ...]
-    """What the rank did in each measured step."""
+    """The spans of the rank in each measured step."""
     ready_seconds: dict[str, float]
-    """When each gradient was there: after the backward pass began, the median of the steps."""
+    """Seconds from the start of the backward pass to each gradient, the median over the steps."""
