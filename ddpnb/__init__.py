@@ -1,8 +1,8 @@
-"""See data-parallel training from a notebook: start ranks, train, compare, live.
+"""Compare data-parallel training strategies from a notebook.  (Kernel and ranks.)
 
-In a notebook, ``%load_ext ddpnb`` loads the magics; each has its twin in Python here.
-Importing this package imports neither torch nor matplotlib: a public name is looked up when
-it is used, in the kernel or on a rank.
+In a notebook, ``%load_ext ddpnb`` loads the magics.  The functions of this package do the same
+from Python.  Importing the package imports neither torch nor matplotlib.  Python looks up each
+public name on first use, in the kernel or on a rank.
 """
 
 import importlib
@@ -83,9 +83,9 @@ def __getattr__(name: str) -> Any:
     engine = sys.modules.get("ddpnb.rank.engine")
     on_rank = engine is not None and engine.RankEngine.initialized()
     if name == "log" and not on_rank:
-        raise UserError("ddpnb.log works on the ranks: call it in a %%ddp --name NAME cell.")
+        raise UserError("ddpnb.log works only on the ranks. Call it in a %%ddp --name NAME cell.")
     if name != "log" and on_rank:
-        raise UserError(f"ddpnb.{name} works in the notebook, not on the ranks.")
+        raise UserError(f"ddpnb.{name} works only in the notebook. Call it without %%ddp.")
     if on_rank:
         return importlib.import_module("ddpnb.rank.publisher").log
     return getattr(importlib.import_module("ddpnb.api"), name)

@@ -1,4 +1,4 @@
-"""The magics' twins in plain Python (kernel)."""
+"""The Python functions that do the same as the magics (kernel)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,18 +50,18 @@ from ddpnb.twins import twin
 def start(n: int | None = None, **choices: Any) -> Table:
     """Start the ranks and form the process group; the twin of ``%ddp_start``.
 
-    Returns once every rank has finished an all-reduce.  A cluster that is already running
-    is used as it is.
+    ``ddpnb.start(4)`` returns once every rank has finished an all-reduce.  If a cluster is
+    already running, ddpnb uses that cluster unchanged.
 
     Args:
-        n: number of ranks; by default one per GPU, or up to four on the CPU's cores.
+        n: number of ranks.  Default: one rank per GPU, or up to four ranks on the CPU's cores.
         **choices: as listed.
 
     Returns:
         The table of ranks.
 
     Raises:
-        UserError: this machine, or a host, does not offer it.
+        UserError: this machine or a host cannot start these ranks.
     """
     chosen = read_options(HostsSpec, {"n": n} | choices)
     return this_session().start(HostsSpec(**chosen))
@@ -72,31 +72,31 @@ def stop() -> bool:
     """End every process of the cluster; the twin of ``%ddp_stop``.
 
     Returns:
-        Whether a cluster was running.
+        True if a cluster was running.
     """
     return this_session().stop()
 
 
 @twin()
 def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
-    """End ranks and start new ones; their variables are lost.  The twin of ``%ddp_restart``.
+    """End ranks and start new ranks without variables; the twin of ``%ddp_restart``.
 
     Args:
-        n: number of ranks; by default as many as before.
-        ranks: only these, e.g. ``"1"``; the others keep their variables.
+        n: number of new ranks.  Default: the same number as before.
+        ranks: the ranks to replace, e.g. ``"1"``.  All other ranks keep their variables.
     """
     return this_session().restart(n, ranks=ranks)
 
 
 @twin()
 def why() -> str:
-    """Say where every rank is at this moment, with stacks; the twin of ``%ddp_why``."""
+    """Return where every rank is now, with its stack; the twin of ``%ddp_why``."""
     return describe_ranks(this_session().cluster())
 
 
 @twin()
 def status() -> Table:
-    """Return the table of what every rank is doing; the twin of ``%ddp_status``."""
+    """Return a table of the ranks with the state of each rank; the twin of ``%ddp_status``."""
     session = this_session()
     cluster, running = session.cluster(allow_lost=True), session.comparison
     if running is None:
@@ -107,29 +107,29 @@ def status() -> Table:
 
 @twin()
 def interrupt() -> str:
-    """Stop what runs in the background, keep variables; the twin of ``%ddp_interrupt``.
+    """Stop cells and comparisons in the background; the twin of ``%ddp_interrupt``.
 
     Returns:
-        A sentence about what was stopped.
+        A sentence that names the stopped cells and comparisons.  The ranks keep their variables.
     """
     return this_session().interrupt()
 
 
 @twin(options_of(CellOptions))
 def run_cell(source: str, **choices: Any) -> RunningCell | TraceResult | None:
-    """Run a cell on ranks; the twin of ``%%ddp``.
+    """Run a cell on ranks, e.g. ``ddpnb.run_cell("print(rank)")``; the twin of ``%%ddp``.
 
     Args:
-        source: the cell's text; magics, ``!commands`` and ``await`` work.
+        source: the cell's text.  Magics and ``!commands`` work.
         **choices: as listed.
 
     Returns:
-        The running cell if ``wait`` is false; else the trace of a cell that is traced, with
-        ``.plot()``, ``.text()``, ``.save("trace.json")``.
+        The running cell if ``wait`` is false.  The trace if ``trace`` is true, with ``.plot()``,
+        ``.text()`` and ``.save("trace.json")``.  Otherwise None.
 
     Raises:
-        RankError: it failed on a rank.
-        TimeoutError: it took longer than ``timeout``.
+        RankError: the cell failed on a rank.
+        TimeoutError: the cell took longer than ``timeout``.
     """
     options = CellOptions(**read_options(CellOptions, choices))
     return this_session().run_cell(source, options)
@@ -137,7 +137,7 @@ def run_cell(source: str, **choices: Any) -> RunningCell | TraceResult | None:
 
 @twin()
 def debug(rank: int) -> None:
-    """Look into a rank's last error with IPython's debugger; the twin of ``%ddp_debug``."""
+    """Open IPython's debugger at a rank's last error; the twin of ``%ddp_debug``."""
     this_session().run_cell("%debug", CellOptions(ranks=str(rank), debug=rank))
 
 
@@ -152,24 +152,25 @@ def run_script(
 ) -> RunningCell | TraceResult | None:
     """Run a script that was written for ``torchrun`` on the ranks; the twin of ``%ddp_run``.
 
-    It runs in a ``__main__`` of its own.  Where it forms a process group, it has the cluster's.
+    Example: ``ddpnb.run_script("train.py", ["--epochs", "3"])``.  The script runs in a new
+    ``__main__``.  If the script forms a process group, it gets the cluster's process group.
 
     Args:
-        script: its path, from the notebook's folder; the name of a module if ``module`` is true.
-        arguments: its ``sys.argv[1:]``, such as ``["--epochs", "3"]``.
-        module: whether it is a module, as ``torchrun -m`` takes one.
-        keep: whether its variables are those of later cells.
+        script: path from the notebook's folder; a module's name if ``module`` is true.
+        arguments: the script's ``sys.argv[1:]``, such as ``["--epochs", "3"]``.
+        module: True if ``script`` names a module, as with ``torchrun -m``.
+        keep: True if later cells can use the script's variables.
         **choices: as listed.
 
     Returns:
-        The running script if ``wait`` is false; else the trace of a script that is traced.
+        The running script if ``wait`` is false.  The trace if ``trace`` is true.  Otherwise None.
 
     Raises:
-        RankError: it failed on a rank, or ended with an exit code other than 0.
-        TimeoutError: it took longer than ``timeout``.
+        RankError: the script failed on a rank, or ended with an exit code other than 0.
+        TimeoutError: the script took longer than ``timeout``.
     """
     if isinstance(arguments, str) or not isinstance(arguments, Sequence):
-        raise UserError("arguments takes a list of texts, such as ['--epochs', '3'].")
+        raise UserError("arguments must be a list of strings, such as ['--epochs', '3'].")
     path, source = ("", "") if module else read_script(str(script))
     options = CellOptions(**read_options(CellOptions, choices))
     ran = Script(
@@ -180,16 +181,16 @@ def run_script(
 
 @twin()
 def push(ranks: str | None = None, **variables: object) -> None:
-    """Copy variables to the ranks: ``push(a=1, b=2)``; the twin of ``%ddp_push``."""
+    """Copy variables to the ranks: ``ddpnb.push(a=1, b=2)``; the twin of ``%ddp_push``."""
     push_to(this_session().free_cluster(), variables, ranks)
 
 
 @twin()
 def pull(expression: str, *, ranks: str | None = None) -> Any:
-    """Return the value of an expression on the ranks; the twin of ``%ddp_pull``.
+    """Copy a value from the ranks: ``ddpnb.pull("loss")``; the twin of ``%ddp_pull``.
 
     Returns:
-        A dict from rank to value; if ``ranks`` names one rank, its value.
+        A dict from each rank to the expression's value.  If ``ranks`` names one rank, the value.
     """
     cluster = this_session().free_cluster()
     chosen = parse_ranks(ranks, len(cluster.ranks))
@@ -210,28 +211,28 @@ def compare(
 ) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
 
-    Functions and classes of the notebook travel with the names that they use.
+    Example: ``ddpnb.compare("ddp", "async", task="digits")``.  Functions and classes of the
+    notebook are sent to the ranks with the names that they use: ``model=Net, data=load``.
 
     Args:
-        *strategies: ``"ddp"``, with options ``"ddp:hook=fp16"``, or the name of a class in
-            ``source``.
-        source: a cell that defines ``model()`` and ``data(split)``, optionally
-            what docs/your-code.md lists, and a strategy of your own; or a file,
-            ``"cell.py"``.
+        *strategies: names such as ``"ddp"`` or, with an option, ``"ddp:hook=fp16"``; or names of
+            strategy classes in ``source``.
+        source: the text of a cell, or a file such as ``"cell.py"``.  It defines ``model()``,
+            ``data(split)`` and any of the other functions in docs/your-code.md.
         **choices: as listed.
 
     Returns:
-        The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(path)``, and the
-        trained ``.model("ddp")``.  If ``wait``
-        is false, the running comparison, with ``.wait()``, ``.interrupt()``, ``.result``.
+        The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(path)`` and the
+        trained ``.model("ddp")``.  If ``wait`` is false, the running comparison, with
+        ``.wait()``, ``.interrupt()`` and ``.result``.
 
     Raises:
-        UserError: something cannot be trained; nothing has been trained then.
-        RankError: a strategy failed; the others have been trained.
+        UserError: a choice is not possible.  No strategy has been trained.
+        RankError: a strategy failed.  The other strategies have been trained.
     """
     functions = NotebookFunctions.of(choices)
     if functions is not None and source:
-        raise UserError("compare: source= and model= say what is trained: leave one out.")
+        raise UserError("compare: source= and model= both define the training. Remove one of them.")
     cell = functions.source if functions else cell_in(source)
     spec = make_comparison(strategies, choices, source=cell, functions=functions)
     return this_session().compare(spec)
@@ -241,17 +242,16 @@ def compare(
 def source(strategy: str) -> Code:
     """Return the source of a built-in strategy; the twin of ``%ddp_source``.
 
-    A notebook highlights it.  Pasted into a comparison's cell under another name, its class trains
-    like any of your own.
+    To change the strategy, paste its class into a comparison's cell and rename the class.
 
     Args:
         strategy: a name without options, such as ``"ddp-by-hand"``.
 
     Returns:
-        The file, as ``.data``.
+        The source, which a notebook highlights.  ``.data`` is the file's text.
 
     Raises:
-        UserError: there is no such strategy.
+        UserError: the strategy does not exist.
     """
     if strategy not in STRATEGIES:
         raise one_of("strategy", strategy, STRATEGIES)
@@ -263,31 +263,31 @@ def runs(text: str = "", *, last: int | None = None) -> Table:
     """Return the table of stored runs, with ``.to_frame()``; the twin of ``%ddp_runs``.
 
     Args:
-        text: only runs whose name, task or state contains this.
-        last: only this many lines, the newest.
+        text: a text that the name, task or state of each listed run contains.
+        last: number of lines to list, newest first.
     """
     return runs_table(matching(this_session().store.list(), text, last))
 
 
 @twin()
 def details(name: str) -> Details:
-    """Return all that is needed to repeat a comparison; the twin of ``%ddp_runs --show``."""
+    """Return everything needed to repeat a comparison; the twin of ``%ddp_runs --show``."""
     return Details(this_session().store.load(name))
 
 
 @twin()
 def delete(name: str) -> tuple[str, ...]:
-    """Delete stored runs; return their names.  The twin of ``%ddp_runs --delete``."""
+    """Delete stored runs and return their names; the twin of ``%ddp_runs --delete``."""
     return this_session().store.delete(name)
 
 
 @twin(options_of(PlotOptions))
 def plot(*names: str, **choices: Any) -> ComparisonResult:
-    """Return stored runs as one comparison that a notebook draws; the twin of ``%ddp_plot``.
+    """Draw stored runs in one figure: ``ddpnb.plot("race")``; the twin of ``%ddp_plot``.
 
     Args:
-        *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.  Without
-            names, the latest comparison.
+        *names: names as ``ddpnb.runs()`` lists them.  ``"ddp"`` is the latest run of that
+            strategy.  Default: the latest comparison.
         **choices: as listed.
     """
     return this_session().load(names, PlotOptions(**read_options(PlotOptions, choices)))
@@ -295,26 +295,26 @@ def plot(*names: str, **choices: Any) -> ComparisonResult:
 
 @twin()
 def load(*names: str) -> ComparisonResult:
-    """Return stored runs as one comparison: ``load("race").steps()`` is a DataFrame.
+    """Return stored runs as one comparison: ``ddpnb.load("race").steps()`` is a DataFrame.
 
     Args:
-        *names: as ``runs`` lists them.
+        *names: names as ``ddpnb.runs()`` lists them.  Default: the latest comparison.
     """
     return this_session().load(names)
 
 
 @twin()
 def export(name: str, path: Path | str) -> str:
-    """Write stored runs to a file; the twin of ``%ddp_export``.
+    """Write stored runs to a file: ``export("race", "race.csv")``; the twin of ``%ddp_export``.
 
     Args:
-        name: a run or a comparison, as ``runs`` lists them.
-        path: the ending chooses the content.  ``.csv``: one row per step of each worker;
-            ``.runs.csv``: one row per run; ``.html``: the report; ``.png``: the figure;
-            ``.py``: the comparison as a script for torchrun.
+        name: a run or a comparison, as ``ddpnb.runs()`` lists them.
+        path: a file name with an ending that chooses the content.  ``.csv``: one row per step of
+            each worker; ``.runs.csv``: one row per run; ``.html``: the report; ``.png``: the
+            figure; ``.py``: the comparison as a script for torchrun.
 
     Returns:
-        A sentence about what was written; after that of a script, the lines that run it.
+        A sentence about the file.  For a script, the commands that run the script follow.
     """
     return this_session().load([name]).save(path)
 
@@ -324,34 +324,34 @@ def export(name: str, path: Path | str) -> str:
 
 @twin()
 def check(*names: str) -> ReplicaCheck:
-    """Compare the replicas of all ranks; the twin of ``%ddp_check``.
+    """Compare the replicas of all ranks: ``ddpnb.check("model")``; the twin of ``%ddp_check``.
 
-    Nothing on the ranks changes, and no collective is called.
+    The check changes nothing on the ranks and calls no collective.
 
     Args:
-        *names: models, optimizers, tensors, dicts of tensors, or expressions that lead to one;
-            by default all models and optimizers among the ranks' variables.
+        *names: names of models, optimizers, tensors or dicts of tensors, or expressions that
+            return one.  Default: all models and optimizers among the ranks' variables.
 
     Returns:
-        The result: ``.is_same``, ``.sentence()``, ``.table()``.
+        The result, with ``.is_same``, ``.sentence()`` and ``.table()``.
 
     Raises:
-        UserError: there is nothing to compare, or a rank is busy.
+        UserError: the ranks have nothing to compare, or a rank is busy.
     """
     return check_replicas(this_session().idle_cluster(), names)
 
 
 @twin(options_of(SamplerSpec))
 def samples(name: str = "", **choices: Any) -> Handout:
-    """Show which rank gets which samples; the twin of ``%ddp_samples``.
+    """Show which rank gets which samples: ``ddpnb.samples(n=30)``; the twin of ``%ddp_samples``.
 
     Args:
-        name: a sampler or a ``DataLoader`` on the ranks, which is read and not consumed.  By
-            default torch's ``DistributedSampler`` is made there.
+        name: a sampler or a ``DataLoader`` on the ranks, which ddpnb reads without consuming it.
+            Default: ddpnb creates torch's ``DistributedSampler`` on the ranks.
         **choices: as listed.
 
     Returns:
-        The result: ``.plot()``, ``.table()``, ``.text()``, and ``.rows``, an epoch each.
+        The result, with ``.plot()``, ``.table()``, ``.text()`` and ``.rows``, one for each epoch.
     """
     spec = SamplerSpec(expression=name, **read_options(SamplerSpec, choices))
     cluster = this_session().idle_cluster()
@@ -361,19 +361,19 @@ def samples(name: str = "", **choices: Any) -> Handout:
 
 @twin(options_of(CollectiveSpec))
 def show_collective(name: str, *, ranks: str | None = None, **choices: Any) -> CollectiveResult:
-    """Run one collective on the ranks and show what it does; the twin of ``%ddp_show``.
+    """Run one collective on the ranks and show its effect; the twin of ``%ddp_show``.
 
     Args:
         name: ``"all_reduce"``, ``"broadcast"``, ``"reduce"``, ``"scatter"``, ``"gather"``,
             ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` or ``"barrier"``.
-        ranks: those that take part, e.g. ``"0,2-3"``; by default all.
+        ranks: the ranks that take part, e.g. ``"0,2-3"``.  Default: all ranks.
         **choices: as listed.
 
     Returns:
         The result, with ``.plot()`` and ``.text()``.
 
     Raises:
-        UserError: there is no such collective, or an option does not suit it.
+        UserError: the collective does not exist, or does not have an option that you gave.
     """
     cluster, chosen = this_session().free_cluster(), read_options(CollectiveSpec, choices)
     spec = CollectiveSpec(name=name, ranks=parse_ranks(ranks, len(cluster.ranks)), **chosen)
@@ -384,16 +384,16 @@ def show_collective(name: str, *, ranks: str | None = None, **choices: Any) -> C
 
 @twin()
 def last_trace() -> TraceResult:
-    """Return the trace of the latest cell of ``%%ddp --trace``.
+    """Return the trace of the latest ``%%ddp --trace`` cell.
 
     Returns:
-        With ``.plot()``, ``.text()``, and ``.save("trace.json")`` for Perfetto.
+        The trace, with ``.plot()``, ``.text()``, and ``.save("trace.json")`` for Perfetto.
 
     Raises:
         UserError: no cell has been traced.
     """
     if (trace := this_session().last_trace) is None:
-        raise UserError("No cell has been traced: begin one with %%ddp --trace.")
+        raise UserError("No cell has been traced. Begin a cell with %%ddp --trace.")
     return trace
 
 
@@ -401,14 +401,15 @@ def last_trace() -> TraceResult:
 def inspect(
     model: str = "", *, source: str = "", run: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:
-    """Return what happens in a training step; the twin of ``%ddp_inspect``.
+    """Measure the parts of a training step; the twin of ``%ddp_inspect``.
 
-    All is measured on a copy: models, gradients, optimizers and random numbers stay as they are.
+    Example: ``ddpnb.inspect("model", batch="x", loss="f(output, y)")``.  ddpnb measures copies:
+    models, gradients, optimizers and random numbers stay unchanged.
 
     Args:
-        model: a model, or a DDP, of the ranks' cells; by default a task is inspected.
+        model: a model or a DDP module that a cell created on the ranks.  Default: a task's model.
         source: a cell that defines ``model()`` and ``data(split)``.
-        run: in place of a step: versions in a stored run of async.
+        run: a stored run of async: show its versions instead of measuring a step.
         **choices: as listed.
 
     Returns:
@@ -424,7 +425,7 @@ def inspect(
         given |= {"source": source, "cell": this_cell_number()}
     if run:
         if model or given or own:
-            raise UserError(f"--run {run} draws what is stored: leave the other options out.")
+            raise UserError(f"--run {run} draws a stored run. Remove the other options.")
         return async_inspection(session.load([run]).comparison)
     training = training_to_inspect(model, given, session.last_training)
     return inspect_step(session.idle_cluster(), InspectSpec(model=model, **own), training)
@@ -437,15 +438,15 @@ def predict(
     """Predict throughput on other numbers of ranks; the twin of ``%ddp_predict``.
 
     Args:
-        ranks: numbers of ranks, ``[1, 2, 64]`` or ``"1,2,64"``.
-        run: the comparison to calibrate on; by default the last that can be used.
+        ranks: numbers of ranks, such as ``[1, 2, 64]`` or ``"1,2,64"``.
+        run: the comparison to calibrate on.  Default: the latest comparison that ddpnb can use.
         **choices: as listed.
 
     Returns:
         The result, with ``.table()``, ``.plot()``, ``.save(path)``, ``.prediction``.
 
     Raises:
-        UserError: there is nothing to calibrate on, or the question makes no sense.
+        UserError: no comparison is suitable for calibration, or the options contradict each other.
     """
     question = Question(**read_options(Question, {"ranks": ranks} | choices))
     return predicted(this_session().store, question, run)
@@ -453,10 +454,10 @@ def predict(
 
 @twin()
 def advise() -> Table:
-    """Recommend a strategy for where the ranks live; the twin of ``%ddp_advise``.
+    """Recommend a strategy for the ranks' hosts and devices; the twin of ``%ddp_advise``.
 
     Returns:
-        The known table, in which this machine is marked.
+        The table of strategies by hosts and connections, with this machine marked.
 
     Raises:
         UserError: no cluster is running.

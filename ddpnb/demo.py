@@ -1,4 +1,4 @@
-"""The first lesson's comparisons without a browser: ``python -m ddpnb.demo [folder]`` (kernel)."""
+"""Run the first lesson without a browser: ``python -m ddpnb.demo [folder]`` (kernel)."""
 
 import sys
 import time
@@ -12,9 +12,9 @@ def main(folder: str = "demo") -> None:
     """Run three comparisons of the first lesson, print their tables and save them.
 
     Args:
-        folder: where ``comparison.html``, ``.png`` and ``.runs.csv`` are written: of eight emulated
-            V100, in ``network/`` of the same over a slow network, and in ``cores/`` of two ranks on
-            this machine's own cores.
+        folder: the folder for ``comparison.html``, ``.png`` and ``.runs.csv`` of eight emulated
+            V100.  The comparison over a slow network is saved in ``network/``, the comparison of
+            two ranks on this machine's cores in ``cores/``.
     """
     start = time.monotonic()
     try:
@@ -42,7 +42,7 @@ def main(folder: str = "demo") -> None:
 
 
 def compare(*strategies: str, **options: object) -> ComparisonResult:
-    """Train strategies on the digits."""
+    """Compare strategies on the task ``digits``."""
     result = api.compare(*strategies, task="digits", **options)  # type: ignore[arg-type]
     assert isinstance(result, ComparisonResult)  # wait is true
     return result

@@ -1,4 +1,4 @@
-"""What makes a function the twin of a magic in Python (kernel)."""
+"""The decorator of the Python functions that do the same as magics (kernel)."""
 
 import functools
 import inspect
@@ -19,10 +19,10 @@ CHOICES = "    **choices: as listed."
 def twin(
     *groups: Mapping[str, Option],
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Have a function take the options of specs as ``**choices``.
+    """Return a decorator that adds the options in ``groups`` to a function's signature and help.
 
-    The options are in its signature and its help.  An argument that is unknown or missing raises a
-    ``UserError``; the function reads the options itself.
+    The function gets the options as ``**choices`` and reads them.  An unknown or missing argument
+    raises a ``UserError``.
     """
     options = {name: each for group in groups for name, each in group.items()}
 
@@ -42,12 +42,12 @@ def twin(
                 signature.bind(*args, **kwargs)
             except TypeError as error:
                 unknown = next((name for name in kwargs if name not in signature.parameters), "")
-                if unknown in options:  # the name of the spec's field, as in a DataFrame
+                if unknown in options:  # the field's name, which a DataFrame's columns have
                     near = options[unknown].keyword
                 else:
                     near = closest(unknown, list(signature.parameters))
                 name = function.__name__
-                advice = f"did you mean {near}?" if near else f"ddpnb.{name}? explains it."
+                advice = f"did you mean {near}?" if near else f"type ddpnb.{name}? for help."
                 raise UserError(f"{name}: {error}; {advice}") from None
             return function(*args, **kwargs)
 
@@ -61,8 +61,8 @@ def twin(
 
 
 def _help_in_python(option: Option) -> str:
-    """Return an option's line of help, after a value of which it is true."""
+    """Return an option's help, with an example value in front if the option takes a value."""
     if option.default is True:
         return f"False: {option.meaning}"
-    is_value = any(map(str.isdigit, option.example))  # else a word in capitals
+    is_value = any(map(str.isdigit, option.example))  # otherwise a placeholder in capitals
     return f'"{option.example}": {option.meaning}' if is_value else option.meaning

@@ -1,1 +1,1 @@
-"""The magics: text to options to one call of the session (kernel)."""
+"""The magics: each parses its line and calls a function of the session (kernel)."""

@@ -1,4 +1,4 @@
-"""The arguments of the magics: how they are declared, parsed and explained (kernel)."""
+"""Declares, parses and explains the arguments of the magics (kernel)."""
 
 import argparse
 import re
@@ -16,15 +16,15 @@ from ddpnb.protocol.options import Option
 
 
 def flags(magic: object) -> list[str]:
-    """Return the options of a magic, as they are written."""
+    """Return the options of a magic with their dashes, such as ``--ranks``."""
     parser: argparse.ArgumentParser | None = getattr(magic, "parser", None)
     return re.findall(r"\[(--?[a-z][\w-]*)", parser.format_usage()) if parser else []
 
 
 def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False) -> Namespace:
-    """Parse a magic's line; a UserError names the word that is wrong, and the problem.
+    """Parse a magic's line; a UserError names the wrong word and the problem.
 
-    ``unquote``: remove quotation marks as a shell does; by default they are part of the words.
+    ``unquote``: remove quotation marks, as a shell does.  By default, words keep the marks.
     """
     parser: argparse.ArgumentParser = magic.parser  # type: ignore[attr-defined]
     parser.allow_abbrev = False  # --ranks is not --ranks-per-host
@@ -32,23 +32,23 @@ def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False)
     try:
         parsed, unknown = parser.parse_known_args(arg_split(line, posix=unquote))
     except UsageError as error:
-        raise UserError(f"{error}; %{name}? explains it.") from None
-    except ValueError as error:  # an unclosed quotation
+        raise UserError(f"{error}. Type %{name}? for help.") from None
+    except ValueError as error:  # a quotation mark is not closed
         raise UserError(f"{error} in {line.strip()!r}.") from None
     if unknown:
         word, known = unknown[0].partition("=")[0], flags(magic)
         if not word.startswith("-"):
             raise UserError(
-                f"{name} has no use for {word}: options begin with dashes, and several values of "
-                f"one are joined by commas, without spaces; %{name}? explains it."
+                f"{name}: unexpected argument {word}. Options start with --. Separate several "
+                f"values with commas, without spaces. Type %{name}? for help."
             )
         if word in ("--attach", "--detach"):
             raise UserError(
-                f"{name} has no option {word}: ranks end with their kernel; a script of "
-                "%ddp_export goes on under torchrun."
+                f"{name} has no option {word}: ranks end with their kernel. To train without a "
+                "notebook, write a script for torchrun with %ddp_export."
             )
         near = closest(word, known)
-        advice = f"did you mean {near}?" if near else f"its options are: {', '.join(known)}."
+        advice = f"did you mean {near}?" if near else f"the options are {', '.join(known)}."
         raise UserError(f"{name} has no option {word}; {advice}")
     return parsed
 
@@ -56,15 +56,15 @@ def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False)
 def no_arguments(magic: str, line: str) -> None:
     """Raise a UserError if there are arguments."""
     if line.strip():
-        raise UserError(f"{magic} takes no arguments, but was given {line.strip()!r}.")
+        raise UserError(f"{magic} takes no arguments. Remove {line.strip()!r}.")
 
 
 VALUES: dict[str, tuple[str, ...]] = {}
-"""What Tab offers after an option that has a declaration."""
+"""The values that Tab offers after each option."""
 
 
-class options(ArgDecorator):  # noqa: N801  as IPython's own
-    """Adds options of a spec to a magic, grouped under their headings."""
+class options(ArgDecorator):  # noqa: N801  lowercase, as IPython's decorators
+    """A decorator that adds options of a spec to a magic, grouped under headings."""
 
     def __init__(self, chosen: Mapping[str, Option]) -> None:
         self._options = chosen.values()
@@ -80,7 +80,7 @@ class options(ArgDecorator):  # noqa: N801  as IPython's own
 
 
 def catalogue_text() -> str:
-    """Return the strategies and tasks with their options, for the end of a help text."""
+    """Return all strategies and tasks with their options, for the end of a help text."""
     lines: list[str] = []
     for heading, entries in (("strategies", STRATEGIES), ("tasks", TASKS)):
         lines += ["", f"{heading}:"]

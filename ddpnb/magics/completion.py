@@ -1,7 +1,7 @@
 """Tab and Shift+Tab, in lines of the magics and in cells that run on the ranks (kernel).
 
-A rank completes and describes its own variables.  Where it is busy, or does not answer at once,
-the notebook does it, as in all other cells.
+A rank completes and describes its variables.  If the rank is busy or does not answer at once,
+the notebook completes with its own variables, as in all other cells.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from ddpnb.protocol.trace import SHOWN, TRACE
 from ddpnb.session.session import this_session
 
 PRIORITY = 100
-"""Before IPython's own matchers, which then need not look."""
+"""The priority of ddpnb's matcher, which runs before IPython's matchers."""
 
 CELL = re.compile(r"\s*%%(?:rank[ \t]+(\d*)|ddp(?=[ \t]|$)(?:.*--ranks[ =](\d+))?)", re.MULTILINE)
-"""The magic of a cell that runs on ranks, and the first rank that it names."""
+"""Matches the magic of a cell that runs on ranks, and the first rank that the magic names."""
 
 PULL = re.compile(
     r"[ \t]*(?:[^\W\d]\w*[ \t]*=[ \t]*)?%ddp_(?:pull|check|inspect|samples)[ \t]+"
     r"((?:.*[ \t])?(?!-)\S*)"
 )
-"""A line whose names are of the ranks, up to a place in it where no option begins."""
+"""Matches a magic's line with names of the ranks' variables, up to a word that is no option."""
 
 PULL_OPTION = re.compile(r"--(?:ranks[ =]+(\d*)\S*|as[ =]+\S*)[ \t]+")
 
@@ -53,7 +53,7 @@ class Completion:
         self._kernel: Any = getattr(shell, "kernel", None)
 
     def install(self) -> None:
-        """Take part in completion, and in the kernel's answers to Shift+Tab."""
+        """Add ddpnb to IPython's completion and to the kernel's answers to Shift+Tab."""
         self.remove()
 
         @context_matcher(priority=PRIORITY)  # type: ignore[untyped-decorator]
@@ -65,14 +65,14 @@ class Completion:
             self._kernel.do_inspect = self.inspect
 
     def remove(self) -> None:
-        """Leave both to IPython; may be called twice."""
+        """Remove ddpnb from completion and from Shift+Tab; may be called twice."""
         matchers = self._shell.Completer.custom_matchers
         matchers[:] = [m for m in matchers if getattr(m, "__name__", "") != "ddpnb_matcher"]
         if self._kernel is not None:
             vars(self._kernel).pop("do_inspect", None)
 
     def complete(self, context: CompletionContext) -> SimpleMatcherResult:
-        """Return what a rank completes, or what may follow in a magic's line."""
+        """Return a rank's completions, or the completions of a magic's line."""
         lines = context.full_text.split("\n")[: context.cursor_line]
         offset = sum(len(line) + 1 for line in lines) + context.cursor_position
         asked = self._asked(context.full_text, offset)
@@ -83,7 +83,7 @@ class Completion:
             found = [SimpleCompletion(text, type=kind) for text, kind in texts]
         if not found:
             *words, fragment = context.line_with_cursor[: context.cursor_position].split(" ")
-            while words and not words[0].startswith("%"):  # as in: result = %ddp_compare
+            while words and not words[0].startswith("%"):  # skips "result =" in front of a magic
                 words.pop(0)
             follow = following(self._magics, words, self._shell.user_ns, fragment) if words else ()
             found = [each for each in follow if each.text.startswith(fragment)]
@@ -107,7 +107,7 @@ class Completion:
         return usual(self._kernel, code, cursor_pos, detail_level, omit_sections)
 
     def _asked(self, source: str, offset: int) -> "Place | None":
-        """Return a place in a cell as the rank that it runs on sees it; None if it has none."""
+        """Return the place as the cell's rank sees it; None if the cell runs on no rank."""
         magic = CELL.match(source)
         pulled = PULL.fullmatch(source[:offset].rpartition("\n")[2])
         if pulled is not None and magic is None:
@@ -118,9 +118,9 @@ class Completion:
             return None
         named = magic[1] or magic[2]
         begin = magic.end() + len(source[magic.end() :].partition("\n")[0])
-        if blank := BLANK_LINES.match(source, begin):  # after them IPython completes nothing
+        if blank := BLANK_LINES.match(source, begin):  # IPython completes nothing after them
             begin = blank.end()
-        if offset <= begin:  # in the magic's own line
+        if offset <= begin:  # in the line of the magic
             return None
         return Place(source[begin:], offset - begin, int(named) if named else None)
 
@@ -140,19 +140,19 @@ class Place(NamedTuple):
 def following(
     magics: object, words: list[str], namespace: dict[str, object], prefix: str
 ) -> Iterator[SimpleCompletion]:
-    """Yield what may follow in a line, names before options; nothing in lines of other magics.
+    """Yield the completions of a line, names before options; none for magics of other packages.
 
-    ``words`` are the line's complete words so far, ``prefix`` the beginning of the next one, and
-    ``namespace`` the notebook's variables.
+    ``words`` are the complete words of the line, ``prefix`` is the beginning of the next word, and
+    ``namespace`` has the notebook's variables.
     """
     name = words[0].lstrip("%")
     if not name.startswith(("ddp", "rank")):
         return
     if name == "ddp_run" and any(word.endswith(".py") for word in words):
-        return  # the script's own arguments
+        return  # the script's arguments follow
     magic = getattr(magics, name, None)
     found: Offered | None = ("", ())
-    with contextlib.suppress(UserError):  # the store cannot be read, or has no such run
+    with contextlib.suppress(UserError):  # the store cannot be read, or does not have the run
         found = values(words, prefix)
         kind, texts = found or names(name, namespace, prefix)
         yield from (SimpleCompletion(text, type=kind) for text in texts)
@@ -161,11 +161,11 @@ def following(
 
 
 Offered = tuple[str, Iterable[str]]
-"""Completions, after the kind that a notebook shows beside them."""
+"""The kind of the completions, which a notebook shows beside them, and the completions."""
 
 
 def values(words: Sequence[str], prefix: str) -> Offered | None:
-    """Return the values of an option at the end of a line; None where there are none to list."""
+    """Return the values of an option at the end of a line; None if ddpnb cannot list them."""
     match words[-1]:
         case "--profile":
             return "profile", profiles()
@@ -181,7 +181,7 @@ def values(words: Sequence[str], prefix: str) -> Offered | None:
 
 
 def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:
-    """Return the names in a table, or after a name and a colon its options and their values."""
+    """Return the names in a table.  After a name and a colon, return its options and values."""
     name, colon, options_text = prefix.partition(":")
     if not colon or name not in entries:
         return entries
@@ -195,7 +195,7 @@ def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:
 
 
 def names(magic: str, namespace: Mapping[str, object], prefix: str) -> Offered:
-    """Return the names that a magic takes: strategies, runs, variables."""
+    """Return the names that a magic takes, such as strategies, runs or variables."""
     match magic:
         case "ddp_compare":
             return "strategy", choices(STRATEGIES, prefix)

@@ -1,4 +1,4 @@
-"""The magics: each parses its line, and calls its twin in ``ddpnb.api`` or the session (kernel)."""
+"""The magics: each parses its line and calls ``ddpnb.api`` or the session (kernel)."""
 
 from argparse import REMAINDER
 from typing import TYPE_CHECKING, Any
@@ -36,13 +36,13 @@ from ddpnb.session.variables import push
 if TYPE_CHECKING:
     from ddpnb.magics.panel import Panel
 
-RANKS = "the ranks, such as 0,2-3; by default all"
-RUNS = "as %%ddp_runs lists them"
+RANKS = "the ranks, such as 0,2-3; default: all ranks"
+RUNS = "a run or a comparison, as %%ddp_runs lists them"
 
 
 @magics_class
 class DdpMagics(Magics):
-    """The magics of ddpnb; ``%ddp_start?`` explains one."""
+    """The magics of ddpnb.  Type ``%ddp_start?`` for the help of ``%ddp_start``."""
 
     shell: InteractiveShell
 
@@ -55,17 +55,17 @@ class DdpMagics(Magics):
     @options(options_of(HostsSpec))
     @line_magic
     def ddp_start(self, line: str) -> None:
-        """Start the ranks and form the process group.
+        """Start the ranks and form the process group: ``%ddp_start -n 4``.
 
-        It returns once every rank has finished an all-reduce.  A cluster that is already
-        running is used as it is.
+        The magic returns once every rank has finished an all-reduce.  If a cluster is already
+        running, ddpnb uses that cluster unchanged.
 
-        ``--devices 8xV100 --as resnet50`` starts eight ranks, and has all comparisons compute the
-        time of such devices, unless they say ``--devices real``: docs/emulated-devices.md.
+        Emulated devices (docs/emulated-devices.md): ``--devices 8xV100 --as resnet50`` starts eight
+        ranks.  All comparisons then compute these devices' time, except with ``--devices real``.
 
-        ``--hosts a:4,b:4`` starts four ranks on each of two hosts that ssh reaches,
-        ``--engines slurm -n 16 --ranks-per-host 8`` sixteen in a job of two, ``--profile NAME``
-        as a profile of ipyparallel says: docs/hosts.md.
+        Other hosts (docs/hosts.md): ``--hosts a:4,b:4`` starts four ranks on each of two hosts over
+        ssh.  ``--engines slurm -n 16 --ranks-per-host 8`` starts 16 ranks in a Slurm job on two
+        hosts.  ``--profile NAME`` starts the ranks with a profile of ipyparallel.
         """
         choices, display = vars(arguments(self.ddp_start, line)), LiveDisplay()
         spec = HostsSpec(**read_options(HostsSpec, choices))
@@ -73,25 +73,25 @@ class DdpMagics(Magics):
 
     @line_magic
     def ddp_status(self, line: str) -> None:
-        """Show what every rank is doing."""
+        """Show the state of every rank: ``%ddp_status``."""
         no_arguments("%ddp_status", line)
         display(api.status())
 
     @line_magic
     def ddp_stop(self, line: str) -> None:
-        """End every process of the cluster."""
+        """End every process of the cluster: ``%ddp_stop``."""
         no_arguments("%ddp_stop", line)
         was_running = api.stop()
         print("The cluster has stopped." if was_running else "No cluster was running.")
 
     @magic_arguments()
-    @argument("-n", type=int, help="number of ranks; by default as before")
-    @argument("--ranks", help="replace only these; the others keep their variables")
+    @argument("-n", type=int, help="number of ranks; default: the same number as before")
+    @argument("--ranks", help="the ranks to replace; all other ranks keep their variables")
     @line_magic
     def ddp_restart(self, line: str) -> None:
-        """End the ranks and start new ones; their variables are lost.
+        """End the ranks and start new ranks without variables: ``%ddp_restart``.
 
-        ``%ddp_restart --ranks 1`` replaces one rank, dead or alive.
+        ``%ddp_restart --ranks 1`` replaces only rank 1, dead or alive.
         """
         args, display = arguments(self.ddp_restart, line), LiveDisplay()
         progress = display.show_text
@@ -99,15 +99,15 @@ class DdpMagics(Magics):
 
     @line_magic
     def ddp_why(self, line: str) -> None:
-        """Show where every rank is right now: cell, line, collective, stack."""
+        """Show where every rank is now, by cell, line, collective and stack: ``%ddp_why``."""
         no_arguments("%ddp_why", line)
         print(api.why())
 
     @line_magic
     def ddp_interrupt(self, line: str) -> None:
-        """Stop what runs on the ranks in the background; variables are kept.
+        """Stop cells and comparisons that run in the background: ``%ddp_interrupt``.
 
-        In the background run cells and comparisons started with ``--no-wait`` or by the panel.
+        ``--no-wait`` and ``%ddp_panel`` start background work.  The ranks keep their variables.
         To stop a cell that the notebook waits for, interrupt the kernel (the square button).
         """
         no_arguments("%ddp_interrupt", line)
@@ -117,50 +117,50 @@ class DdpMagics(Magics):
     @options(options_of(CellOptions))
     @cell_magic
     def ddp(self, line: str, cell: str) -> Any:
-        """Run the cell on the ranks.
+        """Run the cell on all ranks, or on some: ``%%ddp --ranks 0,2-3``.
 
-        ``rank``, ``local_rank``, ``world_size`` and ``device`` are defined there.  Each
-        line of output is labelled with its rank; equal lines are shown once, as [0-3].
+        The cell can use ``rank``, ``local_rank``, ``world_size`` and ``device``.  Each line of
+        output has a label with its rank.  Equal lines are shown once, with a label like [0-3].
         """
         source = with_magic_line(f"%%ddp {line}", cell)
         return api.run_cell(source, **vars(arguments(self.ddp, line)))
 
     @magic_arguments()
-    @argument("script", help="its path, from the notebook's folder; with -m a module's name")
-    @argument("arguments", nargs=REMAINDER, help="its own arguments")
+    @argument("script", help="path from the notebook's folder; with -m a module's name")
+    @argument("arguments", nargs=REMAINDER, help="arguments of the script")
     @argument("-m", dest="module", action="store_true", help="run a module, as torchrun -m does")
-    @argument("-i", dest="keep", action="store_true", help="keep its variables for later cells")
+    @argument("-i", dest="keep", action="store_true", help="keep the script's variables")
     @options(options_of(CellOptions))
     @line_magic
     def ddp_run(self, line: str) -> Any:
         """Run a script for torchrun on the ranks: ``%ddp_run train.py --epochs 3``.
 
-        It runs unchanged, in a ``__main__`` of its own; where it forms a process group, it has the
-        cluster's.  Options of ``%ddp_run`` stand before it: ``%ddp_run --timeout 60 train.py``.
+        The script runs unchanged, in a new ``__main__``, and uses the cluster's process group.
+        Write the options of ``%ddp_run`` before the script: ``%ddp_run --timeout 60 train.py``.
         """
         if not line.strip():
-            raise UserError("Name the script: %ddp_run train.py --epochs 3.")
+            raise UserError("%ddp_run needs a script: %ddp_run train.py --epochs 3.")
         return api.run_script(**vars(arguments(self.ddp_run, line, unquote=True)))
 
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
         """Run the cell on some ranks: ``%%rank 0`` or ``%%rank 0,2-3``."""
         if not line.strip():
-            raise UserError("Name the ranks: %%rank 0, or %%rank 0,2-3.")
+            raise UserError("%%rank needs the ranks to run on: %%rank 0, or %%rank 0,2-3.")
         api.run_cell(with_magic_line(f"%%rank {line}", cell), ranks=line.strip())
 
     @line_magic
     def ddp_exercise(self, line: str) -> None:
-        """Check an exercise of the lessons, and give a hint: ``%ddp_exercise 3.2``."""
+        """Check your answer to an exercise, or show a hint: ``%ddp_exercise 3.2``."""
         print(check_exercise(line.strip(), self.shell.user_ns))
 
     @magic_arguments()
-    @argument("rank", type=int, help="one rank; the others keep their variables")
+    @argument("rank", type=int, help="the rank to debug; all ranks keep their variables")
     @line_magic
     def ddp_debug(self, line: str) -> None:
-        """Look into a rank's last error in a cell with IPython's debugger: ``%ddp_debug 1``.
+        """Open IPython's debugger at a rank's last error in a cell: ``%ddp_debug 1``.
 
-        To stop at a line, write ``breakpoint()`` there and run the cell with ``%%ddp --debug 1``.
+        To stop at a line, insert ``breakpoint()`` and run the cell with ``%%ddp --debug 1``.
         """
         api.debug(arguments(self.ddp_debug, line).rank)
 
@@ -173,18 +173,18 @@ class DdpMagics(Magics):
         args = arguments(self.ddp_push, line)
         here = self.shell.user_ns
         if missing := [name for name in args.names if name not in here]:
-            raise UserError(f"The notebook has no variable {', '.join(missing)}.")
+            raise UserError(f"The notebook has no variable {', '.join(missing)}. Define it first.")
         push(this_session().free_cluster(), {name: here[name] for name in args.names}, args.ranks)
 
     @magic_arguments()
-    @argument("expression", nargs="+", help="evaluated on the ranks; usually a variable")
+    @argument("expression", nargs="+", help="a variable or an expression to evaluate on the ranks")
     @argument("--ranks", help=RANKS)
-    @argument("--as", dest="name", metavar="NAME", help="assign it to this notebook variable")
+    @argument("--as", dest="name", metavar="NAME", help="the notebook variable for the result")
     @line_magic
     def ddp_pull(self, line: str) -> Any:
         """Copy a value from the ranks: ``%ddp_pull loss --ranks 0 --as loss``.
 
-        The result is a dict from rank to value; if ``--ranks`` names one rank, its value.
+        The result is a dict from rank to value.  If ``--ranks`` names one rank, it is the value.
         """
         args = arguments(self.ddp_pull, line)
         value = api.pull(" ".join(args.expression), ranks=args.ranks)
@@ -201,21 +201,21 @@ class DdpMagics(Magics):
     @kwds(epilog=catalogue_text())
     @line_cell_magic
     def ddp_compare(self, line: str, cell: str = "") -> Any:
-        """Train strategies on the same task and compare them, drawn live.
+        """Train strategies on one task and compare them live: ``%ddp_compare ddp --task digits``.
 
-        The cell defines ``model()`` and ``data(split)``, where split is "train" or "test".
-        It may also define ``loss(outputs, targets)``, ``training_step(model, batch)``,
-        ``metric(outputs, targets)``, ``optimizer(params)``: docs/your-code.md.  Without a
-        cell, ``--task`` names a built-in task.  A strategy may have options, as in
-        ``ddp:hook=fp16``, and may be a class in the cell, as in ``Averaging:every=2``.
+        Without a cell, ``--task`` names a built-in task.  A ``%%ddp_compare`` cell defines your
+        task: ``model()`` and ``data(split)``, with split "train" or "test".  Optionally it defines
+        ``loss(outputs, targets)``, ``training_step(model, batch)``, ``metric(outputs, targets)``
+        and ``optimizer(params)``: docs/your-code.md.  A strategy can have options, such as
+        ``ddp:hook=fp16``, and can be a class in the cell, such as ``Averaging:every=2``.
         """
         return this_session().compare(comparison_of(line, cell))
 
     @line_magic
     def ddp_panel(self, line: str) -> None:
-        """Show controls for ``%ddp_compare``; it trains in the background.
+        """Show controls for ``%ddp_compare``, which then trains in the background: ``%ddp_panel``.
 
-        The task may also be that of the latest ``%%ddp_compare`` cell.
+        After a ``%%ddp_compare`` cell, the panel also offers the latest cell's task.
         """
         no_arguments("%ddp_panel", line)
         if self.panel is None:
@@ -225,14 +225,14 @@ class DdpMagics(Magics):
         self.panel.show()
 
     @magic_arguments()
-    @argument("names", metavar="name", nargs="*", help=f"a run or a comparison, {RUNS}")
+    @argument("names", metavar="name", nargs="*", help=RUNS)
     @options(options_of(PlotOptions))
     @line_magic
     def ddp_plot(self, line: str) -> Any:
         """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``.
 
-        Without a name: the comparison that trains, as after the page was loaded anew, or else the
-        latest one.
+        Without a name, the magic shows the comparison that is training, for example after you
+        reload the page.  If no comparison is training, it shows the latest.
         """
         choices = vars(arguments(self.ddp_plot, line))
         names = choices.pop("names")
@@ -243,11 +243,11 @@ class DdpMagics(Magics):
         return result
 
     @magic_arguments()
-    @argument("name", help=f"a run or a comparison, {RUNS}")
-    @argument("path", help="the file")
+    @argument("name", help=RUNS)
+    @argument("path", help="the file; the ending of the name chooses the content")
     @line_magic
     def ddp_export(self, line: str) -> None:
-        """Write stored runs to a file; its ending chooses what.
+        """Write stored runs to a file: ``%ddp_export race race.csv``.
 
         ``.csv``: every step; ``.runs.csv``: a line per run; ``.html``: the report; ``.png``: the
         figure; ``.py``: the comparison as a script for torchrun, which needs only torch.
@@ -256,15 +256,15 @@ class DdpMagics(Magics):
         print(api.export(args.name, args.path))
 
     @magic_arguments()
-    @argument("text", nargs="*", help="only runs whose name, task or state contains this")
-    @argument("--last", metavar="N", type=int, help="only this many lines, the newest")
-    @argument("--show", metavar="NAME", help="show all that is needed to repeat a comparison")
-    @argument("--delete", metavar="NAME", help="delete runs and their weights")
+    @argument("text", nargs="*", help="list only runs with this text in name, task or state")
+    @argument("--last", metavar="N", type=int, help="number of lines to list, newest first")
+    @argument("--show", metavar="NAME", help="show everything needed to repeat a comparison")
+    @argument("--delete", metavar="NAME", help="delete these runs and their weights")
     @line_magic
     def ddp_runs(self, line: str) -> None:
-        """List stored runs; show or delete some.
+        """List stored runs: ``%ddp_runs ddp --last 9``.
 
-        ``%ddp_runs ddp --last 9``, ``%ddp_runs --show race``, ``%ddp_runs --delete race/async``.
+        Show a comparison: ``%ddp_runs --show race``.  Delete runs: ``%ddp_runs --delete race/ddp``.
         """
         args = arguments(self.ddp_runs, line)
         if args.delete:
@@ -280,7 +280,7 @@ class DdpMagics(Magics):
     def ddp_source(self, line: str) -> None:
         """Show the source of a strategy: ``%ddp_source ddp-by-hand``.
 
-        Pasted into a comparison's cell under another name, its class trains like any of your own.
+        To change the strategy, paste its class into a comparison's cell and rename the class.
         """
         display(api.source(arguments(self.ddp_source, line).strategy))
 
@@ -292,37 +292,37 @@ class DdpMagics(Magics):
     def ddp_check(self, line: str) -> ReplicaCheck:
         """Compare the replicas of all ranks: ``%ddp_check model optimizer``.
 
-        Parameters, buffers, gradients and the optimizer's state: whether they are the same on all
-        ranks, what the first difference is, and what has probably led to it.
-        Without names all models and optimizers are compared.  Nothing on the ranks changes.
+        ddpnb compares parameters, buffers, gradients and the optimizer's state.  The result names
+        the first difference and its probable cause.  Without names, ddpnb compares all models and
+        optimizers.  The check changes nothing on the ranks.
         """
         return api.check(*arguments(self.ddp_check, line).names)
 
     @magic_arguments()
-    @argument("name", nargs="?", default="", help="a sampler or a DataLoader")
+    @argument("name", nargs="?", default="", help="a sampler or a DataLoader on the ranks")
     @options(options_of(SamplerSpec))
     @line_magic
     def ddp_samples(self, line: str) -> Handout:
         """Show which rank gets which samples: ``%ddp_samples -n 30 --shuffle --no-set-epoch``.
 
-        Torch's own ``DistributedSampler`` hands them out, on the ranks.  ``%ddp_samples loader``
-        reads a sampler or a ``DataLoader`` of the ranks without consuming it; ``-n``,
-        ``--drop-last`` and ``--shuffle`` are its own then.
+        Without a name, torch's ``DistributedSampler`` on the ranks chooses the samples.
+        ``%ddp_samples loader`` reads a sampler or a ``DataLoader`` of the ranks without consuming
+        it.  Then ``-n``, ``--drop-last`` and ``--shuffle`` follow from that loader.
         """
         return api.samples(**vars(arguments(self.ddp_samples, line)))
 
     @magic_arguments()
     @argument("name", metavar="collective", help=" | ".join((*SHOWN, TRACE)))
-    @argument("--ranks", help="those that take part, e.g. 0,2-3; by default all")
+    @argument("--ranks", help="the ranks that take part, e.g. 0,2-3; default: all ranks")
     @options(options_of(CollectiveSpec))
-    @argument("--save", metavar="FILE", default="", help="trace: .json for Perfetto, .png, .svg")
+    @argument("--save", metavar="FILE", default="", help="trace as .json (Perfetto), .png, .svg")
     @line_magic
     def ddp_show(self, line: str) -> Any:
-        """Run a collective on the ranks and draw what it does: ``%ddp_show all_reduce``.
+        """Run a collective on the ranks and draw its effect: ``%ddp_show all_reduce``.
 
-        Each rank's tensor before and after, time and bytes sent, beside the algorithm's formula.
-        ``%ddp_show trace`` draws the latest cell of ``%%ddp --trace`` again, ``--save FILE`` saves
-        it.
+        The result shows each rank's tensor before and after, the time, the bytes sent, and the
+        algorithm's formula.  ``%ddp_show trace`` draws the trace of the latest ``%%ddp --trace``
+        cell again, and ``%ddp_show trace --save FILE`` saves the trace.
         """
         choices = vars(arguments(self.ddp_show, line))
         path = choices.pop("save")
@@ -330,22 +330,22 @@ class DdpMagics(Magics):
             trace = api.last_trace()
             return trace.save(path) if path else trace
         if path:
-            raise UserError("--save belongs to %ddp_show trace.")
+            raise UserError("--save works only with a trace: %ddp_show trace --save FILE.")
         return api.show_collective(**choices)
 
     @magic_arguments()
-    @argument("model", nargs="?", default="", help="a model, or a DDP, of the ranks' cells")
+    @argument("model", nargs="?", default="", help="a model or a DDP module on the ranks")
     @options(options_of(InspectSpec))
-    @argument("--run", metavar="NAME", default="", help="in place of a step: a stored run of async")
+    @argument("--run", metavar="NAME", default="", help="a stored run of async to show instead")
     @options(options_of(TrainingSpec, *INSPECTED))
     @line_cell_magic
     def ddp_inspect(self, line: str, cell: str = "") -> Any:
-        """Show what happens in a step: ``%ddp_inspect model --batch x --loss "f(output, y)"``.
+        """Measure a step of DDP: ``%ddp_inspect model --batch x --loss "f(output, y)"``.
 
-        DDP's buckets, and forward, backward, all-reduces and update of each rank on one time line.
-        All is measured on a copy: the model, its gradients and random numbers stay as they are.
-        Without a model: a task, the cell's own, or that of the last comparison.  ``--run race``
-        shows which versions the workers of a stored run of async read and wrote.
+        The result shows DDP's buckets, and each rank's forward pass, backward pass, all-reduces and
+        update on one time line.  ddpnb measures a copy: the model, its gradients and random numbers
+        stay unchanged.  Without a model, the step uses ``--task``, the cell's task or the task of
+        the last comparison.  ``--run race`` shows the versions in a stored run of async.
         """
         choices = vars(arguments(self.ddp_inspect, line, unquote=True))
         source = f"# %%ddp_inspect {line}\n{cell}" if cell.strip() else ""
@@ -355,30 +355,30 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @options(options_of(Question))
-    @argument("--run", metavar="NAME", default="", help="to calibrate on; by default the last")
+    @argument("--run", metavar="NAME", default="", help="comparison to calibrate on; default: last")
     @line_magic
     def ddp_predict(self, line: str) -> Any:
-        """Predict throughput on other numbers of ranks, and over other networks.
+        """Predict throughput on other numbers of ranks and other networks.
 
-        ``%ddp_predict --ranks 1,2,4,8,64,1024 --link 100GbE``.  Calibrated on a stored comparison
-        that has ``single`` and ``no-comm``; docs/prediction-error.md has every formula.
+        Example: ``%ddp_predict --ranks 1,8,1024 --link 100GbE``.  ddpnb calibrates on a stored
+        comparison with ``single`` and ``no-comm``.  Every formula: docs/prediction-error.md.
         """
         return api.predict(**vars(arguments(self.ddp_predict, line)))
 
     @line_magic
     def ddp_advise(self, line: str) -> Any:
-        """Mark this machine in the table of strategies by topology, with the reason."""
+        """Recommend a strategy for this machine, with the reason: ``%ddp_advise``."""
         no_arguments("%ddp_advise", line)
         return api.advise()
 
 
 def with_magic_line(magic: str, cell: str) -> str:
-    """Return a cell with its magic as a comment above it, so that line numbers stay right."""
+    """Return a cell with its magic as a comment above, so that line numbers stay correct."""
     return cell if cell.startswith("%%") else f"# {magic}\n{cell}"
 
 
 def comparison_of(line: str, cell: str) -> ComparisonSpec:
-    """Return the comparison of a line of ``%%ddp_compare`` and its cell."""
+    """Return the comparison that a line of ``%%ddp_compare`` and its cell describe."""
     choices = vars(arguments(DdpMagics.ddp_compare, line))
     source = with_magic_line(f"%%ddp_compare {line}", cell) if cell.strip() else ""
     cell_number = this_cell_number()
@@ -395,7 +395,7 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Stop the cluster, and take no part in completion any more."""
+    """Stop the cluster and remove the completion."""
     magics = shell.magics_manager.registry["DdpMagics"]
     magics.completion.remove()
     if magics.panel is not None:

@@ -1,7 +1,7 @@
 """``%ddp_panel``: controls for ``%ddp_compare``, which trains in the background (kernel).
 
-A kernel has one panel; shown in two cells, it is the same in both.  Each control has a label and
-can be used with the keyboard alone.
+A kernel has one panel.  If two cells show the panel, both show the same controls.  Each control
+has a label and works with only the keyboard.
 """
 
 import contextvars
@@ -31,8 +31,8 @@ CHOSEN = ("single", "ddp", "async")
 CONTROLS = ("num_epochs", "batch_size", "devices", "link", "slow")
 """The options of a training that have a control."""
 DEFAULTS = {"num_epochs": "6", "batch_size": "64"}
-"""Where the panel starts from another value than ``%ddp_compare``."""
-WITHOUT_KERNEL = "The panel needs its kernel: run the cell again. Its figure and table are below."
+"""First values of the panel that differ from the defaults of ``%ddp_compare``."""
+WITHOUT_KERNEL = "The panel needs a kernel. Run this cell again. The last results are below."
 WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"}
 
 
@@ -44,20 +44,20 @@ class Panel:
         self, shell: InteractiveShell, parse: Callable[[str, str], ComparisonSpec]
     ) -> None:
         self._shell, self._parse = shell, parse
-        self._own_cell = ""  # the latest that defined a task
+        self._own_cell = ""  # the latest cell that defined a task
         self._output = LiveFigureAndTable()
         self._context = contextvars.copy_context()
         box = partial(_control, widgets.Checkbox, width="auto", indent=False)
         count = partial(_control, widgets.BoundedIntText, min=1)
         text = partial(_control, widgets.Text, continuous_update=False)
-        # a text is sent when it is left: else its last key may come after a click on Run
+        # the browser sends a text when the user leaves it, so that a click on Run comes later
         self.strategies = {
             name: box(name, entry.about, value=name in CHOSEN) for name, entry in STRATEGIES.items()
         }
         tasks = [(name, name) for name in TASKS]
         self.task = _control(widgets.Dropdown, "task", "what to train", options=tasks)
-        self.ranks = count("ranks", "started if no cluster is running", value=2, max=MAX_RANKS)
-        self.repeats = count("repeats", "of each strategy", value=1, max=1000)
+        self.ranks = count("ranks", "ranks to start if none are running", value=2, max=MAX_RANKS)
+        self.repeats = count("repeats", "trainings of each strategy", value=1, max=1000)
         self.choices = {
             each.flag: text(
                 each.keyword.replace("_", " "),
@@ -67,9 +67,9 @@ class Panel:
             )
             for name, each in options_of(TrainingSpec, *CONTROLS).items()
         }
-        self.magic = _control(widgets.Textarea, "as a magic", "copy it", width="60em", rows=3)
+        self.magic = _control(widgets.Textarea, "as a magic", "copy this", width="60em", rows=3)
         self.run = widgets.Button(description="Run", tooltip="train the selected strategies")
-        self.stop = widgets.Button(description="Stop", tooltip="what was trained is kept")
+        self.stop = widgets.Button(description="Stop", tooltip="stop training, keep the results")
         self.status = widgets.HTML(layout={"margin": "0 0 0 1em"})
         settings = [self.task, self.ranks, self.repeats, *self.choices.values()]
         boxes = [widgets.HTML("<b>strategies</b>&emsp;"), *self.strategies.values()]
@@ -82,14 +82,14 @@ class Panel:
         shell.events.register("post_run_cell", self._refresh)
 
     def show(self) -> None:
-        """Appear under the current cell."""
+        """Show the panel under the current cell."""
         self._context = contextvars.copy_context()  # so that a click prints under this cell
         self._refresh()
         display(self._root._repr_mimebundle_() | {"text/plain": WITHOUT_KERNEL}, raw=True)
-        self._output.appear("Run trains the selected strategies; their figure appears here.")
+        self._output.appear("Click Run to train the selected strategies. The figure appears here.")
 
     def close(self) -> None:
-        """Disconnect from the notebook; may be called twice."""
+        """Disconnect the panel from the notebook; may be called twice."""
         if self._refresh in self._shell.events.callbacks["post_run_cell"]:
             self._shell.events.unregister("post_run_cell", self._refresh)
         self._root.close()
@@ -102,7 +102,7 @@ class Panel:
         return line_of(strategies, self.task.value, words, num_repeats=self.repeats.value)
 
     def _show_magic(self) -> None:
-        """Show a notebook cell that does the same, and starts ranks where none run."""
+        """Show a notebook cell with the same effect, including the start of ranks if needed."""
         if self.task.value == CELL_TASK:
             self.magic.value = f"%%ddp_compare {self.line()}\n{self._own_cell}"
         else:
@@ -110,8 +110,8 @@ class Panel:
             self.magic.value = f"{start}%ddp_compare {self.line()}"
 
     def _refresh(self, _: Any = None) -> None:
-        """Offer the ranks and the cell that there are now; colour the button to press next."""
-        is_training = this_session().comparison is not None  # both always work: the focus stays
+        """Update the ranks and the cell; colour the button to press next."""
+        is_training = this_session().comparison is not None  # both buttons work: focus stays
         self.run.button_style = "" if is_training else "primary"
         self.stop.button_style = "danger" if is_training else ""
         num_ranks = this_session().num_ranks
@@ -131,9 +131,9 @@ class Panel:
             spec = replace(self._parse(self.line(), cell), wait=False)
             if session.num_ranks is None:
                 session.start(ClusterSpec(num_ranks=self.ranks.value), progress=self._say)
-            self._say("Training; you can run other cells meanwhile.")
+            self._say("Training. You can run other cells in the meantime.")
             self._context.run(session.compare, spec, self._output, self._show_end)
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  a click has no traceback
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  clicks show no traceback
             self._say_error(error)
         self._refresh()
 
@@ -143,14 +143,14 @@ class Panel:
         self._say("Nothing is training." if running is None else "Stopping ...")
 
     def _show_end(self, running: RunningComparison) -> None:
-        """Show how a comparison ended; called in its thread."""
+        """Show how a comparison ended; called in the comparison's thread."""
         if running.was_stopped:
-            self._say("Stopped; what was trained is kept.")
+            self._say("Stopped. The finished steps are stored.")
         elif running.error is not None:
             self._say_error(running.error)
         else:
             name = running.result.comparison.name
-            self._say(f"Finished, and stored as {name}: %ddp_plot {name} draws it again.")
+            self._say(f"Finished, and stored as {name}. To draw it again: %ddp_plot {name}")
         self._refresh()
 
     def _say_error(self, error: BaseException) -> None:
@@ -158,7 +158,7 @@ class Panel:
         self._say(text, role="alert")
 
     def _say(self, text: str, *, role: str = "status") -> None:
-        """Show a line of status, which a screen reader reads aloud."""
+        """Show a line of status that a screen reader reads aloud."""
         style = "white-space:pre-wrap;line-height:1.5"
         self.status.value = f'<div role="{role}" style="{style}">{escape(text)}</div>'
 

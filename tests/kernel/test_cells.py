@@ -181,10 +181,10 @@ def test_some_ranks_only(kernel: Kernel):
         ("%ddp_status now", "'now'"),
         ("%ddp_push nothing", "variable nothing"),
         ("%ddp_pull 1 +", "SyntaxError"),
-        ("%ddp_export out", "%ddp_export? explains it."),
+        ("%ddp_export out", "Type %ddp_export? for help."),
         ("%ddp_export nobody x.csv", "There is no run 'nobody'"),
-        ("%ddp_show all_reduce --save x.json", "--save belongs to %ddp_show"),
-        ("import ddpnb\nddpnb.log(loss=1)", "ddpnb.log works on the ranks"),
+        ("%ddp_show all_reduce --save x.json", "--save works only with a trace"),
+        ("import ddpnb\nddpnb.log(loss=1)", "ddpnb.log works only on the ranks"),
     ],
 )
 def test_bad_input_is_one_sentence_and_loses_nothing(unharmed: Kernel, source: str, named: str):

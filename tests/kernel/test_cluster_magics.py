@@ -15,7 +15,7 @@ from tests.kernel.client import Kernel, both
         ("import ddpnb\nddpnb.status()", "start one with %ddp_start"),
         ("%ddp_start -n 0", "at least 1 and at most 256"),
         ("%ddp_start -n two", "'two'"),
-        ("%ddp_start --hosts a:1 b:1", "no use for b:1"),
+        ("%ddp_start --hosts a:1 b:1", "unexpected argument b:1"),
         ("%ddp_start --detach", "ranks end with their kernel"),
     ],
 )

@@ -35,7 +35,7 @@ def test_the_public_names_are_the_twins_of_the_magics():
 
 
 def test_a_name_of_the_ranks_says_where_it_works():
-    with pytest.raises(UserError, match=r"works on the ranks: call it in a %%ddp --name NAME cell"):
+    with pytest.raises(UserError, match=r"only on the ranks. Call it in a %%ddp --name NAME cell"):
         ddpnb.log  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         ddpnb.nope  # noqa: B018
