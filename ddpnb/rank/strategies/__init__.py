@@ -1,4 +1,4 @@
-"""The strategies, one file each, and how one is made from its name (every rank)."""
+"""Make a strategy from its name. Each strategy has one file here (every rank)."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,10 @@ from ddpnb.rank.strategies.own import UserStrategy
 
 
 def make_strategy(word: str, namespace: Mapping[str, object]) -> Strategy:
-    """Return the strategy that a word names, with its options; a class of the user's own too.
+    """Return the strategy with this name and options: a built-in one or the user's class.
 
     Raises:
-        UserError: there is no such strategy or option, or the user's class lacks a method.
+        UserError: The strategy or option does not exist, or the user's class lacks a method.
     """
     choice = parse_strategy(word)
     if choice.name in STRATEGIES:
@@ -23,17 +23,17 @@ def make_strategy(word: str, namespace: Mapping[str, object]) -> Strategy:
     if not hasattr(own, "setup"):
         for name, entry in STRATEGIES.items():
             if choice.name in entry.aliases or choice.name.lower() == name:
-                raise UserError(f"{choice.name} is called {name} here: write that.")
+                raise UserError(f"{choice.name} is called {name} here. Write {name}.")
     if not isinstance(own, type):
         raise UserError(
-            f"There is no strategy {choice.name!r}: define a class of that name with setup, step "
-            "and finish, in the comparison's cell or in a %%ddp cell before it."
+            f"There is no strategy {choice.name!r}. To write it, define a class {choice.name} with "
+            "setup, step and finish, in the comparison's cell or in an earlier %%ddp cell."
         )
     for method in ("setup", "step", "finish"):
         if not callable(getattr(own, method, None)):
-            raise UserError(f"{choice.name} has no {method}(); a strategy needs it.")
+            raise UserError(f"{choice.name} has no {method}(); every strategy needs {method}().")
     try:
         made = own(**choice.options)
     except TypeError as error:
-        raise UserError(f"{choice.name} cannot be made: {error}.") from error
+        raise UserError(f"The strategy {choice.name} cannot be created: {error}.") from error
     return made if isinstance(made, Strategy) else UserStrategy(made)

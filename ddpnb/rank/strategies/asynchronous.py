@@ -1,4 +1,4 @@
-"""What asynchronous strategies share: a queue of shards, a life-cycle, one optimizer (ranks)."""
+"""The base of asynchronous strategies: a queue of shards, start and end, one optimizer (ranks)."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -18,35 +18,34 @@ from ddpnb.rank.worker import Worker
 
 
 class AsynchronousStrategy(Strategy):
-    """Workers that wait for each other only to begin and to end.
+    """A base class for workers that wait for each other only at the beginning and at the end.
 
-    The next worker that asks gets the next shard.  A worker that dies costs the shards that it
-    holds, and may join anew.
-
-    A subclass calls ``begin`` in its ``setup``, and ``client.step`` in each step.
+    The next worker that asks gets the next shard. If a worker dies, the shards that it holds are
+    lost. The worker may join again. A subclass calls ``begin`` in its ``setup``, and
+    ``client.step`` in each step.
 
     Args:
-        momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
-        timeout: seconds in which some worker must make progress.
+        momentum: Momentum of the default optimizer, already applied by ``RunSpec.used_momentum``.
+        timeout: Seconds within which at least one worker must make progress.
     """
 
     client: Client
-    """From ``begin``."""
+    """This worker's access to the queue. ``begin`` creates it."""
 
     def __init__(self, *, momentum: float | None = None, timeout: float = 60.0) -> None:
         self.timeout = timeout
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank trains."""
+        """Plan to train on every rank."""
         num = state.world_size
         return Plan(num_ranks=num, num_workers=num, synchronous=False, survives_deaths=True)
 
     def begin(
         self, worker: Worker, num_copies: int, make_updates: MakeUpdates, bound: int = NO_BOUND
     ) -> None:
-        """Wait for all workers; takes part: every rank, or a worker that joins.
+        """Wait for all workers. Every rank takes part, or one worker that joins.
 
-        The arguments are those of ``Client``.
+        See ``Client`` for the arguments.
         """
         self.client = Client(
             worker,
@@ -61,27 +60,27 @@ class AsynchronousStrategy(Strategy):
         self.client.begin()
 
     def shards(self) -> Iterator[Shard]:
-        """The shards that the queue names, until all are handed out."""
+        """Return the shards that the queue gives this worker, until all shards are handed out."""
         return map(self.worker.shard, self.client.shards())
 
     def finish(self) -> nn.Module:
-        """Take the parameters when all workers are done; takes part: every living rank."""
+        """Get the final parameters when all workers are done. Every living rank takes part."""
         self.client.finish()
         return self.worker.model
 
 
 @contextlib.contextmanager
 def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[None]:
-    """Have the optimizer's step in this context made at a fraction of its learning rate.
+    """Scale the learning rate of the optimizer's step in this context by a fraction.
 
-    This scales the whole update, including weight decay and Adam's division by the gradient's
-    size.  To scale the gradient would leave those as they are.  A hook of the optimizer may set
-    the learning rate in the step itself, so that it is scaled in a hook behind all others.
+    This scales the whole update, including weight decay and Adam's division by the gradient's size.
+    Scaling the gradient would not change these two. A hook of the optimizer may set the learning
+    rate during the step. Therefore, a hook after all other hooks scales it.
     """
     rates: list[Any] = []
 
     def scale(*_: object) -> None:
-        for group in [] if rates else optimizer.param_groups:  # super().step calls hooks again
+        for group in [] if rates else optimizer.param_groups:  # super().step() calls the hook again
             rates.append(group["lr"])
             group["lr"] = group["lr"] * fraction
 
@@ -96,16 +95,16 @@ def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[N
 
 @final
 class ParameterStore(UpdateCounter):
-    """The parameters and their one optimizer, on rank 0.
+    """The parameters and their optimizer, on rank 0.
 
-    Each worker trains on a copy of its own, which changes only when it reads.
+    Each worker trains on its own copy of the parameters. Only ``read`` changes the copy.
 
     Args:
-        copies: what the workers train on, by rank, on the CPU.  The first one holds the first
-            parameters.
-        optimizer: makes the optimizer.
-        in_rounds: whether gradients are gathered until ``apply`` makes one update of them.
-        compensation: the lambda of delay compensation, see ``compensated``; 0: none.
+        copies: The workers' copies of the parameters, by rank, on the CPU. The first copy has the
+            initial parameters.
+        optimizer: Creates the optimizer.
+        in_rounds: True to collect gradients until ``apply`` makes one update of them.
+        compensation: Lambda of the delay compensation (see ``compensated``). 0: no compensation.
     """
 
     def __init__(
@@ -125,20 +124,20 @@ class ParameterStore(UpdateCounter):
         self._in_rounds = in_rounds
         self._compensation = compensation
         self._weight = 0.0
-        """Sum over the gradients that have come since the last update."""
+        """Sum of the weights of the gradients that arrived since the last update."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The parameters as they are now."""
+        """The current parameters."""
         return self._now.tensors
 
     def read(self, rank: int) -> None:
-        """Copy the parameters as they are now to a worker's."""
+        """Copy the current parameters to a worker's copy."""
         super().read(rank)
         self.copies[rank].raw.copy_(self._now.raw)
 
     def write(self, rank: int, gradients: Gradients, weight: float = 1.0) -> int:
-        """Take gradients, and return their staleness; a round's are gathered for one update."""
+        """Apply a worker's gradients, or collect them for the round. Return their staleness."""
         staleness = self.version - self._version_read[rank]
         if self._compensation and staleness > 0:
             old = self.copies[rank].tensors
@@ -153,10 +152,10 @@ class ParameterStore(UpdateCounter):
         return staleness
 
     def apply(self) -> None:
-        """Make an update with the gradients that have come since the last one, if any."""
+        """Make an update with the gradients that arrived since the last update, if any."""
         if not self._weight:
             return
-        if self._in_rounds:  # from the weighted sum of the gradients to their mean
+        if self._in_rounds:  # turn the weighted sum of the gradients into their mean
             for gradient in (p.grad for p in self._parameters if p.grad is not None):
                 gradient.div_(self._weight)
         with scaled_rate(self._optimizer, self._weight):
@@ -180,11 +179,11 @@ class ParameterStore(UpdateCounter):
 def compensated(
     gradients: Gradients, old: Sequence[Tensor], now: Sequence[Tensor], strength: float
 ) -> list[Tensor | None]:
-    """Return gradients of old parameters, corrected towards those of the parameters as they are.
+    """Return gradients of old parameters, corrected for the change of the parameters since then.
 
         g  +  lambda * g * g * (w_now - w_old)
 
-    A Taylor expansion whose Hessian is replaced by the diagonal of g g^T: Zheng et al.,
+    This is a Taylor expansion. The diagonal of g g^T replaces the Hessian: Zheng et al.,
     "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017 (DC-ASGD-c).
     """
     return [

@@ -1,8 +1,8 @@
-"""What a strategy is: ``setup(worker)``, ``step(batch)``, ``finish()`` (ranks).
+"""The interface of a strategy: ``setup(worker)``, ``step(batch)`` and ``finish()`` (ranks).
 
-Everything but ``step`` has a default: every rank trains a copy of the model on its slice of every
-global batch.  A strategy returns numbers; it never prints, measures or publishes.  A user's class
-needs no base class: ``own.py`` has an example.
+Only ``step`` has no default. By default, every rank trains a copy of the model on its slice of
+every global batch. A strategy returns numbers. It never prints, measures or publishes. A user's
+class needs no base class: see the example in ``own.py``.
 """
 
 from __future__ import annotations
@@ -24,62 +24,62 @@ from ddpnb.rank.tasks.batches import Shard, every_step, tensors_of
 from ddpnb.rank.worker import Batch, Worker
 
 State = dict[str, Any]
-"""A model's ``state_dict``."""
+"""The ``state_dict`` of a model."""
 
 
 class Strategy(ABC):
-    """One way of training a model on several workers.
+    """A way to train a model on several workers.
 
-    The constructor takes the options that ``catalogue.STRATEGIES`` lists, by name.
+    The constructor's keyword arguments are the options that ``catalogue.STRATEGIES`` lists.
     """
 
     worker: Worker
-    """What ``setup`` got."""
+    """The worker that ``setup`` received."""
     optimizer: torch.optim.Optimizer
-    """Of this rank's parameters, from ``setup``."""
+    """The optimizer of this rank's parameters. ``setup`` creates it."""
     queue: WorkQueue | None = None
-    """On rank 0: who hands out the shards of an asynchronous run, and knows which are done."""
+    """The work queue of an asynchronous run, on rank 0. It hands out shards and tracks them."""
 
     def plan(self, state: RankState) -> Plan:
-        """Return which ranks take part: by default all, in lockstep."""
+        """Return which ranks take part. By default, all ranks train in lockstep."""
         return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
     def setup(self, worker: Worker) -> None:
-        """Get ready to train; takes part: every rank of the plan.
+        """Prepare the training. Every rank of the plan takes part.
 
-        By default this rank's optimizer is made; all ranks have the same weights already.
+        By default, ``setup`` only creates the optimizer. All ranks already have the same weights.
         """
         self.worker = worker
         self.optimizer = worker.optimizer(worker.parameters)
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the shards that this worker trains on, each after the step before it."""
+        """Yield the shards that this worker trains on, one for each step."""
         worker = self.worker
         return every_step(worker.num_steps, part=worker.rank, num_parts=worker.num_parts)
 
     @abstractmethod
     def step(self, batch: Batch) -> Tensor:
-        """Train on one batch; return its mean loss before the update: shape (), detached."""
+        """Train on one batch. Return its mean loss before the update: shape (), detached."""
 
     def finish(self) -> nn.Module:
-        """Return the trained plain model; takes part: every rank of the plan.
+        """Return the trained model without wrappers. Every rank of the plan takes part.
 
-        All of them return the same weights.  Running statistics such as BatchNorm's differ between
-        ranks; rank 0's count.
+        All ranks return the same weights. Running statistics such as BatchNorm's differ between
+        ranks. The statistics of rank 0 are used.
         """
         return self.worker.model
 
     def snapshot(self) -> State:
-        """Return the state of the model as it is now, not copied; takes part: every rank.
+        """Return the current state of the model, not copied. Every rank takes part.
 
-        Of asynchronous workers only rank 0 is asked, while the others train on: it has what it
-        read last, after its own latest update.
+        Exception: in an asynchronous run only rank 0 is called, while the other workers train. Its
+        state has the parameters that rank 0 read after its latest update.
         """
         state: State = self.worker.model.state_dict()
         return state
 
     def memory(self) -> Memory:
-        """Return what this rank holds when training ends, before ``finish``."""
+        """Return the memory that this rank uses at the end of training, before ``finish``."""
         worker, optimizers = self.worker, self.worker.optimizers
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         held = {*worker.model.parameters(), *(each for group in groups for each in group["params"])}
@@ -93,40 +93,40 @@ class Strategy(ABC):
 
     @cached_property
     def opened(self) -> ExitStack:
-        """Threads, files and sockets that ``close`` releases; most strategies have none."""
+        """Threads, files and sockets that ``close`` releases. Most strategies open none."""
         return ExitStack()
 
     def close(self) -> None:
-        """Release what is open; may be called twice, and after any failure."""
+        """Release threads, files and sockets. May be called twice, and after any failure."""
         self.opened.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Which ranks take part and how, known before anything is set up."""
+    """The ranks that take part, and how they train. The plan is known before ``setup``."""
 
     num_ranks: int
-    """The first ones of the group take part."""
+    """The first ``num_ranks`` ranks of the group take part."""
     num_workers: int
-    """Ranks or replicas that train."""
+    """Number of ranks or replicas that train."""
     synchronous: bool
-    """Whether all workers make step k together."""
+    """True if all workers make step k together."""
     num_steps_ahead: int | None = 0
-    """Steps that one synchronous worker may be ahead of another: 0 where each waits for all; None
-    where none ever waits, so that each stops for itself."""
+    """Steps that one synchronous worker may be ahead of another. 0: each worker waits for all
+    others. None: workers never wait, so each worker stops by itself."""
     updates_per_batch: int = 1
-    """Updates by one optimizer for each global batch."""
+    """Updates that one optimizer makes for each global batch."""
     averages_weights: bool = False
-    """Whether the trained model is the mean of all ranks' models.  No forward pass of any worker
-    was made with these weights, so BatchNorm's statistics are estimated anew."""
+    """True if the trained model is the mean of all ranks' models. No worker ran a forward pass with
+    these weights, so ddpnb estimates BatchNorm's statistics again."""
     finish_is_timed: bool = True
-    """Whether ``finish`` is a part of the training; otherwise it only collects the model."""
+    """True if ``finish`` is a part of the training. False if it only collects the model."""
     sees_exposed: bool = True
-    """Whether communication that holds up the computing can be distinguished from the rest."""
+    """True if ddpnb can separate exposed communication from the rest of a step."""
     survives_deaths: bool = False
-    """Whether the others train on where a rank other than 0 dies, and it may join anew."""
+    """True if the others continue after a rank other than 0 dies. The dead rank may join again."""
     num_devices: int | None = None
-    """Shares of the CPU that they compute on; None: one for each worker."""
+    """Shares of the CPU on which the workers compute. None: one share for each worker."""
     is_emulated: bool = False
-    """Whether the strategy cannot run here and is emulated; a note says how."""
+    """True if this machine cannot run the strategy, so ddpnb emulates it. A note says how."""
     notes: tuple[str, ...] = ()

@@ -1,17 +1,17 @@
-"""Central storage: one rank keeps the parameters on the host (every rank).
+"""Central storage: one rank keeps the parameters in its host's memory (every rank).
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)        on rank 0's CPU
 
-with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
-B: the same update as ``ddp``, made once instead of on every rank.
+g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
+update is the same as in ``ddp``, but only rank 0 makes it.
 
-Reference: ``tf.distribute.experimental.CentralStorageStrategy`` of TensorFlow: variables
-are placed on the CPU, computation is replicated over the devices.
+Reference: ``tf.distribute.experimental.CentralStorageStrategy`` of TensorFlow. It places variables
+on the CPU and replicates the computation on all devices.
 
-Messages per step: one reduce of all gradients to rank 0, one broadcast of all parameters
-from there (one of each for each dtype).
-Bytes sent per step: S by each rank but rank 0, its gradients; (N - 1) S by rank 0, the
-parameters for each of the others; S is the bytes of all parameters.
+- Messages per step: one reduce of all gradients to rank 0, then one broadcast of all parameters
+  from rank 0 (one of each for each dtype).
+- Bytes sent per step: rank 0 sends (N - 1) S, the parameters for each other rank. Each other rank
+  sends S, its gradients. S is the bytes of all parameters.
 """
 
 from typing import final
@@ -26,10 +26,10 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class Central(Strategy):
-    """Rank 0 updates the one copy of the parameters that counts, in the host's memory."""
+    """Data parallelism with one master copy of the parameters, which rank 0 keeps and updates."""
 
     def setup(self, worker: Worker) -> None:
-        """Make the flat messages and, on rank 0, the one copy and its optimizer."""
+        """Create the flat buffer and, on rank 0, the master copy and its optimizer."""
         self.worker = worker
         self.flat = FlatBuffer(worker.parameters)
         if worker.rank == 0:
@@ -37,11 +37,11 @@ class Central(Strategy):
             self.optimizer = worker.optimizer(self.held)
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on this rank's slice of one global batch; takes part: every rank."""
+        """Train on this rank's slice of one global batch. Every rank takes part."""
         worker, flat = self.worker, self.flat
-        # forward, backward; with the weight in the loss, the mean is over samples
+        # forward, backward; the weight b_i / B makes the sum over ranks a mean over samples
         loss = worker.compute_gradients(batch, weight=batch.weight)
-        # agree: takes part: every rank; the sum arrives at rank 0
+        # communicate: rank 0 gets the sum; every rank takes part
         flat.gather(gradients(worker.parameters))
         for buffer in flat.buffers:
             dist.reduce(buffer, dst=0)
@@ -51,7 +51,7 @@ class Central(Strategy):
                 parameter.grad = view.cpu().clone()
             worker.update(self.optimizer)
             flat.gather(self.held)
-        # agree: takes part: every rank; the parameters come from rank 0
+        # communicate: rank 0 sends the parameters; every rank takes part
         for buffer in flat.buffers:
             dist.broadcast(buffer, src=0)
         flat.scatter(worker.parameters)

@@ -1,27 +1,30 @@
-"""DataParallel: replicas on the threads of one process (rank 0; the other ranks rest).
+"""DataParallel: train replicas on the threads of one process (rank 0; the other ranks are idle).
 
     w  <-  w - lr * g(w),    g = sum over replicas i of (b_i / B) * g_i(w)
 
-with g_i the gradient of the mean loss over replica i's b_i samples of the global batch
-of B: the same update as ``single``.
+g_i is the gradient of the mean loss over replica i's b_i samples. The global batch has B samples.
+The update is the same as in ``single``.
 
-Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", PVLDB 13(12), 2020, section 2.2; code: ``torch.nn.parallel.DataParallel``,
-which torch discourages in favour of DistributedDataParallel.
+If the cell defines ``training_step``, each replica computes the loss of its slice. The step's loss
+is the mean of these losses, weighted by samples. The same happens if the model does not return a
+tensor with one row for each sample.
 
-Where the cell defines ``training_step``, each replica computes the loss of its own part, and the
-step's loss is their mean, weighted by their samples; so on threads where the model returns no
-tensor.
+Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+PVLDB 13(12), 2020, section 2.2; code: ``torch.nn.parallel.DataParallel``. PyTorch recommends
+DistributedDataParallel instead.
 
-Messages per step, with N replicas, for each part that the batch is split into: the parameters
-and buffers to N - 1 of them, the samples, the outputs to the first, their gradients back, and
-N - 1 replicas' gradients to the first.
-Bytes sent by the first device per step, in A parts: A (N - 1) (P + U), with P the bytes of all
-parameters and U those of all buffers; received: A (N - 1) S, with S the bytes of the gradients.
-Samples and outputs are not counted.
+Messages per step, with N replicas, for each of A micro-batches:
 
-Copying the parameters to the replicas and gathering outputs count as communication, and on threads
-summing the gradients too.  On GPUs that is a part of the backward pass.
+- parameters and buffers, from the first replica to the N - 1 others
+- samples, from the first replica to the others
+- outputs, from the others to the first replica, and the gradients of the outputs back
+- gradients of the parameters, from the N - 1 others to the first replica
+
+Bytes per step on the first device: it sends A (N - 1) (P + U) and receives A (N - 1) S. P, U and S
+are the bytes of all parameters, buffers and gradients. Samples and outputs are not counted.
+
+Copying parameters and gathering outputs are timed as communication. Summing gradients is
+communication on threads. On GPUs, it is a part of the backward pass.
 """
 
 from typing import final
@@ -38,12 +41,12 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class DataParallel(Strategy):
-    """Torch's ``DataParallel`` on two GPUs or more; else the same steps on threads."""
+    """Torch's ``DataParallel`` on two or more GPUs. Otherwise, the same steps on threads."""
 
     replicas: Replicas
 
     def plan(self, state: RankState) -> Plan:
-        """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
+        """Plan for rank 0, with a replica for each rank, or for each GPU if GPUs are fewer."""
         gpus = _gpus(torch.device(state.device), state.world_size)
         if len(gpus) > 1:
             return Plan(num_ranks=1, num_workers=len(gpus), synchronous=True, sees_exposed=False)
@@ -57,7 +60,7 @@ class DataParallel(Strategy):
         )
 
     def setup(self, worker: Worker) -> None:
-        """Make the replicas, and one optimizer for the first."""
+        """Create the replicas, and one optimizer for the first replica."""
         super().setup(worker)
         gpus = _gpus(worker.device, worker.world_size)
         self.replicas = GpuReplicas(worker, gpus) if len(gpus) > 1 else ThreadReplicas(worker)
@@ -65,17 +68,17 @@ class DataParallel(Strategy):
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""
-        # forward: each replica on its slice, the loss on all outputs together
-        # backward; agree: at its end the gradients of all replicas are summed in the first
+        # forward: each replica computes its slice, then one loss is computed on all outputs
+        # backward; communicate: at the end, the first replica sums the gradients of all replicas
         loss = self.worker.compute_gradients(batch, loss_of=self.loss_of)
-        # update: the first replica only; the others are overwritten in the next step
+        # update: only the first replica; the next step overwrites the others
         self.worker.update(self.optimizer)
         return loss
 
     def loss_of(self, batch: Batch, share: float) -> Tensor:
-        """Replicate, run; gather the outputs, or the losses where there are only these."""
+        """Copy the parameters, run the replicas, and gather the outputs (or only the losses)."""
         step = self.worker.training_step
-        # As torch does: a small batch makes fewer slices than replicas, the last may be smaller.
+        # As in torch: a small batch has fewer slices than replicas. The last may be smaller.
         chunks = torch.arange(batch.num_samples, device="cpu").chunk(len(self.replicas.devices))
         slices = batch.cut(map(len, chunks))
         trees = [each.tree for each in slices]
@@ -99,7 +102,7 @@ def _has_rows(output: object, batch: Batch) -> bool:
 
 
 def _gpus(device: torch.device, world_size: int) -> list[torch.device]:
-    """Return the GPUs for replicas, the rank's own first; one for each rank at most."""
+    """Return the GPUs for the replicas, at most one for each rank. This rank's GPU is the first."""
     if device.type != "cuda":
         return []
     own = device.index or 0

@@ -1,23 +1,23 @@
-"""DistributedDataParallel (every rank).
+"""Average gradients with torch's DistributedDataParallel (DDP) (every rank).
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
-with g_i the gradient of the mean loss over rank i's b_i samples of the global batch
-of B: exactly the gradient of the mean loss over the whole batch, unless a hook compresses it.
+g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
+sum is exactly the gradient of the mean loss over the global batch, if no hook compresses gradients.
 
-With ``hook`` torch's own hooks compress gradients before they are sent:
+With ``hook``, one of torch's hooks compresses the gradients before DDP sends them:
 
     fp16        as float16: half the bytes of float32; values above 65504 become infinite
     bf16        as bfloat16: half the bytes, the range of float32, 8 bits of precision
 
-Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", PVLDB 13(12), 2020.
+Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+PVLDB 13(12), 2020.
 
-Messages per step: one all-reduce for each bucket of gradients (25 MB), sent while
-the backward pass still works on the next; with buffers (BatchNorm's statistics)
-also one broadcast from rank 0.
-Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients as they are
-sent; buffers are not counted.
+- Messages per step: one all-reduce for each bucket of gradients (25 MB). DDP sends a bucket while
+  the backward pass computes the next bucket. If the model has buffers (BatchNorm's statistics),
+  rank 0 also broadcasts the buffers.
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the bytes of all gradients
+  after compression. Buffers are not counted.
 """
 
 from typing import Any, Final, final
@@ -35,41 +35,41 @@ from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.worker import Batch, Worker
 
 DEFAULT_CAP_MB: Final = 25.0
-"""Torch's: then the first bucket has 1 MB, so that sending begins early."""
+"""Torch's default. With it, the first bucket has only 1 MB, so that sending begins early."""
 
 
 class DdpStrategy(Strategy):
-    """Trains through torch's ``DistributedDataParallel``, which a subclass's ``setup`` wraps."""
+    """A base class: trains through the ``DistributedDataParallel`` that ``wrap`` creates."""
 
     divisor: int
-    """By what DDP divides the sum over ranks before it becomes the gradient."""
+    """The number by which DDP divides the sum of all ranks' gradients."""
 
     def wrap(self, worker: Worker, **options: Any) -> None:
-        """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
+        """Wrap the model in DDP, which broadcasts rank 0's weights. Every rank takes part."""
         device_ids = [worker.device] if worker.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(worker.model, device_ids=device_ids, **options)
         self.divisor = worker.world_size
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on this rank's slice of one global batch; takes part: every rank."""
-        # forward; backward and, at the same time, agree: DDP averages the gradients bucket by
-        # bucket.  It divides by the number of ranks; the weight makes that a mean over samples.
+        """Train on this rank's slice of one global batch. Every rank takes part."""
+        # forward; backward and, at the same time, communicate: DDP averages the gradients bucket by
+        # bucket. DDP divides by the number of ranks. The weight makes that a mean over samples.
         loss = self.worker.compute_gradients(
             batch, weight=self.divisor * batch.weight, model=self.ddp, unsynced=self.ddp.no_sync
         )
-        # update: every rank the same (in zero each its part, which it then sends)
+        # update: the same on every rank (in zero, each rank updates its part and sends it)
         self.worker.update(self.optimizer)
         return loss
 
 
 @final
 class Ddp(DdpStrategy):
-    """Torch's own ``DistributedDataParallel``, over the default process group.
+    """Torch's ``DistributedDataParallel`` on the default process group.
 
     Args:
-        bucket_cap_mb: MB of gradients in one message.
-        hook: how gradients are compressed.
-        find_unused_parameters: whether a step need not use all parameters.
+        bucket_cap_mb: Maximum MB of gradients in one message.
+        hook: Compression of the gradients: ``none``, ``fp16`` or ``bf16``.
+        find_unused_parameters: True if a step may leave some parameters unused.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Ddp(DdpStrategy):
         self.finds_unused = find_unused_parameters
 
     def setup(self, worker: Worker) -> None:
-        """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
+        """Wrap the model in DDP and register the hook. Every rank takes part."""
         super().setup(worker)
         self.wrap(worker, bucket_cap_mb=self.cap_mb, find_unused_parameters=self.finds_unused)
         if self.hook != "none":
@@ -92,5 +92,5 @@ class Ddp(DdpStrategy):
 
 
 def _bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Call torch's hook; under its own name DDP refuses it on gloo, which can add bfloat16."""
+    """Call torch's hook. DDP rejects the original function on gloo, but gloo can add bfloat16."""
     return bf16_compress_hook(state, bucket)

@@ -1,16 +1,16 @@
-"""Synchronous data parallelism written out (every rank).
+"""Synchronous data parallelism in a few lines of code (every rank).
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
-with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
-B: the same update as ``ddp``, without its buckets: everything is sent at once, after the
-backward pass.
+g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
+update is the same as in ``ddp``, but without buckets. Each rank sends all gradients at once, after
+the backward pass.
 
-Reference: Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; Li et al.,
-"PyTorch Distributed", PVLDB 13(12), 2020, section 3.2.1 (the naive solution).
+Reference: Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; Li et al., "PyTorch
+Distributed", PVLDB 13(12), 2020, section 3.2.1 (the naive solution).
 
-Messages per step: one all-reduce of all gradients (one for each dtype).
-Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients.
+- Messages per step: one all-reduce of all gradients (one for each dtype).
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the bytes of all gradients.
 """
 
 import torch.distributed as dist
@@ -22,28 +22,28 @@ from ddpnb.rank.worker import Batch, Worker
 
 
 class DdpByHand(Strategy):
-    """Flatten, all-reduce, step."""
+    """Flatten the gradients, all-reduce them, and update the parameters."""
 
     def setup(self, worker: Worker) -> None:
-        """Make the optimizer and the flat gradients."""
+        """Create the optimizer and the flat buffer for the gradients."""
         super().setup(worker)
         self.flat = FlatBuffer(worker.parameters)
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on this rank's slice of one global batch; takes part: every rank."""
+        """Train on this rank's slice of one global batch. Every rank takes part."""
         worker = self.worker
-        # forward, backward; with the weight in the loss, the mean is over samples
+        # forward, backward; the weight b_i / B makes the sum over ranks a mean over samples
         loss = worker.compute_gradients(batch, weight=batch.weight)
-        # agree: takes part: every rank
+        # communicate: every rank takes part
         mine = gradients(worker.parameters)
         self.flat.gather(mine)
         for buffer in self.flat.buffers:
             self.all_reduce(buffer)
         self.flat.scatter(mine)
-        # update: every rank the same
+        # update: the same on every rank
         worker.update(self.optimizer)
         return loss
 
     def all_reduce(self, buffer: Tensor) -> None:
-        """Sum a buffer over all ranks; takes part: every rank."""
+        """Sum a buffer over all ranks. Every rank takes part."""
         dist.all_reduce(buffer)

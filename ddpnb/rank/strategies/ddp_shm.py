@@ -1,20 +1,20 @@
-"""DistributedDataParallel with an all-reduce in shared memory (every rank, of one host, on CPUs).
+"""DDP with an all-reduce in shared memory (every rank, on the CPUs of one host).
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
-with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
-B: the same update as ``ddp``.  Only the all-reduce differs: a communication hook sums gradients
-in the shared memory of the host, where gloo uses TCP on the loopback interface: each rank writes
-its tensor and sums an N-th of all of them, which the others read.  Nothing hides behind the
-backward pass, which waits until each bucket is summed.
+g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
+update is the same as in ``ddp``. Only the all-reduce differs: a communication hook sums gradients
+in the host's shared memory. (For ``ddp``, gloo uses TCP on the loopback interface.) Each of N ranks
+writes its tensor, sums an N-th part of all tensors, and reads the other parts. The backward pass
+waits until each bucket is summed, so no communication is hidden.
 
-Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", PVLDB 13(12), 2020; the sum is in ``collectives/sums.py``.
+Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+PVLDB 13(12), 2020. The sum is in ``collectives/sums.py``.
 
-Messages per step: for each 4 MB of gradients one barrier, and a sign in shared memory that a part
-is summed; with buffers (BatchNorm's statistics) also one broadcast.
-Bytes sent per step and rank: S, those of all gradients, written once for the others to read; 0 by
-a single rank.  Received: 2 (N - 1) / N * S, read of what others wrote.
+- Messages per step: for each 4 MB of gradients, one barrier and one mark in shared memory when a
+  part is summed. If the model has buffers (BatchNorm's statistics), there is also one broadcast.
+- Bytes sent per step and rank: S, the bytes of all gradients, written once for all others; 0 if
+  there is only one rank. Received: 2 (N - 1) / N * S, read from the other ranks' memory.
 """
 
 from functools import partial
@@ -30,15 +30,15 @@ from ddpnb.rank.strategies.ddp import DdpStrategy
 from ddpnb.rank.worker import Worker
 
 CHUNK_BYTES: Final = 1 << 22
-"""Of a tensor that is summed at once: the fastest of 1, 4 and 8 MB, with 2 ranks."""
+"""Bytes that are summed at once. 4 MB is the fastest of 1, 4 and 8 MB, with 2 ranks."""
 
 
 @final
 class DdpShm(DdpStrategy):
-    """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory."""
+    """Torch's ``DistributedDataParallel`` with a communication hook that sums in shared memory."""
 
     def setup(self, worker: Worker) -> None:
-        """Wrap the model; takes part: every rank."""
+        """Wrap the model in DDP and register the hook. Every rank takes part."""
         super().setup(worker)
         waiting = partial(worker.meter.communicating, "waiting")
         path = worker.folder / worker.name
@@ -46,10 +46,10 @@ class DdpShm(DdpStrategy):
         self.opened.callback(self.sums.close)
         self.wrap(worker)
         self.ddp.register_comm_hook(None, self.all_reduce)
-        self.divisor = 1  # the hook sums, and nothing divides
+        self.divisor = 1  # the hook returns the sum, and DDP does not divide it
 
     def all_reduce(self, _: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Sum a bucket over all ranks, as DDP's communication hook; takes part: every rank."""
+        """Sum a bucket over all ranks. DDP calls this hook. Every rank takes part."""
         num_ranks, meter, flat = self.worker.world_size, self.worker.meter, bucket.buffer()
         if num_ranks > 1:
             with meter.communicating():

@@ -1,7 +1,8 @@
-"""The replicas of ``dp``, on the GPUs or on one device (rank 0), each on a thread of its own.
+"""The replicas of ``dp``, each on its own thread, on several GPUs or on one device (rank 0).
 
-Both do what torch's ``DataParallel`` does in each step: copy the parameters to all replicas, run
-them on their slices of the batch, gather the outputs on the first, and sum the gradients there.
+Each step is the same as in torch's ``DataParallel``. The first replica's parameters are copied to
+all replicas, and each replica runs on its slice of the batch. Then the outputs are gathered, and
+the gradients summed, on the first replica.
 """
 
 from abc import ABC, abstractmethod
@@ -21,17 +22,17 @@ from ddpnb.rank.worker import Worker, state_of
 
 
 class Replicas(ABC):
-    """Copies of a model, the first of which is trained."""
+    """Copies of a model. The first replica is trained."""
 
     def __init__(self, worker: Worker, devices: list[torch.device]) -> None:
         self.worker = worker
         self.devices = devices
         self.meter = worker.meter
-        # Kept, because a new thread takes torch milliseconds.
+        # Keep the threads, because each new thread costs torch milliseconds.
         self.pool = ThreadPoolExecutor(len(devices), thread_name_prefix="ddpnb-replica")
 
     def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
-        """Copy the first replica to the others; call something with each and its slice."""
+        """Copy the first replica to the others. Call a function with each replica and its slice."""
         worker, devices = self.worker, self.devices[: len(slices)]
         with self.meter.communicating():
             models = self.copies(devices)
@@ -40,32 +41,32 @@ class Replicas(ABC):
         num_copied = (len(models) - 1) * self.meter.scale
         self.meter.count(
             sent=round(num_copied * num_bytes(state_of(worker.model))),
-            received=round(num_copied * num_bytes(worker.parameters)),  # gradients are as large
+            received=round(num_copied * num_bytes(worker.parameters)),  # the gradients' size
         )
 
         def run_one(number: int, model: nn.Module, part: Any, device: torch.device) -> Any:
             index = device.index if device.type == "cuda" else -1
             measured = nullcontext() if number else worker.activations.hooks()
-            with torch.cuda.device(index), worker.autocast(), measured:  # which hold for one thread
+            with torch.cuda.device(index), worker.autocast(), measured:  # valid per thread
                 return call(model, part)
 
         return list(self.pool.map(run_one, range(len(models)), models, placed, devices))
 
     @abstractmethod
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
-        """Return replicas on these devices with the first one's parameters and buffers."""
+        """Return replicas on these devices, with the first replica's parameters and buffers."""
 
     @abstractmethod
     def gather(self, outputs: list[Tensor]) -> Tensor:
         """Return the rows of all outputs on the first device.
 
-        A backward pass through them leaves the sum of all gradients in the first replica.
+        Their backward pass leaves the sum of all gradients in the first replica.
         """
 
 
 @final
 class GpuReplicas(Replicas):
-    """Torch's own functions; autograd sums the gradients when it goes back through them."""
+    """Replicas on several GPUs. Autograd sums their gradients in the first replica."""
 
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
         """Broadcast the parameters and buffers."""
@@ -73,7 +74,7 @@ class GpuReplicas(Replicas):
         return copies
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Gather with torch's function, through which the gradients go back."""
+        """Gather the outputs with torch's function. Autograd sends gradients back through it."""
         with self.meter.communicating():
             gathered: Tensor = gather(outputs, self.devices[0])
         return gathered
@@ -81,10 +82,10 @@ class GpuReplicas(Replicas):
 
 @final
 class ThreadReplicas(Replicas):
-    """The same steps on one device.
+    """Replicas on one device, with the same steps as on GPUs.
 
-    What passes between the first replica and the others is one message for each of these, one after
-    the other; on emulated devices it takes its time over the first one's link.
+    The first replica exchanges messages with the others one by one. On emulated devices, the link
+    of the first device needs time for each message.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -94,7 +95,7 @@ class ThreadReplicas(Replicas):
 
     @torch.no_grad()
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
-        """Copy the parameters and buffers; as in torch, only the first's buffers last."""
+        """Copy the parameters and buffers. As in torch, only the first replica's buffers last."""
         first, *others = map(state_of, self.models)
         for other in others:
             for mine, theirs in zip(first, other, strict=True):
@@ -103,12 +104,12 @@ class ThreadReplicas(Replicas):
         return self.models
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Return the rows of all outputs; their gradient goes back to each replica's thread."""
+        """Return the rows of all outputs. Each replica's thread gets their gradient back."""
 
         def go_back(gradient: Tensor) -> None:
             slices = gradient.split([len(output) for output in outputs])
             self.meter.exchange(len(slices) - 1, num_bytes(slices[1:]), is_scaled=False)
-            list(self.pool.map(Tensor.backward, outputs, slices))  # the list waits, and raises
+            list(self.pool.map(Tensor.backward, outputs, slices))  # list() waits, and raises
             self.sum_gradients()
 
         self.meter.computed()
@@ -120,14 +121,14 @@ class ThreadReplicas(Replicas):
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Add the gradients of the other replicas to the first one's."""
+        """Add the gradients of the other replicas to those of the first replica."""
         first, *others = ([p for p in each.parameters() if p.requires_grad] for each in self.models)
         self.meter.computed()
         self.meter.exchange(len(others), sum(map(num_bytes, others)))
         with self.meter.communicating():
             for other in others:
                 for mine, theirs in zip(first, other, strict=True):
-                    if mine.grad is None:  # as of an expert that only the other replica has used
+                    if mine.grad is None:  # e.g. only the other replica used this expert
                         mine.grad = theirs.grad
                     elif theirs.grad is not None:
                         mine.grad.add_(theirs.grad)

@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer applies what ranks have learned apart (every rank).
+"""DiLoCo: local steps on each rank, then a step of an outer optimizer (every rank).
 
     each step:         w_i  <-  w_i - lr * g_i(w_i)                     the task's optimizer
     every H-th step:   d  =  (1 / N) * sum over ranks i of (w - w_i)    the outer gradient
@@ -6,23 +6,23 @@
                        w  <-  w - a * (d + m * v)                       Nesterov momentum
                        w_i  <-  w                                       on every rank
 
-with g_i the gradient of the mean loss over rank i's own part of the global batch, a the
-outer learning rate and m the outer momentum.  With a = 1 and m = 0 it is ``local-sgd``.
+g_i is the gradient of the mean loss over rank i's part of the global batch. a is the outer learning
+rate and m is the outer momentum. With a = 1 and m = 0, DiLoCo is the same as ``local-sgd``.
 
-While d stays the same from round to round, v grows to d / (1 - m), and an outer step to
-a / (1 - m) times d: its gain.  After H = 500 steps, the paper's, one d hardly resembles the last,
-and a = 0.7, m = 0.9 do well.  After few steps it does, and their gain of 7 is 7 times the learning
-rate.  The defaults here, for H = 8, have a gain of 1: the speed of ``local-sgd``, smoothed over
-1 / (1 - m) = 2 rounds.
+If d stays the same from round to round, v grows to d / (1 - m). Then an outer step is the gain,
+a / (1 - m), times d. The paper uses H = 500. After 500 steps, d hardly resembles the previous d,
+so a = 0.7 and m = 0.9 work well. After few steps, d is similar to the previous d. Then the paper's
+gain of 7 acts like a learning rate 7 times as high. The defaults here are for H = 8 and have a gain
+of 1: the speed of ``local-sgd``, smoothed over 1 / (1 - m) = 2 rounds.
 
-A last round of fewer than H steps ends in the plain mean of the weights, without outer step: a
-whole momentum would be added to a part of a round, and no later round corrects it.
+If the last round has fewer than H steps, it ends with the plain mean of the weights. An outer step
+would add the whole momentum to a part of a round, and no later round would correct it.
 
-Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
-Models", 2023, algorithm 1: ``diloco:every=500,outer_lr=0.7,outer_momentum=0.9``.
+Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+2023, algorithm 1: ``diloco:every=500,outer_lr=0.7,outer_momentum=0.9``.
 
-Messages and bytes are those of ``local-sgd``: an outer step is made of the average of all weights,
-by every rank for itself.
+Messages and bytes are the same as in ``local-sgd``. Ranks average all weights, and then each rank
+computes the outer step.
 """
 
 from typing import final
@@ -36,10 +36,10 @@ from ddpnb.rank.worker import Worker
 
 @final
 class DiLoCo(LocalSgd):
-    """Local SGD with outer steps in place of averages.
+    """Local SGD with outer steps instead of averages.
 
     Args:
-        every: H, the inner steps of an outer one.
+        every: H, the number of inner steps for each outer step.
         outer_lr: a, the outer learning rate.
         outer_momentum: m, the outer Nesterov momentum.
     """
@@ -52,7 +52,7 @@ class DiLoCo(LocalSgd):
         self.outer_momentum = outer_momentum
 
     def setup(self, worker: Worker) -> None:
-        """Make both optimizers; the outer one is in the same state on every rank."""
+        """Create both optimizers. The outer optimizer has the same state on every rank."""
         super().setup(worker)
         self.agreed = [nn.Parameter(p.detach().clone()) for p in worker.parameters]
         self.outer = torch.optim.SGD(
@@ -65,7 +65,7 @@ class DiLoCo(LocalSgd):
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Make an outer step; takes part: every rank."""
+        """Make an outer step. Every rank takes part."""
         self.flat.average(self.worker.parameters)
         # The mean of w - w_i is w minus the mean of w_i.
         for agreed, mean in zip(self.agreed, self.worker.parameters, strict=True):

@@ -1,20 +1,21 @@
-"""Gossip: each rank averages its weights with one neighbour in each step (every rank).
+"""Gossip: in each step, each rank averages its weights with one neighbour (every rank).
 
     w_i'  =   w_i - lr * g_i(w_i)          on each rank i
     w_i  <-   (w_i' + w_j') / 2            j: the partner of i in this step
 
-with g_i the gradient of the mean loss over rank i's part of the global batch.  The ranks form a
-ring.  In step k ranks k, k + 2, ... each meet the next one, so that each rank meets its left and
-its right neighbour in turn.  Of an odd number one rests, another in each step.  No rank waits for
-any other than its partner, and each has its own optimizer, momentum included.  Weights agree only
-nearly; their mean moves as in synchronous SGD.  All ranks end with the mean of all weights.
+g_i is the gradient of the mean loss over rank i's part of the global batch. The ranks form a ring.
+In step k, each of the ranks k, k + 2, ... meets the next rank. So each rank alternates between its
+left and its right neighbour. If the number of ranks is odd, one rank is idle in each step, in turn.
+A rank waits only for its partner. Each rank has its own optimizer and momentum. The ranks' weights
+are only nearly equal, but their mean moves as in synchronous SGD. After the last step, all ranks
+get the mean of all weights.
 
-Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?",
-NeurIPS 2017 (D-PSGD); here the pairs change from step to step.
+Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
+2017 (D-PSGD). Here, the pairs change from step to step.
 
-Messages per step and rank: all weights to the partner, and its own back (for each dtype); at
-the end one all-reduce of all weights.  Bytes sent per step and rank: S, the bytes of all
-parameters; 0 by a rank that rests.
+- Messages per step and rank: all weights to the partner, and the partner's weights back (for each
+  dtype). After the last step: one all-reduce of all weights.
+- Bytes sent per step and rank: S, the bytes of all parameters. An idle rank sends 0 bytes.
 """
 
 from dataclasses import replace
@@ -32,14 +33,14 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class Gossip(Strategy):
-    """Averages in pairs that change from step to step."""
+    """Averages weights in pairs of ranks. The pairs change from step to step."""
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank; as the waits pass on around the ring, ranks are up to N steps apart."""
+        """Plan for every rank. Waits spread around the ring, so ranks are up to N steps apart."""
         return replace(super().plan(state), num_steps_ahead=state.world_size, averages_weights=True)
 
     def setup(self, worker: Worker) -> None:
-        """Make this rank's own optimizer, and buffers for both ranks' weights."""
+        """Create this rank's optimizer, and buffers for the weights of both partners."""
         super().setup(worker)
         self.mine, self.theirs = FlatBuffer(worker.parameters), FlatBuffer(worker.parameters)
         self.num_steps = 0
@@ -47,10 +48,10 @@ class Gossip(Strategy):
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch."""
         worker = self.worker
-        # forward, backward, update: each rank alone
+        # forward, backward, update: each rank by itself
         loss = worker.compute_gradients(batch)
         worker.update(self.optimizer)
-        # agree: takes part: this rank and its partner
+        # communicate: this rank and its partner take part
         partner = partner_in_step(self.num_steps, rank=worker.rank, world_size=worker.world_size)
         if partner is not None:
             self.average_with(partner)
@@ -58,12 +59,12 @@ class Gossip(Strategy):
         return loss
 
     def finish(self) -> nn.Module:
-        """Average over all; takes part: every rank."""
+        """Average the weights of all ranks. Every rank takes part."""
         self.mine.average(self.worker.parameters)
         return self.worker.model
 
     def average_with(self, partner: int) -> None:
-        """Take the mean of both ranks' weights; takes part: this rank and its partner."""
+        """Average the weights of two ranks. This rank and its partner take part."""
         self.mine.gather(self.worker.parameters)
         exchange = [
             dist.P2POp(operation, buffer, partner)
@@ -78,7 +79,7 @@ class Gossip(Strategy):
 
 
 def partner_in_step(step: int, *, rank: int, world_size: int) -> int | None:
-    """Return the rank that a rank meets in a step; None where it rests."""
+    """Return the rank's partner in a step, or None if the rank is idle."""
     position = (rank - step) % world_size
     other = position ^ 1
     return None if other >= world_size else (other + step) % world_size

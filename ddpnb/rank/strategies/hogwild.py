@@ -1,24 +1,25 @@
-"""Hogwild: workers train on the same memory without locks (every rank, of one host, on CPUs).
+"""Hogwild: workers update the same memory without locks (every rank, on the CPUs of one host).
 
-    worker i:  w  <-  w - (b_i / B) * lr * g_i(w_old)     w: the one copy, in shared memory
+    worker i:  w  <-  w - (b_i / B) * lr * g_i(w_old)     w: the only copy, in shared memory
 
-Each worker reads the parameters while others write them, and updates them without asking;
-w_old may be a mixture of states.  Each has its own optimizer: momentum is local.  Staleness
-counts the updates by others between a worker's last one and this one.
-The weight b_i / B, a share of the global batch of B, is that of ``async``.
+Each worker reads the parameters while others write them, and updates them without waiting. So w_old
+may be a mixture of several states. Each worker has its own optimizer and momentum. An update's
+staleness is the number of updates by others since the worker's previous update. The weight b_i / B
+is the worker's share of a global batch of B samples, as in ``async``.
 
 Option:
 
-    momentum=m  of the default optimizer, in place of --momentum
+    momentum=m  momentum of the default optimizer, instead of --momentum
 
-Reference: Niu, Recht, Re and Wright, "Hogwild!: A Lock-Free Approach to Parallelizing
-Stochastic Gradient Descent", NeurIPS 2011.
+Reference: Niu, Recht, Re and Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic
+Gradient Descent", NeurIPS 2011.
 
-Messages per step and worker: two of some 50 bytes, one to rank 0, which hands out the shards and
-counts updates, and its reply; a faster worker takes more shards.  Bytes sent per step: P for
-parameters of P bytes, written to the memory of all.
+- Messages per step and worker: one to rank 0 and one reply, of about 50 bytes each. Rank 0 counts
+  updates and hands out the shards, so a faster worker gets more shards.
+- Bytes sent per step: P for parameters of P bytes, written to the shared memory.
 
-A worker that dies costs the shards it holds; it may join anew.  GPUs cannot share such memory.
+If a worker dies, the shards that it holds are lost. The worker may join again. GPUs cannot share
+memory in this way.
 """
 
 from typing import final
@@ -35,17 +36,17 @@ class Hogwild(AsynchronousStrategy):
     """Asynchronous SGD on shared memory."""
 
     def setup(self, worker: Worker) -> None:
-        """Move the parameters to the one copy in shared memory; takes part: every rank."""
+        """Move the parameters to the copy in shared memory. Every rank takes part."""
         self.begin(worker, 1, lambda _: UpdateCounter())
         self.optimizer = worker.optimizer(worker.parameters)
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on one shard, on parameters that others change meanwhile."""
+        """Train on one shard, while other workers change the parameters."""
         worker = self.worker
         # forward, backward
         loss = worker.compute_gradients(batch)
-        # agree: with no other rank
-        # update: in the memory of all, while others do the same
+        # communicate: nothing, because the parameters are shared
+        # update: in the shared memory, while others do the same
         with scaled_rate(self.optimizer, batch.weight):
             worker.update(self.optimizer)
         worker.staleness = self.client.step(batch.weight)

@@ -1,17 +1,17 @@
-"""Local SGD: ranks average their weights every few steps (every rank).
+"""Local SGD: ranks train independently and average their weights every few steps (every rank).
 
     each step:         w_i  <-  w_i - lr * g_i(w_i)                      on each rank i
     every H-th step:   w_i  <-  (1 / N) * sum over ranks j of w_j        after that
 
-with g_i the gradient of the mean loss over rank i's own part of the global batch.  Momentum
-is local.
+g_i is the gradient of the mean loss over rank i's part of the global batch. Momentum is local: it
+is not averaged.
 
 Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 
-Messages: one all-reduce of all weights every H-th step (one for each dtype), and one at
-the end if there were steps since.
-Bytes sent per rank: 2 (N - 1) / N * S in each of these steps, 0 in the others; S is the
-bytes of all parameters.
+- Messages: one all-reduce of all weights every H-th step (one for each dtype). At the end, there is
+  one more if ranks made steps after the last average.
+- Bytes sent per rank, with N ranks: 2 (N - 1) / N * S in each of these steps, and 0 in the other
+  steps. S is the bytes of all parameters.
 """
 
 from dataclasses import replace
@@ -25,10 +25,10 @@ from ddpnb.rank.worker import Batch, Worker
 
 
 class LocalSgd(Strategy):
-    """Steps alone, averages together.
+    """Independent steps, with an average of all weights every few steps.
 
     Args:
-        every: H, the steps from one average to the next.
+        every: H, the number of steps between two averages.
     """
 
     def __init__(self, *, every: int = 8) -> None:
@@ -36,32 +36,32 @@ class LocalSgd(Strategy):
         self.num_steps = 0
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank; they wait for each other only to average."""
+        """Plan to train on every rank. Ranks wait for each other only to average."""
         return replace(super().plan(state), num_steps_ahead=self.every, averages_weights=True)
 
     def setup(self, worker: Worker) -> None:
-        """Make this rank's own optimizer, and a buffer for all weights."""
+        """Create this rank's optimizer, and a flat buffer for all weights."""
         super().setup(worker)
         self.flat = FlatBuffer(worker.parameters)
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on this rank's slice of one global batch; every H-th one ends with an average."""
+        """Train on this rank's slice of one global batch. Every H-th step averages the weights."""
         worker = self.worker
-        # forward, backward, update: each rank alone
+        # forward, backward, update: each rank by itself
         loss = worker.compute_gradients(batch)
         worker.update(self.optimizer)
-        # agree: takes part: every rank
+        # communicate: every rank takes part
         self.num_steps += 1
         if self.num_steps % self.every == 0:
             self.agree()
         return loss
 
     def finish(self) -> nn.Module:
-        """Average if there were steps since the ranks last agreed; takes part: every rank."""
+        """Average the weights if ranks made steps after the last average. Every rank takes part."""
         if self.num_steps % self.every != 0:
             self.flat.average(self.worker.parameters)
         return self.worker.model
 
     def agree(self) -> None:
-        """Average all weights; takes part: every rank."""
+        """Average all weights. Every rank takes part."""
         self.flat.average(self.worker.parameters)

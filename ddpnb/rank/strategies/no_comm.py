@@ -1,18 +1,17 @@
-"""No communication: the ceiling of what strategies can reach here (every rank).
+"""Train without communication: the ceiling (upper bound) of the other strategies (every rank).
 
     rank i:  w_i  <-  w_i - lr * g_i(w_i)
 
-with g_i the gradient of the mean loss over rank i's own part of the global batch.  All ranks
-compute at once and nothing is sent: no strategy that shares the samples evenly can be faster.
-The run is over when the slowest rank is done; a strategy that gives a fast rank more samples,
-as ``async`` does, may be faster.  Rank 0's model is the result; it has learned only from rank
-0's part.
+g_i is the gradient of the mean loss over rank i's part of the global batch. All ranks compute at
+the same time and send nothing. A strategy that shares the samples evenly cannot be faster. The run
+ends when the slowest rank is done, so a strategy that gives more samples to fast ranks (``async``)
+can be faster. The result is rank 0's model, which has learned only from rank 0's part.
 
-Reference: the local gradient step of Zinkevich et al., "Parallelized Stochastic Gradient
-Descent", NeurIPS 2010, without its average at the end.
+Reference: the local gradient step of Zinkevich et al., "Parallelized Stochastic Gradient Descent",
+NeurIPS 2010, without the final average.
 
-Messages per step: none.  Bytes sent per step and rank: 0.  After the last step rank 0's
-weights are broadcast.
+- Messages per step: 0.
+- Bytes sent per step and rank: 0. After the last step, rank 0 broadcasts its weights.
 """
 
 from dataclasses import replace
@@ -25,31 +24,31 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.worker import Batch
 
-_NOTE = "no-comm sends nothing: its model has learnt from rank 0's share of the samples alone."
+_NOTE = "no-comm does not communicate. Its model learned only from rank 0's share of the samples."
 
 
 @final
 class NoComm(Strategy):
-    """Each rank for itself."""
+    """Independent SGD on each rank."""
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank; none waits for another, so each stops where it is."""
+        """Plan to train on every rank. No rank waits for another, so each rank stops by itself."""
         notes = (_NOTE,) if state.world_size > 1 else ()
         return replace(
             super().plan(state), num_steps_ahead=None, finish_is_timed=False, notes=notes
         )
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on this rank's slice of one global batch, alone."""
+        """Train on this rank's slice of one global batch, without other ranks."""
         # forward, backward
         loss = self.worker.compute_gradients(batch)
-        # agree: with no other rank
+        # communicate: nothing
         # update
         self.worker.update(self.optimizer)
         return loss
 
     def finish(self) -> nn.Module:
-        """Take rank 0's weights; takes part: every rank."""
+        """Copy rank 0's weights to all ranks. Every rank takes part."""
         for parameter in self.worker.parameters:
             dist.broadcast(parameter.data, src=0)
         return self.worker.model

@@ -1,6 +1,6 @@
-"""A strategy that the user wrote in a cell (every rank).
+"""Train with a strategy that the user wrote in a cell (every rank).
 
-Any class with ``setup(worker)``, ``step(batch)`` and ``finish()`` will do:
+Define a class with ``setup(worker)``, ``step(batch)`` and ``finish()``:
 
     class Averaging:
         def setup(self, worker):
@@ -17,10 +17,10 @@ Any class with ``setup(worker)``, ``step(batch)`` and ``finish()`` will do:
         def finish(self):
             return self.worker.model
 
-``close()`` is optional, and called in the end.  With ``averages_weights = True`` BatchNorm's
-statistics are estimated anew in the end; with ``synchronous = False`` ranks need not wait for each
-other at each step.  A class that extends ``Strategy``, such as a copy of a built-in one, is taken
-as it is.
+``close()`` is optional. ddpnb calls it at the end. With ``averages_weights = True``, ddpnb
+estimates BatchNorm's statistics again at the end. With ``synchronous = False``, ranks need not wait
+for each other in each step. You can also extend ``Strategy``, for example with a copy of a built-in
+strategy. ddpnb uses such a class without changes.
 """
 
 from dataclasses import replace
@@ -37,14 +37,14 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class UserStrategy(Strategy):
-    """A user's object, with defaults for what it does not define."""
+    """A wrapper around the user's object, with defaults for everything that the object lacks."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank."""
-        # Its ranks may not wait for each other: a stop allows for one step between them.
+        """Plan to train on every rank."""
+        # Ranks need not wait for each other: a stop allows a difference of one step between ranks.
         return replace(
             super().plan(state),
             synchronous=bool(getattr(self._strategy, "synchronous", True)),
@@ -53,12 +53,12 @@ class UserStrategy(Strategy):
         )
 
     def setup(self, worker: Worker) -> None:
-        """Hand the worker over."""
+        """Pass the worker to the user's object."""
         self.worker = worker
         self._strategy.setup(worker)
 
     def step(self, batch: Batch) -> Tensor:
-        """Have the user's object train on a batch; it returns the loss."""
+        """Call ``step`` of the user's object, and check the loss that it returns."""
         loss = self._strategy.step(batch)
         if isinstance(loss, float):
             return torch.tensor(loss, device=self.worker.device)
@@ -67,11 +67,11 @@ class UserStrategy(Strategy):
         shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
         raise UserError(
             f"{type(self._strategy).__name__}.step(batch) returned {kind_of(loss)}{shape}; "
-            "return the mean loss over the batch, a tensor of shape ()."
+            "return the mean loss over the batch as a tensor of shape ()."
         )
 
     def finish(self) -> nn.Module:
-        """Return the model that the user's object returns; the worker's where that is None."""
+        """Return the model from the user's object. If that is None, return the worker's."""
         model = self._strategy.finish()
         if model is None:
             return self.worker.model
@@ -81,6 +81,6 @@ class UserStrategy(Strategy):
         raise UserError(f"{name}.finish() returned {kind_of(model)}; return the trained model.")
 
     def close(self) -> None:
-        """Close the user's object, if it has ``close``."""
+        """Call ``close`` of the user's object, if the object has it."""
         if callable(close := getattr(self._strategy, "close", None)):
             close()

@@ -1,14 +1,16 @@
-"""One device trains alone: the baseline of all others (rank 0).
+"""Train on one device: the baseline of all other strategies (rank 0).
 
     w  <-  w - lr * g(w),    g = gradient of the mean loss over the global batch
 
-On a CPU a device is a rank's share of the threads.  With ``threads=all`` it has those of all ranks
-of its host together: the whole machine in one process, which is what the others should beat.
+On a CPU, the device is one rank's share of the threads. With ``threads=all``, the device has the
+threads of all ranks on its host: one process uses the whole machine. Other strategies should be
+faster than that.
 
-Reference: Robbins and Monro, "A Stochastic Approximation Method", Annals of
-Mathematical Statistics 22(3), 1951.
+Reference: Robbins and Monro, "A Stochastic Approximation Method", Annals of Mathematical Statistics
+22(3), 1951.
 
-Messages per step: none.  Bytes sent per step: 0.
+- Messages per step: 0.
+- Bytes sent per step: 0.
 """
 
 from dataclasses import replace
@@ -24,13 +26,13 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class Single(Strategy):
-    """Plain stochastic gradient descent; the other ranks rest."""
+    """Plain stochastic gradient descent on rank 0. The other ranks are idle."""
 
     def __init__(self, *, threads: str = "rank") -> None:
         self._takes_all = threads == "all"
 
     def plan(self, state: RankState) -> Plan:
-        """Rank 0 alone."""
+        """Plan to train on rank 0 only."""
         alone = Plan(num_ranks=1, num_workers=1, synchronous=True)
         num_ranks = state.local_world_size
         if self._takes_all:
@@ -38,11 +40,11 @@ class Single(Strategy):
         if state.device != "cpu" or num_ranks == 1:
             return alone
         num, num_all = state.num_threads, num_ranks * state.num_threads
-        note = f"It computes on {num} of {num_all} threads; single:threads=all: on all."
+        note = f"It uses {num} of {num_all} threads; single:threads=all uses all."
         return replace(alone, notes=(note,))
 
     def setup(self, worker: Worker) -> None:
-        """Take the threads; they are given back when the run has ended."""
+        """Take the threads. ddpnb gives them back when the run ends."""
         if self._takes_all:
             torch.set_num_threads(torch.get_num_threads() * worker.local_world_size)
         super().setup(worker)
@@ -51,7 +53,7 @@ class Single(Strategy):
         """Train on one global batch."""
         # forward, backward
         loss = self.worker.compute_gradients(batch)
-        # agree: there is no other rank
+        # communicate: nothing, because there is only one worker
         # update
         self.worker.update(self.optimizer)
         return loss

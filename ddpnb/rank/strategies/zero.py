@@ -2,18 +2,18 @@
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
-with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
-B: the same update as ``ddp``.  Each rank makes it for its own part of the parameters, a few
-whole tensors, keeps the optimizer's state of these alone, and sends them to the others.
+g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
+update is the same as in ``ddp``. Each rank updates only its part of the parameters, a few whole
+tensors, and sends this part to the others. It keeps the optimizer's state only for its part.
 
-Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models", SC 2020; code: ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", SC 2020; code: ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 
-Messages per step: those of ``ddp``; then one broadcast of each parameter, from the rank that
-updates it.
-Bytes sent per step and rank: 2 (N - 1) / N * S + (N - 1) * P, with S the bytes of all
-gradients and P those of the parameters in this rank's part; P adds up to S.  Received:
-2 (N - 1) / N * S + S - P.
+- Messages per step: the same as in ``ddp``, then one broadcast of each parameter, from the rank
+  that updates the parameter.
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S + (N - 1) * P. S is the bytes of
+  all gradients. P is the bytes of the parameters in this rank's part. The sum of P over all ranks
+  is S. Bytes received: 2 (N - 1) / N * S + S - P.
 """
 
 import importlib
@@ -32,23 +32,23 @@ class Zero(DdpStrategy):
     """Torch's ``DistributedDataParallel`` with its ``ZeroRedundancyOptimizer``."""
 
     def setup(self, worker: Worker) -> None:
-        """Wrap the model and shard its optimizer; takes part: every rank."""
+        """Wrap the model in DDP and shard its optimizer. Every rank takes part."""
         super().setup(worker)
         self.wrap(worker)
         self.optimizer = whole = _sharded(self.optimizer)
-        worker.optimizers[:] = [whole.optim]  # the one that holds this rank's part of the state
+        worker.optimizers[:] = [whole.optim]  # this rank's part of the state
 
 
 def _sharded(sample: Optimizer) -> Any:
-    """Return an optimizer that has made no step, with its state sharded; takes part: every rank.
+    """Return a new optimizer like ``sample``, with sharded state. Every rank takes part.
 
-    Hooks before and after a step (warm-up, clipping) move to the whole optimizer: on every rank
-    they see all parameters, with the averaged gradients.
+    Hooks before and after a step (warm-up, clipping) move to the sharded optimizer. On every rank,
+    the hooks see all parameters, with the averaged gradients.
     """
-    # Each group has all of its own settings; the constructor may check them, or require them.
+    # Each group has all its settings, but the constructor may check or require some of them.
     takes = inspect.signature(type(sample)).parameters
     given = {key: value for key, value in sample.defaults.items() if key in takes}
-    # Imported here because it takes half a second, which every rank would pay at start.
+    # Imported here because the import takes half a second. At the top, every rank would need it.
     optim = importlib.import_module("torch.distributed.optim")
     whole = optim.ZeroRedundancyOptimizer(sample.param_groups, type(sample), **given)
     before, after = step_hooks(sample)
