@@ -1,1 +1,1 @@
-"""The asynchronous runtime (ranks)."""
+"""The work queue and the parameter server of asynchronous strategies (ranks)."""

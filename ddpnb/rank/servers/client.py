@@ -1,13 +1,12 @@
-"""How a worker of an asynchronous run reaches the queue of rank 0 (ranks).
+"""Connect a worker of an asynchronous run to the queue on rank 0 (ranks).
 
-Rank 0's own worker calls the queue.  Each other worker sends its requests through a socket, at
-whose other end a thread of rank 0 calls the queue.  Where a process dies, its socket closes at
-once.
+Rank 0's own worker calls the queue directly. Each other worker sends its requests through a socket.
+At the other end, a thread of rank 0 calls the queue. If a process dies, its socket closes at once.
 
-On rank 0's host the tensors lie in shared memory, and messages through a Unix socket pass the turn;
-the kernel's locks in a socket order memory on any processor.  The socket lies in the run's folder,
-which no other user may enter: a process that starts later finds it without a collective.  Workers
-of other hosts connect by TCP, and the tensors follow the messages.
+On rank 0's host, the tensors are in shared memory, and messages through a Unix socket say which
+process may use them. The kernel's locks in a socket order memory accesses on any processor. The
+socket is in the run folder, which no other user may enter. So a process that starts later finds it
+without a collective. Workers on other hosts connect by TCP and send the tensors after the messages.
 """
 
 import contextlib
@@ -37,36 +36,36 @@ from ddpnb.rank.servers.server import HELLO, Server, connection_over, server_add
 from ddpnb.rank.worker import Worker
 
 MakeUpdates = Callable[[Sequence[PackedTensors]], UpdateCounter]
-"""Makes, on rank 0, what workers read and write.
+"""Creates the object that workers read and write, on rank 0.
 
-From copies of the parameters, the first of which holds rank 0's.
+The argument is a list of copies of the parameters. The first copy has rank 0's parameters.
 """
 
 
 class RunOverError(Exception):
-    """There is nothing to join: the run has ended."""
+    """The run has ended, so a worker cannot join."""
 
 
 @final
 class Client:
-    """One worker's access to the queue, and on rank 0 the queue itself.
+    """One worker's access to the queue. On rank 0, it also creates the queue.
 
-    Every call blocks until the queue lets the worker go on, and raises ``RankLostError`` where the
-    run is over.  ``close`` before ``finish`` ends the run for all.
+    Every call blocks until the queue lets the worker continue. If the run is over, the call raises
+    ``RankLostError``. ``close`` before ``finish`` ends the run for all workers.
 
     Args:
-        worker: this one; takes part: every rank, or one on rank 0's host that joins.  Its
-            parameters, where they are on a CPU, then lie where other ranks write them; to other
-            devices they are copied.
-        num_copies: of the parameters: one for each worker, or one that all of them update.
-        make_updates: called on rank 0.
-        opened: closes threads and sockets, after ``close``.
-        timeout_seconds: in which some worker must make progress.
-        bound: steps that a worker may be ahead of the slowest.
+        worker: This worker. Every rank takes part, or one worker on rank 0's host that joins. Its
+            parameters move to memory that other ranks write, if they are on a CPU. Otherwise, new
+            values are copied to them.
+        num_copies: Copies of the parameters: one for each worker, or one that all workers update.
+        make_updates: Called on rank 0.
+        opened: Closes threads and sockets after ``close``.
+        timeout_seconds: Time within which at least one worker must make progress.
+        bound: Steps that a worker may be ahead of the slowest worker.
 
     Raises:
-        RunOverError: there is no run to join.
-        RankLostError: rank 0 is gone.
+        RunOverError: There is no run to join.
+        RankLostError: Rank 0 is lost.
     """
 
     def __init__(
@@ -80,11 +79,11 @@ class Client:
         bound: int = NO_BOUND,
     ) -> None:
         self.queue: WorkQueue | None = None
-        """Rank 0's."""
+        """The work queue, on rank 0. On other ranks, this is None."""
         self._worker = worker
         self._path = worker.folder / f"{worker.name}.s"
-        """The address of the socket on rank 0's host."""
-        # The queue's own report comes first.
+        """Address of the Unix socket on rank 0's host."""
+        # Other ranks wait longer, so that the queue reports a timeout first.
         self._timeout = timeout_seconds * (1.0 if worker.rank == SERVER_RANK else 1.5)
         self._num_copies = num_copies
         self._trained = worker.parameters
@@ -101,7 +100,7 @@ class Client:
             self._meet(make_updates, bound)
 
     def begin(self) -> None:
-        """Wait for all workers; take the first parameters and shards."""
+        """Wait for all workers. Get the first parameters and shards."""
         for parameter, tensor in zip(self._trained, self._copy.tensors, strict=True):
             if parameter.device.type == "cpu":
                 parameter.data = tensor
@@ -110,21 +109,21 @@ class Client:
         self._worker.meter.wait_until(reply.now)
 
     def shards(self) -> Iterator[int]:
-        """Yield the numbers of this worker's shards, until all are handed out."""
+        """Yield the numbers of this worker's shards, until all shards are handed out."""
         while self._shards:
             yield self._shards.popleft()
 
     def step(self, weight: float, gradients: Gradients = ()) -> int:
-        """Report a step; take parameters and the next shard; return the gradients' staleness.
+        """Report a step. Get parameters and the next shard. Return the staleness of the gradients.
 
-        There are no gradients where this worker has made the update itself.
+        If the worker has made the update itself, there are no gradients.
         """
         meter = self._worker.meter
         with meter.communicating():
             asked_at = meter.moment()
             reply = self._call(RequestKind.STEP, weight, gradients)
             meter.wait_until(reply.now)
-            if isinstance(asked_at, float) and reply.waited_seconds > 0:  # the host's own clock
+            if isinstance(asked_at, float) and reply.waited_seconds > 0:  # not virtual time
                 meter.begin("waiting", at=asked_at)
                 meter.begin("communication", at=asked_at + reply.waited_seconds)
         size = round(meter.scale * self._num_bytes)
@@ -134,15 +133,15 @@ class Client:
         return reply.staleness
 
     def finish(self) -> None:
-        """Wait until all workers are done; take the final parameters."""
+        """Wait until all workers are done. Get the final parameters."""
         self._worker.meter.wait_until(self._call(RequestKind.DONE).now)
         self._is_over = True
         for parameter in self._trained:
             if parameter.device.type == "cpu":
-                parameter.data = parameter.data.clone()  # in memory of its own
+                parameter.data = parameter.data.clone()  # in private memory
 
     def close(self) -> None:
-        """Report a failure unless this worker has finished; may be called twice."""
+        """Report a failure unless this worker has finished. May be called twice."""
         if not self._is_over:
             self._is_over = True
             if self.queue is not None:
@@ -152,13 +151,13 @@ class Client:
                     self._connection.send_bytes(REQUEST.pack(RequestKind.FAIL, 0.0))
 
     def _meet(self, make_updates: MakeUpdates, bound: int) -> None:
-        """Have rank 0 listen, and the others connect; takes part: every rank."""
+        """Let rank 0 listen and the other ranks connect. Every rank takes part."""
         worker = self._worker
         place = [0, 0]
         if worker.rank == SERVER_RANK:
             num_local = worker.local_world_size
             num_remote = worker.world_size - num_local
-            assert not num_remote or self._num_copies > 1, "all ranks would update the same memory"
+            assert not num_remote or self._num_copies > 1, "other hosts cannot share memory"
             self._memory = SharedMemory.create(self._trained, self._num_copies)
             self._opened.callback(self._memory.close)
             self._copy = self._memory.copy_of(SERVER_RANK)
@@ -175,7 +174,7 @@ class Client:
                 bound=bound,
             )
             place = [self._serve(self.queue, num_remote), num_local]
-        dist.broadcast_object_list(place, src=SERVER_RANK)  # takes part: every rank
+        dist.broadcast_object_list(place, src=SERVER_RANK)  # every rank takes part
         if worker.rank == SERVER_RANK:
             return
         try:
@@ -185,7 +184,7 @@ class Client:
             raise RankLostError(SERVER_RANK) from error
 
     def _serve(self, queue: WorkQueue, num_remote: int) -> int:
-        """Listen; return the port for workers of other hosts, if any."""
+        """Start the server. Return the port for workers on other hosts, or 0 if there are none."""
         opened = self._opened
         server = Server(queue, self._memory, self._trained, self._timeout)
         opened.callback(server.close)
@@ -201,7 +200,7 @@ class Client:
         return port
 
     def _connect(self, port: int = 0) -> None:
-        """Connect to rank 0, on this host if there is no port; raises ``OSError``."""
+        """Connect to rank 0, on this host if the port is 0. Raises ``OSError``."""
         worker, opened = self._worker, self._opened
         if port:
             address = server_address(), port
@@ -222,7 +221,7 @@ class Client:
             self._copy, self._gradients = memory.copy_of(worker.rank), memory.gradients(worker.rank)
 
     def _call(self, kind: RequestKind, weight: float = 0.0, gradients: Gradients = ()) -> Reply:
-        """Make a request of the queue; on rank 0 raise its error, if there is one."""
+        """Send a request to the queue. On rank 0, raise the queue's error, if it has one."""
         if self.queue is None:
             reply = self._ask(kind, weight, gradients)
         else:
@@ -239,12 +238,12 @@ class Client:
         return reply
 
     def _ask(self, kind: RequestKind, weight: float, gradients: Gradients) -> Reply:
-        """Make a request of rank 0's process."""
+        """Send a request to rank 0's process."""
         connection = self._connection
         if gradients:
             self._gradients.fill(gradients)
         try:
-            # A rank 0 that has disconnected left a last reply, read below, which says why.
+            # If rank 0 has disconnected, it sent a last reply with the reason, which is read below.
             with contextlib.suppress(OSError):
                 connection.send_bytes(REQUEST.pack(kind, weight))
                 if self._is_remote and kind is RequestKind.STEP:

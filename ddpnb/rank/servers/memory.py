@@ -1,7 +1,7 @@
-"""Tensors in memory that the ranks of a host share (ranks).
+"""Store tensors in memory that the ranks of a host share (ranks).
 
-``PackedTensors`` are bytes, whatever the shapes and types of the tensors, each at a multiple of 64
-bytes: copying all of them is one copy.  They may lie in memory that several processes map.
+``PackedTensors`` hold tensors of any shapes and types as bytes. Each tensor starts at a multiple of
+64 bytes, so one copy copies all tensors. Several processes can map the memory.
 """
 
 import mmap
@@ -17,22 +17,22 @@ from torch import Tensor
 from ddpnb.protocol.processes import as_socket
 
 _ALIGNMENT_BYTES = 64
-"""One cache line."""
+"""Size of one cache line."""
 
 Gradients = Sequence[Tensor | None]
-"""One for each parameter; None: none."""
+"""One gradient for each parameter. None: the parameter has no gradient."""
 
 
 class PackedTensors(NamedTuple):
     """Tensors that share one piece of CPU memory."""
 
     raw: Tensor
-    """All the bytes, uint8."""
+    """All bytes of the memory, as uint8."""
     tensors: list[Tensor]
-    """Views of them, in the shapes and types that were asked for."""
+    """Views of the bytes, in the requested shapes and types."""
 
     def fill(self, values: Gradients) -> None:
-        """Copy detached values in, from any device; None: zeros."""
+        """Copy detached values into the tensors, from any device. None is copied as zeros."""
         for tensor, value in zip(self.tensors, values, strict=True):
             if value is None:
                 tensor.zero_()
@@ -41,41 +41,41 @@ class PackedTensors(NamedTuple):
 
 
 def pack(like: Sequence[Tensor]) -> PackedTensors:
-    """Return tensors like these in private memory, with undefined values."""
+    """Return tensors of these shapes and types in private memory, with undefined values."""
     return _views(torch.empty(_packed_num_bytes(like), dtype=torch.uint8, device="cpu"), like)
 
 
 @final
 class SharedMemory:
-    """Copies of all parameters, and places for gradients.
+    """Memory for the copies of all parameters, and for gradients.
 
-    It has no file name, so that nothing is left however a process ends; it is sent through a
-    socket.  It needs no locks: a worker that writes gradients waits for the reply, and its copy
-    changes only meanwhile.
+    The memory has no file name, so no file is left if a process dies. It is sent through a socket.
+    It needs no locks, because a worker that writes gradients waits for the reply. Its copy of the
+    parameters changes only during this wait.
 
     Args:
-        descriptor: of the memory; this object closes it.
-        like: give shapes and types.
-        num_copies: one for each worker, each of which but rank 0 then also has a place for
-            gradients; or one that all of them update.
+        descriptor: File descriptor of the memory. ``close`` closes it.
+        like: Tensors with the shapes and types of the parameters.
+        num_copies: One copy for all workers, which update it, or one copy for each worker. In the
+            second case, each worker except rank 0 also has a place for gradients.
     """
 
     def __init__(self, descriptor: int, like: Sequence[Tensor], num_copies: int) -> None:
         self._descriptor = descriptor
         size, num_gradients = _packed_num_bytes(like), num_copies - 1
-        os.truncate(descriptor, (num_copies + num_gradients) * size)  # of no effect on a second one
+        os.truncate(descriptor, (num_copies + num_gradients) * size)  # no effect if already so
         whole = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
         pieces = [_views(raw, like) for raw in whole.split(size)]
         self.copies, self._gradients = pieces[:num_copies], pieces[num_copies:]
 
     @classmethod
     def create(cls, like: Sequence[Tensor], num_copies: int) -> Self:
-        """Create the memory, 0 everywhere."""
+        """Create the memory, filled with zeros."""
         return cls(os.memfd_create("ddpnb"), like, num_copies)
 
     @classmethod
     def receive(cls, connection: Connection, like: Sequence[Tensor], num_copies: int) -> Self:
-        """Map the memory that the process at the other end sends; ``OSError`` if it is gone."""
+        """Map the memory that the peer process sends. Raises ``OSError`` if the peer is gone."""
         with as_socket(connection.fileno()) as end:
             _, descriptors, *_ = socket.recv_fds(end, 1, 1)
         if not descriptors:
@@ -83,20 +83,20 @@ class SharedMemory:
         return cls(descriptors[0], like, num_copies)
 
     def copy_of(self, rank: int) -> PackedTensors:
-        """Return the parameters that a worker trains on."""
+        """Return the copy of the parameters on which a worker trains."""
         return self.copies[rank % len(self.copies)]
 
     def gradients(self, rank: int) -> PackedTensors:
-        """Return where a worker writes its gradients; rank 0's need no copy."""
+        """Return the place for a worker's gradients. It is empty if all workers share one copy."""
         return self._gradients[rank - 1] if self._gradients else pack([])
 
     def send(self, connection: Connection) -> None:
-        """Send this memory to the process at the other end, on this host."""
+        """Send this memory to the peer process, on this host."""
         with as_socket(connection.fileno()) as end:
             socket.send_fds(end, [b"!"], [self._descriptor])
 
     def close(self) -> None:
-        """Send it no more; what is mapped stays.  To be called once."""
+        """Close the descriptor. Existing mappings stay valid. Must be called only once."""
         os.close(self._descriptor)
 
 
@@ -109,7 +109,7 @@ def _views(raw: Tensor, like: Sequence[Tensor]) -> PackedTensors:
 
 
 def _packed_num_bytes(like: Sequence[Tensor]) -> int:
-    """Return the bytes that tensors like these take when packed, padding included."""
+    """Return the packed size of these tensors in bytes, with padding."""
     return max(_ALIGNMENT_BYTES, sum(_padded_num_bytes(tensor) for tensor in like))
 
 

@@ -1,12 +1,12 @@
-"""Which worker trains on which shard, and who is still there: one queue for all (rank 0).
+"""The work queue: hands out shards and tracks which workers are alive (rank 0).
 
-Asynchronous workers wait for each other only to begin, to end, and where a bound holds back the
-fastest.  Each worker's requests block until it may go on.  Rank 0's own worker makes them directly;
-for each worker of another rank, a thread does, at the end of its connection.  Tensors travel
-beside requests and replies.
+Asynchronous workers wait for each other only at the start, at the end, and if a bound holds back
+the fastest workers. A worker's request blocks until the worker may continue. Rank 0's own worker
+calls the queue directly. For each other worker, a thread at the end of its connection calls the
+queue. Tensors are sent separately from requests and replies.
 
-A worker that dies, or is silent for too long, costs the shards that it holds, and may come back.
-One that fails ends the run for all, and so does the end of rank 0.
+If a worker dies or is silent for too long, its shards are lost, and the worker may join again. If a
+worker fails or rank 0 dies, the run ends for all workers.
 """
 
 import struct
@@ -25,70 +25,70 @@ from ddpnb.rank.servers.memory import Gradients
 NO_BOUND = -1
 NO_RANK = -1
 REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqqdqd")
-"""A request's kind and weight, and the fields of ``Reply``, as bytes."""
+"""Binary formats of a request (kind and weight) and of a ``Reply`` (all fields)."""
 
 
 class RequestKind(IntEnum):
-    """What a worker requests."""
+    """The kind of a worker's request."""
 
     BEGIN = 1
-    """The first shards and parameters, once all workers have arrived."""
+    """Get the first shards and parameters, after all workers have arrived."""
     STEP = 2
-    """The next shard and parameters, in exchange for a gradient or an update."""
+    """Send a gradient or report an update. Get the next shard and parameters."""
     DONE = 3
-    """The final parameters, once all workers have made their last step."""
+    """Get the final parameters, after all workers have made their last step."""
     FAIL = 4
-    """Nothing, not even a reply: the worker has failed."""
+    """Report that the worker has failed. There is no reply."""
 
 
 class Reply(NamedTuple):
-    """The reply, without the parameters."""
+    """The reply to a request, without the parameters."""
 
     staleness: int = 0
-    """Updates by others between this worker's read and its write."""
+    """Number of updates by other workers between this worker's read and its write."""
     version: int = 0
-    """The number of the update that it goes into."""
+    """Number of the update that contains this worker's gradient."""
     first_shard: int = 0
     num_shards: int = 0
     stride: int = 1
-    """Numbers of the next shards: this many, this far apart; none at the end."""
+    """The next shards: ``num_shards`` numbers from ``first_shard``, ``stride`` apart."""
     waited_seconds: float = 0.0
-    """How long the reply had to wait for other workers."""
+    """Time for which the reply had to wait for other workers."""
     lost_rank: int = NO_RANK
-    """The lost rank that ended the run; then there are no parameters."""
+    """The lost rank that ended the run. Then the reply has no parameters."""
     now: float = 0.0
-    """The virtual time at which an emulated worker has the reply."""
+    """Virtual time at which an emulated worker receives the reply."""
 
     @property
     def shards(self) -> range:
-        """Numbers of the shards to train on, after those handed out before."""
+        """Numbers of the next shards to train on, after the shards handed out before."""
         end = self.first_shard + self.num_shards * self.stride
         return range(self.first_shard, end, self.stride)
 
 
 class UpdateCounter:
-    """Counts the updates that workers make themselves, in the one copy that they share.
+    """Counts the updates that workers make themselves, in the copy that they share.
 
-    The queue calls it under its lock.
+    The queue calls the counter under the queue's lock.
     """
 
     def __init__(self) -> None:
         self.version = 0
-        """Updates so far."""
+        """Number of updates so far."""
         self._version_read: dict[int, int] = {}
 
     def read(self, rank: int) -> None:
-        """Give a worker the parameters as they are now; note their updates so far."""
+        """Note the current version for a worker. A subclass also sends the parameters."""
         self._version_read[rank] = self.version
 
     def write(self, rank: int, gradients: Gradients, weight: float) -> int:
-        """Count an update; return how many others were made since the worker's last read."""
+        """Count an update. Return the number of updates by others since the worker's last read."""
         staleness = self.version - self._version_read[rank]
         self.version += 1
         return staleness
 
     def apply(self) -> None:
-        """Make an update with the gradients that have come since the last one, if any."""
+        """Make an update with the gradients that arrived since the last update, if any."""
 
 
 @dataclass(slots=True)
@@ -97,16 +97,16 @@ class _Worker:
 
     incarnation: object
     clock: int
-    """Number of steps that it has made."""
+    """Number of steps that the worker has made."""
     shards: deque[int]
-    """What it holds and has not trained on, in order."""
+    """Shards that the worker holds and has not trained on, in order."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
-    """Whether it has made its last step."""
+    """True if the worker has made its last step."""
     is_leaving: bool = False
-    """Whether it waits for the final parameters."""
+    """True if the worker waits for the final parameters."""
     is_held: bool = False
-    """Whether the bound holds it back."""
+    """True if the bound holds the worker back."""
 
 
 @final
@@ -115,38 +115,38 @@ class WorkQueue:
     """Hands out shards, in order, to the next worker that asks, until all workers are done."""
 
     updates: UpdateCounter
-    """What workers read and write."""
+    """The object that workers read and write."""
     _: KW_ONLY
     num_workers: int
-    """Ranks 0, 1, 2 ... that begin together."""
+    """Number of workers that start together: ranks 0, 1, 2, ..."""
     num_shards: int
-    """Shards to hand out."""
+    """Number of shards to hand out."""
     timeout_seconds: float
-    """How long it may be that no worker at all makes progress."""
+    """Longest time without progress by any worker, in seconds."""
     num_prefetched: int = 0
-    """Shards that a worker holds besides the one that it trains on."""
+    """Number of shards that a worker holds in addition to its current shard."""
     bound: int = NO_BOUND
-    """Steps that a worker may be ahead of the slowest; ``NO_BOUND``: any number.
+    """Steps that a worker may be ahead of the slowest. ``NO_BOUND``: any number of steps.
 
-    At 0 one update is made of a whole round.
+    With a bound of 0, the workers' gradients of one round make one update.
     """
     order: VirtualOrder | None = None
-    """Of the requests of emulated workers; None: as they come."""
+    """Order of the requests of emulated workers. None: order of arrival."""
 
     def __post_init__(self) -> None:
         self.error: Exception | None = None
-        """What went wrong in a thread of this rank, if anything did."""
+        """The error in a thread of this rank, if there was an error."""
         self.lost_shards: list[int] = []
-        """What lost workers held."""
+        """Shards that lost workers held."""
         self.num_shards_done = 0
-        """Shards that workers had trained on when rank 0's own worker last read the parameters."""
+        """Number of shards trained on when rank 0's worker last read the parameters."""
         self._num_trained = 0
-        """Shards that workers have trained on."""
+        """Number of shards that workers have trained on."""
         num_first, every = self.num_workers * (1 + self.num_prefetched), range(self.num_shards)
         self._first, self._shards = every[:num_first], every[num_first:]
-        """What those who begin together are handed out, whole batches; and the rest, in order."""
+        """Shards (whole batches) for the workers that start together, and all other shards."""
         self._changed = threading.Condition()
-        """Held while ``updates`` are called."""
+        """The lock that is held while the queue calls ``updates``."""
         self._workers: dict[int, _Worker] = {}
         self._has_begun = False
         self._failed_rank = NO_RANK
@@ -160,11 +160,12 @@ class WorkQueue:
         gradients: Gradients = (),
         incarnation: object = None,
     ) -> Reply:
-        """Carry out a request; an error in it ends the run for all, and rank 0 raises it.
+        """Handle a request. An error ends the run for all workers, and rank 0 raises it.
 
-        A step has the worker's share of the global batch as its weight, and gradients of the mean
-        loss; none where the worker has made the update itself.  The incarnation distinguishes its
-        process from one that has died.
+        For a step, ``weight`` is the worker's share of the global batch. ``gradients`` are
+        gradients of the mean loss. They are empty if the worker has made the update itself.
+        ``incarnation`` identifies the worker's process, because an earlier process of the same rank
+        may have died.
         """
         asked_at = self._time()
         try:
@@ -182,22 +183,22 @@ class WorkQueue:
                 shards = self._take(1)
                 worker.shards.extend(shards)
                 return self._reply(rank, shards, staleness, version, waited_seconds)
-        except RankLostError as lost:  # the run is over, or goes on without this worker
+        except RankLostError as lost:  # the run is over, or continues without this worker
             return Reply(lost_rank=lost.rank)
         except Exception as error:  # noqa: BLE001  # the thread's edge
             self.fail(SERVER_RANK, error)
             return Reply(lost_rank=SERVER_RANK)
 
     def lose(self, rank: int, incarnation: object = None) -> Reply:
-        """Note that a worker has died: the others go on; return a reply, should it be alive."""
+        """Note that a worker has died. The others continue. Return a reply in case it is alive."""
         with self._changed:
             worker = self._workers.get(rank)
-            if worker is None or worker.incarnation is incarnation:  # else it is replaced already
+            if worker is None or worker.incarnation is incarnation:  # else already replaced
                 self._lose(rank)
             return Reply(lost_rank=rank if self._failed_rank == NO_RANK else self._failed_rank)
 
     def fail(self, rank: int, error: Exception | None = None) -> None:
-        """End the run for all: a worker has failed, or this rank has."""
+        """End the run for all workers, because a worker or this rank has failed."""
         with self._changed:
             self._fail(rank)
             self.error = self.error or error
@@ -205,12 +206,12 @@ class WorkQueue:
     def _time(self) -> float:
         return time.perf_counter() if self.order is None else self.order.now
 
-    # From here on: under the lock.
+    # All methods below are called under the lock.
 
     def _begin(self, rank: int, incarnation: object) -> Reply:
-        """Wait for all workers.  A worker that comes later joins, at the clock of the slowest."""
+        """Wait for all workers. A worker that comes later joins with the slowest worker's clock."""
         self._check()
-        if rank in self._workers:  # its death has not been noticed yet
+        if rank in self._workers:  # the queue has not noticed its death yet
             self._lose(rank)
         joins = self._has_begun
         if joins:
@@ -226,7 +227,7 @@ class WorkQueue:
         return self._reply(rank, shards, is_first=not joins)
 
     def _take_turn(self, rank: int, worker: _Worker | None) -> None:
-        """Wait until no emulated worker's request comes earlier in virtual time."""
+        """Wait until no other emulated worker's request is earlier in virtual time."""
         order = self.order
         if order is None:
             return
@@ -236,9 +237,9 @@ class WorkQueue:
         order.arrive(rank)
 
     def _step(self, rank: int, worker: _Worker) -> float:
-        """Note a step; wait as long as the bound demands, and return for how many seconds."""
+        """Note a step. Wait as long as the bound requires, and return the seconds of the wait."""
         worker.clock += 1
-        if worker.shards:  # a step may be made on a shard that was not handed out
+        if worker.shards:  # a step may use a shard that the queue has not handed out
             worker.shards.popleft()
             self._num_trained += 1
         worker.heard_at = self._progress_at = time.monotonic()
@@ -248,7 +249,7 @@ class WorkQueue:
         began = self._time()
         was_held = worker.is_held = self._is_ahead(worker)
         self._wait(lambda: not self._is_ahead(worker) or self._workers.get(rank) is not worker)
-        self._living(rank, worker.incarnation)  # it may have died in its wait
+        self._living(rank, worker.incarnation)  # the worker may have died while it waited
         if was_held:
             self._take_turn(rank, worker)
         return self._time() - began
@@ -257,7 +258,7 @@ class WorkQueue:
         return worker.clock - self._slowest_clock() > self.bound
 
     def _finish(self, rank: int, worker: _Worker) -> Reply:
-        """Wait until all workers are done; what a stopped worker still holds is not lost."""
+        """Wait until all workers are done. Shards that a stopped worker holds are not lost."""
         worker.is_leaving = True
         worker.shards.clear()
         self._note_done(rank, worker)
@@ -280,7 +281,7 @@ class WorkQueue:
         self._check()
         worker = self._workers.get(rank)
         if worker is None or worker.incarnation is not incarnation:
-            raise RankLostError(rank)  # given up though alive, or replaced
+            raise RankLostError(rank)  # declared lost although alive, or replaced
         return worker
 
     def _take(self, most: int) -> range:
@@ -305,20 +306,20 @@ class WorkQueue:
             num = worker.shards[0] if worker.shards else None
             now = self.order.reply(rank, num, is_first=is_first)
             self._changed.notify_all()
-            if num is None:  # known here and now: the request that says so may come at any time
+            if num is None:  # note it now: the worker's DONE request may come at any time
                 self._note_done(rank, worker)
         parts = shards.start, len(shards), shards.step
         return Reply(staleness, version, *parts, waited_seconds, now=now)
 
     def _slowest_clock(self) -> int:
-        """Return the clock of the slowest worker that still trains."""
+        """Return the number of steps of the slowest worker that still trains."""
         return min(self._training_clocks(), default=0)
 
     def _training_clocks(self) -> list[int]:
         return [worker.clock for worker in self._workers.values() if not worker.is_done]
 
     def _note_progress(self) -> None:
-        """Wake the workers that may go on now; at bound 0, make the update of a full round."""
+        """Wake the workers that may continue now. With bound 0, make the update of a full round."""
         self._progress_at = time.monotonic()
         if self.bound == 0 and len(set(self._training_clocks())) < 2:
             self.updates.apply()
@@ -330,7 +331,7 @@ class WorkQueue:
         self._changed.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
-        """Wait until a condition holds."""
+        """Wait until a condition is true."""
         while not is_so():
             left = self._progress_at + self.timeout_seconds - time.monotonic()
             if left <= 0:
@@ -340,7 +341,7 @@ class WorkQueue:
             self._check()
 
     def _give_up(self) -> None:
-        """Lose the one of the workers that train that has been silent for longest."""
+        """Declare the worker lost that has been silent for the longest time and still trains."""
         if not self._has_begun:
             self._fail(min(set(range(self.num_workers)) - self._workers.keys()))
             return

@@ -1,7 +1,7 @@
-"""How rank 0 serves its queue to the other ranks, outside the process group: by sockets (rank 0).
+"""Serve rank 0's queue to the other ranks by sockets, outside the process group (rank 0).
 
-Each worker has a thread, at the end of its connection.  On rank 0's host the tensors lie in shared
-memory; to and from workers of other hosts they follow the messages.
+A thread serves each worker's connection. On rank 0's host, the tensors are in shared memory.
+Workers on other hosts send and receive the tensors after the messages.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ HELLO = struct.Struct("<q")
 
 
 def server_address() -> str:
-    """Return the address at which other hosts reach rank 0's: that of the group's own store."""
+    """Return the address of rank 0's host for other hosts: the address of the group's store."""
     store = torch_internals.group_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -35,8 +35,8 @@ def server_address() -> str:
 
 
 def connection_over(connected: socket.socket, timeout_seconds: float) -> Connection:
-    """Return a connection over a socket, at which no wait is longer than the timeout."""
-    connected.settimeout(None)  # whatever the user's default is
+    """Return a connection over a socket. Each read or write waits at most for the timeout."""
+    connected.settimeout(None)  # ignore the user's default timeout
     if connected.family != socket.AF_UNIX:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection = Connection(connected.detach())
@@ -46,10 +46,10 @@ def connection_over(connected: socket.socket, timeout_seconds: float) -> Connect
 
 @final
 class Server:
-    """Serves each connection in a thread of its own.
+    """Serves each connection in a separate thread.
 
-    Workers of other hosts send gradients like the parameters.  The timeout is the longest wait at a
-    connection, and of ``close`` for each thread.
+    ``parameters`` has the shapes and types of the gradients from other hosts. ``timeout_seconds``
+    limits each read or write, and the wait for each thread in ``close``.
     """
 
     def __init__(
@@ -69,26 +69,26 @@ class Server:
         self._threads: list[threading.Thread] = []
 
     def listen(self, listener: socket.socket, most: int = sys.maxsize) -> None:
-        """Accept connections at a bound socket, until so many have come."""
-        listener.settimeout(None)  # whatever the user's default is
+        """Accept at most this many connections at a bound socket."""
+        listener.settimeout(None)  # ignore the user's default timeout
         listener.listen()
         self._listeners.append(listener)
         self._acceptors.append(_started(self._accept, listener, most))
 
     def close(self) -> None:
-        """Accept no more, disconnect, and wait until the last replies are on their way."""
+        """Stop accepting, disconnect, and wait until the last replies are sent."""
         for listener in self._listeners:
             shut_down(listener.fileno())
         for thread in self._acceptors:
             thread.join(self._timeout)
         for connection in self._connected:
-            with contextlib.suppress(OSError):  # it is closed
-                shut_down(connection.fileno(), socket.SHUT_RD)  # a last reply can still be sent
+            with contextlib.suppress(OSError):  # already closed
+                shut_down(connection.fileno(), socket.SHUT_RD)  # rank 0 can still send a last reply
         for thread in self._threads:
             thread.join(self._timeout)
 
     def _accept(self, listener: socket.socket, most: int) -> None:
-        with listener, contextlib.suppress(OSError):  # it is shut down
+        with listener, contextlib.suppress(OSError):  # the listener was shut down
             for _ in range(most):
                 connection = connection_over(listener.accept()[0], self._timeout)
                 self._connected.append(connection)
@@ -105,7 +105,7 @@ class Server:
             else:
                 self._memory.send(connection)
                 gradients = self._memory.gradients(rank)
-            # From here on ``close`` ends every wait, and the queue watches the time.
+            # From here on, ``close`` ends every wait, and the queue checks the timeout.
             limit_waits(connection, write_seconds=0, read_seconds=0).close()
             incarnation, kind = object(), RequestKind.BEGIN
             try:
@@ -124,12 +124,12 @@ class Server:
                     if is_remote:
                         connection.send_bytes(self._memory.copy_of(rank).raw.numpy().data)
             except (EOFError, OSError):
-                # The worker may be alive: it was given up, or rank 0 has disconnected.
+                # The worker may be alive: it was declared lost, or rank 0 has disconnected.
                 connection.send_bytes(REPLY.pack(*queue.lose(rank, incarnation)))
 
 
 def _started(target: Callable[..., None], *args: object) -> threading.Thread:
-    """Start a thread, which does not keep the process alive."""
+    """Start a daemon thread, which does not keep the process alive."""
     thread = threading.Thread(target=target, args=args, name="ddpnb-server", daemon=True)
     thread.start()
     return thread

@@ -11,8 +11,8 @@ Reference: Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clus
 Workstations", Journal of Parallel and Distributed Computing 69(2), 2009.
 
 - Messages per step and rank: 2 (N - 1), to the next rank (for each dtype).
-- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the bytes of all gradients. If the gradients
-  cannot be divided evenly by N, chunks differ by one element.
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the bytes of all gradients. If
+  N does not divide the number of gradients evenly, chunks differ by one element.
 """
 
 from typing import final
