@@ -1,8 +1,8 @@
-"""The messages between the kernel and the ranks, through ipyparallel.  (Every process.)
+"""The messages between the kernel and the ranks, sent through ipyparallel.  (Every process.)
 
-Frozen, checked, picklable values: calls and specs go to the ranks, events and reports come back.
-What reaches a rank that is busy goes through the fork server (``processes.RankCommand`` and
-``KernelRequest.SIGNAL``).
+The messages are frozen, picklable values.  The kernel sends calls and specs; ranks return events
+and reports.  Messages to a busy rank are sent through the fork server instead
+(``processes.RankCommand`` and ``KernelRequest.SIGNAL``).
 """
 
 import math
@@ -26,137 +26,137 @@ class RankState:
     rank: int
     world_size: int
     local_world_size: int
-    """How many ranks its host has."""
+    """The number of ranks on the rank's host."""
     pid: int
     host: str
     device: str
-    """``"cpu"`` or ``"cuda:1"``, as ``torch.device`` spells it."""
+    """The device in torch's notation, ``"cpu"`` or ``"cuda:1"``."""
     device_name: str
-    """A GPU's; empty for a CPU."""
+    """The name of the GPU; empty for a CPU."""
     num_threads: int
     backend: str
     shares_device: bool = False
-    """Whether another rank computes on the same GPU."""
+    """True if another rank computes on the same GPU."""
     has_peer_access: bool | None = None
-    """Whether its GPU reads the memory of the host's next one; None: there is none."""
+    """True if the rank's GPU can read the memory of the host's next GPU; None: no next GPU."""
     missing: tuple[str, ...] = ()
-    """A sentence for each feature that is off because of a library's version."""
+    """A sentence for each feature that is turned off because of a library's version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec(TrainingSpec):
-    """One run: everything that a rank needs to repeat it exactly."""
+    """Everything that a rank needs to train a run, or to repeat the run exactly."""
 
     run_id: str
     strategy: str
-    """As the user wrote it, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
+    """The strategy and its options, in the user's notation: ``"ddp"``, ``"ddp:hook=fp16"``."""
     repeat: int = 0
-    """Which one of its strategy's; the runs of one repeat share their seed, and can be paired."""
+    """The number of this repeat of the strategy; all runs of one repeat share a seed."""
     is_ceiling: bool = False
-    """Whether it was added to the comparison as the ceiling of the speed: trained only as long as
-    that needs, and not judged."""
+    """True if ddpnb added this run as the ceiling; the run is short, without an evaluation."""
     comparison: str = ""
-    """The id that the runs of one comparison share: their cell's data are loaded once; or empty."""
+    """The id of the run's comparison, for which ranks load the cell's data once; may be empty."""
     models: str = ""
-    """The folder for the trained weights of each run; empty: they are not saved."""
+    """The folder for the trained weights of each run; empty: ddpnb does not save them."""
     notes: tuple[str, ...] = ()
-    """Sentences that stand beside the results."""
+    """Sentences that ddpnb shows with the results."""
     num_points: int = 10
-    """Points of the held-out curve where the user asks for no other number."""
+    """The number of points of the held-out curve if the user does not choose one."""
 
     @property
     def data_seed(self) -> int:
-        """The seed of the first repeat: while the data are loaded, the same in every repeat."""
+        """The seed of the first repeat, with which every repeat loads the data."""
         return (self.seed - self.repeat) % 2**63
 
     @property
     def model_file(self) -> Path | None:
-        """The file with the ``state_dict`` of the trained model; None: it is not saved."""
+        """The file for the ``state_dict`` of the trained model; None: the model is not saved."""
         return Path(self.models) / f"{self.run_id}.pt" if self.models else None
 
     @property
     def own_momentum(self) -> float | None:
-        """What the strategy's own option says, ``async:momentum=0.5``; None: it says nothing."""
+        """The momentum from the strategy's option, ``async:momentum=0.5``; None: not given."""
         chosen = parse_strategy(self.strategy)
         value = chosen.options.get("momentum") if chosen.name in STRATEGIES else None
         return None if value is None else float(value)
 
     @property
     def used_momentum(self) -> float:
-        """Of the default optimizer: the strategy's own, else that of all strategies."""
+        """The default optimizer's momentum: the strategy's own, or the one for all strategies."""
         return self.momentum if self.own_momentum is None else self.own_momentum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """What a run turned out to be; its first rank sends it before the first step."""
+    """The facts about a run that its first rank sends before the first step."""
 
     synchronous: bool
-    """Whether all workers make step k together; otherwise each counts its own steps."""
+    """True if all workers make each step together; otherwise each worker counts its own steps."""
     num_workers: int
-    """Ranks (or, for ``dp``, replicas) that train."""
+    """The number of ranks that train (for ``dp``: of replicas)."""
     num_threads: int
-    """Intra-op CPU threads of each worker."""
+    """The number of intra-op CPU threads of each worker."""
     device: str
     backend: str
     num_parameters: int
     num_samples: int
-    """Training samples that the run will see, over all workers."""
+    """The number of training samples that all workers together will see."""
     num_ranks: int = 0
-    """Ranks that report steps; 0: as many as workers."""
+    """The number of ranks that report steps; 0: equal to the number of workers."""
     num_devices: int = 0
-    """GPUs, or ranks' shares of the CPU, that they compute on; 0: as many as workers."""
+    """The number of GPUs, or of ranks' CPU shares, in use; 0: equal to the number of workers."""
     sees_exposed: bool = True
-    """Whether communication that holds up the computing can be distinguished from the rest."""
+    """True if ddpnb can distinguish exposed communication from hidden communication."""
     is_emulated: bool = False
-    """Whether the strategy is emulated; then its speed says nothing about the real one."""
+    """True if the strategy is emulated; its speed then differs from the real strategy's speed."""
     momentum: float = 0.0
-    """Of the optimizer, where that is SGD and not Nesterov's."""
+    """The optimizer's momentum if the optimizer is SGD without Nesterov momentum; otherwise 0."""
     notes: tuple[str, ...] = ()
-    """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
+    """Short sentences about emulated, synthetic or adjusted parts, shown with every result."""
 
 
 class Parts(NamedTuple):
-    """The seconds of one step by part; all except ``hidden`` add up to the step."""
+    """The seconds of each part of one step; all parts except ``hidden`` add up to the step."""
 
     data: float = 0.0
-    """Fetching the batch and copying it to the device."""
+    """Seconds to fetch the batch and to copy the batch to the device."""
     forward: float = 0.0
     backward: float = 0.0
     communication: float = 0.0
-    """Exchanging tensors while nothing else was computed: exposed, as ``waiting`` is."""
+    """Seconds of exposed communication: the rank exchanges tensors and computes nothing."""
     optimizer: float = 0.0
     waiting: float = 0.0
-    """For other ranks; where a strategy cannot measure it, it counts as communication."""
+    """Seconds of waiting for other ranks; part of ``communication`` if it cannot be measured."""
     hidden: float = 0.0
-    """Exchanging tensors behind the backward pass: costs no time of its own."""
+    """Seconds of communication during the backward pass, which does not lengthen the step."""
 
 
 class MarkKind(StrEnum):
-    """What happened to a rank; ``OTHER`` is in the text alone."""
+    """The kind of an event on a rank."""
 
     KILLED = "killed"
-    """By a signal.  From the rank itself: a fault injected at the end of a step, which the kernel
-    carries out once all the rank's steps have arrived."""
+    """A signal killed the rank.  If the rank itself sends this mark, a ``--kill`` fault is due: the
+    kernel kills the rank when all its steps have arrived."""
     DIED = "died"
     CAME_BACK = "came back"
     OTHER = ""
+    """Another event, described by the mark's text."""
 
     @property
     def is_death(self) -> bool:
-        """Whether the rank's process ended."""
+        """True if the rank's process ended."""
         return self in (MarkKind.KILLED, MarkKind.DIED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something that happened during a run: a fault struck, a rank came back."""
+    """An event on a rank during a run: a fault on purpose, a death, a restart."""
 
     rank: int
     seconds: float
     """Training time since the run began."""
     text: str = ""
-    """A few words, e.g. ``"3x slower"``; by default those of its kind."""
+    """A description in a few words, e.g. ``"3x slower"``; default: the kind in words."""
     kind: MarkKind = MarkKind.OTHER
 
     def __post_init__(self) -> None:
@@ -164,12 +164,12 @@ class Mark:
 
 
 class Evaluating(NamedTuple):
-    """How far rank 0 has judged the models of a run that has been trained."""
+    """Rank 0's progress in evaluating the models of a run after training."""
 
     num_done: int
     num_all: int
     seconds: float
-    """What those that are done took."""
+    """The seconds of the evaluations that are done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,56 +177,56 @@ class StepEvent:
     """One step of one worker."""
 
     step: int = 0
-    """0, 1, 2 ... on this worker."""
+    """The number of the step on this worker: 0, 1, 2 ..."""
     seconds: float = math.nan
-    """Training time at the end of the step, since the run began; without warm-up and evaluation."""
+    """Training time from the run's begin to the step's end, without warm-up and evaluation."""
     num_samples: int
-    """Samples this worker trained on in this step."""
+    """The number of samples that this worker trained on in this step."""
     loss: float = math.nan
-    """Mean loss over those samples, before the step's update; NaN if none is known."""
+    """Mean loss over the step's samples, before the update; NaN if unknown."""
     staleness: int | None = None
-    """Updates by others between the pull of the parameters and the use of the gradient."""
+    """Other workers' updates between this worker's pull of the parameters and its update."""
     version: int = 0
-    """The number of the update that the gradient went into; 0: updates are not counted."""
+    """The number of the update that used the gradient; 0: updates are not counted."""
     parts: Parts = field(default_factory=Parts)
     num_bytes_sent: int = 0
-    """What this worker sent to others in this step."""
+    """The bytes that this worker sent to other workers in this step."""
     num_bytes_received: int = 0
-    """Likewise from others; not in its row: the run's report has the sum."""
+    """The bytes that this worker received; not in the step's row, summed in the run's report."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers of the step; these are not in its row."""
+    """Further numbers of the step, which are not in the step's row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The result of a rank's checks of a run that can be trained."""
+    """A rank's result after it has checked that a run can be trained."""
 
     num_samples: int
-    """Of the training split on this rank; should be the same on all."""
+    """The size of the training split on this rank, which should be equal on all ranks."""
     survives_deaths: bool
-    """Whether the others train on if a rank other than 0 dies."""
+    """True if the run continues when a rank other than 0 dies."""
     has_accuracy: bool = False
-    """Whether the model has an accuracy on held-out samples; only rank 0 finds out."""
+    """True if the model has an accuracy on held-out samples; only rank 0 checks."""
     num_epochs: float = 0.0
-    """After which it will have trained for ``min_seconds``; 0: not asked for, or not known."""
+    """The epochs that take ``min_seconds`` of training; 0: not requested, or unknown."""
     num_held_out: int = 0
     seconds_per_judged: float = 0.0
-    """What judging one held-out sample takes rank 0; 0: not known."""
+    """Seconds in which rank 0 evaluates one held-out sample; 0: unknown."""
     seconds_per_trained: float = 0.0
-    """What a forward and backward pass takes a worker for each sample; 0: not known."""
+    """Seconds of a worker's forward and backward pass per sample; 0: unknown."""
 
 
 NO_STALENESS = -1
-"""In a row: the step has no staleness."""
+"""The value in a row for a step without staleness."""
 
 _ROW = struct.Struct("<ddqiiiiq7f")
 ROW_BYTES = _ROW.size
 
 
 def pack_step(rank: int, step: StepEvent) -> bytes:
-    """Return one step as 76 bytes: what is sent and stored, and what numpy reads as a row.
+    """Return one step as 76 bytes, which ddpnb sends and stores, and which numpy reads as a row.
 
-    It costs a rank less than pickling, and the kernel nothing.
+    Packing takes a rank less time than pickling.  The kernel need not unpack the rows.
     """
     staleness = NO_STALENESS if step.staleness is None else step.staleness
     return _ROW.pack(
@@ -244,42 +244,42 @@ def pack_step(rank: int, step: StepEvent) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventBatch:
-    """Events that one rank sends together; ``sequence`` counts 0, 1, 2 ... per rank and run."""
+    """The events that one rank sends together; ``sequence`` counts batches per rank and run."""
 
     run_id: str
     rank: int
     sequence: int
     header: RunHeader | None = None
     rows: bytes = b""
-    """Each step, or call of ``ddpnb.log``, as ``pack_step`` packs it."""
+    """The steps and calls of ``ddpnb.log``, each packed by ``pack_step``."""
     metrics: tuple[tuple[int, str, float], ...] = ()
-    """Further numbers of a step, or that the user logged: index of the row, name, value."""
+    """Further numbers of steps, and numbers that the user logged: index of the row, name, value."""
     marks: tuple[Mark, ...] = ()
     evaluating: Evaluating | None = None
 
     @property
     def num_steps(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self.rows) // ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejoinInfo:
-    """Where a new process of a dead rank rejoins a run that the others still train."""
+    """The position at which a restarted rank rejoins a run that other ranks still train."""
 
     first_batch: int
-    """The event batches of this rank so far."""
+    """The number of event batches that this rank has sent so far."""
     first_step: int
-    """Its steps so far."""
+    """The number of steps that this rank has made so far."""
     began_at: float
-    """``time.time()`` when the training began."""
+    """The ``time.time()`` at which the training began."""
 
 
 class Evaluation(NamedTuple):
-    """The model on held-out samples at one moment of a run."""
+    """The scores of the model on held-out samples at one moment of a run."""
 
     num_samples: int
-    """Seen by all workers until then."""
+    """The number of training samples that all workers had seen at this moment."""
     seconds: float
     """Training time since the run began, on rank 0."""
     loss: float
@@ -288,62 +288,62 @@ class Evaluation(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a rank holds, in bytes; 0: not known."""
+    """The memory of a rank by part, in bytes; 0: unknown."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
-    """The optimizer's state: momentum and the like."""
+    """The bytes of the optimizer's state, such as momentum."""
     activations: int = 0
-    """What autograd keeps of a forward pass until the backward pass, without the parameters."""
+    """The bytes that autograd keeps from the forward to the backward pass, without parameters."""
     peak: int = 0
-    """The most that tensors had on its GPU while it trained, buffers of messages included."""
+    """The largest number of bytes of tensors on the rank's GPU, with buffers of messages."""
 
     @property
     def total(self) -> int:
-        """The peak where it is measured, else the sum of the parts."""
+        """The peak if it was measured, otherwise the sum of the parts."""
         return self.peak or sum(self)
 
     def scaled(self, scale: float) -> "Memory":
-        """Return what a published model holds, so many times as large as the one that is trained.
+        """Return the memory of a published model with ``scale`` times the trained parameters.
 
-        Its activations are not known: no figure of them is published.
+        The activations are left out, because they are not published.
         """
         return Memory(*(round(scale * each) for each in self[:3]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """What one rank returns when a run has ended; one that took no part has made no steps."""
+    """One rank's report after a run; a rank that took no part reports 0 steps."""
 
     run_id: str
     rank: int
     num_steps: int = 0
     num_bytes_received: int = 0
-    """In all steps; what was sent is in each step's row."""
+    """The bytes received in all steps; the bytes sent are in each step's row."""
     seconds: float = math.nan
     """Training time of this rank, without warm-up and evaluation."""
     final_loss: float = math.nan
-    """Mean loss of the final model over the training split; on the evaluating rank only."""
+    """Mean loss of the final model on the training split; only the evaluating rank reports it."""
     held_out_loss: float = math.nan
     held_out_accuracy: float = math.nan
-    """Share of held-out samples classified correctly; NaN if targets are not class labels."""
+    """The share of held-out samples classified correctly; NaN if targets are not class labels."""
     held_out_metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the cell's ``validation_step`` and ``metric`` measured, by name."""
+    """The scores of the cell's ``validation_step`` and ``metric``, by name."""
     num_held_out: int = 0
-    """Held-out samples that the final model was evaluated on; 0 if not known."""
+    """The number of held-out samples that the final model was evaluated on; 0: unknown."""
     evaluations: tuple[Evaluation, ...] = ()
-    """The held-out curve up to the final model, which is not in it; on the evaluating rank only."""
+    """The held-out curve without the final model; only the evaluating rank reports it."""
     num_lost_samples: int = 0
-    """Samples handed out without a gradient in return, over all workers; on rank 0 only."""
+    """Samples of all workers for which no gradient was returned; only rank 0 reports them."""
     memory: Memory = field(default_factory=Memory)
     was_stopped: bool = False
-    """Whether it was stopped before its last step."""
+    """True if the run was stopped before its last step."""
     evaluation_was_cut: bool = False
-    """Whether it had trained to its end, and was interrupted while it was evaluated."""
+    """True if the run made its last step, and was interrupted during the evaluation."""
 
     def __post_init__(self) -> None:
-        made = tuple(Evaluation(*each) for each in self.evaluations)  # stored ones are lists
+        made = tuple(Evaluation(*each) for each in self.evaluations)  # from the store: lists
         object.__setattr__(self, "evaluations", made)
         object.__setattr__(self, "memory", Memory(*self.memory))
 
@@ -353,12 +353,12 @@ class Script:
     """A script to run on a rank as if ``torchrun`` had started it."""
 
     name: str
-    """As the user wrote it: a path, or the name of a module."""
+    """The path of a script or the name of a module, in the user's words."""
     path: str = ""
-    """Absolute; empty for a module, which is found as ``import`` does."""
+    """The absolute path of the script; empty for a module, which Python imports by name."""
     arguments: tuple[str, ...] = ()
     keeps_variables: bool = False
-    """Whether its variables are to be those of later cells."""
+    """True if later cells see the script's variables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,19 +367,19 @@ class CellSpec:
 
     source: str
     execution_count: int
-    """The ``n`` of the notebook's ``In [n]``, so that tracebacks on the ranks name it."""
+    """The ``n`` of the notebook's ``In [n]``, which tracebacks on the ranks show."""
     run_id: str = ""
-    """The run that ``ddpnb.log`` in this cell adds to; empty: none."""
+    """The run to which ``ddpnb.log`` in this cell adds numbers; may be empty."""
     script: Script | None = None
-    """The script that ``source`` was read from; None: a cell."""
+    """The script that ``source`` was read from; None: ``source`` is a cell."""
     debug_rank: int | None = None
-    """The rank that may ask questions, with ``breakpoint()`` or ``input()``."""
+    """The rank that may ask the user, through ``breakpoint()`` or ``input()``."""
     is_traced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a rank asks with ``input()``, as its debugger does; it waits for an answer."""
+    """A question of a rank's ``input()`` or debugger, which waits for the answer."""
 
     rank: int
     text: str
@@ -391,52 +391,52 @@ class Failure:
 
     rank: int
     name: str
-    """The exception's class."""
+    """The name of the exception's class."""
     text: str
     traceback: tuple[str, ...] = ()
-    """As IPython on the rank shows it."""
+    """The lines of the traceback that IPython on the rank shows."""
     failed_at: float
-    """``time.time()`` on the rank when the exception was caught."""
+    """The ``time.time()`` on the rank when ddpnb caught the exception."""
     line: int = 0
-    """Where the cell, or the script, was; 0 if in neither."""
+    """The line of the cell or script that failed; 0: the exception has no such line."""
     is_consequence: bool = False
-    """Whether the rank failed only because another did: its connection was closed."""
+    """True if the rank failed only because another rank did, which closed a connection."""
     was_waiting: bool = True
-    """For a consequence: whether the rank was waiting for others, and not computing."""
+    """True if the rank waited for other ranks; False: it computed.  For a consequence only."""
     is_death: bool = False
-    """Whether the rank's process died; then ``text`` says how."""
+    """True if the rank's process died; ``text`` then describes the death."""
     breaks_group: bool = False
-    """Whether the ranks' next collectives would not match: the group must be formed again."""
+    """True if the ranks' next collectives would not match, so the group must be formed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellReport:
-    """How a cell ended on one rank."""
+    """The result of a cell on one rank."""
 
     failure: Failure | None = None
     num_collectives: int = 0
-    """Collectives of the default group that had begun here when the cell ended."""
+    """The collectives of the default group that had begun on this rank when the cell ended."""
     trace: RankSpans | None = None
-    """What was recorded; None: nothing was to be."""
+    """The recorded spans; None: the cell was not traced."""
     is_silent: bool = False
-    """Whether there was no output, so that no message follows that would say where it ends."""
+    """True if the cell printed nothing, so that no message marks the end of its output."""
 
 
 REMEDIES = {
-    "DistributedDataParallel": "wrap it again, DistributedDataParallel({name}.module)",
-    "FullyShardedDataParallel": "build the model again, and wrap it",
-    "FSDPModule": "build the model again, and shard it",
-    "ZeroRedundancyOptimizer": "make it again",
-    "DeviceMesh": "make it again, with init_device_mesh",
-    "ProcessGroup": "form it again, with dist.new_group",
+    "DistributedDataParallel": "wrap the model again: DistributedDataParallel({name}.module)",
+    "FullyShardedDataParallel": "build the model again and wrap it",
+    "FSDPModule": "build the model again and shard it",
+    "ZeroRedundancyOptimizer": "create the optimizer again",
+    "DeviceMesh": "create the mesh again with init_device_mesh",
+    "ProcessGroup": "create the group again with dist.new_group",
 }
-"""Torch's classes that keep the group they were made with; what to do once that was aborted."""
+"""Torch's classes that keep a process group, each with the fix after the group was aborted."""
 
 
 class StaleVariable(NamedTuple):
-    """A variable on a rank that holds on to an aborted process group."""
+    """A variable on a rank that belongs to an aborted process group."""
 
     name: str
-    """The variable, or the expression that leads to the object: ``"trainer.model"``."""
+    """The variable, or an expression for the object: ``"trainer.model"``."""
     kind: str
-    """Which of the classes in ``REMEDIES`` it is."""
+    """The class in ``REMEDIES`` to which the object belongs."""

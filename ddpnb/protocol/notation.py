@@ -1,16 +1,16 @@
-"""The short notations that users write; a text that does not fit is a UserError.  (Every process.)
+"""Parsers of the short notations that users write; they raise UserError.  (Every process.)
 
 ddp:hook=fp16,bucket_cap_mb=5   a strategy or a task, with options
 0,2-3                           ranks
-1:3x                            rank 1 computes 3 times as long
+1:3x                            rank 1 takes 3 times as long to compute
 1:50ms                          each step of rank 1 takes 50 ms longer; also 1:0.05s
-1@5s                            rank 1 is killed after 5 seconds of training; also 1@500ms
-1Gbit,0.5ms                     a link of this rate and latency, also 12GB/s,10us; or of ``LINKS``
+1@5s                            ddpnb kills rank 1 after 5 seconds of training; also 1@500ms
+1Gbit,0.5ms                     a link's rate and latency; also 12GB/s,10us, or a name in ``LINKS``
 accuracy=0.95                   a target on held-out samples; also 95%.  0.3: a training loss
 178ms/64                        a step of 178 ms for 64 samples
 4MB                             a number of bytes; also 4MiB, 4096
 
-Each number with its unit is read by ``parse_quantity``.
+``parse_quantity`` reads each number with its unit.
 """
 
 import math
@@ -27,7 +27,7 @@ from ddpnb.protocol.errors import UserError, advice, closest, one_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A strategy or task, and the options that the user gave it."""
+    """A strategy or task with the options that the user chose."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -36,8 +36,8 @@ class Choice:
 def parse_strategy(text: str) -> Choice:
     """Return the strategy that a text names.
 
-    A name that begins with a capital letter is the user's own class.  Only the ranks know
-    whether it exists and which options it takes.
+    A name that begins with a capital letter is a class of the user.  Only the ranks know whether
+    the class exists and which options the class takes.
     """
     if text[:1].isupper() and text.split(":")[0].isidentifier():
         name, given = _split(text)
@@ -57,7 +57,7 @@ def _parse(kind: str, text: str, entries: Mapping[str, Entry]) -> Choice:
     options = entries[name].options
     for key in given:
         if not options:
-            raise UserError(f"{name} has no options, but was given {key}.")
+            raise UserError(f"{name} has no options: remove {key!r}.")
         if key not in options:
             raise UserError(f"{name} has no option {key!r}; {advice(key, options)}")
     return Choice(
@@ -73,12 +73,12 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
         raise UserError(f"Write options as {name}:option=value,option=value, not {text}.")
     given = {key: value for key, _, value in pairs}
     if len(given) < len(pairs):
-        raise UserError(f"{text} gives an option twice: leave one of them out.")
+        raise UserError(f"{text} sets an option twice: remove one of the two values.")
     return name, given
 
 
 def _guess(text: str) -> bool | int | float | str:
-    """Return the value of an option of the user's own class, by its spelling."""
+    """Return the value of an option of a user's class, with a type guessed from the text."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -91,7 +91,7 @@ def _guess(text: str) -> bool | int | float | str:
 
 
 def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
-    """Parse a set of ranks such as ``"0,2-3"``; ``None`` means all."""
+    """Parse a set of ranks such as ``"0,2-3"``; ``None`` means all ranks."""
     if text is None or text.strip() in ("", "all"):
         return tuple(range(world_size))
     ranks: set[int] = set()
@@ -99,13 +99,13 @@ def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
         first, _, last = part.strip().partition("-")
         try:
             numbers = range(int(first), int(last or first) + 1)
-            ranks |= set(numbers[:1000])  # more there cannot be, and a typing error may name
+            ranks |= set(numbers[:1000])  # a typing error may name far more ranks than exist
         except ValueError:
             raise UserError(
                 f"{text!r} does not name ranks: write numbers and ranges, such as 0,2-3."
             ) from None
     if not ranks:
-        raise UserError(f"{text!r} names no rank: write the smaller number first, such as 0-3.")
+        raise UserError(f"{text!r} is an empty range: write the smaller number first, as in 0-3.")
     if missing := sorted(rank for rank in ranks if rank >= world_size):
         raise UserError(
             f"There is no rank {format_ranks(missing)}: the ranks are "
@@ -115,7 +115,7 @@ def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return a set of ranks in the short form: ``"0,2-3"``."""
+    """Return a set of ranks in the short notation: ``"0,2-3"``."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:
@@ -126,7 +126,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def spoken_ranks(ranks: Collection[int]) -> str:
-    """Return a set of ranks for a sentence: ``"rank 1"``, ``"ranks 0,2-3"``."""
+    """Return a set of ranks as words of a sentence: ``"rank 1"``, ``"ranks 0,2-3"``."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 
@@ -140,11 +140,11 @@ _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**2
 BYTES = {f"{size}{b}": num for size, num in _THOUSANDS.items() for b in ("", "b")}
 _BIT_RATES = {f"{size}bit{s}": _THOUSANDS[size] for size in ("", "k", "m", "g") for s in ("", "/s")}
 RATES = _BIT_RATES | {"kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9}
-"""Bits per second.  Where no unit has a capital letter, users may write any."""
+"""Units of bits per second; users may write a unit without capitals in any case."""
 
 
 def parse_quantity(text: str, units: Mapping[str, float]) -> float:
-    """Return a number times its unit: ``"0.5ms"`` with ``SECONDS``; NaN if it is written else."""
+    """Return a number times its unit, such as ``"0.5ms"`` with ``SECONDS``; NaN for other texts."""
     found = _QUANTITY.fullmatch(text)
     if found is None:
         return math.nan
@@ -156,7 +156,7 @@ def parse_share(name: str, text: str) -> float:
     """Parse ``20%`` or ``0.2``."""
     share = parse_quantity(text, SHARES)
     if not math.isfinite(share):
-        raise UserError(f"{name} is a share, 20% or 0.2, not {text}.")
+        raise UserError(f"{name} must be a share, such as 20% or 0.2, not {text}.")
     if share > 1 and "%" not in text:
         advised = f"write {share:g}% or {share / 100:g}"
         raise UserError(f"{name} {text} would be {100 * share:g} %; {advised}.")
@@ -167,28 +167,28 @@ def parse_size(name: str, text: str) -> int:
     """Parse a number of bytes: ``4096``, ``64kB``, ``4MB``, ``1MiB``."""
     size = parse_quantity(text, BYTES)
     if not size >= 1:
-        raise UserError(f"{name} takes bytes, as in 4096, 64kB or 4MB, not {text}.")
+        raise UserError(f"{name} must be a number of bytes, such as 4096 or 4MB, not {text}.")
     return int(size)
 
 
 # -- faults on purpose ---------------------------------------------------------------------
 
 MAX_SECONDS = 86_400.0
-"""A day."""
+"""One day."""
 MAX_FACTOR = 10_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """Makes the steps of one rank take longer."""
+    """A fault that makes every step of one rank longer."""
 
     rank: int
     factor: float = 1.0
-    """On the time that it computes."""
+    """The factor that multiplies the rank's computing time."""
     seconds: float = 0.0
-    """Added to each step."""
+    """The seconds that are added to each step."""
     text: str
-    """For users: ``"3x slower"``."""
+    """The text for users: ``"3x slower"``."""
 
 
 def parse_slow(text: str) -> Slow:
@@ -200,21 +200,21 @@ def parse_slow(text: str) -> Slow:
     if rank.isdecimal() and 0 < seconds <= MAX_SECONDS:
         return Slow(rank=int(rank), seconds=seconds, text=f"{1e3 * seconds:g} ms slower")
     raise UserError(
-        f"--slow {text}: write a rank and how much slower it is, as 1:3x (above 1x, up to "
-        f"{MAX_FACTOR:g}x) or 1:50ms (above 0, up to a day)."
+        f"--slow {text}: write a rank with a factor (1:3x, above 1x and up to {MAX_FACTOR:g}x), "
+        "or with a time per step (1:50ms, above 0 and up to a day)."
     )
 
 
 def parse_kills(texts: Iterable[str]) -> dict[int, float]:
-    """Parse several ``1@5s``; return the ranks to kill, each with its seconds of training."""
+    """Parse texts such as ``1@5s``; return the ranks to kill, each with its training time."""
     kills: dict[int, float] = {}
     for text in texts:
         rank, _, amount = text.partition("@")
         seconds = parse_quantity(amount, SECONDS)
         if not (rank.isdecimal() and 0 <= seconds <= MAX_SECONDS):
-            raise UserError(f"--kill {text}: write a rank and training time up to a day, as 1@5s.")
+            raise UserError(f"--kill {text}: write a rank and a time up to a day, such as 1@5s.")
         if int(rank) in kills:
-            raise UserError(f"--kill kills rank {rank} twice: only the first time would count.")
+            raise UserError(f"--kill names rank {rank} twice: write each rank once.")
         kills[int(rank)] = seconds
     return kills
 
@@ -226,15 +226,15 @@ MAX_LATENCY_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
-    """The link of each rank to all others; both directions at once, each at the full rate."""
+    """The link of a rank to all other ranks, which has the full rate in both directions at once."""
 
     bits_per_second: float
     latency_seconds: float
-    """One way."""
+    """The latency of one direction."""
 
     @property
     def text(self) -> str:
-        """For users: ``"1 Gbit/s and 0.5 ms"``."""
+        """The text for users: ``"1 Gbit/s and 0.5 ms"``."""
         size, unit = (1e9, "Gbit/s") if self.bits_per_second >= 1e9 else (1e6, "Mbit/s")
         rate = f"{self.bits_per_second / size:g} {unit}"
         return f"{rate} and {1e3 * self.latency_seconds:g} ms"
@@ -260,11 +260,11 @@ LINKS: Mapping[str, LinkSpec] = {
     "NVLink-A100": _gigabits(1840, 3.4),
     "NVLink-H100": _gigabits(2880, 3.4),
 }
-"""Typical links by name; ``docs/emulated-devices.md`` says where each figure is from."""
+"""Typical links by name; ``docs/emulated-devices.md`` has the source of each figure."""
 
 
 def slower_of(first: LinkSpec, second: LinkSpec) -> LinkSpec:
-    """Return the link of a ring that has both in it: the lower rate, the longer latency."""
+    """Return the link of a ring that contains two links: the lower rate, the longer latency."""
     return LinkSpec(
         bits_per_second=min(first.bits_per_second, second.bits_per_second),
         latency_seconds=max(first.latency_seconds, second.latency_seconds),
@@ -281,7 +281,7 @@ def parse_link(text: str) -> LinkSpec:
     if not (rate > 0 and 0 <= latency <= MAX_LATENCY_SECONDS):
         named = closest(text, LINKS) or f"one of {', '.join(LINKS)}"
         raise UserError(
-            f"There is no link {text!r}: write rate and latency, as in 1Gbit,0.5ms, or {named}."
+            f"There is no link {text!r}: write a rate and a latency (1Gbit,0.5ms), or {named}."
         )
     return LinkSpec(bits_per_second=rate, latency_seconds=latency)
 
@@ -291,15 +291,15 @@ def parse_link(text: str) -> LinkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a training is to reach."""
+    """The loss or accuracy that a training should reach."""
 
     value: float
     is_accuracy: bool = False
-    """Whether it is an accuracy on held-out samples; else it is a training loss."""
+    """True if the value is a held-out accuracy; False if it is a training loss."""
 
     @property
     def text(self) -> str:
-        """For users: ``"loss 0.3"``, ``"95 % held-out accuracy"``."""
+        """The text for users: ``"loss 0.3"``, ``"95 % held-out accuracy"``."""
         if self.is_accuracy:
             return f"{100 * self.value:.4g} % held-out accuracy"
         return f"loss {self.value:g}"
@@ -313,7 +313,7 @@ def parse_target(option: str, given: str) -> Target:
     is_known = 0 < value <= 1 if is_accuracy else math.isfinite(value) and not equals
     if not is_known:
         raise UserError(
-            f"{option} is a training loss, e.g. 0.3, or the share of held-out samples to be "
-            f"classified correctly, e.g. accuracy=0.95, not {given}."
+            f"{option} must be a training loss, such as 0.3, or a held-out accuracy, such as "
+            f"accuracy=0.95, not {given}."
         )
     return Target(value=value, is_accuracy=is_accuracy)

@@ -1,8 +1,8 @@
-"""Options: what a user can choose about a cluster, a cell, a training.  (Every process.)
+"""The options of a cluster, a cell or a training that a user can set.  (Every process.)
 
 An option is declared once, as a field of a spec: ``clip: float = option(1.0, "largest norm")``.
-Its check, the magic's argument ``--clip`` and help, tab completion, the panel's control and the
-signature in Python follow from the declaration.
+The declaration defines the option's check, the magic's argument ``--clip`` and its help, tab
+completion, the panel's control and the signature in Python.
 """
 
 import dataclasses
@@ -24,50 +24,50 @@ KINDS: Mapping[type, tuple[type, str]] = {
     float: (Real, "a number"),
     str: (str, "a text"),
 }
-"""Types of values, what stands for each, and its name."""
+"""The types of values, each with the abstract type that ddpnb accepts, and a name for users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One thing that a user can choose."""
+    """An option that a user can set."""
 
     default: Any
     about: str
     kind: type | None = None
-    """The type of a value, where ``default`` is None and no field has it."""
+    """The type of a value if ``default`` is None and the option is not a field of a spec."""
     choices: tuple[str, ...] = ()
     offers: tuple[str, ...] = ()
-    """What Tab offers, where other values are valid too."""
+    """The values that Tab offers if other values are valid too."""
     least: float | None = None
     above: float | None = None
-    """In place of ``least``: a bound that is not allowed itself."""
+    """The lower bound if the bound itself is not valid, instead of ``least``."""
     most: float | None = None
     below: float | None = None
-    """In place of ``most``: a bound that is not allowed itself."""
+    """The upper bound if the bound itself is not valid, instead of ``most``."""
     from_text: Callable[[str, str], Any] | None = None
-    """Parses a special notation, given the option's name and the text."""
+    """A parser of a special notation, called with the option's name and the text."""
     flag: str = ""
-    """In a magic's line, where it is not the field's name, as ``--batch-size``."""
+    """The argument of a magic, ``--batch-size``; empty: derived from the field's name."""
     group: str = ""
-    """The heading above its help."""
+    """The heading above the option's help."""
     example: str = "N"
     most_values: int = 1
-    """How many values may be given: ``"0.02,0.05"``, a tuple."""
+    """The largest number of values, written as ``"0.02,0.05"`` or as a tuple."""
 
     @property
     def keyword(self) -> str:
-        """Its name in Python: ``--no-wait`` is ``wait``, which is True by default."""
+        """The option's name in Python: ``--no-wait`` is ``wait``, which is True by default."""
         name = self.flag.lstrip("-").removeprefix("no-").replace("-", "_")
         return f"{name}_" if keyword.iskeyword(name) else name
 
     @property
     def name(self) -> str:
-        """What errors call it; only in Python can ``wait`` have a wrong value."""
+        """The option's name in errors; ``wait`` can have a wrong value only in Python."""
         return self.keyword if self.default is True else self.flag
 
     @property
     def meaning(self) -> str:
-        """Its line of help, with its choices if it has any."""
+        """The option's help, which begins with the choices if there are any."""
         return f"{' | '.join(self.choices)}: {self.about}" if self.choices else self.about
 
     @property
@@ -77,11 +77,11 @@ class Option:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """All values, as texts, if they can be listed."""
+        """All values as texts; empty if there is no list of values."""
         return ("on", "off") if self.value_kind is bool else self.choices
 
     def words(self, value: Any) -> list[str]:
-        """Return the words of a magic's line that choose a value."""
+        """Return the words that set the option to a value in a magic's line."""
         if isinstance(value, bool):
             return [self.flag] if value else []
         if isinstance(value, tuple):
@@ -89,9 +89,9 @@ class Option:
         return [self.flag, f"{value:.12g}" if isinstance(value, float) else str(value)]
 
     def read(self, name: str, given: Any) -> Any:
-        """Return a valid value from what was given in a text or in Python.
+        """Parse and check a value that the user gave as a text or in Python.
 
-        A UserError, which calls the option ``name``, says what is valid.
+        If the value is not valid, a UserError names the option ``name`` and the valid values.
         """
         if self.most_values == 1 or given is None:
             return self._read_one(name, given)
@@ -101,7 +101,7 @@ class Option:
             parts += each.split(",") if isinstance(each, str) else [each]
         values = tuple(self._read_one(name, part) for part in parts)
         if twice := [value for value in values if values.count(value) > 1]:
-            raise UserError(f"{name} has {twice[0]} twice: give each value once.")
+            raise UserError(f"{name} has the value {twice[0]} twice: write each value once.")
         if len(values) > self.most_values or (self.default and not values):
             raise UserError(f"{name} takes 1 to {self.most_values} values, not {len(values)}.")
         return values
@@ -112,19 +112,19 @@ class Option:
         kind, value = self.value_kind, given
         if kind is bool and isinstance(given, str):
             if given not in self.values:
-                raise UserError(f"{name} takes on or off, not {given!r}.")
+                raise UserError(f"{name} must be on or off, not {given!r}.")
             value = given == "on"
         elif kind in (int, float) and isinstance(given, str):
             try:
                 value = kind(given)
             except ValueError:
-                value = given  # refused below
+                value = given  # rejected below
         return self.validate(name, value, given)
 
     def validate(self, name: str, value: Any, given: Any = None) -> Any:
-        """Return a value, converted by ``as_kind``, if it is valid; raises as ``read``.
+        """Return a valid value, converted by ``as_kind``; raise UserError as ``read`` does.
 
-        An error quotes ``given``, what the user wrote, if that is something else.
+        An error quotes ``given``, the user's own words, if they differ from the value.
         """
         if value is None and self.default is None:
             return None
@@ -153,28 +153,28 @@ class Option:
 
 
 def option(default: Any, about: str, **described: Any) -> Any:
-    """Return a field of a spec that the user can choose; ``described`` are fields of ``Option``."""
+    """Return a field of a spec that the user can set; ``described`` are fields of ``Option``."""
     made = Option(default=default, about=about, **described)
     return dataclasses.field(default=default, metadata={"option": made})
 
 
 @functools.cache
 def options_of(spec: type, *names: str) -> Mapping[str, Option]:
-    """Return the options of a spec, of all fields or of those named, by the field."""
+    """Return the options of a spec by field: all options, or only those with these names."""
     found = {}
     for each in dataclasses.fields(spec):
         if each.metadata:
             made: Option = each.metadata["option"]
-            kinds = *typing.get_args(each.type), each.type  # of ``int | None``, ``tuple[str, ...]``
+            kinds = *typing.get_args(each.type), each.type  # ``int | None``, ``tuple[str, ...]``
             flag = made.flag or f"--{each.name.rstrip('_').replace('_', '-')}"
             found[each.name] = dataclasses.replace(made, kind=kinds[0], flag=flag)
     return {name: found[name] for name in names or found}
 
 
 def read_options(kind: type, choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a spec that the user chose; a UserError if a choice is not possible.
+    """Return the fields of a spec that the user set; raise UserError if a value is not valid.
 
-    ``choices`` are texts or values by the options' names in Python; other names are ignored.
+    ``choices`` has texts or values by the options' names in Python; other names are ignored.
     """
     return {
         name: each.read(each.name, choices[each.keyword])
@@ -184,7 +184,7 @@ def read_options(kind: type, choices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_options(spec: Any) -> None:
-    """Check the options of a frozen spec; each has a value of its own kind then."""
+    """Check the options of a frozen spec, and convert each value to the option's type."""
     kind: type = type(spec)
     for name, each in options_of(kind).items():
         value = getattr(spec, name)
@@ -197,10 +197,10 @@ def check_options(spec: Any) -> None:
 
 
 def as_kind(name: str, value: object, kind: type) -> Any:
-    """Return a value as an object of a built-in type, which can be stored and sent anywhere.
+    """Return a value as an object of a built-in type, which ddpnb can store and send.
 
-    Accepts numpy's numbers, and a whole number for a float.  A UserError calls a value of another
-    kind ``name``.  ``kind`` is in ``KINDS``, or a class, of which values stay as they are.
+    Numpy's numbers are valid, and a whole number is a valid float.  Other types raise UserError
+    about ``name``.  ``kind`` is in ``KINDS``, or a class: then its objects are returned unchanged.
     """
     if kind not in KINDS and isinstance(value, kind):
         return value
@@ -210,9 +210,9 @@ def as_kind(name: str, value: object, kind: type) -> Any:
         try:
             return kind(value)
         except OverflowError:
-            raise UserError(f"{name} is too large a number.") from None
+            raise UserError(f"{name} is too large: write a smaller number.") from None
     if kind is str and isinstance(value, type):
-        raise UserError(f"{name} takes a text, not a class: write its name, {value.__name__!r}.")
+        raise UserError(f"{name} takes a text, not a class: write the name {value.__name__!r}.")
     is_short = isinstance(value, str | Real) and len(repr(value)) < 40
     shown = repr(value) if is_short else kind_of(value)
     raise UserError(f"{name} takes {words}, not {shown}.")

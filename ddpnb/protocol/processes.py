@@ -1,6 +1,6 @@
-"""Processes: the commands between them, and files that survive their death.
+"""The commands between processes, and the files of run folders.
 
-Every process imports it; it imports neither torch nor IPython.
+Every process imports this file, which imports neither torch nor IPython.
 """
 
 import contextlib
@@ -22,91 +22,91 @@ from ddpnb.protocol.errors import UserError
 
 
 class KernelRequest(StrEnum):
-    """A request of the kernel to the fork server: ``op`` of a JSON frame.
+    """A request from the kernel to the fork server: the ``op`` of a JSON frame.
 
-    Each has an ``id``, which its ``ForkServerEvent.ANSWER`` repeats.
+    Each request has an ``id``.  The answer, a ``ForkServerEvent.ANSWER``, has the same ``id``.
     """
 
     START_RANK = "start_rank"
     FORWARD = "forward"
-    """A ``RankCommand``."""
+    """Send a ``RankCommand`` to a rank."""
     SIGNAL = "signal"
-    """To a rank's process: an interrupt, a kill, or SIGCONT."""
+    """Send a signal to a rank's process: an interrupt, a kill, or SIGCONT."""
     STOP = "stop"
     PREPARE = "prepare"
-    """Import torch; answered with the number of GPUs.  An agent also takes the engines' connection
-    file."""
+    """Import torch, and answer with the number of GPUs.  An agent also writes the engines'
+    connection file."""
     CHECK = "check"
-    """For the agent of another host, as the next: describe that host."""
+    """Describe the host.  Only an agent accepts ``CHECK`` and ``PROBE``."""
     PROBE = "probe"
     """Connect to the other hosts."""
 
 
 class ForkServerEvent(StrEnum):
-    """What the fork server, or a rank through it, reports to the kernel: ``event`` of a frame."""
+    """A report from the fork server or a rank to the kernel: the ``event`` of a JSON frame."""
 
     EXITED = "exited"
     ANSWER = "answer"
-    """A request's ``value``, or its ``failure``."""
+    """The ``value`` or the ``failure`` of a request."""
 
 
 class RankCommand(StrEnum):
-    """A command of the kernel to a rank's control thread, which is never busy for long."""
+    """A command from the kernel to a rank's control thread, which is never busy for long."""
 
     ABORT = "abort"
-    """Answered with how many waits were ended; takes the processes of the host's other ranks."""
+    """End all waits, given the processes of the host's other ranks; answer with the number."""
     ANSWER = "answer"
-    """Give a rank that is debugged the user's line, or None: there is no prompt any more."""
+    """Give a debugged rank the user's line; None: the prompt no longer exists."""
     STATUS = "status"
-    """Answered with the fields of a ``RankStatus``."""
+    """Answer with the fields of a ``RankStatus``."""
     STACK = "stack"
-    """Answered with the lines of the user's stack."""
+    """Answer with the lines of the stack of the user's code."""
     STOP = "stop"
-    """End the run in progress after its current step; not answered with anything."""
+    """End the run after its current step, without an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """What one rank is doing at one moment."""
+    """The activity of one rank at one moment."""
 
     rank: int
     is_busy: bool
-    """Whether it runs a cell or trains."""
+    """True if the rank runs a cell or trains."""
     cell: int = 0
-    """The ``n`` of the cell ``In [n]`` that it runs; 0 if not known."""
+    """The ``n`` of the cell ``In [n]`` that the rank runs; 0: unknown."""
     line: int = 0
-    """The line of that cell, or of a script; 0 if not known."""
+    """The line of the cell or script that the rank runs; 0: unknown."""
     file: str = ""
-    """The name of that script; empty in a cell."""
+    """The name of the script that the rank runs; empty in a cell."""
     call: str = ""
-    """The call of ``torch.distributed`` that it waits in, e.g. ``"all_reduce"``; empty if none."""
+    """The ``torch.distributed`` call that the rank waits in, e.g. ``"all_reduce"``; or empty."""
     in_backward: bool = False
-    """Whether it is inside ``backward()``, where DDP's all-reduces run."""
+    """True if the rank is inside ``backward()``, in which DDP calls its all-reduces."""
     tensor: str = ""
-    """What that call sends, e.g. ``"Float [3, 4]"``; empty if not known."""
+    """The tensor that ``call`` sends, e.g. ``"Float [3, 4]"``; empty: unknown."""
     peer: int | None = None
-    """The rank that it sends to or receives from."""
+    """The rank to which ``call`` sends, or from which it receives."""
     num_collectives: int = 0
-    """Collectives of all ranks that have begun here."""
+    """The number of collectives of the default group that have begun on this rank."""
     num_bytes_between_hosts: int = 0
-    """What has come and gone between this rank and those of other hosts."""
+    """The bytes sent and received between this rank and the ranks of other hosts."""
     cpu_seconds: float = 0.0
-    """Processor time that the process has used; 0 while it waits for a GPU, which takes all."""
+    """The processor time of the process; 0 while the rank waits for a GPU, which uses a core."""
 
 
 def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return how many cores this process may use; hyper-threads of one core count once."""
+    """Return the number of cores that this process may use; hyper-threads of a core count once."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         try:
             cores.add((system / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip())
-        except OSError:  # not known
+        except OSError:  # unknown topology
             cores.add(str(cpu))
     return len(cores)
 
 
 def ephemeral_ports() -> range:
-    """Return the ports that the system hands out by itself."""
+    """Return the ports that the system assigns automatically."""
     try:
         text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
     except OSError:
@@ -116,22 +116,22 @@ def ephemeral_ports() -> range:
 
 
 def may_have_gpus() -> bool:
-    """Return whether this host has a driver of GPUs, its own or that of Windows."""
+    """Return True if this host has a GPU driver, from Linux or from Windows (WSL)."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
 PIPE_SECONDS = 10.0
-"""How long the process at the other end of a pipe may take; one that takes longer is given up."""
+"""The limit for a wait for the process at the other end of a pipe."""
 
 
 def limit_waits(
     pipe: Connection, *, write_seconds: float = PIPE_SECONDS, read_seconds: float = 0.0
 ) -> socket.socket:
-    """Have no write to a pipe wait longer for the process at its other end, nor a read.
+    """Limit how long a write to a pipe, or a read, waits for the process at the other end.
 
-    0 is no limit.  What takes longer raises BlockingIOError.  The pipe may be of no use then: a
-    part of a message may have been passed on.  The pipe's socket, which is returned, can be shut
-    down while a thread reads.
+    0 means no limit.  A longer wait raises BlockingIOError.  The pipe may then be unusable,
+    because only a part of a message may have been sent.  The returned socket of the pipe can be
+    shut down while a thread reads.
     """
     end = as_socket(pipe.fileno())
     for option, seconds in (
@@ -144,10 +144,10 @@ def limit_waits(
 
 
 def as_socket(fd: int) -> socket.socket:
-    """Return a copy of an open socket, by its descriptor; an OSError if it has been closed.
+    """Return a copy of an open socket, given its descriptor; raise OSError if it is closed.
 
-    The user may have set a default timeout: with it Python would make the socket non-blocking, for
-    all who use it.
+    The user's default timeout is turned off meanwhile.  With a default timeout, Python would make
+    the socket non-blocking for every process that uses the socket.
     """
     copy, default = os.dup(fd), socket.getdefaulttimeout()
     socket.setdefaulttimeout(None)
@@ -166,11 +166,11 @@ def die_with_parent() -> None:
 
 
 RUN_FOLDER = "ddpnb-"
-"""Names of run folders begin so."""
+"""The prefix of the names of run folders."""
 
 
 def parent_folder() -> Path:
-    """Return the folder that holds this host's run folders: in memory where possible."""
+    """Return the folder that holds this host's run folders, in memory if possible."""
     return Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
 
 
@@ -180,35 +180,35 @@ def private_folder() -> Path:
 
 
 def process_log(folder: Path, member: int | str) -> Path:
-    """Return the file in a run folder with what a rank, or the controller, wrote past Python."""
+    """Return the run folder's file for output of a rank or the controller that bypasses Python."""
     return folder / f"{member}.log"
 
 
 SERVER_LOCK = "server.lock"
-"""A file of a run folder, locked by its fork server or agent while that lives."""
+"""A file of a run folder that the fork server or agent locks while it runs."""
 
 
 def hold(folder: Path) -> TextIO:
-    """Lock a run folder until the file that is returned is closed or this process has ended.
+    """Lock a run folder until the returned file is closed or this process has ended.
 
-    The operating system keeps the lock.  So processes see it that share the folder and not their
-    process ids, as containers may.
+    The operating system keeps the lock.  So the lock also works between containers that share the
+    folder, but not their process ids.
     """
     draft = folder / f"{SERVER_LOCK}.{os.getpid()}"
     file = draft.open("w")
     fcntl.flock(file, fcntl.LOCK_EX)
-    draft.replace(folder / SERVER_LOCK)  # it appears as a locked file
+    draft.replace(folder / SERVER_LOCK)  # the file appears already locked
     return file
 
 
 def remove_leftovers() -> list[Path]:
-    """Remove and return this user's run folders that no living fork server needs.
+    """Remove this user's run folders without a running fork server; return the removed folders.
 
-    A fork server removes its own, unless it was killed.
+    A fork server that is killed leaves its run folder behind.
     """
     removed = []
     for folder in parent_folder().glob(f"{RUN_FOLDER}*"):
-        with contextlib.suppress(OSError):  # removed meanwhile, yet to be locked, or locked
+        with contextlib.suppress(OSError):  # already removed, not locked yet, or locked
             if folder.lstat().st_uid == os.getuid():
                 with (folder / SERVER_LOCK).open() as file:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -218,17 +218,17 @@ def remove_leftovers() -> list[Path]:
 
 
 def working_folder() -> Path:
-    """Return the folder in which this process works; a UserError if it has been removed."""
+    """Return this process's working folder; raise UserError if the folder no longer exists."""
     try:
         return Path.cwd()
     except FileNotFoundError:
         raise UserError(
-            "The folder in which this notebook works has been removed: %cd leads to another."
+            "The notebook's working folder no longer exists. Change to another folder with %cd."
         ) from None
 
 
 def atomic_write(path: Path, content: bytes | memoryview, *, mode: int = 0o666) -> None:
-    """Write a file: whenever this process ends, the file is complete or as it was before."""
+    """Write a file so that it has the old or the new content, even if this process is killed."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)

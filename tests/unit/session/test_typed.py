@@ -49,7 +49,7 @@ WRONG = [
     (["'abc' does not name ranks: write numbers and ranges,"], lambda: parse_ranks("abc", 4)),
     (["does not name ranks"], lambda: parse_ranks("-1", 4)),
     (["does not name ranks"], lambda: parse_ranks("1.5", 4)),
-    (["'3-1' names no rank: write the smaller number first"], lambda: parse_ranks("3-1", 4)),
+    (["'3-1' is an empty range: write the smaller number first"], lambda: parse_ranks("3-1", 4)),
     (["There is no rank 4: the ranks are 0-3."], lambda: parse_ranks("4", 4)),
     (["There is no rank 4-5: the ranks are 0-3."], lambda: parse_ranks("0,2-5", 4)),
     (["There is no rank 4-"], lambda: parse_ranks("0-99999999999", 4)),
