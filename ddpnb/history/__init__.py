@@ -1,1 +1,1 @@
-"""What was measured, how it is stored, and what follows from it (kernel)."""
+"""Stores the measurements of runs and computes every result from them (kernel)."""

@@ -1,15 +1,15 @@
-"""What may be claimed of two strategies: a ratio over the repeats, with its interval.  (Kernel.)
+"""Tests if two strategies differ: the ratio over the repeats with its interval.  (Kernel.)
 
-Within a repeat all strategies have the same seed, so two of them are compared pair by pair: in each
-repeat r the ratio of their numbers, x_r.  Over n repeats, with m comparisons in one sentence:
+In one repeat all strategies have the same seed.  Two strategies are therefore compared in pairs:
+x_r is the ratio of their numbers in repeat r.  Over n repeats, with m comparisons in one sentence:
 
     exp( mean(log x)  +-  t(1 - 0.05 / 2m, n - 1) * sd(log x) / sqrt(n) )
 
-the geometric mean and its 95 % interval: Student's t, widened by Bonferroni so that all m intervals
-together hold in 95 % of sentences.  A difference is claimed where the interval excludes 1 and the
-ratio differs from 1 by ``SMALLEST_EFFECT`` or more.
+The result is the geometric mean with its 95 % interval from Student's t, widened (Bonferroni) so
+that all m intervals together hold in 95 % of sentences.  A difference is claimed if the interval
+excludes 1 and the ratio differs from 1 by at least ``SMALLEST_EFFECT``.
 
-Two accuracies on n held-out samples differ by chance too: see ``accuracies_differ``.
+``accuracies_differ`` tests if two accuracies differ by more than chance.
 """
 
 import math
@@ -25,50 +25,50 @@ LEVEL = 0.95
 """Joint confidence level of all intervals in a sentence."""
 
 SMALLEST_EFFECT = 0.02
-"""The smallest difference that is worth words."""
+"""The smallest relative difference that a sentence mentions."""
 
 FEWEST_REPEATS = 3
-"""With two repeats an interval has one degree of freedom: 12.7 standard errors to each side."""
+"""Repeats needed for an interval.  With two repeats it spans 12.7 standard errors to each side."""
 
 MOST_REPEATS = 30
-"""No more repeats are advised."""
+"""The largest number of repeats that ddpnb recommends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """A number of one strategy over that of another."""
+    """A number of one strategy, divided by the same number of another strategy."""
 
     middle: float = math.nan
     """The geometric mean over the repeats."""
     low: float = math.nan
-    """The ends of the interval.  Of two repeats: the ratio within each.  Of one: the slowest tenth
-    of one run over the quickest of the other, and the reverse; NaN if not known."""
+    """Lower end of the interval.  Two repeats: the smaller ratio.  One repeat: the numerator's
+    slowest tenth over the denominator's fastest.  ``high`` is the opposite end.  NaN if unknown."""
     high: float = math.nan
     num_repeats: int = 0
-    """Repeats in which both have the number."""
+    """Number of repeats in which both strategies have the number."""
     deviation: float = math.nan
     """The standard deviation of the logarithm over the repeats."""
     num_claims: int = 1
-    """How many comparisons are made in the same sentence."""
+    """Number of comparisons in the same sentence."""
 
     @property
     def has_interval(self) -> bool:
-        """Whether there are enough repeats for one."""
+        """True if there are enough repeats for an interval."""
         return self.num_repeats >= FEWEST_REPEATS
 
     @property
     def excludes_one(self) -> bool:
-        """Whether all that is between the ends is above 1, or below."""
+        """True if the whole interval is above 1 or below 1."""
         return self.low > 1 or self.high < 1
 
     @property
     def is_claim(self) -> bool:
-        """Whether a difference is shown, and is worth words."""
+        """True if the interval shows a difference of at least ``SMALLEST_EFFECT``."""
         return self.has_interval and self.excludes_one and self._has_effect(self.middle)
 
     @property
     def is_small(self) -> bool:
-        """Whether the interval shows that there is no difference worth words, or hardly one."""
+        """True if the interval shows that any difference is small."""
         is_narrow = not (self._has_effect(self.low) or self._has_effect(self.high))
         return self.has_interval and not self.is_claim and (self.excludes_one or is_narrow)
 
@@ -77,7 +77,7 @@ class Ratio:
 
     @property
     def num_repeats_needed(self) -> int:
-        """Repeats that would show this ratio if they vary as these; 0: too many, or no effect."""
+        """Repeats that would show this ratio at this deviation; 0: too many, or no effect."""
         if not (self.has_interval and self._has_effect(self.middle)):
             return 0
         half = [
@@ -90,10 +90,11 @@ class Ratio:
 def ratios_of(
     summaries: Sequence[StrategySummary],
 ) -> tuple[StrategySummary, dict[StrategyKey, Ratio]] | None:
-    """Return ``single``, or else the first one, and the others' samples/s over those; or None.
+    """Return the reference strategy, and the ratio of each other strategy's samples/s to it.
 
-    The ceiling is no rival where there are others, and emulated strategies are none, as their
-    speeds say nothing.  Runs of several comparisons may have trained different models.
+    The reference is ``single`` or else the first strategy.  Emulated strategies are excluded.  The
+    ceiling counts only if it is the only other strategy.  Returns None for fewer than two
+    strategies and for several comparisons, which may have trained different models.
     """
     done = [s for s in summaries if s.status is Status.FINISHED and s.rates]
     if len(done) < 2 or len({s.comparison for s in done}) > 1:
@@ -109,7 +110,7 @@ def ratios_of(
 
 
 def _within_runs(found: Ratio, ours: StrategySummary, theirs: StrategySummary) -> Ratio:
-    """Return the ratio of two single runs with what their tenths span."""
+    """Return the ratio of two single runs, with the range that the runs' tenths span."""
     one, other = ours.tenths, theirs.tenths
     if found.num_repeats != 1 or not one or not other:
         return found
@@ -117,12 +118,12 @@ def _within_runs(found: Ratio, ours: StrategySummary, theirs: StrategySummary) -
 
 
 def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: int = 1) -> Ratio:
-    """Return the ratio of two numbers that are known in some repeats.
+    """Return the ratio over the repeats in which both strategies have a number.
 
     Args:
-        ours: by repeat; all greater than 0.
-        theirs: likewise.
-        num_claims: how many comparisons are made in one sentence.
+        ours: the numerator's number by repeat; all greater than 0.
+        theirs: the denominator's number by repeat; all greater than 0.
+        num_claims: number of comparisons in one sentence.
     """
     logs = log_ratios(ours, theirs)
     if not logs:
@@ -146,23 +147,23 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: in
 
 
 def _quantile(num_repeats: int, num_claims: int) -> float:
-    """Return Student's t for an interval over so many repeats, widened for all claims."""
+    """Return Student's t for an interval over these repeats, widened for all claims."""
     from scipy.special import stdtrit  # noqa: PLC0415  takes 0.1 s
 
     return float(stdtrit(num_repeats - 1, 1 - (1 - LEVEL) / 2 / num_claims))
 
 
 def standard_error(share: float, num_samples: int) -> float:
-    """Return the standard error of an accuracy that was measured on so many samples."""
+    """Return the standard error of an accuracy that was measured on ``num_samples`` samples."""
     return math.sqrt(share * (1 - share) / num_samples)
 
 
 def accuracies_differ(shares: Sequence[float], num_samples: int) -> bool:
-    """Return whether the highest and the lowest accuracy differ by more than the samples' chance.
+    """Return True if the highest and the lowest accuracy differ by more than sampling chance.
 
-    By the test of two proportions with a common standard error; at 95 %, widened by Bonferroni for
-    all pairs.  Models that are measured on the same samples err on many of the same ones, and their
-    true error is smaller: this claims too little, not too much.
+    This is the 95 % test of two proportions with a common standard error, widened for all pairs
+    (Bonferroni).  Models err on many of the same samples, so the true standard error is smaller.
+    The test therefore claims too few differences, not too many.
     """
     num_pairs = math.comb(len(shares), 2)
     if num_pairs == 0:

@@ -1,4 +1,4 @@
-"""Several runs that belong together, where they were trained, and how to repeat them.  (Kernel.)"""
+"""Comparisons: several runs, their environment, and the cell that repeats them.  (Kernel.)"""
 
 import contextlib
 import os
@@ -20,15 +20,15 @@ from ddpnb.protocol.processes import num_cores
 from ddpnb.protocol.training_options import TrainingSpec
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
-"""Libraries in ``environment``, by their version."""
+"""Libraries with a version in ``environment``."""
 
 ALWAYS = ("num_epochs", "batch_size", "learning_rate", "momentum", "seed")
-"""Fields that are written out even where they have their default, which may change."""
+"""Fields that are always written out, because their defaults may change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
-    """Several runs at one moment, and all that is needed to repeat them."""
+    """Several runs at one moment, and everything needed to repeat the runs."""
 
     comparison_id: str
     name: str
@@ -36,16 +36,16 @@ class Comparison:
     """Seconds since 1970 (UTC)."""
     task: str = ""
     source: str = ""
-    """The cell that defines the task; empty for a built-in one."""
+    """The cell that defines the task; empty for a built-in task."""
     specs: tuple[RunSpec, ...] = ()
-    """All runs that were asked for, in the order of training."""
+    """All requested runs, in the order of training."""
     runs: tuple[RunSnapshot, ...] = ()
     """The runs that have begun and are compared."""
     other_rates: tuple[RunSnapshot, ...] = ()
-    """Those at learning rates that are not a strategy's best: see ``tuning``."""
+    """The runs at learning rates that are not a strategy's best: see ``tuning``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
-    """Of several comparisons together: what is not the same in their environments."""
+    """Keys of ``environment`` that differ between overlaid comparisons."""
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def all_runs(self) -> tuple[RunSnapshot, ...]:
-        """All runs that have begun, in this order."""
+        """All runs that have begun, in the order of their start."""
         if not self.other_rates:
             return self.runs
         return tuple(sorted((*self.runs, *self.other_rates), key=lambda run: run.created))
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def overlay(comparisons: Sequence[Comparison]) -> Comparison:
-    """Return the runs of several comparisons as one, each run once."""
+    """Return one comparison with the runs of several comparisons, each run once."""
     assert comparisons, "nothing to overlay"
     if len(comparisons) == 1:
         return comparisons[0]
@@ -88,7 +88,7 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
 
 
 def environment() -> dict[str, str]:
-    """Return this machine's properties and the versions of its libraries."""
+    """Return the properties of this machine and the versions of the installed libraries."""
     cores, threads = num_cores(), len(os.sched_getaffinity(0))
     return {
         **{library: version(library) for library in LIBRARIES},
@@ -101,7 +101,7 @@ def environment() -> dict[str, str]:
 
 
 def describe_ranks(states: Sequence[RankState]) -> dict[str, str]:
-    """Return the number of ranks, their hosts if there are several, devices and backend."""
+    """Return the number of ranks, their hosts (if several), devices, threads and backend."""
     devices = Counter(state.device_name for state in states if state.device != "cpu")
     hosts = Counter(state.host for state in states)
     several = {"hosts": ",".join(f"{host}:{num}" for host, num in hosts.items())}
@@ -115,10 +115,7 @@ def describe_ranks(states: Sequence[RankState]) -> dict[str, str]:
 
 
 def magic_of(comparison: Comparison) -> str:
-    """Return the notebook cell that trains a comparison again.
-
-    Empty for hand-written loops and for several comparisons together.
-    """
+    """Return the cell that trains a comparison again; empty for hand-written loops and overlays."""
     specs = [spec for spec in comparison.specs if not spec.is_ceiling]
     if not specs:
         return ""
@@ -137,10 +134,10 @@ def line_of(
     """Return the arguments of ``%ddp_compare`` as a line.
 
     Args:
-        strategies: as users write them; ``single`` among them is the baseline.
-        task: what is trained.
-        choices: the words of the line that choose options of the training.
-        num_repeats: how often each strategy is trained.
+        strategies: the strategies as users write them; ``single`` is the baseline.
+        task: the task that the strategies train.
+        choices: words of the line that set options of the training.
+        num_repeats: number of trainings of each strategy.
     """
     others = [strategy for strategy in strategies if strategy != BASELINE]
     words = others or list(strategies)
@@ -155,20 +152,20 @@ def line_of(
 
 
 def body_of(source: str) -> str:
-    """Return a stored cell without the comment in place of its magic."""
+    """Return a stored cell without the comment that replaces the cell's magic."""
     first, _, rest = source.partition("\n")
     return rest if first.startswith("# %%ddp_compare") else source
 
 
 def chosen(spec: RunSpec) -> Iterator[tuple[str, Option]]:
-    """Yield the fields of a spec that do not have their default, with their options."""
+    """Yield the name and the option of each field that differs from the default."""
     for name, option in options_of(TrainingSpec).items():
         if getattr(spec, name) != option.default:
             yield name, option
 
 
 def _cpu_model() -> str:
-    """Return the name of the processor, as far as it is known."""
+    """Return the name of the processor; empty if it is unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

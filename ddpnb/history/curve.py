@@ -1,8 +1,8 @@
-"""The curve of a run, made of one row per step; of at most ``MAX_POINTS``.  (Kernel.)
+"""Computes a run's curve of at most ``MAX_POINTS`` points from one row per step.  (Kernel.)
 
-Synchronous workers make step k together: one update.  Each step of an asynchronous worker, and
-each call of ``ddpnb.log``, is an update of its own; these are ordered by time.  Neighbouring
-updates are merged, always a power of two of them, so that a point stays where it is drawn.
+Step k of all synchronous workers is one update.  Each step of an asynchronous worker and each call
+of ``ddpnb.log`` is a separate update, and these updates are ordered by time.  Each point merges
+neighbouring updates.  Their number is a power of two, so drawn points do not move.
 """
 
 import math
@@ -14,10 +14,10 @@ from ddpnb.history.rows import Floats, Records
 from ddpnb.protocol.messages import RunHeader
 
 MAX_POINTS = 360
-"""The most points of a curve: at least one for every other pixel of its panel."""
+"""The largest number of points in a curve: at least one for every other pixel of the panel."""
 
 SMOOTHED_SHARE = 0.05
-"""At each point the moving average spans one update and this share of the samples so far."""
+"""The moving average at each point spans one update plus this share of the samples so far."""
 
 
 def _nothing() -> Floats:
@@ -26,21 +26,21 @@ def _nothing() -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """One number of a run by its updates, all workers together; arrays of equal length.
+    """One number of a run over the updates of all workers, in arrays of equal length.
 
-    Each point stands for ``num_merged`` updates, the last one for the rest, and sits at their end.
+    Each point merges ``num_merged`` updates, except that the last point merges the rest.
     """
 
     samples: Floats = field(default_factory=_nothing)
-    """Samples seen by all workers together, these updates included."""
+    """Samples that all workers have seen at the end of the point's updates."""
     seconds: Floats = field(default_factory=_nothing)
-    """Training seconds at the end of the updates; never falls."""
+    """Training seconds at the end of the point's updates; never decreases."""
     mean: Floats = field(default_factory=_nothing)
-    """Mean over the updates that are finite, weighted by samples; NaN if none is."""
+    """Mean of the finite updates, weighted by samples; NaN if no update is finite."""
     lowest: Floats = field(default_factory=_nothing)
     highest: Floats = field(default_factory=_nothing)
     num_bad: Floats = field(default_factory=_nothing)
-    """Updates with a NaN or infinite value."""
+    """Number of updates with a NaN or infinite value."""
     num_merged: int = 1
     num_updates: int = 0
 
@@ -52,9 +52,9 @@ def curve_of(rows: Records, header: RunHeader | None, name: str = "loss") -> Cur
     """Return the curve of a run's steps.
 
     Args:
-        rows: one for each step of each worker, in any order.
-        header: of the run; None for a hand-written loop.
-        name: the field of the rows that is drawn.
+        rows: one row for each step of each worker, in any order.
+        header: the header of the run; None for a hand-written loop.
+        name: the field of the rows to draw.
     """
     values, samples = rows[name].astype(np.float64), rows["num_samples"].astype(np.float64)
     seconds = rows["seconds"]
@@ -76,7 +76,7 @@ def curve_of(rows: Records, header: RunHeader | None, name: str = "loss") -> Cur
 
 
 def _merged(values: Floats, samples: Floats, seconds: Floats) -> Curve:
-    """Return the curve of updates in their order; a NaN or infinite value counts as bad."""
+    """Return the curve of ordered updates; a NaN or infinite value counts as bad."""
     if len(values) == 0:
         return Curve()
     num_merged = 1
@@ -103,20 +103,20 @@ def _merged(values: Floats, samples: Floats, seconds: Floats) -> Curve:
 
 
 def complete_steps(rows: Records, num_ranks: int) -> Records:
-    """Return the rows of the steps before the first that not every rank has reported."""
+    """Return the rows of all steps before the first step that some rank has not reported."""
     counts = np.bincount(rows["step"])
     missing = np.flatnonzero((counts > 0) & (counts < num_ranks))
     return rows[rows["step"] < missing[0]] if len(missing) else rows
 
 
 def with_waiting(rows: Records) -> Records:
-    """Return synchronous steps with waiting taken out of communication.
+    """Return synchronous steps with waiting separated from communication.
 
-    An exchange ends on all ranks together, so the one that comes last communicates least:
+    An exchange ends on all ranks together, so the rank that begins last communicates least:
 
         waiting_i = communication_i - min over ranks j of communication_j, in the same step
 
-    Where a strategy reports its waiting itself, nothing is changed.
+    If the strategy reports waiting itself, the rows are returned unchanged.
     """
     if len(rows) == 0 or rows["waiting"].any() or not rows["communication"].any():
         return rows
@@ -132,14 +132,14 @@ def with_waiting(rows: Records) -> Records:
 def smoothed(curve: Curve) -> Floats:
     """Return the exponential moving average of a curve, without start-up bias.
 
-    Its span is one update and a share of the samples so far, not of all that are planned.  So
-    what is drawn stays, and a short and a long run reach the same loss at the same sample.
-    Early, where the loss falls fast, the span is short, and the line does not lag behind its
-    points: where the loss falls like ``1 / samples``, it is soon only a twentieth above them.
+    The span is one update plus a share of the samples so far.  It is independent of the planned
+    samples.  So drawn points do not move, and short and long runs reach the same loss at the same
+    sample.  At first the span is short, so the line does not lag behind a fast fall.  If the loss
+    falls like ``1 / samples``, the line is soon only a twentieth above the points.
 
-    A point ``d`` samples after the one before it weighs ``1 - exp(-d / span)``.  The sum is
-    divided by the weights so far, as in Adam, so the first average is the first point.  NaN
-    points stay NaN and leave the average as it is.
+    A point ``d`` samples after the previous point has the weight ``1 - exp(-d / span)``.  The sum
+    is divided by the weights so far, as in Adam, so the first average equals the first point.
+    NaN points stay NaN and do not change the average.
     """
     averages = np.full(len(curve), np.nan)
     if len(curve) == 0:
@@ -159,13 +159,13 @@ def smoothed(curve: Curve) -> Floats:
 
 
 def end_of(curve: Curve) -> float:
-    """Return where the moving average of a curve ends; NaN before its first point."""
+    """Return the last value of a curve's moving average; NaN before the first point."""
     known = [value for value in smoothed(curve).tolist() if math.isfinite(value)]
     return known[-1] if known else math.nan
 
 
 def tenths(curve: Curve) -> Floats:
-    """Return samples/s in each tenth of a run's samples; empty below ten updates."""
+    """Return samples/s in each tenth of a run's samples; empty with fewer than ten updates."""
     if curve.num_updates < 10 or curve.samples[-1] <= 0:
         return np.empty(0)
     bounds = np.linspace(0.0, curve.samples[-1], 11)
@@ -176,9 +176,9 @@ def tenths(curve: Curve) -> Floats:
 
 
 def first_reached(y: Floats, x: Floats, target: float) -> float:
-    """Return the ``x`` at which ``y`` first is as low as ``target``; NaN if it never is.
+    """Return the first ``x`` at which ``y`` is at most ``target``; NaN if ``y`` stays above.
 
-    Between two points ``y`` is interpolated linearly; NaN points are left out.
+    ``y`` is interpolated linearly between two points.  NaN points are ignored.
     """
     known = np.isfinite(y)
     y, x = y[known], x[known]

@@ -1,4 +1,4 @@
-"""One run: the steps that have arrived, and a snapshot to draw.  (Kernel.)"""
+"""One run: collects the steps that arrive, and returns snapshots to draw.  (Kernel.)"""
 
 import math
 import threading
@@ -25,14 +25,14 @@ from ddpnb.protocol.messages import (
 )
 
 GROWTH = 1 / 200
-"""While it trains, a run is measured anew once it has this share of further steps."""
+"""During training, a run is measured again once this share of its steps is new."""
 
 COMPUTED = ("data", "forward", "backward", "optimizer")
 """The parts of a step that do not depend on other ranks."""
 
 
 class Status(StrEnum):
-    """The state of a run; equal to its own text, e.g. ``"failed"``."""
+    """The state of a run; equal to its text, e.g. ``"failed"``."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -41,7 +41,7 @@ class Status(StrEnum):
 
 
 def ending(status: Status, detail: str) -> str:
-    """Return how a run ended and why, e.g. ``"stopped: interrupted"``."""
+    """Return the status and the reason of a run's end, e.g. ``"stopped: interrupted"``."""
     if detail.startswith(status.value):
         return detail  # "stopped by the user"
     return f"{status.value}: {detail}" if detail else status.value
@@ -49,36 +49,36 @@ def ending(status: Status, detail: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankTotals:
-    """The steps of one rank, all together."""
+    """Sums over all steps of one rank."""
 
     rank: int
     num_steps: int = 0
     num_samples: int = 0
     seconds: float = 0.0
-    """Training time at the end of its last step."""
+    """Training time at the end of the rank's last step."""
     parts: Parts = field(default_factory=Parts)
     num_bytes_sent: int = 0
 
     @property
     def own_seconds(self) -> float:
-        """The mean of a step's ``COMPUTED`` parts; without parts, of the whole step."""
+        """Mean seconds of a step's ``COMPUTED`` parts; without parts, of the whole step."""
         own = sum(getattr(self.parts, name) for name in COMPUTED) or self.seconds
         return own / max(self.num_steps, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSnapshot:
-    """A run at one moment: plots, tables and the store read it.
+    """A run at one moment, for plots, tables and the store.
 
-    What is measured of it follows from its steps; while it trains, from those steps of synchronous
-    ranks that all have reported.
+    The measured fields are computed from the steps.  While synchronous ranks train, only steps
+    count that every rank has reported.
     """
 
     run_id: str
     name: str
     """The strategy, or the name of a hand-written loop."""
     comparison: str = ""
-    """Name of its comparison; speed-up is measured within one."""
+    """Name of the comparison; the speed-up is relative to a run of the same comparison."""
     created: float = field(default_factory=time.time)
     """Seconds since 1970 (UTC)."""
     spec: RunSpec | None = None
@@ -86,72 +86,72 @@ class RunSnapshot:
     header: RunHeader | None = None
     status: Status = Status.RUNNING
     detail: str = ""
-    """Why it failed or stopped, in one clause."""
+    """The reason why the run failed or stopped, in one clause."""
     num_bad: int = 0
-    """Losses that are NaN or infinite."""
+    """Number of losses that are NaN or infinite."""
     staleness: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """How many updates had staleness 0, 1, 2 ..."""
+    """Numbers of updates with staleness 0, 1, 2 ..."""
     curve: Curve = field(default_factory=Curve)
     """The loss."""
     ranks: tuple[RankTotals, ...] = ()
     events: Records = field(default_factory=lambda: stacked(()))
     """One row per step, read-only, in order of arrival.
 
-    Of a run that is over, the last step of each rank ends with what followed it.
+    After the run, each rank's last step ends at the time in the rank's report.
     """
     reports: tuple[RunReport, ...] = ()
     marks: tuple[Mark, ...] = ()
-    """In order of arrival."""
+    """Marks in order of arrival."""
     evaluating: Evaluating | None = None
-    """How far its models have been judged; None: not begun, or not known."""
+    """Progress of the evaluation of the run's models; None: not begun, or unknown."""
 
     @property
     def num_events(self) -> int:
-        """Steps of all workers."""
+        """Number of steps of all workers."""
         return sum(rank.num_steps for rank in self.ranks)
 
     @property
     def num_samples(self) -> int:
-        """Samples that all workers have trained on."""
+        """Number of samples that all workers have trained on."""
         return sum(rank.num_samples for rank in self.ranks)
 
     @property
     def seconds(self) -> float:
-        """Training seconds of the rank that has come furthest."""
+        """Training seconds of the rank with the longest training time."""
         return max((rank.seconds for rank in self.ranks), default=0.0)
 
     @property
     def repeat(self) -> int:
-        """0 for the first run of this name in its comparison."""
+        """The number of the repeat; 0 for the first run of this name in the comparison."""
         return 0 if self.spec is None else self.spec.repeat
 
     @property
     def is_running(self) -> bool:
-        """Whether more steps may come."""
+        """True if more steps may arrive."""
         return self.status is Status.RUNNING
 
     @property
     def num_diverged(self) -> int:
-        """How many losses are infinite, or NaN although others were logged."""
+        """Number of losses that are infinite, or that are NaN although other losses are known."""
         never_logged = self.spec is None and self.num_bad == self.num_events
         return 0 if never_logged else self.num_bad
 
     def reported(self, name: str) -> float:
-        """Return the first number of this name in the ranks' reports; NaN if there is none."""
+        """Return the first number called ``name`` in the ranks' reports; NaN if missing."""
         values = [getattr(report, name) for report in self.reports]
         return next((value for value in values if not math.isnan(value)), math.nan)
 
     @property
     def is_ceiling(self) -> bool:
-        """Whether its ranks stop after the same time, and not after the same step."""
+        """True if all ranks stop after the same time instead of after the same step."""
         return self.spec is not None and self.spec.is_ceiling
 
 
 @final
 class Run:
-    """Gathers the steps of one run; a snapshot is measured from all of them, and never changes.
+    """Collects the steps of one run; a snapshot is measured from these steps and never changes.
 
-    While it trains, synchronous steps count once every rank has reported them.
+    During training, a synchronous step counts once every rank has reported the step.
 
     Args:
         known: the fields of ``RunSnapshot`` that are known before the first step.
@@ -163,12 +163,12 @@ class Run:
         self._num_rows = 0
         self._num_measured = 0
         self._is_settled = False
-        """Whether the run is over, and measured since."""
-        self._lock = threading.Lock()  # one thread adds, others take snapshots
+        """True if the run is over and has been measured since then."""
+        self._lock = threading.Lock()  # one thread adds steps, other threads take snapshots
 
     @property
     def run_id(self) -> str:
-        """The id in its batches and reports."""
+        """The id of the run in batches and reports."""
         return self._now.run_id
 
     def add(self, batch: EventBatch) -> None:
@@ -196,7 +196,7 @@ class Run:
             self._set(status=Status(status), detail=detail)
 
     def snapshot(self) -> RunSnapshot:
-        """Return the run as it is now; an old snapshot, where there is little more."""
+        """Return the run as it is now, or the last snapshot if there are few new steps."""
         with self._lock:
             has_grown = self._num_rows * (1 - GROWTH) > self._num_measured
             if has_grown or not (self._now.is_running or self._is_settled):
@@ -212,20 +212,20 @@ class Run:
 
 
 def _measured(run: RunSnapshot, rows: Records) -> RunSnapshot:
-    """Return a run with the curves, the counts and the totals of its ranks that its rows give."""
+    """Return the run with curve, counts and totals of the ranks, computed from the rows."""
     header = run.header
     if not run.is_running:
         rows = _with_ends(rows, run.reports)
     rows.flags.writeable = False
     run = replace(run, events=rows)
     if run.is_running and header is None and run.spec is not None:
-        return run  # whether it is synchronous is not known yet
+        return run  # without a header, the kind of the steps is unknown
     is_synchronous = header is not None and header.synchronous
     if header is not None and is_synchronous and run.is_running:
         rows = complete_steps(rows, header.num_ranks or header.num_workers)
     drawn = complete_steps(rows, len(np.unique(rows["rank"]))) if run.is_ceiling else rows
     is_bad = ~np.isfinite(rows["loss"])
-    if run.spec is not None:  # a worker whose share of a step is empty has no loss
+    if run.spec is not None:  # a worker without samples in a step has no loss
         is_bad &= rows["num_samples"] > 0
     timed = with_waiting(rows) if is_synchronous else rows
     return replace(
@@ -240,11 +240,11 @@ def _measured(run: RunSnapshot, rows: Records) -> RunSnapshot:
 
 
 def _with_ends(rows: Records, reports: tuple[RunReport, ...]) -> Records:
-    """Return a copy in which each rank's last step ends when its report says the rank did."""
+    """Return a copy in which each rank's last step ends at the time in the rank's report."""
     rows = rows.copy()
     for report in reports:
         own = np.flatnonzero(rows["rank"] == report.rank)
-        if len(own) and report.seconds > rows["seconds"][own].max():  # it may be NaN
+        if len(own) and report.seconds > rows["seconds"][own].max():  # False for a NaN report
             rows["seconds"][own[np.argmax(rows["seconds"][own])]] = report.seconds
     return rows
 
@@ -263,25 +263,25 @@ def _totals(rank: int, rows: Records) -> RankTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSplit:
-    """The mean step of a strategy; seconds of one worker."""
+    """The mean step of one worker of a strategy, in seconds."""
 
     parts: Parts = field(default_factory=Parts)
     num_bytes_sent: float = math.nan
-    """What one worker sent in one step."""
+    """Bytes that one worker sent in one step."""
 
     @property
     def seconds(self) -> float:
-        """The whole step; hidden communication takes no time of its own."""
+        """Seconds of the whole step; hidden communication adds no time."""
         return sum(self.parts) - self.parts.hidden
 
     @property
     def is_known(self) -> bool:
-        """Whether the ranks reported any part."""
+        """True if the ranks reported any part."""
         return self.seconds > 0
 
     @property
     def exposed_share(self) -> float:
-        """Share of the step spent on exchanging tensors or waiting for other ranks."""
+        """Share of the step that a worker exchanges tensors or waits for other ranks."""
         if not self.is_known:
             return math.nan
         return (self.parts.communication + self.parts.waiting) / self.seconds
@@ -301,6 +301,6 @@ def step_split(runs: Sequence[RunSnapshot]) -> StepSplit:
 
 
 def slowness(ranks: Sequence[RankTotals]) -> dict[int, float]:
-    """Return each rank's own time of a step over that of the fastest rank."""
+    """Return each rank's ``own_seconds``, divided by the fastest rank's ``own_seconds``."""
     fastest = min((rank.own_seconds for rank in ranks), default=0.0)
     return {rank.rank: rank.own_seconds / fastest for rank in ranks} if fastest > 0 else {}

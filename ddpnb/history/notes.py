@@ -1,11 +1,11 @@
-"""What is to be said beside the numbers of a strategy.  (Kernel.)
+"""The notes beside the numbers of a strategy, for example on unstable momentum.  (Kernel.)
 
-Near a minimum along a direction of curvature h, a coordinate of asynchronous SGD with one server,
-momentum m, N workers of weight 1/N and a staleness of d follows
+Asynchronous SGD has one server, momentum m, N workers of weight 1/N and a staleness of d.  Near a
+minimum, a coordinate along a direction of curvature h follows
 
     w(t+1)  =  w(t) + m (w(t) - w(t-1)) - a w(t-d),     a = (lr / N) h
 
-``docs/staleness.md`` derives the limit of a; a test compares it with the recurrence itself.
+``docs/staleness.md`` derives the limit of a.  A test compares this limit with the recurrence.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ from ddpnb.protocol.messages import Mark
 from ddpnb.protocol.notation import parse_strategy
 
 WORTH_WORDS = 0.5
-"""The largest fraction of the synchronous learning rate that has a note."""
+"""The largest stable fraction of the synchronous learning rate that gets a note."""
 
 
 def notes_of(
     runs: Sequence[RunSnapshot], counted: Sequence[RunSnapshot], staleness: float
 ) -> tuple[str, ...]:
-    """Return each note once: on emulation, faults, momentum, and what is missing.
+    """Return the notes on emulation, failures, faults, diverged losses and momentum, each once.
 
     Args:
         runs: the repeats of a strategy.
-        counted: those that its numbers are of.
-        staleness: the median over their updates; NaN where there is none.
+        counted: the repeats that count for the strategy's numbers.
+        staleness: the median over the updates of ``counted``; NaN if unknown.
     """
     notes = [note for run in runs if run.header for note in run.header.notes]
     for run in runs:
@@ -43,20 +43,20 @@ def notes_of(
 
 
 def _described(mark: Mark, run: RunSnapshot) -> str:
-    """Return the note for something that happened during the run."""
+    """Return the note on a mark, such as the death of a rank."""
     text = f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s"
     on_purpose = () if run.spec is None else run.spec.kill
     if mark.kind.is_death and not any(kill.startswith(f"{mark.rank}@") for kill in on_purpose):
-        return f"{text}; its steps of the last half second before may be missing"
+        return f"{text}; steps of the half second before may be missing"
     return text
 
 
 def _on_momentum(runs: Sequence[RunSnapshot], staleness: float) -> tuple[str, ...]:
-    """Return the note on a momentum at which few learning rates are stable."""
+    """Return the note on a momentum for which only small learning rates are stable."""
     spec, header = runs[0].spec, runs[0].header
     if spec is None or header is None or any(run.is_running for run in runs):
         return ()
-    with contextlib.suppress(UserError):  # a stored strategy may be one that is refused by now
+    with contextlib.suppress(UserError):  # this version may reject a stored strategy
         chosen = parse_strategy(spec.strategy)
         is_plain = chosen.name == "async" and not chosen.options.get("compensate")
         if is_plain and header.momentum and staleness > 0:
@@ -64,15 +64,15 @@ def _on_momentum(runs: Sequence[RunSnapshot], staleness: float) -> tuple[str, ..
             own, plain = (stable_fraction(each, late, num) for each in (momentum, 0.0))
             if own <= WORTH_WORDS:
                 return (
-                    f"with momentum {momentum:g} and a staleness of {late}, {100 * own:.0f} % of "
-                    "the synchronous learning rate is stable; "
-                    f"with momentum 0, {100 * plain:.0f} %",
+                    f"at momentum {momentum:g} and staleness {late}, training is stable only up to "
+                    f"{100 * own:.0f} % of the synchronous learning rate; "
+                    f"at momentum 0, up to {100 * plain:.0f} %",
                 )
     return ()
 
 
 def stable_rate(momentum: float, staleness: int) -> float:
-    """Return the limit of a, by bisection for the angle at which a root reaches the unit circle."""
+    """Return the limit of a: bisect for the angle at which a root reaches the unit circle."""
     low, high = 0.0, math.pi
     for _ in range(60):
         t = (low + high) / 2
@@ -82,5 +82,5 @@ def stable_rate(momentum: float, staleness: int) -> float:
 
 
 def stable_fraction(momentum: float, staleness: int, num_workers: int) -> float:
-    """Return the stable learning rate over that of synchronous SGD with the same momentum, <= 1."""
+    """Return the stable learning rate over synchronous SGD's at the same momentum, at most 1."""
     return min(1.0, num_workers * stable_rate(momentum, staleness) / (2 * (1 + momentum)))

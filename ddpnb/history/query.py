@@ -1,8 +1,8 @@
-"""Stored runs by their names.  (Kernel.)
+"""Finds stored runs by name.  (Kernel.)
 
-``digits-1`` is a comparison, ``digits-1/ddp`` its repeats of one strategy,
-``digits-1/ddp#2`` the second of them, ``ddp`` the latest repeats of that name, and
-``mine`` the latest loop logged under that name.
+``digits-1`` is a comparison.  ``digits-1/ddp`` names all its repeats of ``ddp``, and
+``digits-1/ddp#2`` the second repeat.  ``ddp`` names the repeats of ``ddp`` in the latest
+comparison with ``ddp``, and ``mine`` the latest loop logged as ``mine``.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from ddpnb.protocol.messages import RunHeader, RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
-    """A line in the list of runs: a run without its events."""
+    """A run without steps, for the list of runs."""
 
     run_id: str
     comparison_id: str
@@ -31,20 +31,20 @@ class StoredRun:
     detail: str = ""
     num_events: int = 0
     num_ranks: int = 0
-    """Ranks that have sent events."""
+    """Number of ranks that have sent events."""
     spec: RunSpec | None = None
     header: RunHeader | None = None
 
     @property
     def num_workers(self) -> int:
-        """How many train, or have logged from a hand-written loop; 0 if not known."""
+        """Number of workers, or of ranks that log in a hand-written loop; 0 if unknown."""
         if self.header is not None:
             return self.header.num_workers
         return self.num_ranks if self.spec is None else 0
 
     @property
     def address(self) -> str:
-        """The name of this run alone, e.g. ``digits-1/ddp#1``."""
+        """The name of only this run, e.g. ``digits-1/ddp#1``."""
         return f"{self.comparison}/{self.name}#{self.repeat + 1}"
 
 
@@ -52,11 +52,11 @@ def resolve(address: str, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
     """Return the runs that ``address`` names, oldest first.
 
     Args:
-        address: a comparison, strategy or repeat as above; or the id of a comparison or run.
+        address: a comparison, strategy or repeat as above, or the id of a comparison or run.
         runs: all stored runs.
 
     Raises:
-        UserError: nothing has that name; the message suggests the closest ones.
+        UserError: no run has that name; the message suggests the closest names.
     """
     found = (
         [run for run in runs if address in (run.comparison, run.comparison_id, run.run_id)]
@@ -65,13 +65,13 @@ def resolve(address: str, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
     )
     if not found:
         near = closest(address, all_names(runs))
-        hint = f"did you mean {near}?" if near else "%ddp_runs lists all that are stored."
+        hint = f"did you mean {near}?" if near else "%ddp_runs lists all stored runs."
         raise UserError(f"There is no run {address!r}: {hint}")
     return tuple(sorted(found, key=lambda run: run.created))
 
 
 def all_names(runs: Sequence[StoredRun]) -> tuple[str, ...]:
-    """Return every name that ``resolve`` accepts, the shortest kinds first."""
+    """Return every name that ``resolve`` accepts, with the shortest kinds of names first."""
     latest_first = sorted(runs, key=lambda run: -run.created)
     names = [run.name for run in latest_first]
     names += [run.comparison for run in latest_first]
@@ -81,23 +81,23 @@ def all_names(runs: Sequence[StoredRun]) -> tuple[str, ...]:
 
 
 def check_name(name: str) -> None:
-    """Raise a UserError if a name that the user gives to a comparison cannot be one."""
+    """Raise a UserError if the user's name for a comparison is not valid."""
     if name in STRATEGIES:
-        raise UserError(f"{name!r} is a strategy; give the comparison a name of its own.")
+        raise UserError(f"{name!r} is a strategy. Choose another name.")
     if not re.fullmatch(r"\w[\w.+-]{0,59}", name):
         raise UserError(
-            f"{name!r} cannot be a name: use up to 60 letters, digits, '-', '_', '.' or '+'."
+            f"{name!r} cannot be a name. Use up to 60 letters, digits, '-', '_', '.' or '+'."
         )
 
 
 def numbered(name: str, taken: Collection[str]) -> str:
-    """Return a name with the first number with which it is not taken."""
+    """Return ``name`` with the first number that makes the name new, e.g. ``digits-2``."""
     names = (f"{name}-{number}" for number in itertools.count(1))
     return next(each for each in names if each not in taken)
 
 
 def _latest(name: str, runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """Return the repeats called ``name`` in the latest comparison that has any."""
+    """Return the repeats of ``name`` in the latest comparison that trained ``name``."""
     called = [run for run in runs if run.name == name]
     if not called:
         return []
@@ -108,12 +108,12 @@ def _latest(name: str, runs: Sequence[StoredRun]) -> list[StoredRun]:
 def matching(
     runs: Sequence[StoredRun], text: str = "", last: int | None = None
 ) -> tuple[StoredRun, ...]:
-    """Return the runs to list, in their order.
+    """Return the runs to list, in the order of ``runs``.
 
     Args:
         runs: all stored runs.
-        text: part of their name, task or state, in any case.
-        last: how many lines to list, the newest; repeats of one strategy are one line.
+        text: a part of each listed run's name, task or state, in upper or lower case.
+        last: number of lines to list, newest first; repeats of one strategy are one line.
     """
     if last is not None and last < 1:
         raise UserError(f"--last must be at least 1, not {last}.")

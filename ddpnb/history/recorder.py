@@ -1,4 +1,4 @@
-"""A comparison while it trains, in memory and in the store.  (Kernel.)"""
+"""Records a comparison during training, in memory and in the store.  (Kernel.)"""
 
 import time
 import uuid
@@ -14,17 +14,17 @@ from ddpnb.protocol.messages import EventBatch, RankState, RunReport, RunSpec
 
 @final
 class Recorder:
-    """Records the runs of one comparison as they are trained.
+    """Records the runs of one comparison during training.
 
-    A disk error does not stop a training: the user is warned once, and the runs stay in memory.
+    If the disk fails, the training continues: ddpnb warns once and keeps the runs in memory.
 
     Args:
-        store: where runs are stored.
-        name: the user's name for the comparison; empty: one is made from ``task``.
-        task: what is trained.
-        source: the cell that defines it.
-        specs: all runs to come, in order.
-        ranks: on which they train.
+        store: the store of the runs.
+        name: the user's name for the comparison; empty: the task's name with a number.
+        task: the task that the runs train.
+        source: the cell that defines the task.
+        specs: all planned runs, in order.
+        ranks: the ranks that train.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Recorder:
         except StoreError as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(f"The runs are not being saved: {error}", stacklevel=2)
+                warnings.warn(f"Runs are kept only in memory, not saved: {error}", stacklevel=2)
 
 
 def new_id() -> str:

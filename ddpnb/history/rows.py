@@ -1,4 +1,4 @@
-"""One row for each step of each worker, as it is sent, stored and computed with.  (Kernel.)"""
+"""Rows with one step of one worker each, for messages, the store and numpy.  (Kernel.)"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,18 +26,18 @@ EVENT = np.dtype(
         *((part, "<f4") for part in Parts._fields),
     ]
 )
-"""One step of one worker, as ``messages.pack_step`` packs it.
+"""The fields of one step of one worker, in the format of ``messages.pack_step``.
 
-Little-endian, so that a stored run can be read anywhere.  The parts of the step, ``data``
-to ``hidden``, are in seconds.
+The format is little-endian, so that every machine can read a stored run.  The parts of the step,
+``data`` to ``hidden``, are in seconds.
 """
 
 METRIC = "metric "
-"""Begins the name of a further field of a row: a number that the user logged with the step."""
+"""The prefix of fields with numbers that the user logged with a step."""
 
 
 def rows_of(batch: EventBatch) -> Records:
-    """Return the rows of a batch: one for each step, with the numbers that were logged with it."""
+    """Return one row for each step of a batch, with the numbers that the user logged."""
     rows = np.frombuffer(batch.rows, dtype=EVENT)
     if batch.metrics:
         rows = with_metrics(rows, dict.fromkeys(name for _, name, _ in batch.metrics))
@@ -47,13 +47,13 @@ def rows_of(batch: EventBatch) -> Records:
 
 
 def metrics_of(rows: Records) -> dict[str, str]:
-    """Return the user's names of the further numbers in some rows, each with its field."""
+    """Return the field of each number that the user logged, by the user's name."""
     fields = (rows.dtype.names or ())[len(EVENT.names or ()) :]
     return {field.removeprefix(METRIC): field for field in fields}
 
 
 def with_metrics(rows: Records, names: Iterable[str]) -> Records:
-    """Return a copy of rows that has these further numbers alone, NaN where they were unknown."""
+    """Return a copy of rows with exactly these logged numbers; missing numbers are NaN."""
     made = np.empty(len(rows), dtype=[*EVENT.descr, *((METRIC + name, "<f8") for name in names)])
     for name in made.dtype.names or ():
         made[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan
@@ -61,7 +61,7 @@ def with_metrics(rows: Records, names: Iterable[str]) -> Records:
 
 
 def stacked(parts: Sequence[Records]) -> Records:
-    """Return rows one after the other, with the further numbers of all parts."""
+    """Return the rows of all parts in order, with the logged numbers of all parts."""
     if len(parts) == 1:
         return parts[0]
     if names := dict.fromkeys(name for part in parts for name in metrics_of(part)):

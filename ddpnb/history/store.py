@@ -1,8 +1,8 @@
-"""The store: runs on disk, for this kernel and later ones.  (Kernel.)
+"""The store: runs on disk, for this kernel and later kernels.  (Kernel.)
 
-It is one SQLite file.  With a rollback journal it works on NFS homes, survives a kill at any
-moment, and lets two notebooks write in turns.  Steps are stored as the bytes of ``EVENT`` rows, the
-rest as JSON.  Never pickle: a stored run from a stranger must not be able to run code.
+The store is one SQLite file.  Its rollback journal works on NFS homes, survives a kill at any
+moment, and lets two notebooks write in turns.  Steps are stored as the bytes of ``EVENT`` rows,
+all else as JSON.  The store never uses pickle, because a stranger's stored run must not run code.
 """
 
 import dataclasses
@@ -29,16 +29,16 @@ from ddpnb.protocol.processes import working_folder
 FILE_NAME = "runs.sqlite3"
 
 FORMAT = 2
-"""Version of the tables below; a change that earlier versions cannot read raises it."""
+"""Version of the tables below; increase it if earlier versions of ddpnb cannot read a change."""
 
 WAIT_SECONDS = 5.0
-"""How long to wait while another notebook writes."""
+"""The longest wait for another notebook's write."""
 
 SAME_SECONDS = 1.5
-"""Two readings of a process's start may differ by so much: the clock can be adjusted."""
+"""Tolerance for the start time of the same process, because the system clock can be adjusted."""
 
 MAX_PENDING_BATCHES = 20_000
-"""Batches kept in memory while the disk refuses them; later ones are lost, and counted so."""
+"""Limit of batches kept in memory while the disk rejects writes; further batches are lost."""
 
 TABLES = """
 CREATE TABLE comparisons (
@@ -65,7 +65,7 @@ INSERT_BATCH = """
 INSERT OR IGNORE INTO batches SELECT * FROM (VALUES (?, ?, ?, ?, ?, ?, ?))
 WHERE column1 IN (SELECT id FROM runs)
 """
-"""Inserts nothing for a run that another notebook has deleted meanwhile."""
+"""Inserts a batch unless another notebook has deleted the run."""
 
 LIST = """
 SELECT runs.id AS run_id, comparisons.id AS comparison_id, comparisons.name AS comparison,
@@ -76,7 +76,7 @@ SELECT runs.id AS run_id, comparisons.id AS comparison_id, comparisons.name AS c
 FROM runs JOIN comparisons ON comparisons.id = runs.comparison
 ORDER BY runs.created, runs.rowid
 """
-"""The fields of ``StoredRun``, and the writer of each run."""
+"""Selects the fields of ``StoredRun`` and the writer of each run."""
 
 COMPARISON = """
 SELECT id AS comparison_id, name, created, task, source, specs, environment
@@ -89,20 +89,20 @@ REPORTS = "SELECT report FROM reports WHERE run = ? ORDER BY rank"
 
 
 class StoreError(UserError):
-    """Runs could not be read or written; a training goes on."""
+    """The store could not read or write runs; a training continues."""
 
 
 @final
 class Store:
     """The runs of one folder.
 
-    Every method raises ``StoreError`` if the disk refuses.  Batches that could not be written are
-    tried again at the next call; a crash loses at most those of the last ``flush_seconds``.
+    Every method raises ``StoreError`` if the disk fails.  The next call writes failed batches
+    again.  A crash loses at most the batches of the last ``flush_seconds``.
 
     Args:
-        folder: of the file (for the owner alone), made if absent; ``runs_folder()`` returns the
-            project's.
-        flush_seconds: how long batches may gather before they are written.
+        folder: the folder of the file, such as ``runs_folder()``.  If the folder does not exist,
+            it is created with access only for the owner.
+        flush_seconds: seconds for which batches are collected before a write.
     """
 
     def __init__(self, folder: Path, *, flush_seconds: float = 1.0) -> None:
@@ -122,14 +122,14 @@ class Store:
             self._prepare()
 
     def begin_comparison(self, comparison: Comparison, *, wanted_name: str = "") -> Comparison:
-        """Store a comparison that is about to train; return it with its final name.
+        """Store a comparison before its training; return the comparison with its final name.
 
         Args:
-            comparison: its ``name``, e.g. the task, gets a number if ``wanted_name`` is empty.
-            wanted_name: the user's name for it.  An earlier comparison of that name gets a number.
+            comparison: the comparison.  Its name gets a number if ``wanted_name`` is empty.
+            wanted_name: the user's name.  An earlier comparison with that name gets a number.
 
         Raises:
-            UserError: the user's name cannot be one.
+            UserError: the user's name is not valid.
         """
         if wanted_name:
             query.check_name(wanted_name)
@@ -147,7 +147,7 @@ class Store:
         return dataclasses.replace(comparison, name=name)
 
     def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
-        """Store a run that is about to train, of a comparison that has begun."""
+        """Store a run before its training; the comparison must have begun."""
         state = (writer_of(psutil.Process()), run.status, to_text(run.spec) if run.spec else None)
         with self._write() as connection:
             connection.execute(
@@ -157,7 +157,7 @@ class Store:
             )
 
     def append(self, batch: EventBatch) -> None:
-        """Store a batch; it is written within ``flush_seconds``, at the next call."""
+        """Add a batch; the first call after ``flush_seconds`` writes all added batches."""
         with self._lock:
             if len(self._pending) < MAX_PENDING_BATCHES:
                 self._pending.append(batch)
@@ -171,14 +171,14 @@ class Store:
             connection.execute("INSERT OR REPLACE INTO reports VALUES (?, ?, ?)", row)
 
     def finish(self, run_id: str, status: Status, detail: str = "") -> None:
-        """Store how a run ended, and all pending batches."""
+        """Store a run's final status and all pending batches."""
         self.flush()
         with self._write() as connection:
             row = (status, detail, run_id)
             connection.execute("UPDATE runs SET status = ?, detail = ? WHERE id = ?", row)
 
     def flush(self) -> None:
-        """Write all pending batches, or none if the disk refuses."""
+        """Write all pending batches, or no batch if the disk fails."""
         with self._lock:
             try:
                 if self._pending:
@@ -187,21 +187,21 @@ class Store:
                         connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)
                         connection.executemany(INSERT_BATCH, map(_batch_row, self._pending))
                 self._pending.clear()
-            finally:  # after a failure too, so that a slow disk gets a pause
+            finally:  # also after a failure, so that a slow disk gets a pause
                 self._last_flush = time.monotonic()
 
     def list(self) -> tuple[StoredRun, ...]:
-        """Return every run without its events, oldest first."""
+        """Return every run without steps, oldest first."""
         return tuple(map(_stored_run, self._read(LIST)))
 
     def load(self, *addresses: str) -> Comparison:
-        """Return the runs that some addresses name, as one comparison.
+        """Return one comparison with the runs that ``addresses`` name.
 
         Args:
-            addresses: as ``query.resolve`` takes them, e.g. ``"digits-1/ddp"``, ``"mine"``.
+            addresses: names for ``query.resolve``, e.g. ``"digits-1/ddp"``, ``"mine"``.
 
         Raises:
-            UserError: nothing has such a name; the message suggests the closest ones.
+            UserError: no run has such a name; the message suggests the closest names.
         """
         self.flush()
         known, parts = self.list(), []
@@ -213,14 +213,14 @@ class Store:
         return overlay(parts)
 
     def delete(self, address: str) -> tuple[str, ...]:
-        """Delete the runs that ``address`` names, and their weights; return their addresses.
+        """Delete the runs that ``address`` names, and their weights; return the addresses.
 
         Raises:
-            UserError: one of them is being trained.
+            UserError: one of the runs is being trained.
         """
         found = query.resolve(address, self.list())
         if busy := [run.address for run in found if run.status is Status.RUNNING]:
-            raise UserError(f"{', '.join(busy)} is being trained; %ddp_interrupt ends that.")
+            raise UserError(f"{', '.join(busy)} is being trained. To stop it: %ddp_interrupt")
         with self._write() as connection:
             connection.executemany("DELETE FROM runs WHERE id = ?", [(r.run_id,) for r in found])
             connection.executemany(
@@ -233,11 +233,11 @@ class Store:
 
     @property
     def models(self) -> Path:
-        """The folder for the trained weights of each run that saves them."""
+        """The folder for the trained weights of runs that save their weights."""
         return self.folder / "models"
 
     def close(self) -> None:
-        """Write all pending batches and close; may be called twice."""
+        """Write all pending batches and close the file; may be called twice."""
         with self._lock:
             try:
                 self.flush()
@@ -250,43 +250,43 @@ class Store:
         self._connection.execute("PRAGMA synchronous = NORMAL")
         if self._format() == 0:
             with self._write() as connection:
-                if self._format() == 0:  # another notebook may have been first
+                if self._format() == 0:  # another notebook may have created the tables
                     for statement in TABLES.split(";"):
                         connection.execute(statement)
                     connection.execute(f"PRAGMA user_version = {FORMAT}")
         if (found := self._format()) != FORMAT:
             self.close()
             raise StoreError(
-                f"The runs in {self._path} were written by another version of ddpnb (format "
-                f"{found}, this one reads {FORMAT}): take that version, or move the file away."
+                f"The runs in {self._path} were written by another version of ddpnb (format {found}"
+                f"; this version reads format {FORMAT}). Use that version, or move the file away."
             )
 
     def _format(self) -> int:
         return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
 
     def _read(self, wanted: str, *values: str) -> Sequence[sqlite3.Row]:
-        """Return all rows of a query."""
+        """Return all rows that a query finds."""
         with self._lock, self._store_errors("read"):
             return self._connection.execute(wanted, values).fetchall()
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        """Return a context with a connection; its changes are committed together or not at all."""
+        """Return a context with a connection that commits all changes together, or no change."""
         with self._lock, self._store_errors("written"):
             self._connection.execute("BEGIN IMMEDIATE")
-            with self._connection:  # commits, or rolls back
+            with self._connection:  # commits or rolls back
                 yield self._connection
 
     @contextmanager
     def _store_errors(self, verb: str) -> Iterator[None]:
-        """Raise errors of SQLite and of the system as a ``StoreError``."""
+        """Convert errors of SQLite and of the system to ``StoreError``."""
         try:
             yield
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"The runs in {self._path} cannot be {verb}: {error}.") from error
 
     def _read_run(self, stored: StoredRun) -> RunSnapshot:
-        """Return a run with its steps."""
+        """Return a stored run with its steps."""
         run = Run(
             run_id=stored.run_id,
             name=stored.name,
@@ -303,14 +303,14 @@ class Store:
 
 
 def runs_folder(start: Path | None = None) -> Path:
-    """Return the folder for stored runs; it need not exist.
+    """Return the folder for stored runs, which may not exist yet.
 
-    It is ``data/runs`` in the project around ``start``: the nearest folder upwards that has
-    ``data/`` beside ``pyproject.toml`` or ``notebooks/``.  Outside a project it is ``data/runs``
-    in ``start`` itself.
+    The folder is ``data/runs`` in the project around ``start``.  A project is the nearest parent
+    folder with ``data/`` and either ``pyproject.toml`` or ``notebooks/``.  Outside a project, the
+    folder is ``data/runs`` in ``start``.
 
     Args:
-        start: where to look from; the working directory if not given.
+        start: the first folder of the search; default: the working directory.
     """
     here = (start or working_folder()).resolve()
     project = next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
@@ -328,7 +328,7 @@ def _stored_run(row: sqlite3.Row) -> StoredRun:
     status = Status(fields.pop("status"))
     if status is Status.RUNNING and not is_written(writer):
         status = Status.STOPPED
-        fields["detail"] = "its kernel ended; kept up to the last flush"
+        fields["detail"] = "the kernel ended; unsaved steps are lost"
     return StoredRun(
         **fields,
         status=status,
@@ -338,7 +338,7 @@ def _stored_run(row: sqlite3.Row) -> StoredRun:
 
 
 def _comparison(row: sqlite3.Row) -> Comparison:
-    """Return a comparison without its runs."""
+    """Return a comparison without runs."""
     fields = dict(row)
     specs = tuple(_from_fields(RunSpec, given) for given in json.loads(fields.pop("specs")))
     versions = json.loads(fields.pop("environment"))
@@ -346,7 +346,7 @@ def _comparison(row: sqlite3.Row) -> Comparison:
 
 
 def _batch_row(batch: EventBatch) -> tuple[Any, ...]:
-    """Return a row of the table ``batches``."""
+    """Return a batch as a row of the table ``batches``."""
     metrics = json.dumps(batch.metrics) if batch.metrics else ""
     marks = json.dumps([dataclasses.astuple(mark) for mark in batch.marks]) if batch.marks else ""
     num_events, events = batch.num_steps, batch.rows
@@ -354,7 +354,7 @@ def _batch_row(batch: EventBatch) -> tuple[Any, ...]:
 
 
 def _batch(run_id: str, row: sqlite3.Row, header: RunHeader | None = None) -> EventBatch:
-    """Return the batch that ``_batch_row`` wrote, with the header of its run."""
+    """Return the batch that ``_batch_row`` wrote, with the header of the run."""
     rank, sequence, events, metrics, marks = row
     return EventBatch(
         run_id=run_id,
@@ -374,7 +374,7 @@ Message = TypeVar("Message", RunSpec, RunHeader, RunReport)
 
 
 def to_text(value: RunSpec | RunHeader | RunReport) -> str:
-    """Return ``value`` as JSON, with NaN and infinity."""
+    """Return ``value`` as JSON that may contain NaN and infinity."""
     return json.dumps(dataclasses.asdict(value))
 
 
@@ -384,10 +384,10 @@ def from_text(kind: type[Message], text: str) -> Message:
 
 
 def _from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
-    """Return a message with the given fields; unknown ones are dropped.
+    """Return a message with the given fields, without unknown fields.
 
-    What was trained once stays readable: a spec of a strategy, task or option that is no longer
-    in the catalogue is returned as it was written.
+    Old runs stay readable: a spec with a strategy, task or option that is no longer in the
+    catalogue is returned unchecked.
     """
     fields = dataclasses.fields(kind)
     values: dict[str, Any] = {
@@ -398,19 +398,19 @@ def _from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
     try:
         return kind(**values)
     except UserError:
-        made = object.__new__(kind)  # unlike kind(...), this checks nothing
+        made = object.__new__(kind)  # skips the checks of kind(...)
         for entry in fields:
             object.__setattr__(made, entry.name, values.get(entry.name, entry.default))
         return made
 
 
 def writer_of(process: psutil.Process) -> str:
-    """Return host, process id and start time of a run's writer: process ids are used again."""
+    """Return a process's host, id and start time, because the system reuses ids."""
     return f"{platform.node()} {process.pid} {process.create_time():.2f}"
 
 
 def is_written(writer: str) -> bool:
-    """Return whether the kernel that wrote a run is alive; on another host, assume so."""
+    """Return True if the kernel that writes a run is alive, or if it is on another host."""
     host, pid, began = writer.rsplit(" ", 2)
     if host != platform.node():
         return True

@@ -1,7 +1,7 @@
-"""Every number of the final table, strategy by strategy.  (Kernel.)
+"""Computes every number of the final table for each strategy.  (Kernel.)
 
-Speeds, losses over time and parts of a step follow from the steps of the runs; scores and the
-final loss from their evaluations; bytes received, memory and lost samples from the ranks' counts.
+Speeds, losses over time and parts of a step are computed from the steps of the runs.  Scores and
+the final loss are from evaluations; bytes received, memory and lost samples are counts of ranks.
 """
 
 import math
@@ -24,10 +24,10 @@ from ddpnb.protocol.messages import Evaluation, Memory
 from ddpnb.protocol.notation import Target
 
 SHORT_SECONDS = 4.0
-"""A run's speed is not measured well in less."""
+"""The shortest training that measures a strategy's speed reliably, in seconds."""
 
 StrategyKey = tuple[str, str]
-"""Comparison and name, which the repeats of one strategy have in common."""
+"""The comparison and the name that the repeats of one strategy share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class Spread:
     """A number and its range."""
 
     middle: float = math.nan
-    """Median over repeats, of samples/s the geometric mean."""
+    """The median over repeats; for samples/s, the geometric mean."""
     low: float = math.nan
-    """The range over repeats; NaN of one alone."""
+    """The lower end of the range over repeats; NaN with only one repeat."""
     high: float = math.nan
 
 
@@ -48,67 +48,67 @@ class StrategySummary:
     name: str
     comparison: str
     label: str
-    """Its name, with that of its comparison where there are several; says if it is emulated."""
+    """The strategy's name, with the comparison's name if there are several, and "(emulated)"."""
     runs: tuple[RunSnapshot, ...]
-    """All its repeats."""
+    """All repeats."""
     num_runs: int
-    """Repeats that finished; as long as none has, all that began."""
+    """Number of finished repeats; before any has finished, of all begun repeats."""
     num_workers: int
-    """0 if not known."""
+    """Number of workers; 0 if unknown."""
     status: Status
     samples_per_second: Spread
     rates: Mapping[int, float]
-    """Samples/s by repeat, where it is known."""
+    """Samples/s by repeat, without repeats of unknown speed."""
     tenths: tuple[float, ...]
-    """Samples/s in each tenth of the only run; empty of several repeats."""
+    """Samples/s in each tenth of the only run; empty with several repeats."""
     ideal: float
-    """Samples/s of as many devices, each as fast as ``single``."""
+    """Samples/s of the same number of devices if each were as fast as ``single``."""
     ceiling: float
     """Samples/s of ``no-comm``."""
     speed_up: float
-    """Samples/s over those of ``single``."""
+    """Samples/s, divided by the samples/s of ``single``."""
     efficiency: float
-    """Samples/s over ``ideal``; ``machine`` times ``share_of_ceiling``."""
+    """Samples/s, divided by ``ideal``; equals ``machine`` times ``share_of_ceiling``."""
     machine: float
-    """What the machine gives all devices at once: ``ceiling`` over ``ideal``."""
+    """``ceiling``, divided by ``ideal``: the efficiency without communication."""
     share_of_ceiling: float
-    """What communication leaves: samples/s over ``ceiling``."""
+    """Samples/s, divided by ``ceiling``: the share that communication leaves."""
     split: StepSplit
     scores: Mapping[str, Spread]
-    """What was measured of the models, by the titles of columns; see ``_scores``."""
+    """Scores of the trained models, by the titles of columns; see ``_scores``."""
     num_held_out: int
-    """Held-out samples that the model was evaluated on; 0 if not known."""
+    """Number of held-out samples in the model's evaluation; 0 if unknown."""
     bytes_received: float
-    """What one worker received in one step; NaN if nothing."""
+    """Bytes that one worker received in one step; NaN if zero."""
     staleness_median: float
     staleness_max: float
     num_lost_samples: int
-    """Samples handed out without a gradient in return."""
+    """Number of samples handed out without a gradient in return."""
     memory: Memory
-    """Of the rank that holds most; all 0 before there is a report."""
+    """Memory of the rank that holds most; all 0 before the first report."""
     seconds_to_target: Spread
-    """Until the target was reached, by the smoothed training loss or on held-out samples; infinite
-    where a repeat never reached it."""
+    """Seconds until the smoothed training loss, or the held-out accuracy, reached the target;
+    infinite if a repeat never reached the target."""
     samples_to_target: Spread
     num_missed_target: int
-    """Repeats that never reached it."""
+    """Number of repeats that never reached the target."""
     num_diverged: int
-    """Losses that were NaN or infinite."""
+    """Number of losses that were NaN or infinite."""
     sees_exposed: bool
-    """Whether communication that holds up the computing can be distinguished from the rest."""
+    """True if exposed communication can be measured separately."""
     is_computed: bool
-    """Whether its times are those of emulated devices."""
+    """True if the times are computed for emulated devices."""
     is_ceiling: bool
-    """Whether it was added as the ceiling, for its speed alone."""
+    """True if ddpnb added the strategy only to measure the ceiling."""
     is_emulated: bool
-    """Whether it is emulated, so that its speed says nothing about the real strategy's."""
+    """True if the strategy is emulated: the speed is not the real strategy's speed."""
     is_short: bool
-    """Whether a run was over before its speed could be measured."""
+    """True if a run ended before its speed could be measured reliably."""
     notes: tuple[str, ...]
 
     @property
     def key(self) -> StrategyKey:
-        """What its repeats have in common."""
+        """The comparison and the name that all repeats share."""
         return (self.comparison, self.name)
 
 
@@ -116,16 +116,16 @@ class StrategySummary:
 def summarise(comparison: Comparison, target: Target | None = None) -> tuple[StrategySummary, ...]:
     """Return one summary for each strategy of each comparison among the runs.
 
-    Figure, table, sentence and frames ask for it; the latest ones are computed once.
+    The latest summaries are cached, because figure, table, sentence and frames all need them.
 
     Args:
-        comparison: the runs.
-        target: to reach, for ``seconds_to_target``; None: there is none.
+        comparison: the comparison with the runs.
+        target: the target for ``seconds_to_target``; None: no target.
     """
     groups = group_runs(comparison.runs)
     rates = {key: by_repeat(_counted(runs), samples_per_second) for key, runs in groups.items()}
     levels, linked = _levels(rates)
-    settled = {  # nothing is measured against a run that still trains
+    settled = {  # a run that still trains is no reference for other runs
         key: levels[key]
         for key in linked
         if not any(run.is_running for run in _counted(groups[key]))
@@ -142,11 +142,11 @@ def summarise(comparison: Comparison, target: Target | None = None) -> tuple[Str
 def _levels(
     rates: Mapping[StrategyKey, Mapping[int, float]],
 ) -> tuple[dict[StrategyKey, float], set[StrategyKey]]:
-    """Return the samples/s of each strategy, and which may be divided by each other.
+    """Return each strategy's samples/s, and the strategies with comparable samples/s.
 
-    They are geometric means over the repeats.  Where a strategy lacks some of those that ``single``
-    has, its mean would be of other conditions: it gets that of ``single`` times the mean of the
-    ratios within the repeats that both have.  So the ratio of any two is what was measured.
+    Samples/s are geometric means over repeats.  If a strategy lacks repeats that ``single`` has,
+    its own mean would not be comparable.  Then samples/s are the mean of ``single``, multiplied by
+    the mean ratio in the repeats that both have.  So the ratio to ``single`` is the measured ratio.
     """
     levels: dict[StrategyKey, float] = {}
     linked = set()
@@ -169,9 +169,9 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 
 
 def samples_per_second(run: RunSnapshot) -> float:
-    """Return all samples over the training seconds of the slowest worker; NaN before any.
+    """Return all samples divided by the slowest worker's training seconds; NaN before any sample.
 
-    Of a ceiling, where all workers train for the same time: as if each were as slow as the slowest.
+    A ceiling's workers train for the same time, so every worker counts with the slowest's speed.
     """
     if run.is_ceiling and not run.is_running and (workers := [r for r in run.ranks if r.seconds]):
         return len(workers) * min(rank.num_samples / rank.seconds for rank in workers)
@@ -181,9 +181,9 @@ def samples_per_second(run: RunSnapshot) -> float:
 def by_repeat(
     runs: Sequence[RunSnapshot], number_of: Callable[[RunSnapshot], float]
 ) -> Mapping[int, float]:
-    """Return a number of each run by its repeat, where it is known and greater than 0.
+    """Return a number of each run by repeat, without numbers that are unknown or not positive.
 
-    Runs that do not say which repeat they are, such as hand-written loops, count in their order.
+    If two runs have the same repeat, as hand-written loops have, repeats are numbered in order.
     """
     repeats: Sequence[int] = [run.repeat for run in runs]
     if len(set(repeats)) < len(repeats):
@@ -193,23 +193,23 @@ def by_repeat(
 
 
 def log_ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
-    """Return the logarithm of the ratio within each repeat in which both numbers are known."""
+    """Return the logarithm of the ratio for each repeat in which both numbers are known."""
     return [math.log(ours[repeat] / theirs[repeat]) for repeat in ours if repeat in theirs]
 
 
 def staleness_counts(runs: Sequence[RunSnapshot]) -> NDArray[np.int64]:
-    """Return how many updates had staleness 0, 1, 2 ..., over all runs."""
+    """Return the numbers of updates with staleness 0, 1, 2 ..., over all runs."""
     counts = zip_longest(*(run.staleness for run in runs), fillvalue=0)
     return np.array([sum(each) for each in counts], dtype=np.int64)
 
 
 def reported_metrics(run: RunSnapshot) -> Mapping[str, float]:
-    """Return what the cell's own functions measured on held-out samples, by name."""
+    """Return the held-out values of the cell's ``metric`` function, by name."""
     return {name: value for each in run.reports for name, value in each.held_out_metrics.items()}
 
 
 def spread(values: Sequence[float], middle: float | None = None) -> Spread:
-    """Return the range over repeats of what is not NaN, around its median or another middle."""
+    """Return the range of the values that are not NaN, with their median or ``middle``."""
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return Spread()
@@ -220,10 +220,10 @@ def spread(values: Sequence[float], middle: float | None = None) -> Spread:
 
 
 def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
-    """Return the second and the sample at which a run first reached ``target``; NaN if it has not.
+    """Return the second and the sample at which a run first reached ``target``; NaN if never.
 
-    That is where the smoothed training loss was as low, or, between two evaluations by linear
-    interpolation, the held-out accuracy as high.
+    The smoothed training loss must be as low as the target, or the held-out accuracy as high.
+    Between two evaluations, the accuracy is interpolated linearly.
     """
     if target.is_accuracy:
         found = np.array(evaluations(run), dtype=np.float64).reshape(-1, len(Evaluation._fields))
@@ -236,7 +236,7 @@ def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
 
 
 def evaluations(run: RunSnapshot) -> tuple[Evaluation, ...]:
-    """Return the held-out curve of a run, which ends with the trained model; empty if none."""
+    """Return the held-out curve of a run, with the trained model as last point; may be empty."""
     found = next((report.evaluations for report in run.reports if report.evaluations), ())
     if not found or run.status is not Status.FINISHED:
         return found
@@ -245,7 +245,7 @@ def evaluations(run: RunSnapshot) -> tuple[Evaluation, ...]:
 
 
 def trained_model(run: RunSnapshot) -> tuple[Evaluation, ...]:
-    """Return the evaluation of the trained model; empty if there is none."""
+    """Return the evaluation of the trained model; empty if the model was not evaluated."""
     last = Evaluation(
         num_samples=run.num_samples,
         seconds=run.seconds,
@@ -327,7 +327,7 @@ def _summary(
 
 
 def _scores(run: RunSnapshot) -> dict[str, float]:
-    """Return what the evaluations say, and where the curve of each further number ends."""
+    """Return the scores of the evaluations, and the last value of each logged number's curve."""
     lasts = {
         f"last {name}": end_of(curve_of(run.events, run.header, field))
         for name, field in metrics_of(run.events).items()
@@ -342,7 +342,7 @@ def _scores(run: RunSnapshot) -> dict[str, float]:
 
 
 def _reached(runs: Sequence[RunSnapshot], target: Target) -> list[tuple[float, float]]:
-    """Return when each run reached the target; infinity where one that finished never did."""
+    """Return when each run reached the target; infinity for a finished run that never did."""
     found = []
     for run in runs:
         if evaluations(run) or not target.is_accuracy:
@@ -353,17 +353,17 @@ def _reached(runs: Sequence[RunSnapshot], target: Target) -> list[tuple[float, f
 
 
 def _num_workers(run: RunSnapshot) -> int:
-    """Return how many ranks train, or have logged from a hand-written loop; 0 if not known."""
+    """Return the number of workers, or of ranks that log in a hand-written loop; 0 if unknown."""
     if run.header is not None:
         return run.header.num_workers
     return len(run.ranks) if run.spec is None else 0
 
 
 def num_devices(run: RunSnapshot) -> int:
-    """Return over how many devices the speed-up is divided: GPUs that are shared count once."""
+    """Return the number of devices for the efficiency; a GPU that ranks share counts once."""
     return (run.header.num_devices if run.header is not None else 0) or _num_workers(run)
 
 
 def _counted(runs: Sequence[RunSnapshot]) -> list[RunSnapshot]:
-    """Return the runs that finished, if any did; a failed repeat must not bend a mean."""
+    """Return the finished runs, so that no failed repeat changes a mean, or else all runs."""
     return [run for run in runs if run.status is Status.FINISHED] or list(runs)

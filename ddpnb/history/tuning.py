@@ -1,9 +1,9 @@
-"""Which learning rate of each strategy is compared, where several are tried?  (Kernel.)
+"""Chooses the learning rate of each strategy if several rates are tried.  (Kernel.)
 
 ``--lr 0.02,0.05,0.1`` trains each strategy once at each rate, all with the first repeat's seed.
-The rate with the lowest held-out loss is the strategy's own: its run is the first repeat, and the
-other repeats train at the same rate.  A loss that is NaN or infinite never wins; where all are, the
-smallest rate is compared.
+The comparison uses the strategy's rate with the lowest held-out loss.  The run at that rate is the
+first repeat, and the other repeats train at that rate.  A loss that is NaN or infinite never wins.
+If all losses are NaN or infinite, the comparison uses the smallest rate.
 """
 
 import math
@@ -15,9 +15,9 @@ from ddpnb.history.model import RunSnapshot, Status
 def split(
     runs: Sequence[RunSnapshot],
 ) -> tuple[tuple[RunSnapshot, ...], tuple[RunSnapshot, ...]]:
-    """Return the runs that are compared, and those at other learning rates.
+    """Return the runs that are compared, and the runs at other learning rates.
 
-    Strategies keep the order in which they began, whichever rate is best.
+    The strategies stay in the order in which their first runs began.
     """
     best = {key: _rate(min(group, key=_rank)) for key, group in tried(runs).items()}
     others = tuple(run for run in runs if _rate(run) != best.get(_key(run), _rate(run)))
@@ -29,7 +29,7 @@ def split(
 
 
 def tried(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapshot]]:
-    """Return the run at each learning rate, by comparison and strategy, where several are tried."""
+    """Return the runs at all learning rates by comparison and strategy, if several are tried."""
     groups: dict[tuple[str, str], list[RunSnapshot]] = {}
     for run in runs:
         if run.repeat == 0 and run.spec is not None and run.spec.rates:
@@ -38,18 +38,18 @@ def tried(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapshot
 
 
 def has_score(run: RunSnapshot) -> bool:
-    """Return whether a run may win: its held-out loss is a finite number."""
+    """Return True if the held-out loss of a run is finite, so that the run may win."""
     return math.isfinite(run.reported("held_out_loss"))
 
 
 def has_diverged(run: RunSnapshot) -> bool:
-    """Return whether a run trained to its end, and its model was judged at no finite loss."""
+    """Return True if a run finished and the held-out loss of its model is not finite."""
     is_judged = any(report.num_held_out for report in run.reports)
     return run.status is Status.FINISHED and is_judged and not has_score(run)
 
 
 def _rank(run: RunSnapshot) -> tuple[bool, bool, bool, float, float]:
-    """Return what orders the runs of a strategy: one that trains is first, so that it is drawn."""
+    """Return the sorting key for a strategy's runs; a training run is first, so it is drawn."""
     is_cut_short = run.status not in (Status.FINISHED, Status.FAILED)
     loss = run.reported("held_out_loss") if has_score(run) else math.inf
     return not run.is_running, not has_score(run), is_cut_short, loss, _rate(run)

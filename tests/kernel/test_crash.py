@@ -50,7 +50,7 @@ def test_a_run_is_readable_up_to_its_last_flush_after_a_sigkill(tmp_path: Path):
         wait_until_gone(processes)
         listed = kernel.run("%ddp_runs").text
         assert "cut/ddp" in listed
-        assert "stopped: its kernel ended; kept up to the last flush" in listed
+        assert "stopped: the kernel ended; unsaved steps are lost" in listed
         kernel.run("import ddpnb")
         assert int(kernel.value("len(ddpnb.load('cut').steps())")) >= seen
         assert len(kernel.run("%ddp_plot cut").bundles("image/png")) == 1
