@@ -1,1 +1,1 @@
-"""Every touch of a private part of another library, each behind a probe."""
+"""All uses of other libraries' private parts, each with a probe.  (Every process.)"""

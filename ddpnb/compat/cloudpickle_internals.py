@@ -1,4 +1,4 @@
-"""Private parts of cloudpickle.  (Kernel, which pushes functions; ranks.)"""
+"""Private parts of cloudpickle, for functions that the kernel pushes.  (Kernel, ranks.)"""
 
 import pickle
 from functools import partial
@@ -11,29 +11,29 @@ from ddpnb.compat.probe import Probe
 
 
 class Namespace:
-    """Stands for a dict of global variables, in a pickle; unpickled, it is what ``get`` returns."""
+    """A placeholder for a dict of globals in a pickle.  It unpickles to the result of ``get``."""
 
     def __init__(self, get: Any) -> None:
         self._get = get
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        """Have the receiver look the namespace up."""
+        """Make the receiver call ``get``."""
         return self._get, ()
 
 
 def use_namespace(pickler: cloudpickle.Pickler, variables: dict[str, Any], get: Any) -> None:
-    """Have functions with the globals ``variables`` use, once unpickled, what ``get`` returns.
+    """Give functions with the globals ``variables`` the result of ``get`` as globals on unpickling.
 
-    Cloudpickle would give them globals of their own.  Those that a function uses are pickled with
-    it, and written into the namespace.
+    Cloudpickle would create new globals for them.  The globals that a function uses are pickled
+    with the function and written into the namespace.
     """
     if shares_globals.works:
         pickler.globals_ref[id(variables)] = Namespace(get)
 
 
-@Probe("cloudpickle", "a function that was pushed does not see the variables of the ranks")
+@Probe("cloudpickle", "a pushed function cannot use the ranks' variables")
 def shares_globals() -> bool:
-    """Whether functions can be given other globals when they are unpickled."""
+    """Return True if functions can get other globals when they are unpickled."""
     file, variables = BytesIO(), {"__name__": "__main__"}
     pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.globals_ref[id(variables)] = Namespace(partial(dict, tried=True))

@@ -1,8 +1,8 @@
 """Private parts of ipykernel and IPython.  (Ranks.)
 
-ipykernel reads what is written to a stream's file descriptor, as C code and child processes do, in
-a thread.  Here one can wait until that thread has nothing in its hands: what comes after a cell's
-end belongs to no cell.
+C code and child processes write to a stream's file descriptor, which a thread of ipykernel reads.
+This module can wait until that thread has passed on all text.  Text that arrives after a cell's
+end would belong to no cell.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from ddpnb.compat.probe import Probe
 
 POLL_SECONDS = 0.003
 KEPT_BY = "_tee", "_format_exception_for_storage"
-"""IPython's methods that keep a cell's output, and its error."""
+"""IPython's methods that keep a cell's output and a cell's error."""
 
 
-@Probe("ipykernel", "what C code or a child process prints last in a cell may be lost")
+@Probe("ipykernel", "the last output of C code or a child process in a cell may be lost")
 def reads_descriptors() -> bool:
-    """Whether the thread that reads a stream's descriptor is as expected."""
+    """Return True if the thread that reads a stream's descriptor has the expected code."""
     names = {*OutStream._watch_pipe_fd.__code__.co_names}
     started = {*OutStream._setup_stream_redirects.__code__.co_names}
     return "_watch_pipe_fd" in started and names >= {
@@ -37,18 +37,18 @@ def reads_descriptors() -> bool:
     }
 
 
-@Probe("ipykernel", "printing many lines takes longer")
+@Probe("ipykernel", "printing many lines is slower")
 def finds_buffers() -> bool:
-    """Whether a stream keeps its text as expected."""
+    """Return True if a stream keeps its text in the expected buffers."""
     return {*OutStream.write.__code__.co_names} >= {
         *("parent_header", "_is_master_process", "_buffer_lock", "_buffers", "frozenset"),
         *("_schedule_flush", "echo", "pub_thread"),
     }
 
 
-@Probe("IPython", "a rank keeps in memory all that it has printed, and is slow to say an error")
+@Probe("IPython", "ranks keep all their output in memory, and errors take longer to appear")
 def keeps_results() -> bool:
-    """Whether IPython keeps a cell's output and error as expected, or keeps neither."""
+    """Return True if IPython keeps a cell's output and error as expected, or not at all."""
     callers = InteractiveShell.run_cell, InteractiveShell.run_cell_async
     return all(
         hasattr(InteractiveShell, part) == (part in caller.__code__.co_names)
@@ -57,9 +57,9 @@ def keeps_results() -> bool:
 
 
 def keep_no_results(shell: InteractiveShell) -> None:
-    """Have a shell not copy to its history what cells print and how they fail.
+    """Stop a shell from copying the output and errors of cells to its history.
 
-    Both take memory, and a traceback, which is formatted for it, 0.1 to 0.3 seconds.
+    Both copies take memory.  To format a traceback for the history takes 0.1 to 0.3 seconds.
     """
     if keeps_results.works:
         copy_output, format_error = KEPT_BY
@@ -67,14 +67,14 @@ def keep_no_results(shell: InteractiveShell) -> None:
         vars(shell)[format_error] = lambda error: {"ename": type(error).__name__}
 
 
-@Probe("ipykernel", "the ranks take longer to start, and more memory")
+@Probe("ipykernel", "the ranks start more slowly and use more memory")
 def asks_for_debugger() -> bool:
-    """Whether a kernel can do without its debugger."""
+    """Return True if a kernel can start without its debugger."""
     return "_is_debugpy_available" in IPythonKernel.__init__.__code__.co_names
 
 
 def leave_debugger_out() -> None:
-    """Have a kernel of this process not import debugpy, which no client of ranks can reach."""
+    """Stop this process's kernel from importing debugpy, which no client of a rank can reach."""
     if asks_for_debugger.works:
         absent: Any = ModuleType("ipykernel.debugger")
         absent._is_debugpy_available, absent.Debugger = False, object
@@ -82,23 +82,23 @@ def leave_debugger_out() -> None:
 
 
 class DescriptorStream(OutStream):
-    """A stream that knows whether all that was written to its file descriptor is in it.
+    """A stream that can wait for text that was written to its file descriptor.
 
-    A flush of what is empty costs nothing: both streams are flushed twice a cell, and each flush
-    waits for another thread.
+    Flushing an empty stream takes no time.  This matters, because each cell flushes both streams
+    twice, and ipykernel's flush waits for another thread.
     """
 
     _fid: Any
     has_written = False
-    """Whether there may be text that is not sent yet."""
+    """True if there may be text that is not sent yet."""
     _latest: tuple[Any, frozenset[Any]] = None, frozenset()
-    """The request that was written for last, and the key of its buffer."""
+    """The request of the latest write, and the key of the request's buffer."""
 
     def write(self, string: str) -> Any:
-        """Write to the notebook; return how many characters."""
+        """Write to the notebook, and return the number of characters."""
         parent, (known, key) = self.parent_header, self._latest
         if parent is known and self.pub_thread is not None and os.getpid() == self._master_pid:
-            with self._buffer_lock:  # as OutStream, which makes the key of its buffer each time
+            with self._buffer_lock:  # like OutStream, which creates the key on each write
                 self._buffers[key].write(string)
             self._schedule_flush()  # type: ignore[no-untyped-call]
         else:
@@ -109,7 +109,7 @@ class DescriptorStream(OutStream):
         return len(string)
 
     def flush(self) -> None:
-        """Send what was written, and return once it is sent."""
+        """Send the written text, and return when it is sent."""
         if self.has_written:
             self.has_written = False
             super().flush()  # type: ignore[no-untyped-call]
@@ -119,11 +119,11 @@ class DescriptorStream(OutStream):
         super().__init__(*args, **options)  # type: ignore[no-untyped-call]
 
     def settle(self, seconds: float) -> None:
-        """Wait, but not longer than that, until what was written to the descriptor is here."""
+        """Wait at most ``seconds`` until the text in the descriptor has reached this stream."""
         if not reads_descriptors.works or not self._should_watch:
             return
         deadline = time.monotonic() + seconds
-        while any(fcntl.ioctl(self._fid, termios.FIONREAD, bytes(4))):  # it holds text
+        while any(fcntl.ioctl(self._fid, termios.FIONREAD, bytes(4))):  # the pipe holds text
             if time.monotonic() > deadline:
                 return
             time.sleep(POLL_SECONDS)
@@ -144,5 +144,5 @@ class DescriptorStream(OutStream):
                         return
                     self.write(data.decode(errors="replace"))
                     os.write(self._original_stdstream_copy, data)
-        except Exception:  # noqa: BLE001  as ipykernel, which shows it when the stream is closed
+        except Exception:  # noqa: BLE001  ipykernel shows the error when the stream is closed
             self._exc = sys.exc_info()

@@ -1,4 +1,4 @@
-"""Private parts of ipyparallel.  (Kernel, and the controller's process.)"""
+"""Private parts of ipyparallel.  (Kernel, controller.)"""
 
 import inspect
 import threading
@@ -12,19 +12,19 @@ from ipyparallel.controller import heartmonitor
 from ddpnb.compat.probe import Probe
 
 Receive = Callable[[str, Any], None]
-"""Called in another thread with each message of a call: its kind and its content.
+"""A function called in another thread with the kind and the content of each message of a call.
 
-``"event"`` is an object of ``publish_data``; ``"result"`` the call's value or exception;
-``"idle"``, with None, follows the last output.  Any other kind is a Jupyter message of the
-engine's output channel.
+The content of ``"event"`` is an object from ``publish_data``.  The content of ``"result"`` is the
+call's value or exception.  ``"idle"``, with None, follows the last output.  Any other kind is a
+Jupyter message from the engine's output channel.
 """
 
 # -- calls ---------------------------------------------------------------------------------
 
 
-@Probe("ipyparallel", "output and curves appear only when a cell or a training ends")
+@Probe("ipyparallel", "output and curves appear only when the cell or the run has ended")
 def follows_calls() -> bool:
-    """Whether an engine's messages can be received during a call."""
+    """Return True if the kernel can receive an engine's messages during a call."""
     return (
         "message_future_hook" in inspect.signature(ipp.Client.send_apply_request).parameters
         and "_mux_stream" in ipp.Client._setup_streams.__code__.co_names
@@ -34,16 +34,16 @@ def follows_calls() -> bool:
 
 
 def send(client: ipp.Client, engine: int, function: Callable[[], object], receive: Receive) -> None:
-    """Start ``function()`` on an engine and return at once.
+    """Start ``function()`` on an engine, and return at once.
 
-    The function must be importable there; ``receive`` is called with each message of the call.
+    The engine must be able to import the function.  ``receive`` gets each message of the call.
     """
     if not follows_calls.works:
         result = client[engine].apply_async(function)
         threading.Thread(target=_hand_over, args=(result, receive), daemon=True).start()
         return
     future = client.send_apply_request(
-        client._mux_stream,  # as DirectView does; a view has no hook for callbacks
+        client._mux_stream,  # as in DirectView, which has no hook for callbacks
         function,
         ident=client._engines[engine].encode(),
         message_future_hook=lambda future: _follow(future, receive),
@@ -52,28 +52,28 @@ def send(client: ipp.Client, engine: int, function: Callable[[], object], receiv
 
 
 def _finish(future: Any, receive: Receive) -> None:
-    """Hand over a call's result; where it says that there was no output, also its end."""
+    """Pass on a call's result, and the call's end if the result says that there was no output."""
     outcome = _outcome(future)
     receive("result", outcome)
     if getattr(outcome, "is_silent", False) and not future.output.done():
-        future.output.set_result(None)  # as ipyparallel does on "idle"
+        future.output.set_result(None)  # like ipyparallel on "idle"
 
 
 def _follow(future: Any, receive: Receive) -> None:
-    """Hand over every output message of a request as it arrives."""
+    """Pass on each output message of a request as soon as it arrives."""
 
     def on_message(message: dict[str, Any]) -> None:
         kind, content = message["header"]["msg_type"], message["content"]
         metadata = future.output.metadata
         match kind:
             case "status":
-                pass  # the output future below resolves on "idle"
+                pass  # on "idle", ipyparallel resolves the output future below
             case "data_message":
                 for published in list(metadata["data"].values()):
                     receive("event", published)
                 metadata["data"].clear()
             case _:
-                metadata.update(stdout="", stderr="")  # handed over: not to be kept twice
+                metadata.update(stdout="", stderr="")  # already passed on, so not kept twice
                 receive(kind, content)
 
     future.iopub_callbacks.append(on_message)
@@ -81,9 +81,9 @@ def _follow(future: Any, receive: Receive) -> None:
 
 
 def _hand_over(result: ipp.AsyncResult, receive: Receive) -> None:
-    """Wait for a call to end, then hand over all its messages."""
+    """Wait until a call ends, then pass on all its messages."""
     result.wait()
-    if not getattr(_outcome(result), "is_silent", False):  # else nothing says that it has ended
+    if not getattr(_outcome(result), "is_silent", False):  # a silent call sends no "idle"
         result.wait_for_output()
     metadata = result.metadata
     for name in ("stdout", "stderr"):
@@ -106,9 +106,9 @@ def _outcome(future: Any) -> Any:
 # -- heartbeats ----------------------------------------------------------------------------
 
 
-@Probe("ipyparallel", "the ranks take a few seconds longer to start")
+@Probe("ipyparallel", "the ranks need a few more seconds to start")
 def replaces_heartbeats() -> bool:
-    """Whether the rate of the controller's heartbeats can be changed."""
+    """Return True if ddpnb can change the rate of the controller's heartbeats."""
     return (
         "HeartMonitor" in heartmonitor._setup_heartmonitor.__code__.co_names
         and {"PeriodicCallback", "caller"} <= {*heartmonitor.HeartMonitor.start.__code__.co_names}
@@ -117,10 +117,10 @@ def replaces_heartbeats() -> bool:
 
 
 def beat_quickly_at_first(milliseconds: int, seconds: float) -> None:
-    """Make the controller of this process, before it starts, beat quickly at first.
+    """Make this process's controller send quick heartbeats at first.
 
-    Engines are registered on a heartbeat.  They come every ``milliseconds`` for some seconds, then
-    as the command line says.
+    Call this before the controller starts.  Engines register on a heartbeat.  Heartbeats follow
+    every ``milliseconds`` for ``seconds``, and then at the rate of the command line.
     """
     if not replaces_heartbeats.works:
         return

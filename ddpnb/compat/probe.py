@@ -1,7 +1,7 @@
-"""Probes: is a private part of a library as this code expects it?  (Every process.)
+"""Probes check that the private parts of a library work as ddpnb expects.  (Every process.)
 
-Private parts change without notice.  Each one in use has a probe, which runs when a rank or the
-kernel's side of a cluster starts.  If it fails, one feature is off, and a sentence says so.
+Private parts change without notice.  Each private part in use has a probe, which runs when a rank
+or a cluster starts.  If a probe fails, ddpnb turns one feature off, and a sentence tells the user.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Self, final
 
 PROBES: list["Probe"] = []
-"""Those of all modules of ``compat`` that this process has imported."""
+"""The probes of all modules of ``compat`` that this process has imported."""
 
 
 @final
 class Probe:
-    """Decorates a check of whether a private part is as expected.
+    """A decorator for a function that checks a private part.
 
     ``without`` is the consequence of a failure, as a clause without a full stop.
     """
@@ -26,21 +26,21 @@ class Probe:
         PROBES.append(self)
 
     def __call__(self, check: Callable[[], bool]) -> Self:
-        """Take the check, which returns False, or raises, if the part is not as expected."""
+        """Store the check, which returns False or raises if the part is not as expected."""
         self._check = check
         return self
 
     @cached_property
     def works(self) -> bool:
-        """Whether the feature can be used."""
+        """True if the feature can be used."""
         try:
             return self._check()
-        except Exception:  # noqa: BLE001  whatever a version unknown here raises
+        except Exception:  # noqa: BLE001  an unknown version may raise any error
             return False
 
     @property
     def sentence(self) -> str:
-        """The sentence for the user if the probe fails."""
+        """The sentence that tells the user that the probe failed."""
         return sentence(self._library, self._without)
 
 
@@ -50,8 +50,8 @@ def missing_features() -> tuple[str, ...]:
 
 
 def sentence(library: str, without: str) -> str:
-    """Return ``"torch 2.15.0: ..."``, what is missing with this version of a library."""
+    """Return ``"torch 2.15.0: ..."``, a sentence about a feature that is off in this version."""
     try:
         return f"{library} {version(library).partition('+')[0]}: {without}"
-    except PackageNotFoundError:  # built from source, on a path of its own
+    except PackageNotFoundError:  # built from source and not installed
         return f"{library} of unknown version: {without}"

@@ -1,7 +1,7 @@
 """Private parts of torch.  (Ranks.)
 
-Names without an underscore that torch's documentation does not list, such as the methods of
-``ProcessGroup`` and the operations in the dispatcher, count as private too.
+Names without an underscore count as private too if torch's documentation does not list them.
+Examples are the methods of ``ProcessGroup`` and the operations in the dispatcher.
 """
 
 import functools
@@ -29,9 +29,9 @@ ProcessGroup: Any = dist.ProcessGroup
 # -- collectives before they reach the backend ----------------------------------------------
 
 
-@Probe("torch", "calls are not compared before gloo; `--check` still does it")
+@Probe("torch", "ddpnb cannot compare calls before they run; `--check` still does")
 def intercepts_collectives() -> bool:
-    """Whether methods of ``ProcessGroup`` and kernels of its operations can be replaced."""
+    """Return True if ``ProcessGroup``'s methods and its operations' kernels can be replaced."""
     if not hasattr(torch.library.Library, "impl") or not hasattr(ProcessGroup, "unbox"):
         return False
     if not hasattr(ProcessGroup, "_get_backend"):
@@ -43,10 +43,10 @@ def intercepts_collectives() -> bool:
 
 
 def has_operation(operation: str, num_tensors: int, root: int | None) -> bool:
-    """Return whether torch's dispatcher has a collective with the arguments expected here.
+    """Return True if torch's dispatcher has a collective with the expected arguments.
 
-    ``num_tensors`` arguments come before the group, and ``root`` is the index of the root among
-    those after it; None if it has no root.
+    The group must follow ``num_tensors`` other arguments.  ``root`` is the index of the root among
+    the arguments after the group; None without a root.
     """
     try:
         arguments = getattr(torch.ops.c10d, operation).default._schema.arguments
@@ -58,13 +58,13 @@ def has_operation(operation: str, num_tensors: int, root: int | None) -> bool:
 
 
 def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of ``ProcessGroup``, if there is one, by what ``make`` returns for it."""
+    """Replace a method of ``ProcessGroup``, if it exists, by the result of ``make(original)``."""
     if (original := getattr(ProcessGroup, name, None)) is not None:
         setattr(ProcessGroup, name, make(original))
 
 
 def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function of ``torch.distributed``, also where torch itself has imported it."""
+    """Replace a function of ``torch.distributed``, also in torch modules that have imported it."""
     original = getattr(dist, name)
     replacement = functools.wraps(original)(make(original))
     for module_name, module in tuple(sys.modules.items()):
@@ -74,11 +74,11 @@ def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..
 
 
 _KEY = "ADInplaceOrView"
-"""The kernels with it run below autograd's, and also in what autograd's own code calls."""
+"""The dispatch key of kernels that run below autograd, also for calls from autograd's own code."""
 
 
 def below_kernels() -> AbstractContextManager[None]:
-    """Return a context in which calls bypass the kernels of ``add_kernels``."""
+    """Return a context manager in which calls bypass the kernels of ``add_kernels``."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
     return guard
@@ -88,31 +88,31 @@ _libraries: list[Any] = []
 
 
 def add_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
-    """Have torch's dispatcher call Python functions before the backend's own kernels, for good.
+    """Make torch's dispatcher call Python functions before the backend's kernels, permanently.
 
-    Each stands by its operation, and takes a key set and the arguments of the operation.
+    The keys are operations.  Each function takes a key set and the arguments of its operation.
     """
     library: Any = torch.library.Library("c10d", "IMPL")
     for operation, kernel in kernels.items():
         library.impl(operation, kernel, _KEY, with_keyset=True)
-    _libraries.append(library)  # which removes them where nobody holds it
+    _libraries.append(library)  # a deleted library removes its kernels
 
 
-@Probe("torch", "torch.compile traces into the comparison of collectives, and warns")
+@Probe("torch", "torch.compile traces ddpnb's comparison of collectives and warns")
 def skips_frames() -> bool:
-    """Whether torch.compile can be kept from a function, without importing its half of torch."""
+    """Return True if ddpnb can exclude a function from torch.compile without importing dynamo."""
     _skip_frames((lambda: None).__code__)
     return True
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile from a function and all that it calls, as ``torch.compiler.disable``.
+    """Exclude a function and all its calls from torch.compile, like ``torch.compiler.disable``.
 
-    That one takes a second, to import what most ranks never need.
+    ``torch.compiler.disable`` takes a second to import modules that most ranks never need.
     """
     if skips_frames.works:
-        _skip_frames(function.__code__)  # where compiled code calls it
-        vars(function)["_torchdynamo_disable"] = True  # where code that calls it is compiled
+        _skip_frames(function.__code__)  # for calls from compiled code
+        vars(function)["_torchdynamo_disable"] = True  # for callers that are being compiled
     return function
 
 
@@ -123,39 +123,39 @@ def _skip_frames(code: CodeType) -> None:
 
 
 def next_kernel(operation: str) -> Callable[..., Any]:
-    """Return the function by which a kernel of ``add_kernels`` calls what comes after it."""
+    """Return a function that redispatches from a kernel of ``add_kernels`` to the backend's."""
     redispatch = getattr(torch.ops.c10d, operation).default.redispatch
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
     return lambda keys, *arguments: redispatch(keys & below, *arguments)
 
 
 def unboxed_work(boxed: Any) -> Any:
-    """Return the work that a backend's kernel has returned."""
+    """Return the ``Work`` object in the result of a backend's kernel."""
     work: Any = dist.Work
     return work.unbox(boxed)
 
 
 def is_sum(how: Any) -> bool:
-    """Return whether an all-reduce adds up, from the argument after its tensors."""
+    """Return True if the argument after an all-reduce's tensors asks for a sum."""
     is_boxed = isinstance(how, torch.ScriptObject)
     operation = how.op() if is_boxed else getattr(how, "reduceOp", how)
     return bool(operation == dist.ReduceOp.SUM)
 
 
 def wait_for_all(group: Any) -> None:
-    """Wait, unheard, until all ranks of a group do; takes part: every rank of it."""
+    """Wait for all ranks of a group, bypassing the listeners; takes part: every rank of it."""
     group._get_backend(torch.device("cpu")).barrier().wait()
 
 
 @functools.cache
 def lone_group() -> Any:
-    """Return a group of this process alone, whose calls are done at once."""
+    """Return a group with only this process, in which calls complete at once."""
     gloo: Any = dist.ProcessGroupGloo
     return gloo(dist.HashStore(), 0, 1, timedelta(minutes=1))
 
 
 def future_of(work: Any) -> Any:
-    """Return the future of a backend's work; gloo's reduce-scatter has none, and is waited for."""
+    """Return the future of a backend's work; for gloo's reduce-scatter, a thread makes one."""
     try:
         return work.get_future()
     except RuntimeError:
@@ -170,7 +170,7 @@ _GLOO_LOST = re.compile(
     r"(Connection (closed|reset) by peer|Broken pipe|Socket closed)",
     re.DOTALL,
 )
-"""Gloo raises a plain ``RuntimeError``, whose text begins with the place in its own source."""
+"""Gloo raises a plain ``RuntimeError`` with a text that begins with a place in gloo's source."""
 _DIST_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Socket closed|NCCL communicator was aborted"
     r"|remote process exiting prematurely"
@@ -178,7 +178,7 @@ _DIST_LOST = re.compile(
 
 
 def reports_lost_peer(error: RuntimeError, text: str) -> bool:
-    """Return whether an error of torch says that another rank has gone, or has aborted a group."""
+    """Return True if an error of torch says that another rank has ended or aborted a group."""
     if isinstance(error, dist.DistError):
         return _DIST_LOST.search(text) is not None
     return _GLOO_LOST.search(text) is not None
@@ -188,21 +188,21 @@ def reports_lost_peer(error: RuntimeError, text: str) -> bool:
 
 
 class PendingCollective(NamedTuple):
-    """A collective in torch's flight recorder that has begun and not ended."""
+    """A collective in torch's flight recorder that has begun but not ended."""
 
     name: str
     """The function of ``torch.distributed``."""
     tensor: str
-    """What it sends: ``"Float [3, 4]"``."""
+    """The tensors that the collective sends, such as ``"Float [3, 4]"``."""
 
 
 @Probe(
     "torch",
-    "a rank that waits inside DDP's backward pass is not detected; "
-    "interrupt and --timeout still end its wait",
+    "ddpnb cannot detect a rank that waits inside DDP's backward pass; "
+    "interrupting the cell and --timeout still end the wait",
 )
 def records_collectives() -> bool:
-    """Whether the flight recorder and its entries so far can be read."""
+    """Return True if ddpnb can read the flight recorder and its current entries."""
     for entry in _recorded():
         _is_pending(entry, 0)
         _described(entry)
@@ -212,12 +212,12 @@ def records_collectives() -> bool:
 def pending_collective(
     since_ns: int, *, seconds_on_gpu: float | None = None
 ) -> PendingCollective | None:
-    """Return the oldest collective that has begun on this rank since a time and not ended.
+    """Return the oldest collective that has begun on this rank after ``since_ns`` but not ended.
 
-    With ``seconds_on_gpu``, it was begun that long ago, and a GPU is in it.  With
-    ``TORCH_NCCL_ENABLE_TIMING`` NCCL's entries have the state "started" once the GPU has come to
-    them (docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html): what a GPU still
-    computes before keeps an entry "scheduled".
+    With ``seconds_on_gpu``, only collectives count that began at least so long ago and have started
+    on the GPU.  With ``TORCH_NCCL_ENABLE_TIMING``, an NCCL entry is "scheduled" while the GPU still
+    computes earlier work, and "started" when the GPU has reached the entry
+    (docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html).
     """
     if not dist.is_initialized() or not records_collectives.works:
         return None
@@ -232,7 +232,7 @@ def pending_collective(
 def _recorded() -> Iterable[dict[str, Any]]:
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     c10d: Any = torch._C._distributed_c10d
-    # NCCL has a recorder of its own.
+    # NCCL has a separate recorder.
     dump = c10d._dump_nccl_trace_json if is_nccl else c10d._dump_fr_trace_json
     entries: Iterable[dict[str, Any]] = json.loads(dump()).get("entries", ())
     return entries
@@ -248,9 +248,9 @@ def _described(entry: dict[str, Any]) -> PendingCollective:
     return PendingCollective(entry["profiling_name"].partition(":")[2], tensor)
 
 
-@Probe("torch", "on GPUs, waits in sub-groups cannot be ended, only those in the default group")
+@Probe("torch", "on GPUs, ddpnb can end waits in the default group, but not in sub-groups")
 def lists_groups() -> bool:
-    """Whether all process groups of this rank are known."""
+    """Return True if torch lists all process groups of this rank."""
     return isinstance(dist.distributed_c10d._world.pg_names, dict)
 
 
@@ -266,14 +266,14 @@ def process_groups() -> list[Any]:
     "after dist.destroy_process_group() in a cell, dist.is_initialized() is still True there",
 )
 def hides_group() -> bool:
-    """Whether the default group can be hidden from ``torch.distributed``."""
+    """Return True if ddpnb can hide the default group from ``torch.distributed``."""
     group: Any = dist.group
     group.WORLD = group.WORLD
     return True
 
 
 def set_default_group(group: Any) -> Any:
-    """Have a group, or None, be the default one; return the earlier one, None if it cannot be."""
+    """Replace the default group by a group or None; return the old group, None if not possible."""
     if not hides_group.works:
         return None
     world: Any = dist.group
@@ -282,7 +282,7 @@ def set_default_group(group: Any) -> Any:
 
 
 def group_store() -> Any:
-    """Return the store by which the default group was formed."""
+    """Return the store that formed the default group."""
     group: Any = dist.group.WORLD
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
@@ -292,22 +292,22 @@ def group_store() -> Any:
 # -- training ------------------------------------------------------------------------------
 
 
-@Probe("torch", "processes of --data-workers may outlive a failed training for a while")
+@Probe("torch", "the --data-workers processes may outlive a failed run for a while")
 def ends_data_workers() -> bool:
-    """Whether the processes of a ``DataLoader`` can be ended at once."""
+    """Return True if ddpnb can end the processes of a ``DataLoader`` at once."""
     return callable(dataloader._MultiProcessingDataLoaderIter._shutdown_workers)
 
 
 def end_data_workers(batches: Iterator[Any]) -> None:
-    """End the processes of a ``DataLoader``'s iterator now, even if it is still referred to."""
+    """End the processes of a ``DataLoader``'s iterator now, even if references to it remain."""
     if ends_data_workers.works:
         batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
-@Probe("torch", "zero cannot be trained: an optimizer's hooks cannot be read")
+@Probe("torch", "zero cannot run, because ddpnb cannot read an optimizer's hooks")
 def lists_step_hooks() -> bool:
-    """Whether an optimizer's hooks can be read."""
-    # Looked up in the code: making an optimizer imports 800 modules, which takes a second.
+    """Return True if ddpnb can read an optimizer's hooks."""
+    # Inspect the code, because creating an optimizer takes a second to import 800 modules.
     names = {
         *torch.optim.Optimizer.register_step_pre_hook.__code__.co_names,
         *torch.optim.Optimizer.register_step_post_hook.__code__.co_names,
@@ -316,6 +316,6 @@ def lists_step_hooks() -> bool:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
-    """Return an optimizer's hooks before a step, and those after it."""
+    """Return an optimizer's pre-step hooks and post-step hooks."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return list(before.values()), list(after.values())

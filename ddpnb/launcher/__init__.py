@@ -1,1 +1,1 @@
-"""The fork server: imports torch once, forks the controller and the ranks, ends them."""
+"""The fork server: imports torch once, and forks and ends the controller and the ranks."""

@@ -17,7 +17,7 @@ Frame = dict[str, Any]
 
 
 def run_child(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` in a forked child as if it were a fresh process, then exit."""
+    """Run ``main`` in a forked child as in a new process, then exit."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -27,7 +27,7 @@ def run_child(main: Callable[[], None]) -> NoReturn:
         code = 0
     except SystemExit as exit_request:
         code = exit_request.code if isinstance(exit_request.code, int) else 1
-    except BaseException:  # noqa: BLE001  the edge of the process: the cause goes to its log
+    except BaseException:  # noqa: BLE001  the edge of the process: the log gets the cause
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -36,17 +36,17 @@ def run_child(main: Callable[[], None]) -> NoReturn:
 
 
 def run_rank(rank: int, settings: Frame, pipe: Connection, folder: Path) -> None:
-    """Be one rank: an ipyparallel engine in the process group.
+    """Run one rank: an ipyparallel engine in the process group.
 
-    ``settings`` are those of ``ddpnb.rank.engine.run``, without the engine's command line.
+    ``settings`` are the settings of ``ddpnb.rank.engine.run``, without the engine's command line.
     """
     die_with_parent()
-    # A process that fetches samples must not end a group it has inherited: that would wait for
-    # threads which it does not have, or crash.
+    # A data-loading process must not destroy its inherited process group: it would wait for threads
+    # that exist only in the rank, or crash.
     os.register_at_fork(after_in_child=gc.freeze)
     redirect_output(process_log(folder, rank))
     os.environ.update(settings["environment"])
-    sys.argv[:] = [""]  # as in an interpreter that runs no script; else the fork server's
+    sys.argv[:] = [""]  # like an interpreter without a script, not the fork server's argv
     from ddpnb.rank import calls, engine  # noqa: F401, PLC0415  imports torch, after the controller's fork
 
     profile = folder / "profile"
@@ -63,7 +63,7 @@ def run_rank(rank: int, settings: Frame, pipe: Connection, folder: Path) -> None
 
 
 def redirect_output(path: Path) -> None:
-    """Send the process's stdout and stderr to a log file, and read its stdin from nothing."""
+    """Redirect the process's stdout and stderr to a log file, and its stdin to /dev/null."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):

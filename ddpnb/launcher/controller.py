@@ -1,4 +1,4 @@
-"""The controller as a child of the fork server: it ends what outlives that (controller)."""
+"""The controller, a child of the fork server: kills processes that outlive it (controller)."""
 
 import contextlib
 import os
@@ -15,20 +15,20 @@ from ddpnb.launcher.child import redirect_output
 from ddpnb.protocol.processes import die_with_parent, process_log
 
 QUICK_MILLISECONDS = 25
-"""Time between heartbeats while ranks are starting: an engine registers on a heartbeat."""
+"""Time between heartbeats while ranks start.  An engine registers on a heartbeat."""
 QUICK_SECONDS = 10.0
-"""How long that lasts."""
+"""Duration of the quick heartbeats."""
 
 
 class LocalController(IPController):  # type: ignore[misc]  # has no type hints
-    """A controller with its sockets in the run folder, where nothing else is asked for.
+    """A controller with its sockets in the run folder, unless its arguments ask for TCP.
 
-    ipyparallel's ports are chosen first and bound later: another process may have taken one by
-    then, and the ranks would wait for each other without end.
+    ipyparallel chooses TCP ports before it binds them.  If another process took a port in between,
+    the ranks would wait for each other forever.
     """
 
     def construct_url(self, kind: str, channel: str, index: object = None) -> str:
-        """Return the address of a channel, spelled as ipyparallel's clients and engines do."""
+        """Return the address of a channel, in the form of ipyparallel's clients and engines."""
         url = super().construct_url(kind, channel, index)
         if not url.startswith("ipc:"):
             return str(url)
@@ -36,9 +36,9 @@ class LocalController(IPController):  # type: ignore[misc]  # has no type hints
         return f"{address}:{port}"
 
     def init_hub(self) -> None:
-        """Have the hub read no copies of calls, results and output: it keeps none of them.
+        """Make the hub ignore copies of calls, results and output, because it keeps none of them.
 
-        With many ranks, reading them was half of the controller's work.
+        With many ranks, half of the controller's work was to read these copies.
         """
         super().init_hub()
         unread = dict.fromkeys((b"in", b"out", b"iopub"), lambda *_: None)
@@ -46,23 +46,23 @@ class LocalController(IPController):  # type: ignore[misc]  # has no type hints
 
 
 def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> None:
-    """Be ipyparallel's controller, and end what outlives the fork server.
+    """Run ipyparallel's controller, and kill all processes that outlive the fork server.
 
-    ``sentinel`` closes with the fork server.  The run folder, as the working directory, hides the
-    user's configuration.
+    ``sentinel`` closes with the fork server.  The working directory is the run folder, so
+    ipyparallel does not find the user's configuration.
     """
     redirect_output(process_log(folder, "controller"))
     threading.Thread(target=end_all_after, args=(sentinel,), daemon=True).start()
     os.chdir(folder)
     os.register_at_fork(after_in_child=die_with_parent)  # the heart monitor's process
     beat_quickly_at_first(QUICK_MILLISECONDS, QUICK_SECONDS)
-    # CurveZMQ authenticates and encrypts; with it, ipyparallel would leave out the signatures.
+    # With CurveZMQ, which authenticates and encrypts, ipyparallel would omit the signatures.
     key = f"--Session.key={secrets.token_hex(32)}"
     LocalController.launch_instance([*arguments, key])
 
 
 def end_all_after(sentinel: Connection) -> None:
-    """Wait for the fork server's end, then kill its process group with all that cells started."""
+    """Wait until the fork server ends, then kill its process group and all that cells started."""
     with contextlib.suppress(EOFError, OSError):
         sentinel.recv_bytes()
     os.killpg(0, signal.SIGKILL)

@@ -1,16 +1,16 @@
 """The fork server: imports torch once, forks the ranks and ends them (fork server).
 
-The kernel starts ``python -m ddpnb.launcher.forkserver FD ...`` and exchanges JSON frames with it
-over one socket pair.  The controller is forked first, and torch imported while it starts.  The
-ranks share the imported pages; each is ready in a fraction of a second.
+The kernel starts ``python -m ddpnb.launcher.forkserver FD ...`` and exchanges JSON frames with the
+fork server over a socket pair.  The fork server forks the controller first, and imports torch while
+the controller starts.  The ranks share the imported pages, so each rank starts in under a second.
 
-The fork server runs no tensor operation, starts no thread and never touches CUDA, so that it can
-fork safely at any time, also to replace a dead rank.
+The fork server runs no tensor operation, starts no thread and never uses CUDA.  So it can fork
+safely at any time, for example to restart a dead rank.
 
-When the kernel's end of the socket closes, however the kernel ended, the fork server ends all its
-children and removes the run folder.  When the fork server is killed, the operating system ends the
-ranks (``PR_SET_PDEATHSIG``), or their own pipes to it close.  The controller's pipe closes too, and
-the controller ends whatever cells have started.
+When the kernel ends for any reason, its end of the socket closes.  The fork server then ends all
+its children and removes the run folder.  If the fork server is killed, the ranks end because of
+``PR_SET_PDEATHSIG``, or because their pipes to the fork server close.  The controller's pipe also
+closes, and the controller ends all processes that cells have started.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
-gc.disable()  # imports make few objects that die; they are frozen before the ranks are forked
+gc.disable()  # imports create little garbage; ``preload`` freezes the objects before forks
 
 from ddpnb.launcher.child import (  # noqa: E402
     Frame,
@@ -50,13 +50,13 @@ from ddpnb.protocol.processes import (  # noqa: E402
 )
 
 STOP_TIMEOUT_SECONDS = 3.0
-"""How long children may take to end after SIGTERM before they are killed."""
+"""Time between SIGTERM and SIGKILL for the children."""
 WRITE_SECONDS = 0.1
-"""How long a rank may take to read: one that was stopped must not stop this process too."""
+"""Limit for a rank to read a message, so that a stopped rank does not block the fork server."""
 READ_SECONDS = 5.0
-"""How long a rank may take to write the rest of an answer that has begun to come."""
+"""Limit for a rank to write the rest of an answer that has begun to arrive."""
 LOG_BYTES = 16_384
-"""As much of a process's log is sent to the kernel when the process has ended."""
+"""Bytes from the end of a process's log that the kernel gets when the process has ended."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,15 +66,15 @@ class Forkserver:
     kernel: Connection
     folder: Path
     children: dict[int, int | str] = field(default_factory=dict)
-    """Ranks by their numbers, and the controller, by process id."""
+    """The rank's number or ``"controller"`` for each process id."""
     pipes: dict[int | str, Connection] = field(default_factory=dict)
-    """To the control threads of the ranks."""
+    """The pipes to the ranks' control threads, by rank."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     is_stopped: bool = False
     handlers: dict[KernelRequest, Callable[..., object]] = field(init=False)
-    """What carries out each request and returns its answer; an agent has more of them."""
+    """The function that answers each request.  An agent adds more functions."""
     more_ends: list[Connection | socket.socket | TextIO] = field(default_factory=list)
-    """What a forked child closes besides the pipes to the kernel and to ranks."""
+    """Further files that a forked child closes, after the pipes to the kernel and to ranks."""
 
     def __post_init__(self) -> None:
         self.handlers = {
@@ -84,7 +84,7 @@ class Forkserver:
         }
 
     def run(self, controller_arguments: list[str]) -> None:
-        """Serve the kernel until it has gone; an agent has no arguments for a controller."""
+        """Serve the kernel until it ends.  An agent passes no arguments for a controller."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         try:
@@ -96,7 +96,7 @@ class Forkserver:
             self.stop()
 
     def serve(self) -> None:
-        """Serve the kernel and the ranks until the kernel has gone."""
+        """Serve the kernel and the ranks until the kernel ends."""
         self.selector.register(self.kernel, selectors.EVENT_READ, self.on_kernel)
         self.selector.register(sigchld_wakeup(), selectors.EVENT_READ, self.on_sigchld)
         while not self.is_stopped:
@@ -104,7 +104,7 @@ class Forkserver:
                 key.data(key.fileobj)
 
     def on_kernel(self, kernel: Connection) -> None:
-        """Carry out one request of the kernel, and answer it or say how it failed."""
+        """Execute one request of the kernel, and send its answer or its error."""
         try:
             request: Frame = json.loads(kernel.recv_bytes())
         except (EOFError, OSError):
@@ -118,12 +118,12 @@ class Forkserver:
             if operation == KernelRequest.FORWARD:
                 return self.forward(request_id, **request)
             answer = {"value": self.handlers[operation](**request)}
-        except Exception as error:  # noqa: BLE001  the ranks must live on, and the kernel know
+        except Exception as error:  # noqa: BLE001  ranks must survive; the kernel gets the error
             answer = {"failure": "".join(traceback.format_exception_only(error)).strip()}
         self.report(event=ForkServerEvent.ANSWER, id=request_id, **answer)
 
     def start_rank(self, *, rank: int, settings: Frame) -> None:
-        """Fork a rank.  Raises OSError where the system is out of processes or memory."""
+        """Fork a rank.  Raises OSError if the system is out of processes or memory."""
         ours, theirs = Pipe()
         limit_waits(ours, write_seconds=WRITE_SECONDS, read_seconds=READ_SECONDS).close()
 
@@ -138,16 +138,16 @@ class Forkserver:
 
     def start_controller(self, arguments: list[str]) -> None:
         """Fork ipyparallel's controller."""
-        from ddpnb.launcher.controller import run_controller  # noqa: PLC0415  no agent needs it
+        from ddpnb.launcher.controller import run_controller  # noqa: PLC0415  agents do not need it
 
-        theirs, ours = Pipe(duplex=False)  # closes when this process ends, and carries nothing
+        theirs, ours = Pipe(duplex=False)  # carries no data; closes when this process ends
         self.more_ends.append(ours)
         pid = self.fork(lambda: run_controller(arguments, theirs, self.folder))
         theirs.close()
         self.children[pid] = "controller"
 
     def fork(self, main: Callable[[], None]) -> int:
-        """Fork a child that runs ``main`` and never returns here; return its pid."""
+        """Fork a child that runs ``main`` and then exits; return its process id."""
 
         def run() -> None:
             for end in (self.kernel, *self.more_ends, *self.pipes.values()):
@@ -160,14 +160,14 @@ class Forkserver:
         return pid
 
     def forward(self, request_id: int, *, rank: int, command: str, arguments: list[object]) -> None:
-        """Pass a command on to a rank's control thread, which answers it unless it is dead."""
+        """Pass a command to a rank's control thread, which answers unless the rank is dead."""
         if (pipe := self.pipes.get(rank)) is not None:
             message = {"id": request_id, "command": command, "arguments": arguments}
             with contextlib.suppress(OSError):
                 pipe.send_bytes(json.dumps(message).encode())
 
     def signal(self, *, ranks: list[int], number: int) -> None:
-        """Send a signal to those of the ranks that are alive."""
+        """Send a signal to those given ranks that are alive."""
         wanted = {*ranks}
         for pid, member in self.children.items():
             if member in wanted:
@@ -175,18 +175,18 @@ class Forkserver:
                     os.kill(pid, number)
 
     def on_rank(self, pipe: Connection) -> None:
-        """Pass a rank's answer on to the kernel."""
-        if pipe.closed:  # the rank's exit was reported a moment ago
+        """Pass a rank's answer to the kernel."""
+        if pipe.closed:  # on_sigchld has just reported the rank's exit
             return
         try:
             answer: Frame = json.loads(pipe.recv_bytes())
-        except (EOFError, OSError, ValueError):  # it has ended, or a cell has broken its json
+        except (EOFError, OSError, ValueError):  # the rank has ended, or a cell broke its json
             self.selector.unregister(pipe)
             return
         self.report(**answer)
 
     def on_sigchld(self, wakeup: int) -> None:
-        """Reap children and report how each ended."""
+        """Reap children, and report each child's exit code and log."""
         os.read(wakeup, 4096)
         for member, code in self.reaped():
             if (pipe := self.pipes.pop(member, None)) is not None:
@@ -209,13 +209,13 @@ class Forkserver:
                 yield member, os.waitstatus_to_exitcode(status)
 
     def report(self, **event: object) -> None:
-        """Send the kernel an event; ``serve`` notices a kernel that is gone."""
+        """Send the kernel an event.  Ignores a closed pipe: ``serve`` detects the kernel's end."""
         with contextlib.suppress(OSError):
             self.kernel.send_bytes(json.dumps(event).encode())
 
     def stop(self) -> None:
-        """End all children, whatever they started, and this process."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which another one would cut short
+        """End all children, all processes that they started, and this process."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another SIGTERM must not interrupt this
         for number, timeout in ((signal.SIGTERM, STOP_TIMEOUT_SECONDS), (signal.SIGKILL, 1.0)):
             for pid in self.children:
                 with contextlib.suppress(ProcessLookupError):
@@ -226,7 +226,7 @@ class Forkserver:
         os.killpg(0, signal.SIGKILL)
 
     def wait_for_children(self, timeout: float) -> None:
-        """Reap children until none is left or the time is up."""
+        """Reap children until all have ended or the time is up."""
         deadline = time.monotonic() + timeout
         while self.children and time.monotonic() < deadline:
             if not list(self.reaped()):
@@ -243,7 +243,7 @@ def sigchld_wakeup() -> int:
 
 
 def end_of(log: Path) -> str:
-    """Return the end of a log; empty if there is none."""
+    """Return the last ``LOG_BYTES`` of a log; empty if the file does not exist."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
@@ -253,9 +253,9 @@ def end_of(log: Path) -> str:
 
 
 def preload() -> int:
-    """Import what every rank needs, for the ranks to share its memory; return how many GPUs it has.
+    """Import the modules that every rank needs, so that ranks share memory; return ``num_gpus()``.
 
-    ``DDPNB_PRELOAD`` names further modules, with spaces between them.
+    ``DDPNB_PRELOAD`` names further modules, separated by spaces.
     """
     for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
         importlib.import_module(name)
@@ -265,7 +265,7 @@ def preload() -> int:
 
 
 def num_gpus() -> int:
-    """Count this host's GPUs, in a process of its own: CUDA must not start here."""
+    """Count this host's GPUs in a separate process, because CUDA must not start in this one."""
     if not may_have_gpus():
         return 0
     command = [sys.executable, "-c", "from torch import cuda; print(cuda.device_count())"]
@@ -274,7 +274,7 @@ def num_gpus() -> int:
 
 
 def main(kernel_fd: str, folder: str, *controller_arguments: str) -> None:
-    """Be the fork server of the kernel at the other end of a socket."""
+    """Run the fork server for the kernel at the other end of a socket."""
     server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
     server.run(list(controller_arguments))
 

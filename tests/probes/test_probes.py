@@ -90,5 +90,6 @@ def test_one_feature_is_off_and_says_so(name: str):
 
 def test_collectives_of_another_form_are_named_and_the_rest_are_compared():
     (missing,), is_on = in_a_process(missing_features_without_gather)
-    assert missing.endswith(": gather, reduce not compared before gloo; `--check` still does it")
+    text = ": ddpnb cannot compare gather, reduce before they run; `--check` still does"
+    assert missing.endswith(text)
     assert is_on

@@ -1,1 +1,1 @@
-"""Calls of ``torch.distributed``: what they are, and who hears of them (ranks)."""
+"""Describe and intercept the calls of ``torch.distributed`` (ranks)."""

@@ -1,8 +1,8 @@
-"""Where the ranks of a host post the virtual times of their calls: shared memory (ranks).
+"""The board in shared memory: the ranks of a host post the virtual times of their calls (ranks).
 
 Each process group has a file with a ring of places, one for each call and rank.  A place holds the
-number of the call and two times.  The real exchange has ordered memory between the ranks wherever
-all of them take part; elsewhere a rank waits until the place has the number that it looks for.
+number of the call and two times.  If all ranks take part in a call, the real exchange has already
+ordered their memory.  Otherwise a rank waits until the place holds the expected call number.
 """
 
 import mmap
@@ -16,17 +16,17 @@ from typing import Final, final
 from ddpnb.protocol.costs import Ready
 
 NUM_CALLS: Final = 512
-"""Calls that one rank may be ahead of another."""
+"""The most calls by which one rank may be ahead of another rank."""
 _PLACE: Final = struct.Struct("<qdd")
 _NUMBER: Final = struct.Struct("<q")
 _POLL_SECONDS: Final = 5e-5
 
 
 def mapped_file(path: Path, num_bytes: int) -> mmap.mmap:
-    """Map a file that several ranks share; the first to come makes it."""
+    """Map a file that several ranks share.  The first rank creates the file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)  # else a full disk would end the process
+        os.posix_fallocate(descriptor, 0, num_bytes)  # else a full disk kills the process
         return mmap.mmap(descriptor, num_bytes)
     finally:
         os.close(descriptor)
@@ -34,12 +34,12 @@ def mapped_file(path: Path, num_bytes: int) -> mmap.mmap:
 
 @final
 class Board:
-    """The times of one group's calls.
+    """The virtual times of one group's calls.
 
     Args:
-        path: of a file that the group's ranks share.
-        num_places: ranks, or ordered pairs of ranks.
-        check: raises where this rank should no longer wait.
+        path: the file that the group's ranks share.
+        num_places: the number of ranks, or the number of ordered pairs of ranks.
+        check: raises an error if this rank should stop waiting.
     """
 
     def __init__(self, path: Path, num_places: int, check: Callable[[], None]) -> None:
@@ -49,13 +49,13 @@ class Board:
         self._map = mapped_file(path, NUM_CALLS * num_places * _PLACE.size)
 
     def post(self, number: int, place: int, ready: Ready) -> None:
-        """Write when a rank was ready for a call."""
+        """Write the times at which a rank was ready for a call."""
         offset = self._offset(number, place)
         _PLACE.pack_into(self._map, offset, 0, *ready)
         _NUMBER.pack_into(self._map, offset, number + 1)
 
     def read(self, number: int, place: int) -> Ready:
-        """Return when a rank was ready for a call, once it has posted that."""
+        """Return the times at which a rank was ready for a call; wait until they are posted."""
         offset = self._offset(number, place)
         while _NUMBER.unpack_from(self._map, offset)[0] != number + 1:
             self._check()
@@ -64,7 +64,7 @@ class Board:
         return first, last
 
     def close(self) -> None:
-        """Remove the file; may be called twice."""
+        """Remove the file.  May be called twice."""
         if not self._map.closed:
             self._map.close()
             self._path.unlink(missing_ok=True)

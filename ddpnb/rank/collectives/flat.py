@@ -1,4 +1,4 @@
-"""Many tensors end to end, in one flat tensor for each dtype: what a collective takes (ranks)."""
+"""Flat buffers: many tensors end to end in one tensor per dtype, for collectives (ranks)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 class FlatBuffer:
-    """Room for tensors like these, laid end to end: one flat tensor for each dtype among them.
+    """One flat buffer for each dtype, with a view for each of the given tensors.
 
-    It lies where the default group can send from: for gloo in the host's memory.
+    The buffers are on a device that the default group can send from: with gloo, on the CPU.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -21,22 +21,22 @@ class FlatBuffer:
             sizes[tensor.dtype] += tensor.numel()
         rest = {kind: torch.zeros(size, dtype=kind, device=device) for kind, size in sizes.items()}
         self.buffers = list(rest.values())
-        """Shape (n,) each."""
+        """One tensor of shape (n,) for each dtype."""
         self.views: list[Tensor] = []
-        """The part of a buffer for each tensor, in its shape, in the given order."""
+        """A view into a buffer for each tensor, with the tensor's shape, in the given order."""
         for tensor in like:
             view, rest[tensor.dtype] = rest[tensor.dtype].tensor_split([tensor.numel()])
             self.views.append(view.view(tensor.shape))
 
     @torch.no_grad()
     def gather(self, tensors: Iterable[Tensor]) -> None:
-        """Copy tensors in."""
+        """Copy tensors into the buffers."""
         for view, tensor in zip(self.views, tensors, strict=True):
             view.copy_(tensor)
 
     @torch.no_grad()
     def scatter(self, tensors: Iterable[Tensor]) -> None:
-        """Copy them out, into these."""
+        """Copy the buffers into tensors."""
         for view, tensor in zip(self.views, tensors, strict=True):
             tensor.copy_(view)
 
@@ -52,7 +52,7 @@ class FlatBuffer:
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients; a parameter that had no part in the loss gets one of zeros."""
+    """Return the gradients.  A parameter without a gradient gets a gradient of zeros."""
     found = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -62,11 +62,11 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors; of a sharded one, those on this rank."""
+    """Return the total bytes of tensors; a sharded tensor counts only its part on this rank."""
     return sum(tensor.numel() * tensor.element_size() for tensor in map(local, tensors))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part on this rank, without an import of ``DTensor``, which takes a second."""
+    """Return the part on this rank, without importing ``DTensor``: the import takes a second."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

@@ -1,12 +1,12 @@
-"""The one place where this rank's calls of ``torch.distributed`` are seen (ranks).
+"""The interceptor of this rank's ``torch.distributed`` calls (ranks).
 
-Users, and torch's own Python code, call methods of ``ProcessGroup``, which are replaced here.
-Torch's C++ code, such as DDP's in the backward pass, goes through the dispatcher alone: there a
-Python kernel comes before the backend's own.  The replaced methods bypass these kernels.  Both
-stay in place once they are, and cost next to nothing while nobody listens.
+Users and torch's Python code call methods of ``ProcessGroup``.  ddpnb replaces these methods.
+Torch's C++ code, such as DDP's backward pass, calls only the dispatcher.  There ddpnb adds a Python
+kernel in front of the backend's kernel.  The replaced methods bypass these kernels.  The methods
+and kernels stay installed, and cost almost no time without a listener.
 
-A listener overrides only what it needs to hear.  What no listener overrides is not done: the work
-that a call returns is the backend's own unless a wait or an end is to be heard of.
+A listener overrides only the methods that it needs.  A call returns the backend's own work object
+unless a listener follows waits or completion.
 """
 
 import contextlib
@@ -26,34 +26,34 @@ from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call, Collective
 
 
 class Listener:
-    """Hears of the calls of this rank."""
+    """The base class of listeners: ddpnb calls these methods for each call of this rank."""
 
     def begin(self, call: Call) -> None:
-        """Hear of a call that the backend does not have yet; may wait, or refuse it by raising."""
+        """Run before the backend gets a call.  May wait, or reject the call with an error."""
 
     def make(self, call: Call) -> Any:
-        """Make a call in place of the backend; return its work, None to leave it to the backend."""
+        """Make a call instead of the backend; return its work, or None to let the backend run."""
         return None
 
     def refused(self, call: Call, error: BaseException) -> None:
-        """Hear that a call does not reach the backend."""
+        """Run after a call failed before the backend ran it."""
 
     def waiting(self, call: Call) -> AbstractContextManager[object]:
-        """Return a context for the time in which Python code waits for a call.
+        """Return a context manager for the time in which Python code waits for a call.
 
-        That of a blocking call begins before the backend has it.
+        For a blocking call, ddpnb enters the context before the backend gets the call.
         """
         return contextlib.nullcontext()
 
     def ended(self, call: Call) -> None:
-        """Hear that a call is complete, once, in any thread."""
+        """Run once when a call is complete, in any thread."""
 
 
 Heard = TypeVar("Heard", bound=Listener)
 
 
 class _Audience(NamedTuple):
-    """All listeners, and those that override a method."""
+    """All listeners, and the listeners that override each method."""
 
     every: tuple[Listener, ...] = ()
     make: tuple[Listener, ...] = ()
@@ -62,18 +62,18 @@ class _Audience(NamedTuple):
 
     @property
     def follows(self) -> bool:
-        """Whether anybody hears of what comes after a call was accepted."""
+        """True if any listener follows waits or completion."""
         return bool(self.waiting or self.ended)
 
 
 _audience = _Audience()
 _kept: "deque[Exchange]" = deque(maxlen=64)
-"""Those that nobody has waited for: C++ may hold one alone, and then find no Python any more."""
+"""Keeps work objects alive until a wait, because C++ may hold a work without its Python part."""
 
 
 @contextlib.contextmanager
 def listening(listener: Heard) -> Iterator[Heard]:
-    """Return a context in which a listener, its value, hears of this process's calls."""
+    """Return a context manager that adds a listener for this process's calls and yields it."""
     add(listener)
     try:
         yield listener
@@ -83,7 +83,7 @@ def listening(listener: Heard) -> Iterator[Heard]:
 
 
 def add(listener: Listener) -> None:
-    """Have a listener hear of all calls from now on, after those that were added before it."""
+    """Add a listener for all calls from now on.  Earlier listeners are called first."""
     install()
     _seat((*_audience.every, listener))
 
@@ -105,7 +105,7 @@ def _seat(every: Sequence[Listener]) -> None:
 
 @functools.cache
 def install() -> None:
-    """Put the methods and kernels in place, once."""
+    """Replace the methods and add the kernels, once."""
     if not torch_internals.intercepts_collectives.works:
         return
     known = {name: each for name, each in METHODS.items() if is_known(each)}
@@ -116,7 +116,7 @@ def install() -> None:
 
 
 def is_known(collective: Collective) -> bool:
-    """Return whether torch's dispatcher has a collective as it stands in ``METHODS``."""
+    """Return True if torch's dispatcher has a collective in the form that ``METHODS`` expects."""
     return torch_internals.has_operation(
         collective.operation, collective.num_tensors, collective.root
     )
@@ -131,7 +131,7 @@ def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..
         audience = _audience
         settings = options.get("opts", arguments[-1] if arguments else None)
         root = _root_of(collective, arguments, settings) if audience.every else None
-        if root is None:  # nobody listens, or not called as torch.distributed does
+        if root is None:  # no listener, or not called in the way torch.distributed does
             return original(group, *arguments, **options)
         blocks = not getattr(settings, "asyncOp", True)
         call = Call(collective, group, arguments, root, is_blocking=blocks)
@@ -147,7 +147,7 @@ def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..
 
 
 def _kernel(collective: Collective) -> Callable[..., Any]:
-    """Return what the dispatcher calls before the backend's own kernel."""
+    """Return the kernel that the dispatcher calls before the backend's kernel."""
     backends_own = torch_internals.next_kernel(collective.operation)
     num = collective.num_tensors
 
@@ -159,7 +159,7 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
         group = torch_internals.ProcessGroup.unbox(arguments[num])
         rest = arguments[num + 1 :]
         root = NO_ROOT if collective.root is None else rest[collective.root]
-        blocks = collective.name == "broadcast"  # C++ waits for it at once, unheard
+        blocks = collective.name == "broadcast"  # C++ waits for it at once, unseen by ddpnb
         compared = arguments[:num] + rest
         call = Call(collective, group, compared, root, is_blocking=blocks, is_in_cpp=True)
         made: Any = None
@@ -179,19 +179,19 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
 
 
 def _made_by(audience: _Audience, call: Call) -> Any:
-    """Return the work of a call that a listener makes, None if none does."""
+    """Return the work of a call that a listener makes; None if no listener makes it."""
     return next((work for each in audience.make if (work := each.make(call)) is not None), None)
 
 
 def _root_of(collective: Collective, arguments: Sequence[Any], settings: Any) -> int | None:
-    """Return the root in a method's arguments, ``NO_ROOT`` without one, None if unknown."""
+    """Return the root in a method's arguments; ``NO_ROOT`` without a root, None if unknown."""
     if collective.tensor is not None and len(arguments) < collective.num_tensors:
         return None
     return NO_ROOT if collective.root is None else getattr(settings, "rootRank", None)
 
 
 def _followed(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
-    """Make a call, and have it followed to its end by whoever listens to that."""
+    """Make a call, and tell the listeners about its waits and its end."""
     if not audience.follows:
         return _issued(call, audience, make)
     if not call.is_blocking:
@@ -209,7 +209,7 @@ def _followed(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
 
 
 def _issued(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
-    """Make a call, if all who listen let it through."""
+    """Make a call unless a listener rejects it."""
     try:
         for each in audience.every:
             each.begin(call)
@@ -222,7 +222,7 @@ def _issued(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _heard(call: Call, audience: _Audience) -> Iterator[None]:
-    """Return a context for a wait."""
+    """Return a context manager that enters all listeners' contexts for a wait."""
     with contextlib.ExitStack() as waits:
         for each in audience.waiting:
             waits.enter_context(each.waiting(call))
@@ -233,7 +233,7 @@ _ending = threading.Lock()
 
 
 def _end(call: Call, audience: _Audience) -> None:
-    """Say once that a call is complete; return when all have heard it."""
+    """Tell all listeners once that a call is complete."""
     with _ending:
         if not call.is_ended:
             call.is_ended = True
@@ -243,38 +243,38 @@ def _end(call: Call, audience: _Audience) -> None:
 
 @final
 class Exchange(dist.Work):
-    """The work of an asynchronous call, whose waits and end are heard of."""
+    """The work of an asynchronous call.  It tells the listeners about waits and the end."""
 
     def __init__(self, work: Any, call: Call, audience: _Audience) -> None:
         super().__init__()
         self._work, self._call, self._audience = work, call, audience
-        if audience.ended and not call.collective.is_message:  # gloo's messages have no future
+        if audience.ended and not call.collective.is_message:  # gloo's send and recv have no future
             torch_internals.future_of(work).add_done_callback(lambda _: _end(call, audience))
         if not call.is_in_cpp:
             _kept.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end; raise what went wrong."""
+        """Wait until the call is complete; raise the backend's error if it failed."""
         with _heard(self._call, self._audience):
             try:
                 done = bool(self._work.wait(timeout) if timeout else self._work.wait())
             except RuntimeError:
-                self.is_completed()  # else it took too long, and goes on
+                self.is_completed()  # ends a failed call; after a timeout the call continues
                 raise
             _end(self._call, self._audience)
-        with contextlib.suppress(ValueError):  # it was waited for before, or dropped
+        with contextlib.suppress(ValueError):  # an earlier wait or the deque dropped it
             _kept.remove(self)
         return done
 
     def is_completed(self) -> bool:
-        """Return whether a wait would return at once."""
+        """Return True if a wait would return at once."""
         if not self._work.is_completed():
             return False
         _end(self._call, self._audience)
         return True
 
     def get_future(self) -> Any:
-        """Return the future of the result, which C++ may wait for."""
+        """Return the future of the result; C++ code may wait for this future."""
         self._call.is_in_cpp = True
         return torch_internals.future_of(self._work)
 

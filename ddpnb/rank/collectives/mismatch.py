@@ -1,11 +1,11 @@
-"""The check that all ranks call the same collective, before the backend has the call (ranks).
+"""The check that all ranks call the same collective, before the backend gets the call (ranks).
 
-If ranks meet in one collective with tensors of different sizes, gloo ends the process.  So each
-rank has a ring of its last calls of each group, in a file that all ranks of the host map.  It
-writes each call there, then reads the other ranks' calls of the same number.  When two ranks do so
-at once, at least one of them finds the other's call: every write and every read holds a lock, which
-orders memory.  Of two calls that differ at most one reaches the backend: whoever finds another call
-raises.  The rank that waits in the backend is freed afterwards.
+If ranks call one collective with tensors of different sizes, gloo kills the process.  To prevent
+this, each rank writes its last calls of each group to a ring in a file that the host's ranks share.
+After it writes a call, the rank reads the other ranks' calls with the same number.  Each write and
+each read holds a lock, which orders memory.  So if two ranks write at the same time, at least one
+of them finds the other rank's call.  A rank that finds a different call raises an error, so at most
+one of two different calls reaches the backend.  ddpnb then releases the rank that waits there.
 """
 
 import contextlib
@@ -34,41 +34,41 @@ from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
 from ddpnb.rank.stack import users_line
 
 NOT_COMPARED = -1
-"""Stands for the size if tensors of different sizes may meet."""
+"""The size of a call in which the ranks' tensors may have different sizes."""
 NUM_KEPT: Final = 64
-"""Calls kept for each rank; a rank further behind finds nothing to compare with."""
+"""The calls kept for each rank.  A rank that is further behind cannot compare its calls."""
 TEXT_BYTES: Final = 140
 _ENTRY: Final = struct.Struct(f"<{TEXT_BYTES}sIIqQ")
-"""The text, the checksum, the shape's, the size and the number of a call."""
+"""The text, the checksum, the shape's checksum, the size and the number of a call."""
 _KEY: Final = struct.Struct("<IIqQ")
-"""Its end, which is compared."""
+"""The end of an entry, which is compared."""
 _RANK_BYTES: Final = NUM_KEPT * _ENTRY.size
 POLL_SECONDS = 0.001
 SETTLE_SECONDS = 0.05
-"""How long a rank that has found another call waits before it raises: that call may be taken back,
-and the error also names ranks that come a little later."""
+"""How long a rank waits before it raises an error about a different call.  The other rank may
+withdraw that call, and the error also names ranks that arrive a little later."""
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks of a group make different calls, or one call with tensors that do not match."""
+    """The ranks of a group make different calls, or the same call with unequal tensors."""
 
 
 @final
 class MismatchCheck(intercept.Listener):
-    """Compares this process's collectives with the other ranks'."""
+    """Compares this process's collectives with the other ranks' collectives."""
 
     def __init__(self) -> None:
         self._prefix = Path()
-        """How the path of a group's file begins."""
+        """The beginning of the path of each group's file."""
         self._logs: WeakKeyDictionary[Any, CollectiveLog | None] = WeakKeyDictionary()
-        """By group; None: its calls are not compared."""
+        """The log of each group; None if the group's calls are not compared."""
         self._num_opened: Counter[str] = Counter()
         self._is_exact = False
 
     def start(self, folder: Path, generation: int, *, is_exact: bool = False) -> None:
-        """Start afresh with a new default group, and remove the files of older ones.
+        """Start again with a new default group, and remove the files of older groups.
 
-        They lie in the run folder.  ``is_exact``: tensors of one size must have one shape too.
+        ``folder`` is the run folder.  ``is_exact``: also compare the shapes of the tensors.
         """
         self._is_exact = is_exact
         self._prefix = folder / f"calls-{generation}-"
@@ -82,12 +82,12 @@ class MismatchCheck(intercept.Listener):
 
     @property
     def num_made(self) -> int:
-        """How many calls the default group has had from this rank; 0: not known."""
+        """The number of calls that this rank has made in the default group; 0 if unknown."""
         log = self._logs.get(dist.group.WORLD) if dist.is_initialized() else None
         return (log and log.num_made) or 0
 
     def num_calls(self) -> dict[str, int | None]:
-        """Return how many calls each group has had from this rank; see ``CollectiveLog``."""
+        """Return the number of this rank's calls in each group; see ``CollectiveLog.num_made``."""
         found: dict[str, int | None] = {}
         for group in torch_internals.process_groups():
             log = self._logs.get(group)
@@ -95,18 +95,18 @@ class MismatchCheck(intercept.Listener):
         return found
 
     def begin(self, call: Call) -> None:
-        """Compare a call with the other ranks'.
+        """Compare a call with the other ranks' calls.
 
         Raises:
-            CollectiveMismatchError: another rank has made another call.
-            ValueError: gloo would read a message from a GPU's memory, which ends the process.
+            CollectiveMismatchError: another rank has made a different call.
+            ValueError: gloo would send or receive GPU memory, which kills the process.
         """
         if call.collective.is_message:
             (tensor,) = call.tensors
             if tensor.device.type != "cpu" and dist.get_backend(call.group) == "gloo":
                 raise ValueError(
-                    f"{call.name} of a tensor on {tensor.device}: gloo's messages lie in the "
-                    "host's memory. Give it tensor.cpu(), or use an all_reduce or a broadcast."
+                    f"{call.name} got a tensor on {tensor.device}, but gloo sends and receives "
+                    "only CPU tensors. Use tensor.cpu(), or call all_reduce or broadcast."
                 )
             return
         group = call.group
@@ -120,17 +120,17 @@ class MismatchCheck(intercept.Listener):
         log.write(entry, users_line())
 
     def refused(self, call: Call, error: BaseException) -> None:
-        """Note that there was no such call."""
+        """Withdraw a call that has not reached the backend."""
         if self in call.notes:
             call.notes[self].take_back(is_certain=isinstance(error, Exception))
 
     def _open(self, call: Call) -> "CollectiveLog | None":
-        """Return the log of a new group; None if it is of no use, or if there is no room for it."""
+        """Return the log of a new group; None for fewer than two known ranks or on a full disk."""
         group, ranks, log = call.group, call.ranks, None
-        if not ranks:  # not a group of torch.distributed's, or not yet
+        if not ranks:  # torch.distributed does not know this group, or not yet
             return None
         if len(ranks) > 1:
-            # Torch gives the name of a destroyed group to a new one.
+            # Torch gives the name of a destroyed group to a new group.
             name = hashlib.sha256(f"{group.group_name} {sorted(ranks)}".encode()).hexdigest()[:16]
             self._num_opened[name] += 1
             path = Path(f"{self._prefix}{name}-{self._num_opened[name]}")
@@ -141,34 +141,34 @@ class MismatchCheck(intercept.Listener):
 
 
 def missing_features() -> tuple[str, ...]:
-    """Return a sentence if this version of torch lets only some collectives be compared."""
+    """Return a sentence if ddpnb can compare only some collectives of this version of torch."""
     names = sorted({each.name for each in METHODS.values() if not intercept.is_known(each)})
     if not names or not torch_internals.intercepts_collectives.works:
-        return ()  # if none can be compared, the probe itself says so
-    lost = f"{', '.join(names)} not compared before gloo; `--check` still does it"
+        return ()  # the probe itself reports that no collective can be compared
+    lost = f"ddpnb cannot compare {', '.join(names)} before they run; `--check` still does"
     return (sentence("torch", lost),)
 
 
 class Entry(NamedTuple):
-    """What a rank writes about a call."""
+    """The record that a rank writes about a call."""
 
     checksum: int
-    """Of its name, root and type."""
+    """Checksum of the call's name, root and dtype."""
     shape: int
-    """A checksum too.  Other shapes of one size may meet, with a warning."""
+    """Checksum of the shape.  If only the shapes differ, ddpnb warns and allows the call."""
     size: int
-    """Numbers in its tensors, or ``NOT_COMPARED``: ``[4]`` and ``[2, 2]`` match, as flat memory."""
+    """Elements in the call's tensors, or ``NOT_COMPARED``.  ``[4]`` and ``[2, 2]`` match."""
     text: str
-    """For users: ``"broadcast from rank 0 with Float [3]"``."""
+    """Description for users, such as ``"broadcast from rank 0 with Float [3]"``."""
 
     def matches(self, other: "Entry") -> bool:
-        """Return whether two ranks' calls may meet."""
+        """Return True if two ranks' calls are compatible."""
         sizes = {self.size, other.size}
         return self.checksum == other.checksum and (len(sizes) == 1 or NOT_COMPARED in sizes)
 
 
 def entry_of(call: Call, ranks: Sequence[int]) -> Entry:
-    """Return what is written about a call; ``ranks`` are the group's."""
+    """Return the entry of a call; ``ranks`` are the group's ranks."""
     name, tensors = call.name, call.tensors
     if call.root != NO_ROOT:
         name = f"{name} {call.collective.root_is} rank {ranks[call.root]}"
@@ -187,12 +187,12 @@ def _entry(name: str, dtype: torch.dtype, size: int, shape: tuple[int, ...]) -> 
 
 @final
 class CollectiveLog:
-    """The calls of one group.
+    """The log of one group's calls.
 
     Args:
-        path: the group's file; the first rank to come makes it.
+        path: the group's file; the first rank creates it.
         place: this rank's number in the group.
-        ranks: the group's ranks, as the default group numbers them.
+        ranks: the group's ranks, numbered as in the default group.
 
     Raises:
         OSError: there is no room for the file.
@@ -209,16 +209,14 @@ class CollectiveLog:
 
     @property
     def num_made(self) -> int | None:
-        """How many calls this rank has made; None: it is not known of one that was interrupted."""
+        """The number of this rank's calls; None if unknown, because a call was interrupted."""
         return self._num_calls if self._is_certain else None
 
     def write(self, entry: Entry, line: str = "") -> None:
-        """Write this rank's next call, and compare it with those of the same number.
-
-        ``line`` is the user's; empty if it is not known.
+        """Write this rank's next call, made on the user's ``line``, and compare it with others.
 
         Raises:
-            CollectiveMismatchError: another rank's call differs, even after ``SETTLE_SECONDS``.
+            CollectiveMismatchError: another rank's call still differs after ``SETTLE_SECONDS``.
         """
         shared, checksum, size = self._shared, entry.checksum, entry.size
         text = f"{entry.text} ({line})" if line else entry.text
@@ -238,11 +236,14 @@ class CollectiveLog:
                 self._settle(entry, number)
             elif other_shape != entry.shape and size != NOT_COMPARED:
                 calls = _spoken(self._entries(number))
-                warnings.warn(f"{calls}: numbers meet as they lie in memory", stacklevel=2)
+                warnings.warn(
+                    f"{calls}: the shapes differ, so elements are combined in memory order",
+                    stacklevel=2,
+                )
                 return
 
     def take_back(self, *, is_certain: bool = True) -> None:
-        """Undo the last ``write``: the call was refused, or, not certain, it was interrupted."""
+        """Undo the last ``write``.  ``is_certain`` is False if the call was interrupted."""
         self._is_certain = self._is_certain and is_certain
         with self._lock:
             start = self._own + self._num_calls % NUM_KEPT * _ENTRY.size
@@ -250,7 +251,7 @@ class CollectiveLog:
             self._num_calls -= 1
 
     def _settle(self, entry: Entry, number: int) -> None:
-        """Return if other ranks take their calls back that differ; else raise."""
+        """Wait until other ranks withdraw their differing calls; raise an error if they do not."""
         seen: dict[int, Entry] = {}
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
@@ -262,7 +263,7 @@ class CollectiveLog:
         raise CollectiveMismatchError(f"the calls of the ranks do not match: {_spoken(seen)}")
 
     def _entries(self, number: int) -> dict[int, Entry]:
-        """Return by rank the calls of a number that have been written, each with its line."""
+        """Return the written calls with the given number, by rank, each with the user's line."""
         found = {}
         for place, rank in enumerate(self.ranks):
             start = place * _RANK_BYTES + number % NUM_KEPT * _ENTRY.size
@@ -275,7 +276,7 @@ class CollectiveLog:
 
 
 def _spoken(entries: Mapping[int, Entry]) -> str:
-    """Return who makes which call, e.g. ``"rank 0 calls ... , but rank 1 calls ..."``."""
+    """Describe each rank's call, for example ``"rank 0 calls ... , but rank 1 calls ..."``."""
     calls: dict[str, list[int]] = {}
     for rank in sorted(entries):
         calls.setdefault(entries[rank].text, []).append(rank)

@@ -1,11 +1,11 @@
-"""Sums over the ranks of one host, in memory that they share (ranks).
+"""Sums of tensors over the ranks of one host, in shared memory (ranks).
 
-It takes no sockets, which on few cores take most of a step of many ranks.  Rank r adds up part r
-of all tensors, in the order of gloo's ring, so that the sum has the same bits: rank r - 1 sends its
-own numbers of that part, r - 2 adds its own, and so on around to r (``gloo/allreduce.cc``).
+Sockets would take most of a step if many ranks share few cores.  Rank r adds up part r of all
+tensors in the order of gloo's ring (``gloo/allreduce.cc``), so the sum has the same bits.  Rank
+r - 1 sends its numbers of that part, rank r - 2 adds its numbers, and so on around to rank r.
 
-Sums use two sets of slots in turn, so that no rank overwrites what another still reads: whoever
-begins sum t has seen all ranks begin sum t - 1, and so end sum t - 2, the last one in the same set.
+Sums alternate between two sets of slots, so no rank overwrites numbers that another rank still
+reads.  If a rank begins sum t, all ranks have begun sum t - 1 and therefore finished sum t - 2.
 """
 
 import itertools
@@ -29,28 +29,28 @@ _SEGMENT_BYTES: Final = 1 << 20
 @final
 @dataclass(eq=False)
 class SharedSums:
-    """Memory for the sums of each group."""
+    """Shared memory that sums the tensors of each group."""
 
     path: Path
     """Prefix of the files in the run folder that the ranks share."""
     check: Callable[[], None]
-    """Raises where this rank should no longer wait."""
+    """Raises an error if this rank should stop waiting."""
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Makes the context of each wait for other ranks."""
+    """Returns the context manager that surrounds each wait for other ranks."""
 
     def __post_init__(self) -> None:
         self._slots: dict[str, Tensor] = {}
-        """Of each file: shape (ranks, bytes)."""
+        """The slots in each file; shape (ranks, bytes)."""
         self._boards: dict[str, Board] = {}
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        """Counts the sums of each group."""
+        """The number of the next sum of each group."""
 
     def add(self, group: Any, flat: Tensor) -> None:
-        """Sum a tensor over a group, in place; takes part: every rank of it.
+        """Sum a tensor over a group, in place; takes part: every rank of the group.
 
         Args:
-            group: of ranks of this host.
-            flat: shape (n,), contiguous, on the CPU; the same n and dtype on every rank.
+            group: a process group on this host.
+            flat: a contiguous CPU tensor of shape (n,); n and dtype are equal on all ranks.
 
         Raises:
             RuntimeError: a rank has left.
@@ -75,7 +75,7 @@ class SharedSums:
             flat[parts[rank]] = slots[rank][parts[rank]]
 
     def close(self) -> None:
-        """Remove the files; may be called twice."""
+        """Remove the files.  May be called twice."""
         for name in self._slots:
             Path(name).unlink(missing_ok=True)
         self._slots.clear()
@@ -83,7 +83,7 @@ class SharedSums:
             board.close()
 
     def _wait_for_sums(self, group: Any, number: int) -> None:
-        """Wait until all ranks have added up their parts, which takes all the same time."""
+        """Wait until all ranks have added up their parts; each part takes the same time."""
         name = group.group_name
         if name not in self._boards:
             path = self.path.with_name(f"{self.path.name}.{name}.sums")
@@ -93,7 +93,7 @@ class SharedSums:
             self._boards[name].read(number, rank)
 
     def _slots_for(self, group: Any, num_bytes: int, number: int) -> Tensor:
-        """Return memory for the tensors of all ranks, mapped anew for the next power of two."""
+        """Return slots for the tensors of all ranks; each power of two has its own mapping."""
         size = 1 << (num_bytes - 1).bit_length()
         name = f"{self.path}.{group.group_name}.{size}.{number % 2}.sum"
         if name not in self._slots:
@@ -103,7 +103,7 @@ class SharedSums:
 
 
 def _part_bytes(flat: Tensor, num_ranks: int) -> int:
-    """Return the bytes that one rank adds up: the segments that are its in gloo's ring."""
+    """Return the bytes that one rank adds up, namely its segments in gloo's ring."""
     num = max(math.ceil(flat.nbytes / _SEGMENT_BYTES), 2 * num_ranks)
     num_per_rank = math.ceil(num / num_ranks)
     each = math.ceil(flat.nbytes / (num_per_rank * num_ranks))

@@ -1,4 +1,4 @@
-"""Which calls of ``torch.distributed`` are there, and which collective is each?  (ranks)"""
+"""The calls of ``torch.distributed``, and the collective that each call makes (ranks)."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -18,25 +18,25 @@ class Collective:
     """A method of ``ProcessGroup``, and the operation that it calls in torch's dispatcher."""
 
     name: str
-    """As users call it."""
+    """Name of the function that users call."""
     operation: str
     num_tensors: int
-    """Arguments of the operation before its group."""
+    """Number of the operation's arguments before its group."""
     _: KW_ONLY
     tensor: int | None = 0
-    """The index of the argument with what this rank gives, or gets if it need not give anything;
-    None if there are no tensors."""
+    """Index of the input tensor argument, or of the output if a rank may have no input; None
+    without tensors."""
     root: int | None = None
-    """The index of the root among the operation's arguments after its group; None without one."""
+    """Index of the root among the operation's arguments after its group; None without a root."""
     root_is: Literal["from", "to", ""] = ""
     equal: Literal["always", "on CPUs", "unless split", "never"] = "always"
-    """When the ranks' tensors must have one size: NCCL takes others in some calls, gloo not."""
+    """Condition for equal tensor sizes.  NCCL, unlike gloo, allows unequal sizes in some calls."""
     is_message: bool = False
-    """Whether only two ranks take part: this one, and the one that its second argument names."""
+    """True if only two ranks take part: this rank and the rank in the call's second argument."""
 
     @property
     def is_from_any(self) -> bool:
-        """Whether the second argument names no rank: it is a message from whoever sends first."""
+        """True if the call receives a message from any rank, so no argument names the sender."""
         return self.operation == "recv_any_source_"
 
 
@@ -63,7 +63,7 @@ _COLLECTIVES = (
 )
 
 METHODS = {each.operation.removesuffix("_"): each for each in _COLLECTIVES}
-"""By their names in ``ProcessGroup``."""
+"""The collectives by the names of their methods in ``ProcessGroup``."""
 
 METHODS |= {
     "recv_anysource": METHODS.pop("recv_any_source"),
@@ -73,48 +73,48 @@ METHODS |= {
     "reduce_scatter_single_coalesced": METHODS["reduce_scatter_tensor_coalesced"],
     "all_to_all_single": METHODS["alltoall_base"],
 }
-"""As all or newer versions of torch call them."""
+"""Method names that differ from the operation's name, in all or in newer versions of torch."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of this rank, as the listeners of ``intercept`` hear of it."""
+    """One call of this rank, as ``intercept`` passes it to the listeners."""
 
     collective: Collective
     group: Any
     arguments: Sequence[Any]
-    """Of the method, or of the operation without its group."""
+    """Arguments of the method, or of the operation without its group."""
     root: int
-    """Its number in the group; ``NO_ROOT`` without one."""
+    """The root's number in the group; ``NO_ROOT`` without a root."""
     _: KW_ONLY
     is_blocking: bool
-    """Whether the caller waits for the end at once."""
+    """True if the caller waits for the end at once."""
     is_in_cpp: bool = False
-    """Whether torch's own C++ code calls, as DDP's in the backward pass."""
+    """True if torch's C++ code makes the call, such as DDP's code in the backward pass."""
     is_ended: bool = False
-    """Whether the backend is done with it."""
+    """True if the backend has completed the call."""
     notes: dict[object, Any] = field(default_factory=dict)
-    """What listeners keep of it, each under itself."""
+    """The listeners' data about this call, with the listener as the key."""
 
     @property
     def name(self) -> str:
-        """As users call it."""
+        """Name of the function that users call."""
         return self.collective.name
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What this rank gives, or gets if it need not give anything."""
+        """This rank's input tensors, or its output tensors if a rank may have no input."""
         place = self.collective.tensor
         return [] if place is None else tensors_in(self.arguments[place])
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of these tensors."""
+        """Bytes of ``tensors``."""
         return num_bytes(self.tensors)
 
     @property
     def are_sizes_equal(self) -> bool:
-        """Whether all ranks must give equally many numbers."""
+        """True if all ranks must pass the same number of elements."""
         when = self.collective.equal
         if when == "on CPUs":
             return all(tensor.device.type == "cpu" for tensor in self.tensors)
@@ -124,7 +124,7 @@ class Call:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The group's ranks, as the default group numbers them; empty if not known."""
+        """The group's ranks, numbered as in the default group; empty if unknown."""
         try:
             return tuple(dist.get_process_group_ranks(self.group))
         except KeyError:
@@ -132,17 +132,17 @@ class Call:
 
     @property
     def messages(self) -> Messages:
-        """What follows each other on the busiest link; nothing where only one rank takes part."""
+        """The sequence of messages on the busiest link; empty if the group has one rank."""
         algorithm, num_ranks = algorithm_of(self.name), self.group.size()
         assert algorithm is not None, "each collective of METHODS has one"
         return algorithm.cost(self.num_bytes, num_ranks) if num_ranks > 1 else Messages(0)
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes that this rank sends and receives, by the usual algorithms.
+        """Bytes that this rank sends and receives, according to the usual algorithms.
 
-        They are what the busiest link carries.  Where one rank has another part than the others, as
-        the root of a broadcast has, the others count the bytes of their own tensors.
+        The bytes are those on the busiest link.  If the collective has a root, such as a broadcast,
+        only the root counts them.  Every other rank counts the bytes of its tensors.
         """
         collective, carried = self.collective, round(self.messages.num_bytes)
         if collective.is_message:
@@ -156,7 +156,7 @@ class Call:
 
 
 def tensors_in(argument: Any) -> list[Tensor]:
-    """Return a tensor, all in a list, or all in a list of lists."""
+    """Return the tensors in an argument: a tensor, a list of tensors, or a list of such lists."""
     if isinstance(argument, Tensor):
         return [argument]
     return [tensor for each in argument for tensor in tensors_in(each)]

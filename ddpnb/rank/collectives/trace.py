@@ -1,8 +1,8 @@
-"""Which collectives and messages are made while a cell runs?  (ranks)
+"""Traces the collectives and messages of a cell (ranks).
 
-A span begins when the backend is called and ends when its work is complete.  Where nobody waits for
-it at once, one of gloo's threads reports that to Python, and the end may be seen late while another
-thread holds Python's lock.  All ranks of a host share the clock (``time.monotonic``).
+A span begins when ddpnb calls the backend and ends when the backend's work is complete.  If no
+caller waits for the work, a thread of gloo reports the end to Python.  The recorded end may then
+be late, because the thread needs the GIL.  All ranks of a host share ``time.monotonic``.
 """
 
 import time
@@ -18,28 +18,28 @@ from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.stack import users_line
 
 MAX_SPANS: Final = 20_000
-"""Spans that a rank keeps; later ones are counted."""
+"""The most spans that a rank keeps; later spans are only counted."""
 LATE_END_S: Final = 0.1
-"""Seconds for which a cell's end waits for gloo's threads to report what is complete."""
+"""Seconds that a cell's end waits at most for gloo's threads to report completed calls."""
 
 
 @final
 class TraceRecorder(Listener):
-    """Keeps what this rank does, the first ``MAX_SPANS`` calls.
+    """Records the first ``MAX_SPANS`` calls of this rank.
 
     Raises:
-        UserError: this version of torch is not known.
+        UserError: ddpnb cannot intercept the collectives of this version of torch.
     """
 
     def __init__(self, rank: int) -> None:
         if not (probe := torch_internals.intercepts_collectives).works:
-            raise UserError(f"{probe.sentence}; leave --trace out.")
+            raise UserError(f"{probe.sentence}. Tracing is off too: run without --trace.")
         self._rank = rank
-        self._calls: list[dict[str, Any]] = []  # not the calls themselves, which hold tensors
+        self._calls: list[dict[str, Any]] = []  # the calls themselves would keep tensors alive
         self._num_dropped = 0
 
     def begin(self, call: Call) -> None:
-        """Note that a call begins."""
+        """Record the start of a call."""
         if len(self._calls) >= MAX_SPANS:
             self._num_dropped += 1
             return
@@ -54,19 +54,19 @@ class TraceRecorder(Listener):
         noted["start"] = time.monotonic()
 
     def ended(self, call: Call) -> None:
-        """Note that a call is complete."""
+        """Record that a call is complete."""
         if self in call.notes:
             call.notes[self]["end"] = time.monotonic()
 
     def refused(self, call: Call, error: BaseException) -> None:
-        """Note that a call has failed."""
+        """Record that a call has failed."""
         self.ended(call)
 
     def spans(self) -> RankSpans:
-        """Return what was recorded; calls that have not ended end now."""
+        """Return the recorded spans; a call that is still running ends now."""
         now = time.monotonic()
         while self._num_open() and time.monotonic() < now + LATE_END_S:
-            time.sleep(0.001)  # DDP's last all-reduce may be complete, and gloo's thread not heard
+            time.sleep(0.001)  # gloo's thread may not have reported DDP's last all-reduce yet
         facts: dict[str, Any] = {"rank": self._rank, "lane": "communication", "end": now}
         return RankSpans(
             rank=self._rank,
@@ -81,7 +81,7 @@ class TraceRecorder(Listener):
 
 
 def _ranks_of(call: Call) -> tuple[int, ...]:
-    """Return the ranks of a call's group; of a message, from and to, as far as they are known."""
+    """Return the ranks of a call's group; for a message, the sender (if known) and receiver."""
     if not call.collective.is_message:
         return call.ranks
     own = dist.get_rank()

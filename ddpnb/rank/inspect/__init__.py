@@ -1,1 +1,1 @@
-"""What a rank does inside one step, what it holds, and what its machine can do."""
+"""Inspections of a rank: its steps, its replicas, its samples and its collectives (ranks)."""

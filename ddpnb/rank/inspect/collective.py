@@ -1,7 +1,7 @@
-"""One collective, run for show: what each rank has before and after, time and bytes (ranks).
+"""Demonstrates one collective: tensors before and after, time and bytes (ranks).
 
-The tensor of rank r holds 10 (r + 1) + 0, 1, 2 ..., so that each number shows where it comes from.
-Bytes are those that the kernel has sent on this process's TCP connections, gloo's headers included.
+The tensor of rank r holds 10 (r + 1) + 0, 1, 2 ..., so each number shows its origin.  The bytes are
+those that the Linux kernel has sent on this process's TCP connections, with gloo's headers.
 """
 
 import statistics
@@ -17,26 +17,26 @@ from ddpnb.rank.connections import bytes_sent
 from ddpnb.rank.meter import synchronize, timed
 
 NUM_TIMED = 7
-"""Calls of which the median is shown; one before is not timed."""
+"""The number of timed calls, after one call that is not timed.  ddpnb shows the median."""
 CHUNKED = ("reduce_scatter", "all_to_all")
-"""The collectives to which each rank gives one chunk for each rank."""
+"""The collectives in which each rank passes one chunk for each rank."""
 NUMBER_BYTES = 4
 FEW_CELLS = 8
-"""Numbers of a tensor that are shown."""
+"""The number of elements that ddpnb shows of a tensor."""
 
 
 class _Call(NamedTuple):
     """One call of a collective, and the tensors that it reads and writes."""
 
     given: Tensor | None
-    """None: this rank gives nothing."""
+    """The input tensor; None if this rank has no input."""
     got: Tensor | None
-    """Is changed in place.  None: this rank gets nothing."""
+    """The output tensor, which is changed in place; None if this rank has no output."""
     make: Callable[[], object]
 
 
 def show(spec: CollectiveSpec, *, device: torch.device) -> CollectiveShown | None:
-    """Run a collective, time it and count its bytes; None on a rank that is not in it.
+    """Run a collective, time it and count its bytes; return None on a rank outside its group.
 
     Takes part: every rank of the cluster.
     """
@@ -58,7 +58,7 @@ def _shown(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device)
 
     first = _call(spec, group, num, device)
     before = _chunks(first.given, num_ranks if spec.name == "scatter" else num_chunks)
-    dist.barrier(group)  # connections are made, and nobody is late
+    dist.barrier(group)  # opens the connections, and all ranks begin together
     sent = bytes_sent()
     first.make()
     synchronize(device)
@@ -79,7 +79,7 @@ def _shown(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device)
 
 
 def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torch.device) -> _Call:
-    """Return a call with new tensors of ``num`` numbers."""
+    """Return a call with new tensors of ``num`` elements."""
     rank, num_ranks, root, name = dist.get_rank(), len(spec.ranks), spec.from_rank, spec.name
     is_root, op = rank == root, getattr(dist.ReduceOp, spec.op.upper())
     places = torch.arange(num * num_ranks if name == "scatter" else num, device=device)
@@ -108,10 +108,10 @@ def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torc
 
 
 def _median(call: _Call, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return how long a call takes here, when all ranks begin together."""
+    """Return the median seconds of a call on this rank; all ranks begin each call together."""
     times = []
     if call.got is not None:
-        call.got.zero_()  # else products grow beyond all numbers
+        call.got.zero_()  # else products overflow
     for _ in range(NUM_TIMED + 1):
         dist.barrier(group)
         times.append(timed(call.make, device))
@@ -119,7 +119,7 @@ def _median(call: _Call, group: dist.ProcessGroup, device: torch.device) -> floa
 
 
 def _chunks(tensor: Tensor | None, num_chunks: int) -> Chunks:
-    """Return the first numbers of each chunk of a tensor."""
+    """Return the first elements of each chunk of a tensor."""
     if tensor is None:
         return ()
     num_each = max(1, FEW_CELLS // num_chunks)

@@ -1,8 +1,8 @@
-"""A model's steps through DistributedDataParallel, each with all that happens in it (ranks).
+"""Records the events of a model's steps through DistributedDataParallel (ranks).
 
-All is done on copies of the model and its optimizer, and random numbers are put back: an inspection
-changes nothing.  Hooks note when each gradient is there and when each bucket's all-reduce begins
-and ends, on the threads that run the backward pass and that complete the all-reduce.
+An inspection has no side effects: it copies the model and its optimizer, and restores the random
+states.  Hooks record when each gradient is ready and when each bucket's all-reduce begins and ends.
+The hooks run on the threads of the backward pass and on the threads that complete the all-reduces.
 """
 
 import contextlib
@@ -37,17 +37,16 @@ from ddpnb.rank.training.context import Surroundings
 from ddpnb.rank.training.timing import Clock, seconds_between
 
 NUM_WARMUP_STEPS: Final = 3
-"""DDP forms its final buckets after the first; memory that is new is slow."""
+"""DDP forms its final buckets after the first step, and newly allocated memory is slow."""
 MOST_STEPS, FEWEST_STEPS = 15, 3
 MOST_SECONDS: Final = 2.0
-"""Of the measured steps, about."""
+"""Approximate limit for the total time of the measured steps."""
 
 
 def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
-    """Make steps with each value of ``bucket_cap_mb``, the model's own first.
+    """Make steps with each value of ``bucket_cap_mb``, beginning with the model's own value.
 
-    Takes part: every rank.  All give the same ``spec``, which ``find`` has accepted, and share
-    the folder.
+    Takes part: every rank, with the same ``spec`` and folder.  ``find`` has accepted the ``spec``.
     """
     device, rank = torch.device(here.state.device), here.state.rank
     with preserve_globals(device):
@@ -69,7 +68,7 @@ def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
 
 
 def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
-    """Return the devices, whose computing is measured where it is not given."""
+    """Return the emulated devices; measure their computing speed if it is not given."""
     model = subject.make_model()
     compute = devices.compute
     if compute is None:
@@ -88,19 +87,19 @@ class _Step(NamedTuple):
     spans: tuple[Span, ...]
     seconds: float
     ready: dict[str, float]
-    """When each gradient was there, after the backward pass began."""
+    """Seconds from the start of the backward pass until each gradient was ready."""
 
 
 @final
 class _Stepper:
-    """Makes steps with a copy of the subject in a DDP of its own; hooks note what happens."""
+    """Makes steps with a copy of the subject in a new DDP; hooks record the events."""
 
     def __init__(self, subject: Subject, cap_mb: float, device: torch.device) -> None:
         self._subject = subject
         self._cap_mb = cap_mb
         self.clock: Meter = Clock(device)
         self.ends: deque[float] | None = None
-        """Of emulated devices: when the exchanges of the step have ended."""
+        """End times of the step's exchanges on emulated devices; None on real devices."""
         self._num_samples = len(next(tensors_of(subject.batch)))
         self._model = subject.make_model()
         trained = [each for each in self._model.parameters() if each.requires_grad]
@@ -122,10 +121,10 @@ class _Stepper:
             self._model.register_forward_pre_hook(self._note_buffers)
 
     def report(self) -> CapReport:
-        """Make steps, and report them.  Takes part: every rank."""
+        """Make steps, and return their report.  Takes part: every rank."""
         fastest = min(self.step().seconds for _ in range(NUM_WARMUP_STEPS))
         slowest = torch.tensor([fastest], device=self._device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks make as many steps
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks make the same number of steps
         num_steps = min(max(int(MOST_SECONDS / slowest.item()), FEWEST_STEPS), MOST_STEPS)
         steps = [self.step() for _ in range(num_steps if self.ends is None else 1)]
         ready = {
@@ -161,7 +160,7 @@ class _Stepper:
         loss.backward()
         self.clock.computed()
         for (index, (begun, _)), end in zip(self._sent.items(), self.ends or (), strict=False):
-            self._sent[index] = begun, end  # as computed; what DDP sends besides is behind them
+            self._sent[index] = begun, end  # the computed end; DDP's other messages follow
         phases.append(self.clock.moment())
         self._optimizer.step()
         phases.append(self.clock.moment())
@@ -173,12 +172,12 @@ class _Stepper:
         self._ready[name] = self.clock.moment()
 
     def _note_buffers(self, *_: Any) -> None:
-        """Note when DDP begins to send rank 0's buffers, and when the model begins."""
+        """Record when DDP begins to send rank 0's buffers, and when the model begins."""
         if self._synced or self._ddp.will_sync_module_buffers():
             self._synced.append(self.clock.moment())
 
     def _send(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Send a bucket as DDP does; note when it was full, and when it has come."""
+        """Send a bucket as DDP does; record when the bucket was full and when it has arrived."""
         begun, index = self.clock.moment(), bucket.index()
         self._sent[index] = begun, begun
         names = tuple(self._names[id(each)] for each in bucket.parameters())
@@ -188,11 +187,11 @@ class _Stepper:
             self._sent[index] = begun, self.clock.moment()
             return sent.value()
 
-        # type: DDP has no group of its own here, and the hook takes None for the default one
+        # type: the hook accepts None for the default group, which DDP uses here
         return allreduce_hook(None, bucket).then(end)  # type: ignore[arg-type]
 
     def _noted(self, phases: list[Moment]) -> _Step:
-        """Return what was noted in a step, on the monotonic clock that a host's processes share."""
+        """Return the recorded step, on the monotonic clock that a host's processes share."""
         first = phases[0]
 
         def seconds(moment: Moment) -> float:

@@ -1,6 +1,6 @@
-"""What this rank's replica holds: digests, read without a change (ranks).
+"""Digests of this rank's replica, read without changing the replica (ranks).
 
-No collective is called.  Each rank answers for itself.
+Each rank answers on its own, without calling a collective.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from ddpnb.rank.variables import held_by, kind_with_group
 
 @torch.no_grad()
 def replica(names: Sequence[str], namespace: Mapping[str, Any], *, rank: int) -> RankReplica:
-    """Return the digests of what this rank holds; refuse a name with nothing to compare.
+    """Return the digests of this rank's variables; reject a name without anything to compare.
 
-    Without names of variables these are all modules and optimizers.
+    Without names, return the digests of all modules and optimizers.
     """
     return RankReplica(
         rank=rank,
@@ -61,7 +61,7 @@ def trained(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_names(namespace: Mapping[str, Any]) -> list[str]:
-    """Return the modules and optimizers that are no part of another, each by its first name."""
+    """Return the first names of optimizers, and of modules that are not part of another module."""
     names: dict[int, str] = {}
     parts: set[int] = set()
     for name, value in trained(namespace).items():
@@ -82,7 +82,7 @@ def steps_in(namespace: Mapping[str, Any]) -> dict[str, int]:
 
 
 def held_under(name: str, namespace: Mapping[str, Any]) -> Held:
-    """Return what an expression gives, as digests."""
+    """Return the digests of an expression's value."""
     ddp = ddp_around(value_of(name, namespace), namespace)
     parts, sharded = {}, {}
     for part, tensors in parts_of(name, namespace).items():
@@ -97,17 +97,17 @@ def held_under(name: str, namespace: Mapping[str, Any]) -> Held:
     )
 
 
-# -- what is compared ----------------------------------------------------------------------
+# -- the compared tensors ------------------------------------------------------------------
 
 
 def parts_of(name: str, namespace: Mapping[str, Any]) -> dict[Part, dict[str, Tensor]]:
-    """Return the tensors of what an expression gives; no ``state_dict``, which may communicate."""
+    """Return the tensors in an expression's value, without ``state_dict``: it may communicate."""
     value = value_of(name, namespace)
     if isinstance(value, DistributedDataParallel):
         value = value.module
     if isinstance(value, nn.Module):
         if any(kind_with_group(each) == "FullyShardedDataParallel" for each in value.modules()):
-            raise UserError(f"{name} has another part on each rank, by FullyShardedDataParallel.")
+            raise UserError(f"{name} cannot be compared: FullyShardedDataParallel shards it.")
         parameters: dict[str, Tensor] = dict(value.named_parameters())
         return {
             Part.PARAMETERS: parameters,
@@ -119,7 +119,7 @@ def parts_of(name: str, namespace: Mapping[str, Any]) -> dict[Part, dict[str, Te
     tensors = {path: leaf for path, leaf in leaves(value) if isinstance(leaf, Tensor)}
     if not tensors:
         raise UserError(
-            f"{name} is {kind_of(value)}: name a model, an optimizer, a tensor or a dict of "
+            f"{name} is {kind_of(value)}. Name a model, an optimizer, a tensor or a dict of "
             "tensors."
         )
     return {Part.VALUES: tensors}
@@ -128,7 +128,7 @@ def parts_of(name: str, namespace: Mapping[str, Any]) -> dict[Part, dict[str, Te
 def optimizer_state(
     optimizer: Optimizer, namespace: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an optimizer's state, named after the parameters of the variables."""
+    """Yield the tensors of an optimizer's state, named after the parameters in the namespace."""
     names = {
         id(parameter): name.removeprefix("module.")  # DDP's
         for module in trained(namespace).values()
@@ -143,7 +143,7 @@ def optimizer_state(
 
 
 def ddp_around(value: Any, namespace: Mapping[str, Any]) -> DistributedDataParallel | None:
-    """Return the DDP that a module is, or is a part of, as far as a variable leads to it."""
+    """Return the DDP that is or contains a module, if a variable holds that DDP."""
     held = (each for every in (value, *namespace.values()) for _, each in held_by("", every))
     found = (each for each in held if isinstance(each, DistributedDataParallel))
     return next((ddp for ddp in found if any(each is value for each in ddp.modules())), None)
@@ -153,7 +153,7 @@ def ddp_around(value: Any, namespace: Mapping[str, Any]) -> DistributedDataParal
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return whether this rank holds all values: not of a shard, nor of a sparse tensor."""
+    """Return True if this rank holds all values; False for a shard or a sparse tensor."""
     if placements := getattr(tensor, "placements", ()):  # a DTensor's
         return all(each.is_replicate() for each in placements)
     is_made = not (tensor.is_meta or nn.parameter.is_lazy(tensor))
@@ -167,7 +167,7 @@ def chunks_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def digest(tensor: Tensor) -> TensorDigest:
-    """Return the digest of each chunk."""
+    """Return the digests of a tensor's chunks."""
     pieces = (piece.contiguous().cpu().view(torch.uint8).numpy() for piece in chunks_of(tensor))
     return TensorDigest(
         shape=tuple(tensor.shape),

@@ -1,4 +1,4 @@
-"""Which samples does this rank get?  Read from a copy of its sampler (ranks)."""
+"""Lists the samples that this rank gets, from a copy of its sampler (ranks)."""
 
 import copy
 import itertools
@@ -16,13 +16,13 @@ from ddpnb.rank.inspect.subject import value_of
 from ddpnb.rank.random_state import preserve_globals
 
 DATA = ("dataset", "data_source")
-"""The attributes in which samplers keep their data set, which is not copied."""
+"""The attributes in which samplers keep their data set.  ddpnb does not copy the data set."""
 MAX_INDICES = 2_000_000
-"""Of all epochs together, on one rank: 8 MB."""
+"""The limit for the indices of one rank over all epochs: 8 MB."""
 
 
 def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -> RankSamples:
-    """Return the samples that this rank gets, by torch's own sampler, or a copy of the user's."""
+    """Return this rank's samples, from ``DistributedSampler`` or a copy of the user's sampler."""
     if spec.expression:
         held = sampler_in(spec.expression, namespace)
         found = [getattr(each, name, None) for each in layers_of(held) for name in DATA]
@@ -32,7 +32,7 @@ def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -
     else:
         num_samples = spec.num_samples
         sampler = DistributedSampler(
-            range(num_samples),  # type: ignore[arg-type]  # all that it needs is a length
+            range(num_samples),  # type: ignore[arg-type]  # it needs only a length
             num_replicas=state.world_size,
             rank=state.rank,
             shuffle=spec.shuffle,
@@ -52,7 +52,7 @@ def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -
             )
             if sum(map(len, epochs)) >= MAX_INDICES:
                 raise UserError(
-                    f"A rank gets {MAX_INDICES:,} samples or more: take --epochs 1, or fewer -n."
+                    f"A rank gets {MAX_INDICES:,} samples or more. Use --epochs 1 or a smaller -n."
                 )
     return RankSamples(
         kind=type(layers[-1]).__name__,
@@ -66,16 +66,16 @@ def sampler_in(name: str, namespace: Mapping[str, Any]) -> Any:
     """Return the sampler of a ``DataLoader``, or the sampler itself."""
     value = value_of(name, namespace)
     if isinstance(value, DataLoader) and isinstance(value.dataset, IterableDataset):
-        raise UserError(f"{name} has no sampler: its IterableDataset chooses the samples.")
+        raise UserError(f"{name} has no sampler, because an IterableDataset chooses its samples.")
     if isinstance(value, DataLoader):
         return value.sampler if value.batch_sampler is None else value.batch_sampler
     if not isinstance(value, Sampler):
-        raise UserError(f"{name} is {kind_of(value)}: name a sampler or a DataLoader.")
+        raise UserError(f"{name} is {kind_of(value)}. Name a sampler or a DataLoader.")
     return value
 
 
 def layers_of(sampler: Any) -> list[Any]:
-    """Return a sampler and those that it draws from, the innermost last."""
+    """Return a sampler and the samplers inside it, with the innermost sampler last."""
     layers = [sampler]
     while isinstance(inner := getattr(layers[-1], "sampler", None), Sampler):
         layers.append(inner)
@@ -83,6 +83,6 @@ def layers_of(sampler: Any) -> list[Any]:
 
 
 def numbers(sampler: Any) -> Iterator[int]:
-    """Yield the samples of an epoch, also those of batches."""
+    """Yield the sample numbers of an epoch, from a sampler or a batch sampler."""
     for item in sampler:
         yield from map(int, item if isinstance(item, list | tuple) else [item])

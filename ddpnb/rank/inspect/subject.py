@@ -1,6 +1,6 @@
-"""What ``%ddp_inspect`` looks into on a rank: a model of its cells, or a task's (ranks).
+"""The subject of ``%ddp_inspect`` on a rank: a model from its cells or from a task (ranks).
 
-Only copies of the model make steps: an inspection changes nothing.
+An inspection has no side effects, because only copies of the model make steps.
 """
 
 import copy
@@ -29,25 +29,25 @@ class Subject:
     """A model, its input and its optimizer; only copies of the model make steps."""
 
     make_model: Callable[[], nn.Module]
-    """Makes a plain model, in training mode or not as the user's is."""
+    """Returns an unwrapped copy of the model, in the same mode (training or evaluation)."""
     make_optimizer: OptimizerFactory
     loss_of: Callable[[nn.Module, Any], Tensor]
-    """Calls a model, or a wrapper of it, with a batch, which it may change."""
+    """Returns the loss of a model, or of its wrapper, on a batch.  May change the batch."""
     batch: Any
     cap_mb: float = DEFAULT_CAP_MB
     finds_unused: bool = False
-    """Whether DDP looks for parameters that have no part in the loss."""
+    """True if DDP looks for parameters that do not contribute to the loss."""
 
 
 def find(spec: InspectSpec, here: Surroundings) -> Found:
-    """Look at the model on this rank alone: it sends nothing.
+    """Check the model on this rank without communication, and return its parameters.
 
     Raises:
-        UserError: there is no such model, it does not fit the batch, or it needs no gradient.
+        UserError: the model does not exist, does not fit the batch, or needs no gradient.
     """
     with preserve_globals(torch.device(here.state.device)):
         subject = subject_of(spec, here)
-        with attempt(f"{spec.title} cannot be copied and called with its batch"):
+        with attempt(f"ddpnb failed to copy {spec.title} and to call the copy with its batch"):
             model = subject.make_model()
             loss = subject.loss_of(model, copied(subject.batch))
         if not loss.requires_grad:
@@ -62,13 +62,13 @@ def find(spec: InspectSpec, here: Surroundings) -> Found:
 
 
 def subject_of(spec: InspectSpec, here: Surroundings) -> Subject:
-    """Return the model that a spec names, or that of its task."""
+    """Return the subject for the model that a spec names, or for the model of its task."""
     if spec.task is not None:
         return _of_task(spec, spec.task, here)
     namespace = here.namespace
     model = value_of(spec.model, namespace)
     if not isinstance(model, nn.Module):
-        raise UserError(f"{spec.model} is {kind_of(model)} and no model, an nn.Module.")
+        raise UserError(f"{spec.model} is {kind_of(model)}, not an nn.Module.")
     ddp = model if isinstance(model, DistributedDataParallel) else None
     return Subject(
         make_model=partial(copy.deepcopy, model if ddp is None else ddp.module),
@@ -99,12 +99,12 @@ def _of_task(spec: InspectSpec, task: RunSpec, here: Surroundings) -> Subject:
 
 
 def value_of(expression: str, namespace: Mapping[str, Any], **others: Any) -> Any:
-    """Return what the user's expression is on this rank; refuse what cannot be computed."""
+    """Return the value of the user's expression on this rank.  Raises UserError if it fails."""
     try:
-        return eval(expression, {**namespace, **others})  # the user's code, as a cell is
+        return eval(expression, {**namespace, **others})  # runs the user's code, as a cell does
     except NameError as error:
         near = closest(error.name or "", [name for name in namespace if not name.startswith("_")])
-        hint = f"; did you mean {near}?" if near else ": define it in a %%ddp cell."
+        hint = f"; did you mean {near}?" if near else ". Define it in a %%ddp cell."
         raise UserError(f"{error.name} is not defined{hint}") from None
     except Exception as error:
         raise UserError(f"{expression} fails: {summary_of(error).rstrip('.')}.") from error

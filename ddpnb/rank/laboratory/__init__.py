@@ -1,11 +1,11 @@
-"""Emulated devices: every gradient is real, every second is computed (ranks).
+"""Emulated devices: gradients are real, and times are computed (ranks).
 
     seconds of a step  =  f * (1 + u) * (p * a + c * n) + s
 
-n: the samples of the worker in this step; c: the seconds of a sample; a: the micro-batches;
-p: the seconds of a pass, however few samples it has; f, s: the factor and the seconds of
-``--slow``; u: a number between 0 and ``--jitter``, drawn from the seed, the rank and the step.
-Whoever knows these knows when a worker will be ready: nothing is measured while it trains.
+n: the worker's samples in this step; c: the seconds of a sample; a: the micro-batches;
+p: the fixed seconds of a pass, for any number of samples; f, s: the factor and the seconds of
+``--slow``; u: a random number between 0 and ``--jitter``, given by the seed, the rank and the step.
+The formula gives the time at which a worker is ready.  ddpnb measures no times during training.
 """
 
 import math
@@ -20,25 +20,25 @@ from ddpnb.protocol.devices import Compute, Devices
 from ddpnb.protocol.notation import Slow
 
 TRIAL_SECONDS = 2.0
-"""How long a core is measured."""
+"""Seconds for which ddpnb measures a core."""
 LEAST_TRIALS = 3
-"""The first is cold."""
+"""The fewest measured steps.  The first step is slower, because caches are cold."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTimes:
-    """The seconds that each emulated device computes."""
+    """The computing times of emulated devices."""
 
     compute: Compute
     num_passes: int = 1
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
     slow: Sequence[Slow] = ()
     jitter: float = 0.0
     seed: int = 0
 
     def factor(self, rank: int, step: int) -> float:
-        """Return by how much a rank's computing takes longer in one of its steps."""
+        """Return the factor by which a rank's computing is slower in a step."""
         factor = 1.0
         if self.jitter:
             factor += self.jitter * random.Random(f"{self.seed} {rank} {step}").random()
@@ -52,11 +52,11 @@ class ComputeTimes:
         return sum(fault.seconds for fault in self.slow if fault.rank == rank)
 
     def work(self, num_samples: int, num_passes: int = 1) -> float:
-        """Return the seconds of passes over some samples together, on a device that is not slow."""
+        """Return the seconds of passes over ``num_samples`` in total, without slowdown."""
         return self.compute.of(num_samples) + (num_passes - 1) * self.compute.fixed
 
     def step(self, rank: int, step: int, num_samples: int) -> float:
-        """Return the seconds of a whole step, without any exchange."""
+        """Return the seconds of a whole step, without communication."""
         computing = self.work(num_samples, self.num_passes)
         return self.factor(rank, step) * computing + self.delay(rank)
 
@@ -64,25 +64,25 @@ class ComputeTimes:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Laboratory:
-    """The emulated devices of one run, which train one model."""
+    """The emulated devices of one run."""
 
     devices: Devices
     times: ComputeTimes
     num_bytes: int
-    """Of the gradients of the model that is trained."""
+    """Bytes of the gradients of the model that is trained."""
     num_in_shard: Callable[[Any], int] = lambda _: 0
-    """Returns the samples of a shard."""
+    """Returns the number of samples in a shard."""
 
     @cached_property
     def scale(self) -> float:
-        """Bytes of the emulated model for each byte of the one that is trained."""
+        """Bytes of the emulated model per byte of the trained model."""
         return (self.devices.num_gradient_bytes or self.num_bytes) / max(self.num_bytes, 1)
 
 
 def measured(make: Callable[[], object], num_samples: int) -> Compute:
-    """Return how fast this thread computes: the fastest of many steps, in processor time.
+    """Return this thread's computing speed, from the processor time of the fastest of many steps.
 
-    So other programs hardly change it.  ``make`` makes a step on so many samples.
+    Other programs hardly change this time.  ``make`` makes a step on ``num_samples`` samples.
     """
     fastest = math.inf
     trials, end = 0, time.monotonic() + TRIAL_SECONDS

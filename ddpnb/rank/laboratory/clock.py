@@ -1,8 +1,8 @@
-"""The clock of an emulated device, which computes time in place of waiting for it (ranks).
+"""The clock of an emulated device: it computes time instead of waiting (ranks).
 
-A phase that computes has a length when it begins.  What is issued within it is issued at a share of
-that length: the share of the phase's bytes that were issued by then.  So a bucket of DDP's is ready
-when that part of the backward pass is over.
+The length of a compute phase is known when the phase begins.  A call in the phase is issued after a
+share of this length.  The share is the part of the phase's bytes that has been issued so far.  So
+one of DDP's buckets is ready when the same part of the backward pass is over.
 """
 
 import contextlib
@@ -20,47 +20,47 @@ from ddpnb.rank.meter import Meter, Moment, Phase, completed
 
 @final
 class VirtualClock(Meter):
-    """The time of one device; where a process has those of several ranks, the slowest counts."""
+    """Virtual time of one device, or of the slowest device if a process emulates several."""
 
     num_steps_ahead = 0
 
     def __init__(self, laboratory: Laboratory, ranks: range) -> None:
         super().__init__()
         self.seconds = 0.0
-        """The virtual time since the run began."""
+        """Virtual seconds since the run began."""
         self.is_paused = False
-        """Whether exchanges take no time now."""
+        """True if exchanges take no time now."""
         self.laboratory = laboratory
         self.scale = laboratory.scale
         self._ranks = ranks
         self._usual_bytes = laboratory.scale * laboratory.num_bytes
-        """Of the gradients, which a phase is assumed to issue until one has ended."""
+        """Bytes of the gradients: the assumed bytes of a phase until one phase has ended."""
         self._phase: Phase = "data"
         self._since = 0.0
         self._spent: dict[str, float] = {}
         self._step = 0
         self._delay_left = 0.0
         self.settle: Callable[[], None] = lambda: None
-        """Advances to the end of the exchanges that C++ has issued and waited for."""
+        """Advances to the end of the exchanges that C++ code has issued and waited for."""
         self._unplanned = 0
-        """Samples of a step that has not computed yet."""
+        """Samples of a step without a compute phase so far."""
         self._computing: Phase = "data"
-        """The phase that the length is of."""
+        """The compute phase to which ``_length`` and ``_progress`` belong."""
         self._length, self._progress = 0.0, 1.0
         self._num_issued = self._num_produced = 0.0
-        """Bytes that the phase has issued, and has made."""
+        """Bytes that the phase has issued, and bytes of gradients that the phase has produced."""
         self._all_issued: dict[Phase, float] = {}
-        """Bytes that a phase had issued when it ended."""
+        """Bytes that each phase had issued when it last ended."""
 
     # -- a step -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start counting, once for all steps of a run; a worker that joins has a time already."""
+        """Start counting, once per run.  A worker that joins later starts at its current time."""
         self._since = self.seconds
         self._phase, self._spent = "data", {}
 
     def begin_step(self, num_samples: int) -> None:
-        """Begin a step on so many samples of this worker."""
+        """Begin a step on ``num_samples`` samples of this worker."""
         self._unplanned = num_samples
         self._delay_left = max(self.laboratory.times.delay(rank) for rank in self._ranks)
 
@@ -72,7 +72,7 @@ class VirtualClock(Meter):
         return before
 
     def compute(self, phase: Phase, num_samples: int) -> None:
-        """Begin a phase that computes on so many samples."""
+        """Begin a compute phase on ``num_samples`` samples."""
         self._unplanned = 0
         self._compute_rest()
         if phase == "backward":
@@ -86,12 +86,12 @@ class VirtualClock(Meter):
             self._length += len(self._ranks) * self.laboratory.devices.seconds_per_replica
 
     def produced(self, num_bytes: int) -> None:
-        """Advance to where the phase has made so many more bytes of gradients."""
+        """Advance until the phase has produced ``num_bytes`` more bytes of gradients."""
         self._num_produced += self.scale * num_bytes
         self._advance(self._num_produced / self._usual_bytes)
 
     def computed(self) -> None:
-        """Advance to the end of what computes, and of what C++ has sent meanwhile."""
+        """Advance to the end of the compute phase and of the exchanges that C++ has issued."""
         self._compute_unplanned()
         self._compute_rest()
         self.settle()
@@ -101,11 +101,11 @@ class VirtualClock(Meter):
         return self.seconds
 
     def hide(self, begun: Moment, ended: Moment) -> None:
-        """Add the time between."""
+        """Count the time between two moments as hidden communication."""
         self._spent["hidden"] = self._spent.get("hidden", 0.0) + ended - begun
 
     def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
-        """Record that a step was made, and return it."""
+        """End a step, and return the step with its times."""
         self.computed()
         self.begin("data")
         parts, self._spent = Parts(**self._spent), {}
@@ -113,15 +113,15 @@ class VirtualClock(Meter):
         return [completed(step, self.seconds, parts, values)]
 
     def stop(self) -> list[StepEvent]:
-        """Return the steps not yet returned: none."""
+        """Return an empty list: ``timing`` has already returned every step."""
         return []
 
     def end(self) -> None:
-        """Count what has followed the last step too, which ``seconds`` has already."""
+        """Do nothing: ``seconds`` already includes the time after the last step."""
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count no time in this context: what is not of a step takes none."""
+        """Count no time in this context, because its work belongs to no step."""
         self.is_paused = True
         try:
             yield
@@ -131,10 +131,10 @@ class VirtualClock(Meter):
     # -- computing and exchanging -----------------------------------------------------------
 
     def issue(self, num_bytes: float, *, is_needed: bool) -> tuple[float, float]:
-        """Advance to where a call is made; return when its first and last bytes are ready.
+        """Advance to the time of a call; return when its first and last bytes are ready.
 
-        ``is_needed``: what follows needs the result, as the gathers of FSDP; else what went before
-        has made what is sent.
+        ``is_needed``: later computation needs the result, as with FSDP's gathers.  Otherwise
+        earlier computation has produced the bytes that the call sends.
         """
         self._compute_unplanned()
         if self._progress >= 1.0:
@@ -147,14 +147,14 @@ class VirtualClock(Meter):
         return (self.seconds if is_needed else first), self.seconds
 
     def _compute_rest(self) -> None:
-        """Advance to the end of the phase that computes, if one does."""
+        """Advance to the end of the current compute phase, if any."""
         if self._progress < 1.0:
             self._advance(1.0)
         if self._num_issued:
             self._all_issued[self._computing], self._num_issued = self._num_issued, 0.0
 
     def _compute_unplanned(self) -> None:
-        """Compute a whole step, where a strategy has not said which phase it computes."""
+        """Charge the time of a whole step if the strategy has not announced its phases."""
         num_samples, self._unplanned = self._unplanned, 0
         if num_samples:
             self.compute("forward", num_samples)
@@ -162,12 +162,12 @@ class VirtualClock(Meter):
             self._compute_rest()
 
     def exchange(self, num_messages: int, num_bytes: float, *, is_scaled: bool = True) -> None:
-        """Advance by messages between the devices of this process, one after the other."""
+        """Advance by the time of successive messages between the devices of this process."""
         messages = Messages(num_messages, num_bytes * (self.scale if is_scaled else 1.0))
         self.wait_until(self.seconds + messages.seconds(self.laboratory.devices.device_link))
 
     def wait_until(self, end: float) -> None:
-        """Advance to a later time, counted as communication."""
+        """Advance to a later time, and count the difference as communication."""
         if end > self.seconds:
             before = self.begin("communication")
             self.seconds = end
@@ -179,7 +179,7 @@ class VirtualClock(Meter):
         self._progress = progress
 
     def _work(self, num_samples: int) -> float:
-        """Return the seconds of the slowest device of this process."""
+        """Return the computing seconds of this process's slowest device."""
         each = -(-num_samples // len(self._ranks))
         factors = (self.laboratory.times.factor(rank, self._step) for rank in self._ranks)
         return max(factors) * self.laboratory.times.work(each)

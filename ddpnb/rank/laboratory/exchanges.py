@@ -1,9 +1,9 @@
-"""What the calls of ``torch.distributed`` cost emulated devices (ranks).
+"""The times of ``torch.distributed`` calls on emulated devices (ranks).
 
-A collective begins when the last of its ranks is ready and this rank's link is free, and takes
-what its messages cost (``costs``); a message begins when its sender is ready.  All of it passes
-through the one interceptor of collectives, so it holds for DDP's calls from C++, FSDP's gathers, a
-hand-written ring and a user's own class.
+A collective begins when the last of its ranks is ready and this rank's link is free.  The costs of
+its messages (``costs``) give its duration.  A message begins when its sender is ready.  All calls
+pass through the interceptor: DDP's calls from C++, FSDP's gathers, a hand-written ring and a user's
+own class.
 """
 
 import contextlib
@@ -28,55 +28,55 @@ from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.laboratory.clock import VirtualClock
 
 LEAST_BYTES: Final = 1 << 14
-"""Of a tensor that is summed in shared memory: gloo sums a smaller one as fast."""
+"""The fewest bytes of a tensor that is summed in shared memory.  Below this, gloo is as fast."""
 GATHERS = ("all_gather", "broadcast", "scatter")
-"""Their result is needed by what the caller computes next."""
+"""The collectives with results that the caller needs for its next computation."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Pending:
-    """A call that has been issued, and whose end is not computed yet."""
+    """A call that has been issued; ddpnb has not computed its end yet."""
 
     call: Call
     board: Board
     number: int
     num_parts: int
     seconds: float
-    """Of each part."""
+    """Seconds of each part."""
     end: float = math.nan
 
 
 @final
 @dataclass(eq=False)
 class Exchanges(Listener):
-    """Advances a rank's clock by what its exchanges cost."""
+    """Advances a rank's clock by the time of the rank's exchanges."""
 
     clock: VirtualClock
-    """Of this rank's device."""
+    """The clock of this rank's device."""
     path: Path
     """Prefix of the files in the run folder that the ranks share."""
     check: Callable[[], None]
-    """Raises where this rank should no longer wait."""
+    """Raises an error if this rank should stop waiting."""
 
     def __post_init__(self) -> None:
         laboratory = self.clock.laboratory
         self._devices = laboratory.devices
         self._wrapper_seconds = self._devices.wrapper_seconds / max(laboratory.num_bytes, 1)
-        """What DDP itself adds to a step, for each byte of the gradients."""
+        """Seconds that DDP itself adds to a step, per byte of the gradients."""
         self.clock.settle = self._settle_cpp
         self._boards: dict[str, Board] = {}
         self._sums = SharedSums(self.path, self.check)
         self._numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
-        """Counts the calls of a group, under -1, and the messages of each pair of ranks."""
+        """Next number of a group's collectives (key -1) and of each rank pair's messages."""
         self._pending: deque[_Pending] = deque()
         self.ends: deque[float] = deque(maxlen=1000)
-        """When the latest collectives have ended."""
+        """End times of the latest collectives."""
         self._free = 0.0
-        """When this rank's link is free of collectives."""
+        """Time at which this rank's link is free of collectives."""
         self._sends_until = self._receives_until = 0.0
 
     def begin(self, call: Call) -> None:
-        """Post when this rank is ready."""
+        """Post the time at which this rank is ready for a call."""
         if self.clock.is_paused:
             return
         sent, received = call.traffic
@@ -110,7 +110,7 @@ class Exchanges(Listener):
         self._pending.append(pending)
 
     def make(self, call: Call) -> Any:
-        """Sum in shared memory, where that pays."""
+        """Make an all-reduce in shared memory if its tensor is large enough and of a known kind."""
         tensors, arguments = call.tensors, call.arguments
         if call.name != "all_reduce" or call.group.size() == 1 or len(tensors) != 1:
             return None
@@ -127,19 +127,19 @@ class Exchanges(Listener):
             call.notes[self]()
 
     def _settle(self, last: _Pending) -> None:
-        """Advance to the end of a call, and of those before it."""
+        """Advance to the end of a call, after computing the ends of all earlier calls."""
         while math.isnan(last.end):
             self._end(self._pending.popleft())
         self.clock.wait_until(last.end)
 
     def _settle_cpp(self) -> None:
-        """Advance to the end of the calls that C++ has issued and waited for."""
+        """Advance to the end of the calls that C++ code has issued and waited for."""
         waited_for = [each for each in self._pending if each.call.is_in_cpp]
         if waited_for:
             self._settle(waited_for[-1])
 
     def _end(self, pending: _Pending) -> None:
-        """Compute when a call has ended; what the clock has passed by then was hidden."""
+        """Compute the end of a call.  The part that the clock has already passed was hidden."""
         places = range(pending.call.group.size())
         ready = [pending.board.read(pending.number, place) for place in places]
         now = self.clock.seconds
@@ -151,10 +151,10 @@ class Exchanges(Listener):
     # -- messages ---------------------------------------------------------------------------
 
     def _begin_message(self, call: Call) -> None:
-        """Post when a message departs; note what is to be received."""
+        """Post the departure of a sent message, or prepare to wait for a received message."""
         self.clock.computed()
         if call.collective.is_from_any:
-            return  # nobody knows yet from whom it comes
+            return  # the sender is not known yet
         name, size, is_sent = call.group.group_name, call.group.size(), call.name == "send"
         own, other = call.group.rank(), call.arguments[1]
         link = self._devices.link_between([call.ranks[own], call.ranks[other]])
@@ -168,7 +168,7 @@ class Exchanges(Listener):
             call.notes[self] = partial(self.clock.wait_until, self._sends_until)
             return
 
-        def receive() -> None:  # whatever is waited for first has come first
+        def receive() -> None:  # messages arrive in the order in which the caller waits for them
             departed, _ = board.read(next(numbers), place)
             begins = max(departed + link.latency_seconds, self._receives_until)
             self._receives_until = begins + seconds
@@ -177,7 +177,7 @@ class Exchanges(Listener):
         call.notes[self] = receive
 
     def close(self) -> None:
-        """Remove the files; may be called twice."""
+        """Remove the files.  May be called twice."""
         for board in self._boards.values():
             board.close()
         self._sums.close()

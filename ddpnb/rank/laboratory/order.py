@@ -1,9 +1,9 @@
-"""In which order does a parameter server handle emulated workers?  (rank 0)
+"""Serves a parameter server's emulated workers in order of virtual time (rank 0).
 
-In that of virtual time.  When a worker takes a shard, it is known when its gradient will arrive: so
-the server waits for the real gradient of the worker that is first, however late it comes in real
-time.  Its link takes one gradient in and one copy of the parameters out at a time; rank 0's own
-worker needs no link.
+When a worker takes a shard, ddpnb computes when the worker's gradient will arrive.  The server
+waits for the real gradient of the worker that is first in virtual time.  Other workers may be
+faster in real time.  The server's link receives one gradient and sends one copy of the parameters
+at a time.  Rank 0's own worker needs no link.
 """
 
 import math
@@ -17,7 +17,7 @@ from ddpnb.rank.laboratory import Laboratory
 
 SERVER_RANK: Final = 0
 RETURN_SECONDS: Final = 1.0
-"""What it takes until a new process has the place of one that has died."""
+"""Virtual seconds until a new process replaces a worker that has died."""
 
 
 @final
@@ -25,38 +25,38 @@ RETURN_SECONDS: Final = 1.0
 class VirtualOrder:
     """The virtual times at which workers make their next requests.
 
-    The queue calls it under its lock.
+    The queue calls every method while it holds its lock.
     """
 
     laboratory: Laboratory
-    """How long each worker computes, and what lies between it and the server."""
+    """Computing times of the workers, and links between the workers and the server."""
     _: KW_ONLY
     num_workers: int
-    """Those that begin together, at 0."""
+    """Number of workers that begin together at time 0."""
     shard: Callable[[int], Any]
-    """Returns the shard of a number in the queue."""
+    """Returns the shard with a number in the queue."""
 
     def __post_init__(self) -> None:
         self.now = 0.0
-        """When the latest request arrived."""
+        """Time at which the latest request arrived."""
         workers = range(self.num_workers)
         self._ready = dict.fromkeys(workers, 0.0)
-        """When each worker makes its next request; infinite while it waits, or has ended."""
+        """Time of each worker's next request; infinite if the worker waits or has ended."""
         self._received = dict.fromkeys(workers, 0.0)
-        """When each worker had its latest shard."""
+        """Time at which each worker received its latest shard."""
         self._steps = dict.fromkeys(workers, 0)
         self._is_here: set[int] = set()
-        """Workers whose request has arrived before, or brings no gradient."""
+        """Workers that need no link now: their request arrived before or has no gradient."""
         self._in_until = self._out_until = 0.0
-        """When the server's link is free, in both directions."""
+        """Times at which the server's link is free, in both directions."""
 
     def is_next(self, rank: int) -> bool:
-        """Return whether no other worker's request arrives earlier; the lower rank goes first."""
+        """Return True if this worker's request arrives first; on a tie the lower rank is first."""
         mine = self._arrival(rank), rank
         return all((self._arrival(other), other) >= mine for other in self._ready)
 
     def arrive(self, rank: int) -> None:
-        """Take a worker's request, for which ``now`` becomes the time."""
+        """Accept a worker's request, and set ``now`` to the request's time of arrival."""
         self.now = self._arrival(rank)
         if not self._is_local(rank):
             self._in_until = self.now - self._link(rank).latency_seconds
@@ -64,10 +64,10 @@ class VirtualOrder:
         self._is_here.discard(rank)
 
     def reply(self, rank: int, shard: int | None, *, is_first: bool = False) -> float:
-        """Send a worker the parameters and its next shard, now; return when it has them.
+        """Send a worker the parameters and the next shard now; return when the worker has them.
 
-        Without a shard it has ended.  ``is_first``: all workers begin, with parameters that they
-        have.
+        Without a shard the worker has ended.  ``is_first``: all workers begin, and they already
+        have the parameters.
         """
         received = self.now
         if rank != SERVER_RANK and not is_first:
@@ -83,7 +83,7 @@ class VirtualOrder:
         return received
 
     def resume(self, rank: int) -> None:
-        """Let a worker that waits for others go on now."""
+        """Let a worker that waits for other workers continue now."""
         self._ready[rank] = self.now
         self._is_here.add(rank)
 
@@ -94,11 +94,11 @@ class VirtualOrder:
         self._is_here.add(rank)
 
     def leave(self, rank: int) -> None:
-        """Wait for a worker no longer: it is done."""
+        """Stop waiting for a worker that has finished."""
         self._ready[rank] = math.inf
 
     def abandon(self, ranks: Collection[int]) -> bool:
-        """Expect no new processes for lost workers; return whether any was expected."""
+        """Expect no new processes for lost workers; return True if any was expected."""
         expected = [rank for rank in ranks if self._ready[rank] < math.inf]
         for rank in expected:
             self.leave(rank)
@@ -108,7 +108,7 @@ class VirtualOrder:
         return rank == SERVER_RANK or rank in self._is_here
 
     def _arrival(self, rank: int) -> float:
-        """Return when a worker's request arrives if it is the next over the link."""
+        """Return the arrival time of a worker's request if it is the next request on the link."""
         ready = self._ready[rank]
         if self._is_local(rank) or math.isinf(ready):
             return ready
@@ -119,5 +119,5 @@ class VirtualOrder:
         return self.laboratory.devices.link_between((SERVER_RANK, rank))
 
     def _seconds(self, link: LinkSpec) -> float:
-        """Return how long a link takes for a gradient, or for a copy of the parameters."""
+        """Return the seconds that a link needs for a gradient or a copy of the parameters."""
         return Messages(0, self.laboratory.scale * self.laboratory.num_bytes).seconds(link)

@@ -1,4 +1,4 @@
-"""Stands for what a script has of its own: the run's settings and the notebook's cell."""
+"""Placeholders: a script replaces them by the run's settings and the notebook's cell."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ DDP_OPTIONS: dict[str, Any] = {}
 
 
 def model() -> nn.Module:
-    """Return a model with weights from torch's random numbers."""
+    """Return a model with random weights from torch's generator."""
     return nn.Linear(4, 2)
 
 
@@ -25,20 +25,20 @@ def data(split: str) -> Any:
 
 
 def optimizer(parameters: Any) -> Any:
-    """Return an optimizer, or one and its scheduler."""
+    """Return an optimizer, or an optimizer and its scheduler."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 
 def training_step(net: nn.Module, batch: Any) -> Any:
-    """Return the mean loss over a batch, or a dict that has it."""
+    """Return the mean loss over a batch, or a dict with the key ``"loss"``."""
     return nn.functional.cross_entropy(net(batch[0]), batch[1])
 
 
 def validation_step(net: nn.Module, batch: Any) -> Any:
-    """Return means over a held-out batch."""
+    """Return mean scores over a held-out batch."""
     return {"loss": training_step(net, batch)}
 
 
 def metric(outputs: Tensor, targets: Tensor) -> Any:
-    """Return numbers of all held-out outputs."""
+    """Return scores of all held-out outputs together."""
     return (outputs.argmax(1) == targets).float().mean()

@@ -1,4 +1,4 @@
-"""The script of any other cell: ``run`` gets the functions that it needs (torchrun's ranks)."""
+"""The script for all other cells: ``run`` takes the needed functions (torchrun's ranks)."""
 
 import inspect
 import os
@@ -21,11 +21,11 @@ from ddpnb.rank.script.plain import load_checkpoint, save_checkpoint
 
 Numbers = dict[str, float]
 LossOf = Callable[[nn.Module, Any], Tensor]
-Batches = Iterable[tuple[float, Any]]  # each after its share of all samples
+Batches = Iterable[tuple[float, Any]]  # pairs: share of all samples, batch
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return dicts, tuples and lists, however nested, with a function of each part."""
+    """Apply a function to each leaf of nested dicts, tuples and lists."""
     if hasattr(tree, "to") or not isinstance(tree, Mapping | tuple | list):
         return function(tree)
     if isinstance(tree, Mapping):
@@ -35,14 +35,14 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def size_of(tree: Any) -> int:
-    """Return how many rows the first tensor has."""
+    """Return the number of rows of the first tensor."""
     sizes: list[int] = []
     mapped(lambda leaf: sizes.append(len(leaf)), tree)
     return sizes[0]
 
 
 class Rows(Dataset[Any]):
-    """Tensors or arrays, in dicts and tuples, with a row for each sample."""
+    """A data set of tensors or arrays in dicts and tuples, with one row per sample."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = mapped(torch.as_tensor, tree)
@@ -55,7 +55,7 @@ class Rows(Dataset[Any]):
 
 
 def load(split: str) -> tuple[Any, Any]:
-    """Return what ``data`` returns as a data set, and what makes a batch of items."""
+    """Return a split as a data set, and the function that collates its batches."""
     samples, collate = data(split), collate_fn
     if isinstance(samples, DataLoader):
         if collate is torch.utils.data.default_collate:
@@ -66,30 +66,30 @@ def load(split: str) -> tuple[Any, Any]:
 
 
 def to_device(batch: Any, device: str) -> Any:
-    """Return a batch on a device."""
+    """Move a batch to a device."""
     return mapped(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch)
 
 
 def pair_loss(net: nn.Module, batch: Any) -> Tensor:
-    """Return the mean loss over inputs and targets."""
+    """Return the mean loss over a batch of inputs and targets."""
     inputs, targets = batch
     return loss(net(inputs), targets)
 
 
 def step_loss(net: nn.Module, batch: Any) -> Tensor:
-    """Return the loss in what the training step returns."""
+    """Return the loss from the result of ``training_step``."""
     result = training_step(net, batch)
     error: Tensor = result["loss"] if isinstance(result, Mapping) else result
     return error
 
 
 def sgd(net: nn.Module, num_steps: int) -> list[Any]:
-    """Return the optimizer."""
+    """Return an SGD optimizer."""
     return [torch.optim.SGD(net.parameters(), LEARNING_RATE, MOMENTUM)]
 
 
 def own_optimizer(net: nn.Module, num_steps: int) -> list[Any]:
-    """Return the cell's optimizer, and its scheduler, which follows each step."""
+    """Return the cell's optimizer and scheduler.  The scheduler runs after each step."""
     names = list(inspect.signature(optimizer).parameters)
     parameters = [each for each in net.parameters() if each.requires_grad]
     counts = {"num_steps": num_steps} if "num_steps" in names else {}
@@ -101,7 +101,7 @@ def own_optimizer(net: nn.Module, num_steps: int) -> list[Any]:
 
 
 def update(ddp: Any, optim: Any, batch: Any, loss_of: LossOf) -> Tensor:
-    """Make one update; return this rank's loss."""
+    """Make one update, and return this rank's loss."""
     optim.zero_grad()
     error = loss_of(ddp, batch)
     error.backward()
@@ -110,7 +110,7 @@ def update(ddp: Any, optim: Any, batch: Any, loss_of: LossOf) -> Tensor:
 
 
 def update_in_parts(ddp: Any, optim: Any, batch: Any, loss_of: LossOf) -> Tensor:
-    """Make one update, with the batch in parts and the gradients clipped."""
+    """Make one update from micro-batches, with clipped gradients; return this rank's loss."""
     optim.zero_grad()
     num, total = size_of(batch), torch.zeros((), device=ddp.device)
     *others, last = torch.arange(num).tensor_split(min(ACCUMULATE, num))
@@ -128,13 +128,13 @@ def update_in_parts(ddp: Any, optim: Any, batch: Any, loss_of: LossOf) -> Tensor
 
 
 def held_out_loss(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
-    """Return the mean loss."""
+    """Return the mean loss over all batches."""
     return {"loss": sum(share * loss_of(net, batch).item() for share, batch in batches)}
 
 
 @torch.no_grad()
 def own_means(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
-    """Return the means of what the cell measures on each batch."""
+    """Return the means of ``validation_step`` over all batches."""
     totals: dict[str, float] = {}
     for share, batch in batches:
         for name, value in named(validation_step, validation_step(net, batch)).items():
@@ -144,13 +144,13 @@ def own_means(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
 
 @torch.no_grad()
 def own_metric(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
-    """Return what the cell measures on all outputs together."""
+    """Return ``metric`` of all outputs together."""
     pairs = [(net(inputs).cpu(), targets.cpu()) for _, (inputs, targets) in batches]
     return named(metric, metric(*map(torch.cat, zip(*pairs, strict=True))))
 
 
 def named(function: Any, result: Any) -> Numbers:
-    """Return numbers by name; a single one has the name of its function."""
+    """Return numbers by name.  A single number gets the name of its function."""
     return dict(result) if isinstance(result, Mapping) else {function.__name__: result}
 
 
@@ -160,7 +160,7 @@ def run(
     update: Callable[[Any, Any, Any, LossOf], Tensor],
     *measures: Callable[[nn.Module, Batches, LossOf], Numbers],
 ) -> None:
-    """Train and evaluate as one of torchrun's ranks."""
+    """Train and evaluate on one of torchrun's ranks."""
     dist.init_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
@@ -171,7 +171,7 @@ def run(
         batch_sampler=BatchSampler(sampler, BATCH_SIZE // world_size, drop_last=False),
         collate_fn=collate,
         num_workers=DATA_WORKERS,
-        generator=torch.Generator(),  # leaves the random numbers of dropout alone
+        generator=torch.Generator(),  # keeps dropout's random numbers unchanged
     )
     num_steps = max(1, round(EPOCHS * len(loader)))
     seed_everything(SEED)

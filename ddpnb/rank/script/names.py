@@ -1,4 +1,4 @@
-"""What comes before a cell, where a script needs it (torchrun's ranks)."""
+"""Definitions that precede the cell in scripts that need them (torchrun's ranks)."""
 
 import os
 import random
@@ -13,7 +13,7 @@ device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cp
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the random numbers of Python, numpy and torch."""
+    """Seed the random number generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The script of a cell that returns tensors, trained with DDP and SGD (torchrun's ranks)."""
+"""The script for a cell with tensors as data, trained with DDP and SGD (torchrun's ranks)."""
 
 import os
 from typing import Any
@@ -13,7 +13,7 @@ from ddpnb.rank.script.cell import *
 
 
 def save_checkpoint(step: int, *parts: Any) -> None:
-    """Have rank 0 put a whole file in place of the last; takes part: every rank."""
+    """Replace the checkpoint by a new complete file on rank 0.  Every rank takes part."""
     random = [torch.empty(0)] * dist.get_world_size()
     dist.all_gather_object(random, torch.get_rng_state())
     saved = {"step": step, "parts": [each.state_dict() for each in parts]}
@@ -23,7 +23,7 @@ def save_checkpoint(step: int, *parts: Any) -> None:
 
 
 def load_checkpoint(*parts: Any) -> int:
-    """Return the step to go on from, with all parts as they were; 0 without a file."""
+    """Load a checkpoint into all parts; return its step, or 0 without a checkpoint."""
     if not os.path.exists(CHECKPOINT):
         return 0
     saved = torch.load(CHECKPOINT, map_location="cpu")
@@ -34,7 +34,7 @@ def load_checkpoint(*parts: Any) -> int:
 
 
 def main() -> None:
-    """Train and evaluate as one of torchrun's ranks."""
+    """Train and evaluate on one of torchrun's ranks."""
     dist.init_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
