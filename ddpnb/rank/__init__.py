@@ -1,1 +1,1 @@
-"""What runs in every rank; imports no IPython display, ipywidgets or matplotlib."""
+"""The code of every rank.  It imports no IPython display, ipywidgets or matplotlib."""

@@ -1,4 +1,4 @@
-"""Carries out on a rank what ``protocol.calls`` declares: registers a function for each (ranks)."""
+"""Implements the calls that ``protocol.calls`` declares: one function for each call (ranks)."""
 
 import functools
 import os
@@ -28,13 +28,15 @@ Implementation = Callable[Concatenate[RankEngine, Arguments], Result]
 def carries_out(
     declared: RankCall[Arguments, Result], *, answers: bool = True, runs_users_code: bool = False
 ) -> Callable[[Implementation[Arguments, Result]], Implementation[Arguments, Result]]:
-    """Register what carries out a declared call, in the notebook's folder once that has changed.
+    """Register the function that implements a declared call.
+
+    If the notebook's folder has changed, the rank first changes to that folder.
 
     Args:
         declared: the call.
-        answers: whether what it raises is returned as a ``Failure``, to be shown.  Where it is not,
-            an exception means that ddpnb or the rank has failed.
-        runs_users_code: whether an interrupt ends it, as it does the user's code alone.
+        answers: True returns exceptions as a ``Failure`` for the notebook.  If False, an exception
+            means that ddpnb or the rank has failed.
+        runs_users_code: True if an interrupt may end the call.
     """
 
     def register(
@@ -42,9 +44,9 @@ def carries_out(
     ) -> Implementation[Arguments, Result]:
         def carry_out(folder: str, *arguments: Any) -> Any:
             engine: RankEngine = RankEngine.instance()
-            if folder and folder != engine.notebook_folder:  # a cell may have gone elsewhere
+            if folder and folder != engine.notebook_folder:  # else keep a cell's own os.chdir
                 engine.notebook_folder = folder
-                with suppress(OSError):  # this host does not have it
+                with suppress(OSError):  # this host does not have the folder
                     os.chdir(folder)
             call: Callable[[], Any] = functools.partial(function, engine, *arguments)
             if not answers:
@@ -54,7 +56,7 @@ def carries_out(
                     return call()
                 with engine.adopted_group.during():
                     return cells.interruptible(call)
-            except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the edge of a call: the notebook shows it
+            except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the notebook shows it
                 return cells.failure_of(error, engine)
 
         calls.registered[declared.name] = carry_out
@@ -65,10 +67,7 @@ def carries_out(
 
 @carries_out(calls.form_group, answers=False)
 def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[StaleVariable]:
-    """Form a new process group; return the variables that hold an old one.
-
-    Takes part: every rank.
-    """
+    """Form a new process group, on every rank; return the variables that hold an old group."""
     engine.group.join(generation, is_checked=is_checked)
     return variables.stale_variables(engine.shell.user_ns)
 
@@ -78,7 +77,7 @@ def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[St
 
 @carries_out(calls.validate, runs_users_code=True)
 def validate(engine: RankEngine, spec: RunSpec) -> Checked:
-    """Check one training before anything trains."""
+    """Check one run before any strategy trains."""
     checks = engine.group.collective_checks
     cells.warn_again()
     about_to_run = ExecutionInfo(spec.source, False, True, True, None)
@@ -90,12 +89,12 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     )
 
 
-@carries_out(calls.train)  # which can be interrupted, but for its end
+@carries_out(calls.train)  # an interrupt can end it, except after the training
 def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> RunReport:
-    """Train one run, or join it if the others train it already; report how it went."""
+    """Train one run, or join a run that other ranks already train; return this rank's report."""
     group = engine.group
     cells.warn_again()
-    engine.stop_wanted.clear()  # a late request was for the run before
+    engine.stop_wanted.clear()  # a late request was for the previous run
     first_batch = rejoin_info.first_batch if rejoin_info else 0
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
     with closing(publisher), engine.adopted_group.during():
@@ -111,7 +110,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
 
 
 def surroundings_of(engine: RankEngine, spec: RunSpec | None) -> Surroundings:
-    """Return where this rank makes a run, whose cell is shown as ``Cell In[n]``."""
+    """Return this rank's surroundings for a run; tracebacks show its cell as ``Cell In[n]``."""
     group, shell = engine.group, engine.shell
     here = Surroundings(
         state=group.state(),
@@ -127,12 +126,12 @@ def surroundings_of(engine: RankEngine, spec: RunSpec | None) -> Surroundings:
 
 @carries_out(calls.clean_up, answers=False)
 def clean_up(engine: RankEngine) -> None:
-    """Free the data of the comparison that has ended, and remove what it has left."""
+    """Free the data of the comparison that has ended, and remove its files."""
     tasks.forget()
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
 
 
-# -- what takes one line -------------------------------------------------------------------
+# -- calls that need one line --------------------------------------------------------------
 
 carries_out(calls.state, answers=False)(lambda engine: engine.group.state())
 carries_out(calls.num_calls, answers=False)(lambda e: e.group.collective_checks.num_calls())
@@ -150,7 +149,7 @@ carries_out(calls.pull, runs_users_code=True)(
     lambda engine, *asked: variables.give(engine.group.rank, engine.shell.user_ns, *asked)
 )
 carries_out(calls.measure_compute, runs_users_code=True)(
-    lambda engine, spec: (  # on one core, while the others are idle
+    lambda engine, spec: (  # on one core, while the other ranks are idle
         validation.measure_compute(spec, surroundings_of(engine, spec))
         if engine.group.rank == 0
         else None

@@ -1,6 +1,6 @@
-"""How a rank is freed from waits that are not the process group's own, and what it raises (ranks).
+"""Releases a rank from waits outside the process group, with the errors that it raises (ranks).
 
-Whatever waits for other ranks outside the group holds a ``CancellationToken``.  Code that waits at
+Code that waits for other ranks outside the group holds a ``CancellationToken``.  Code that waits at
 a socket or a condition registers a way to end that wait.  Code that polls checks the token each
 time.
 """
@@ -14,36 +14,36 @@ from ddpnb.compat import torch_internals
 
 
 class ConsequenceError(RuntimeError):
-    """Another rank has failed or gone, or this one was freed from its wait; the cause is there."""
+    """An error that has its cause on another rank, which failed or ended."""
 
 
 class RankLostError(ConsequenceError):
-    """A rank left in the middle of a run, or makes no progress: the run is over."""
+    """A rank ended during a run, or makes no progress.  The run is over."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(
-            f"Rank {rank} left in the middle of the run, or no longer answers "
-            "(slow steps need a longer timeout, as in async:timeout=120)."
+            f"Rank {rank} ended during the run, or no longer answers. "
+            "If its steps are slow, set a longer timeout, such as async:timeout=120."
         )
         self.rank = rank
 
 
 class RunCancelledError(ConsequenceError):
-    """This rank was not waiting; it was ended because another rank had failed."""
+    """This rank was not waiting.  ddpnb ended its run because another rank had failed."""
 
 
 @final
 class CancellationToken:
-    """The token of one group: aborted once, with the group, from another thread than the waits."""
+    """The token of one group.  ``Group.abort`` aborts it from a thread that does not wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], object]] = []
         self.is_aborted = False
-        """Whether all waits have been ended."""
+        """True once all waits have been ended."""
 
     def abort(self) -> int:
-        """End all waits, present and future; return how many there were.  May be called twice."""
+        """End all present and future waits; return how many were present.  May be called twice."""
         with self._lock:
             self.is_aborted = True
             for end_wait in self._callbacks:
@@ -52,9 +52,9 @@ class CancellationToken:
 
     @contextlib.contextmanager
     def held(self, end_wait: Callable[[], object]) -> Iterator[None]:
-        """Have ``end_wait`` called if the group is aborted inside the block.
+        """Call ``end_wait`` if the group is aborted inside the block.
 
-        It is called from another thread, or at once if the group has been aborted already.
+        The call comes from another thread, or at once if the group is already aborted.
         """
         with self._lock:
             self._callbacks.append(end_wait)
@@ -67,13 +67,13 @@ class CancellationToken:
                 self._callbacks.remove(end_wait)
 
     def check(self) -> None:
-        """Raise ``ConsequenceError`` if the group has been aborted; called by what waits."""
+        """Raise ``ConsequenceError`` if the group has been aborted."""
         if self.is_aborted:
-            raise ConsequenceError("This rank was freed from its wait.")
+            raise ConsequenceError("This rank was released from its wait.")
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an exception only reports that another rank has gone or failed."""
+    """Return True if an exception only reports that another rank has ended or failed."""
     if isinstance(error, ConsequenceError):
         return True
     text = text_of(error)
@@ -82,7 +82,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def text_of(error: object) -> str:
-    """Return an exception as text, in Python's words where its own code for that fails."""
+    """Return an exception as text, or Python's placeholder if its ``__str__`` fails."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001  the user's code

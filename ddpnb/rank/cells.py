@@ -34,19 +34,19 @@ from ddpnb.rank.stack import OWN_FOLDER, is_users
 from ddpnb.rank.torchrun import process_of, run_script
 
 DRAIN_SECONDS = 0.2
-"""How long a cell may wait at its end for the output of C code and child processes."""
+"""The longest wait at a cell's end for the output of C code and child processes."""
 
 Result = TypeVar("Result")
 
 
 def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
-    """Run a cell in this rank's IPython and report how it ended.
+    """Run a cell in this rank's IPython and report how the cell ended.
 
-    Output, figures and the value of the last expression go through the engine's own output channel
-    while the cell runs.
+    While the cell runs, the engine's output channel sends its output, its figures and the value of
+    its last expression.
     """
     rank = engine.group.rank
-    os.truncate(process_log(engine.group.folder, rank), 0)  # last words are this cell's
+    os.truncate(process_log(engine.group.folder, rank), 0)  # keep only this cell's output
     cell, num_outputs = id_of(engine.kernel.get_parent("shell")), engine.sending.num_outputs
     with contextlib.ExitStack() as opened:
         publisher = opened.enter_context(closing(Publisher(rank=rank, run_id=spec.run_id)))
@@ -69,10 +69,10 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
 
 
 def interruptible(call: Callable[[], Result]) -> Result:
-    """Call the user's code.  Only here does SIGINT raise ``KeyboardInterrupt``.
+    """Call the user's code.  SIGINT raises ``KeyboardInterrupt`` only during this call.
 
-    While the engine handles a message, an interrupt would lose the message, and the kernel would
-    wait for the answer forever.
+    If SIGINT interrupted the engine while it handles a message, the message would be lost, and the
+    kernel would wait for the answer forever.
     """
     try:
         try:
@@ -81,7 +81,7 @@ def interruptible(call: Callable[[], Result]) -> Result:
         finally:
             signal.signal(signal.SIGINT, ignore)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, ignore)  # it may have come before the line above took effect
+        signal.signal(signal.SIGINT, ignore)  # SIGINT may have come before ``finally`` did this
         raise
 
 
@@ -90,7 +90,7 @@ def ignore(number: int, frame: object) -> None:
 
 
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
-    """Run a cell's source; return the errors of it, first the one that it failed with."""
+    """Run a cell's source; return its errors, beginning with the error that ended the cell."""
     engine.shell.execution_count = spec.execution_count
     was_aborted = engine.group.cancellation.is_aborted
     warn_again()
@@ -103,20 +103,20 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, DescriptorStream):  # else the user has redirected it
                 stream.settle(DRAIN_SECONDS)
-    except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
+    except KeyboardInterrupt as interrupt:  # just after the cell had ended
         error = interrupt
     errors = [*shown] if error is None or is_success(error) else [*shown, error]
     is_aborted = engine.group.cancellation.is_aborted and not was_aborted
-    if not errors and is_aborted and engine.group.can_abort:  # it saw meaningless tensors
-        errors = [ConsequenceError("This rank was freed from its wait.")]
+    if not errors and is_aborted and engine.group.can_abort:  # the cell saw meaningless tensors
+        errors = [ConsequenceError("This rank was released from its wait.")]
     if isinstance(error, KeyboardInterrupt):
-        # It ends the cell, whatever else went wrong or was interrupted while IPython noted it.
+        # The interrupt ends the cell, so it precedes errors that IPython noted at the same time.
         errors.sort(key=lambda each: not isinstance(each, KeyboardInterrupt))
     return errors
 
 
 def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
-    """Run a cell or a script; return the error that ended it, if one did."""
+    """Run a cell or a script; return the error that ended it, or None."""
     shell = engine.shell
     if spec.script is None:
         result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
@@ -130,23 +130,23 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         shell.showtraceback()
         return failure
     finally:
-        shell.events.trigger("post_execute")  # as matplotlib's figures need it
-        gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
+        shell.events.trigger("post_execute")  # matplotlib shows its figures on this event
+        gc.collect()  # frees cycles of functions and variables, which may hold a GPU's memory
     return None
 
 
 def warn_again() -> None:
-    """Have each warning shown once a cell or training, not once a process."""
-    warnings.filterwarnings("ignore", "To exit: use")  # IPython's, where sys.exit ends a cell
-    with warnings.catch_warnings():  # leaving it marks what the modules remember as out of date
+    """Show each warning once per cell or training instead of once per process."""
+    warnings.filterwarnings("ignore", "To exit: use")  # IPython's, when sys.exit ends a cell
+    with warnings.catch_warnings():  # on exit, modules forget the warnings that they have shown
         pass
 
 
 @contextlib.contextmanager
 def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
-    """Collect the errors that IPython would show, even if it does not raise them, as in ``%run``.
+    """Collect the errors that IPython would show, also if it does not raise them, as in ``%run``.
 
-    The notebook shows them: here IPython only keeps the last one, for ``%debug``.
+    The notebook shows these errors.  IPython only keeps the last error, for ``%debug``.
     """
     found: list[BaseException] = []
 
@@ -160,12 +160,12 @@ def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
     try:
         yield found
     finally:
-        if shell.showtraceback is record:  # else the cell has replaced it
+        if shell.showtraceback is record:  # else the cell has replaced ``showtraceback``
             shell.showtraceback = show
 
 
 def is_success(error: BaseException | None) -> bool:
-    """Return whether an exception is the end of code that has succeeded: ``sys.exit(0)``."""
+    """Return True if an exception ends code that has succeeded, as ``sys.exit(0)`` does."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
@@ -189,9 +189,9 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 
 
 def line_of(error: BaseException) -> int:
-    """Return the line that the cell or the script was in; 0 if neither was.
+    """Return the line that the cell or the script had reached; 0 if the error is in neither.
 
-    A function of another cell is not looked into.
+    Functions that another cell defines do not count.
     """
     found = [
         (frame.f_code.co_filename, line)
@@ -204,16 +204,16 @@ def line_of(error: BaseException) -> int:
 def said_by(error: BaseException) -> str:
     """Return an exception's message."""
     if isinstance(error, BdbQuit):
-        return "the debugger was left with quit, which ends the cell; continue goes on with it"
+        return "quit ends the debugger and the cell; use continue to run the rest of the cell"
     return text_of(error.msg if isinstance(error, SyntaxError) else error)
 
 
 class UnusedParametersError(RuntimeError):
-    """DDP waits for gradients of parameters that had no part in a loss."""
+    """Raised if DDP waits for gradients of parameters that had no part in the loss."""
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return an exception that names the parameters which DDP has no gradient of, if it says so."""
+    """Return the error; if DDP lacks gradients, return an error that names the parameters."""
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     for frame, _ in traceback.walk_tb(error.__traceback__):
         model = frame.f_locals.get("self")
@@ -226,19 +226,19 @@ def explained(error: BaseException) -> BaseException:
             unused = [names[int(number)] for number in numbers[1].split()]
             more = f" and {len(unused) - 3} more" * (len(unused) > 3)
             return UnusedParametersError(
-                f"{', '.join(unused[:3])}{more} had no part in the loss of the step before, and "
-                "DDP still waits for the gradients: make DDP with find_unused_parameters=True, or "
-                "leave out what no loss uses"
+                f"{', '.join(unused[:3])}{more} had no part in the loss of the previous step, so "
+                "DDP still waits for gradients. Make DDP with find_unused_parameters=True, or "
+                "remove parameters that no loss uses"
             ).with_traceback(error.__traceback__)
     return error
 
 
 def traceback_of(error: BaseException, shell: Any) -> list[str]:
-    """Return the formatted traceback, from the user's first line on."""
+    """Return the formatted traceback, beginning at the user's first line."""
     frames = from_first(error.__traceback__, is_users)
     is_for_users = isinstance(error, UserError | SystemExit)
     if isinstance(error, BdbQuit) or (is_for_users and frames is None):
-        return []  # its message is enough
+        return []  # the message is enough
     if isinstance(error, CollectiveMismatchError | UnusedParametersError | UserError):
         end_at_users(frames)
     own = (OWN_FOLDER, IPython.__path__[0])
@@ -258,10 +258,10 @@ def traceback_of(error: BaseException, shell: Any) -> list[str]:
 
 
 def is_plain(error: BaseException) -> bool:
-    """Return whether Python's own traceback is shown in place of IPython's.
+    """Return True if the notebook shows Python's traceback instead of IPython's.
 
-    IPython's takes long, and many ranks fail at once by an interrupt or as a consequence of one
-    rank.  It fails where a frame has no line, as between two instructions.
+    IPython's traceback takes long to format.  Many ranks fail at once after an interrupt or after
+    one rank's failure.  IPython's code fails if a frame has no line, as between two instructions.
     """
     if isinstance(error, KeyboardInterrupt) or is_consequence(error):
         return True
@@ -272,14 +272,14 @@ def is_plain(error: BaseException) -> bool:
 def from_first(
     frames: TracebackType | None, is_wanted: Callable[[FrameType], bool]
 ) -> TracebackType | None:
-    """Return a traceback from the first frame of a kind on; None if it has no such frame."""
+    """Return a traceback beginning at the first wanted frame; None if no frame is wanted."""
     while frames is not None and not is_wanted(frames.tb_frame):
         frames = frames.tb_next
     return frames
 
 
 def end_at_users(frames: TracebackType | None) -> None:
-    """Cut the traceback off after the user's innermost line, if one is in a cell."""
+    """Cut the traceback off after the user's innermost line, if the user has a line in it."""
     last = None
     while frames is not None:
         last = frames if is_users(frames.tb_frame) else last
@@ -289,18 +289,18 @@ def end_at_users(frames: TracebackType | None) -> None:
 
 
 def release_frames(error: BaseException) -> None:
-    """Drop the variables of an interrupted cell's frames, so that a DataLoader's workers end.
+    """Clear the variables of an interrupted cell's frames, so that a DataLoader's workers end.
 
-    IPython keeps the last traceback, and with it the variables and loops of each frame.
+    IPython keeps the last traceback, which holds the variables and loops of each frame.
     """
     for each in chain_of(error):
         traceback.clear_frames(each.__traceback__)
         for frame, _ in traceback.walk_tb(each.__traceback__):
-            len(frame.f_locals)  # reading it renews Python 3.11's copy, which is then empty
+            len(frame.f_locals)  # Python 3.11 renews its copy when it is read; now it is empty
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, the one that was being handled when it was raised, and so on."""
+    """Yield an error, then the error that was being handled when it was raised, and so on."""
     while error is not None:
         yield error
         error = error.__context__

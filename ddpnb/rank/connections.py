@@ -1,6 +1,6 @@
-"""Which TCP connections do processes of this host have?  (ranks)
+"""Finds, counts and closes the TCP connections of this host's processes (ranks).
 
-Two ranks are connected where each has a connection that is the other's turned round.
+Two ranks are connected if each has a connection with the other's two ends in reverse order.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from ddpnb.protocol.processes import as_socket
 
 SETTLE_SECONDS: Final = 1.0
-"""How long bytes may be on their way while they are counted."""
+"""The longest wait for bytes that are under way while ddpnb counts bytes."""
 
 
 class Address(NamedTuple):
@@ -27,31 +27,31 @@ class Address(NamedTuple):
 
 
 class TcpConnection(NamedTuple):
-    """A connection as one of its processes sees it."""
+    """A connection as seen by one of its two processes."""
 
     fd: int
     laddr: Address
-    """This process's end."""
+    """The end of this process."""
     raddr: Address
-    """The other end."""
+    """The end of the other process."""
 
 
 class SocketTraffic(NamedTuple):
-    """What has come through a connection so far."""
+    """The bytes that a connection has carried so far."""
 
     num_bytes_acked: int
-    """Sent, and there."""
+    """Bytes sent and acknowledged."""
     num_bytes_received: int
     is_under_way: bool
-    """Whether something is yet to be sent, or not known to be there."""
+    """True if some bytes are not sent or not acknowledged yet."""
 
 
 Ends = tuple[Address, Address]
-"""A connection's own end and its other end."""
+"""The end of this process and the end of the other process."""
 
 
 def ends_of(pids: Collection[int]) -> set[Ends]:
-    """Return the ends of all connections of some processes of this user."""
+    """Return the ends of all connections that these processes of this user have."""
     connections = _connections_by_inode()
     return {connections[each] for pid in pids for each in _inodes(pid) if each in connections}
 
@@ -59,18 +59,18 @@ def ends_of(pids: Collection[int]) -> set[Ends]:
 def _inodes(pid: int) -> set[str]:
     """Return the inodes of a process's sockets."""
     found = set()
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         for each in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # the file was closed meanwhile
                 if (target := os.readlink(each.path)).startswith("socket:["):
                     found.add(target[len("socket:[") : -1])
     return found
 
 
 def _connections_by_inode() -> dict[str, Ends]:
-    """Return the system's TCP connections, by their sockets' inodes.
+    """Return the system's TCP connections, with their sockets' inodes as keys.
 
-    psutil names one process of each; but a ``DataLoader``'s workers have the sockets of their rank.
+    psutil names one process per connection, but ``DataLoader`` workers share their rank's sockets.
     """
     found: dict[str, Ends] = {}
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -84,7 +84,7 @@ def _connections_by_inode() -> dict[str, Ends]:
 
 @lru_cache(maxsize=65536)
 def _read_address(text: str, family: socket.AddressFamily) -> Address:
-    """Return an address as ``/proc/net/tcp`` has it: words in the machine's order of bytes."""
+    """Parse an address of ``/proc/net/tcp``: 32-bit words in the machine's byte order."""
     ip, port = text.split(":")
     words = [int(ip[at : at + 8], 16) for at in range(0, len(ip), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
@@ -92,26 +92,26 @@ def _read_address(text: str, family: socket.AddressFamily) -> Address:
 
 
 def own_connections() -> Iterator[TcpConnection]:
-    """Yield the open TCP connections of this process, without the system's list."""
+    """Yield the open TCP connections of this process, without reading the system's list."""
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
-        # It may be closed meanwhile, no socket, or not connected.
+        # The file may have been closed, may be no socket, or may not be connected.
         with contextlib.suppress(OSError), as_socket(fd) as end:
             if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
                 yield TcpConnection(fd, _address(end.getsockname()), _address(end.getpeername()))
 
 
 def shut_down(fd: int, how: int = socket.SHUT_RDWR) -> bool:
-    """End every wait at a socket without closing it; return whether it was connected."""
+    """End every wait at a socket without closing it; return True if it was connected."""
     try:
         with as_socket(fd) as end:
             end.shutdown(how)
-    except OSError:  # closed meanwhile, or not connected: nothing waits there
+    except OSError:  # closed meanwhile or not connected, so no thread waits there
         return False
     return True
 
 
 def traffic_of(fd: int) -> SocketTraffic | None:
-    """Return what has come through a TCP connection; None where the system does not say."""
+    """Return the traffic of a TCP connection; None if the system does not report it."""
     with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
         info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         num_unacked, acked, received, unsent = _TCP_INFO.unpack(info)
@@ -120,13 +120,13 @@ def traffic_of(fd: int) -> SocketTraffic | None:
 
 
 def bytes_sent() -> int | None:
-    """Return how many bytes this process has sent on its TCP connections; None: not known.
+    """Return how many bytes this process has sent on its TCP connections; None if unknown.
 
-    Waits until all that is on its way has arrived.
+    Waits up to ``SETTLE_SECONDS`` for bytes that are under way.
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
-        sockets = {(each.laddr, each.raddr): each.fd for each in own_connections()}  # each once
+        sockets = {(each.laddr, each.raddr): each.fd for each in own_connections()}  # no duplicates
         found = [each for fd in sockets.values() if (each := traffic_of(fd))]
         if sockets and not found:
             return None
@@ -136,10 +136,10 @@ def bytes_sent() -> int | None:
 
 
 _TCP_INFO: Final = struct.Struct("=24xI92xQQ8xI")
-"""Of Linux's ``tcp_info``: ``tcpi_unacked``, ``tcpi_bytes_acked``, ``tcpi_bytes_received`` and
-``tcpi_notsent_bytes``."""
+"""Four fields of Linux's ``tcp_info``: ``tcpi_unacked``, ``tcpi_bytes_acked``,
+``tcpi_bytes_received`` and ``tcpi_notsent_bytes``."""
 
 
 def _address(address: Any) -> Address:
     ip, port = address[:2]
-    return Address(ip.removeprefix("::ffff:"), port)  # an IPv4 address of an IPv6 socket
+    return Address(ip.removeprefix("::ffff:"), port)  # prefix of IPv4 addresses in IPv6 sockets

@@ -1,4 +1,4 @@
-"""A rank's process: an ipyparallel engine that serves calls, and its control thread (ranks)."""
+"""A rank's process: an ipyparallel engine that serves calls, and a control thread (ranks)."""
 
 import faulthandler
 import json
@@ -29,9 +29,9 @@ from ddpnb.rank.torchrun import AdoptedGroup, refuse_launchers
 
 
 def serve_commands(pipe: Connection, handlers: Mapping[RankCommand, Any]) -> None:
-    """Carry out the kernel's commands, one at a time; send back their values, or how they failed.
+    """Carry out the kernel's commands one at a time; send back a value or an error for each.
 
-    The end of ``pipe``, which leads to the fork server, is the end of this process.
+    ``pipe`` leads to the fork server.  If it closes, this process ends.
     """
     while True:
         try:
@@ -42,7 +42,7 @@ def serve_commands(pipe: Connection, handlers: Mapping[RankCommand, Any]) -> Non
         try:
             handler = handlers[RankCommand(message["command"])]
             answer["value"] = handler(*message.get("arguments", ()))
-        except Exception as error:  # noqa: BLE001  the edge of the thread, which must live on
+        except Exception as error:  # noqa: BLE001  the thread must survive any error
             traceback.print_exc()  # to the log
             answer["failure"] = "".join(traceback.format_exception_only(error)).strip()
         pipe.send_bytes(json.dumps(answer).encode())
@@ -59,23 +59,23 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     publisher: Any = None
     """The publisher of the cell or run in progress."""
     answers = Instance(SimpleQueue, ())
-    """The user's lines, for the rank that is debugged; None: there will be none.
+    """The user's lines for the rank that is debugged; None if no more lines will come.
 
-    C code: the debugger, which asks too, cannot step into it.
+    ``SimpleQueue`` is C code, so the debugger, which also reads lines here, cannot step into it.
     """
     stop_wanted = Instance(threading.Event, ())
-    """Set when the run in progress is to end early."""
+    """Set if the run in progress should end early."""
 
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the shell as soon as the engine has one."""
         await super().complete_registration(*args)
         self.session.send = self.sending = Sending(self.session.send)
-        self.log.setLevel(self.log_level)  # ipyparallel had set it to DEBUG: five records a cell
-        # SIGINT is left alone around a message, unlike in ipykernel: see cells.interruptible.
+        self.log.setLevel(self.log_level)  # ipyparallel had set DEBUG: five records per cell
+        # Unlike ipykernel, do not change SIGINT's handler around a message: see interruptible.
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = lambda: None
         shell = self.kernel.shell
         prepare(shell)
-        for name in ("ps1", "ps2", "ps3"):  # IPython's; by them libraries know a prompt
+        for name in ("ps1", "ps2", "ps3"):  # set by IPython; libraries take them for a prompt
             vars(sys).pop(name, None)
         shell.user_ns.update(
             rank=self.group.rank,
@@ -91,17 +91,17 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
 
 class Sending:
-    """Sends a rank's messages but those that nobody needs: with many ranks they add up.
+    """Filters out status messages that nobody reads, because they add up with many ranks.
 
-    Nobody reads that a call has begun.  That a cell's output has ended needs no message where there
-    was none: its result says so.
+    ``Sending`` drops messages that report the beginning of a call.  If a cell has no output, the
+    message that the output has ended is dropped too, because the cell's result says so.
     """
 
     def __init__(self, send: Callable[..., Any]) -> None:
         self._send = send
         self._silent_cell: str | None = None
         self.num_outputs = 0
-        """How many messages were sent that are neither a call's result nor its begin or end."""
+        """The number of messages sent so far, except results, begins and ends of calls."""
 
     def __call__(
         self, stream: Any, msg_or_type: Any, content: Any = None, *args: Any, **options: Any
@@ -116,7 +116,7 @@ class Sending:
         return self._send(stream, msg_or_type, content, *args, **options)
 
     def end_cell(self, cell: str, num_outputs_before: int) -> bool:
-        """Return whether a cell, by its request's id, has no output; its end is then not sent."""
+        """Return True if the cell with request id ``cell`` had no output; if so, omit its end."""
         streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, DescriptorStream)]
         is_sent = not any(each.has_written for each in streams)
         is_silent = is_sent and self.num_outputs == num_outputs_before
@@ -130,15 +130,15 @@ def id_of(request: Any) -> str:
 
 
 def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
-    """Join the process group, then serve as an ipyparallel engine until the process is stopped.
+    """Join the process group, then serve as an ipyparallel engine until the process ends.
 
     Args:
-        settings: those of ``cluster.placement.rank_settings``, and ``engine_arguments``
-            (ipyparallel's command line).
+        settings: the rank settings of ``cluster.placement.rank_settings``, and
+            ``engine_arguments`` (ipyparallel's command line).
         pipe: the pipe to the fork server.
         folder: the cluster's private run folder.
     """
-    os.chdir(folder)  # ipyparallel would read configuration from a folder of the user's
+    os.chdir(folder)  # ipyparallel would read configuration files from a user's folder
     log = os.fdopen(os.dup(2), "w")
     faulthandler.enable(log, all_threads=False)  # a crash writes its stack to the log
     torch.set_num_threads(settings["num_threads"])
@@ -147,7 +147,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = Group(
-        rank=int(os.environ["RANK"]),  # and below: as torchrun sets them
+        rank=int(os.environ["RANK"]),  # the same variables as torchrun's
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -175,7 +175,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     threading.Thread(
         target=serve_commands, args=(pipe, handlers), name="ddpnb-control", daemon=True
     ).start()
-    if settings["generation"] is not None:  # else the others train: it is formed when they are done
+    if settings["generation"] is not None:  # else the other ranks train, and form it later
         group.join(settings["generation"])
     engine.initialize(settings["engine_arguments"])
     engine.notebook_folder = settings["cells_folder"]

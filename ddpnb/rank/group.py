@@ -1,4 +1,4 @@
-"""The process group of this rank: joined, left and aborted (ranks)."""
+"""Joins, leaves and aborts the process group of this rank (ranks)."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import destroy_process_group, init_process_group  # not the user's: torchrun
+from torch.distributed import destroy_process_group, init_process_group  # torch's own, see torchrun
 
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import missing_features
@@ -32,17 +32,17 @@ from ddpnb.rank.connections import (
 )
 
 JOIN_TIMEOUT = timedelta(seconds=60)
-"""How long the ranks wait for each other when they form a group."""
+"""The longest time that ranks wait for each other when they form a group."""
 RETURN_TIMEOUT = timedelta(seconds=20)
-"""How long a rank tries to connect to the store again, which the kernel waits for."""
+"""The longest time for a rank to reconnect to the store, while the kernel waits."""
 MEET_SECONDS_PER_RANK = 0.001
-"""How long a rank sleeps, for each rank there is, until it looks again whether all have come."""
+"""A rank's sleep, per rank of the group, between two checks of whether all ranks are there."""
 
 ABORT_SECONDS = 10.0
-"""How long NCCL may take to abort before the rest of ``Group.abort`` goes on without it."""
+"""The longest time that ``Group.abort`` waits for NCCL to abort before it goes on."""
 
 DRAIN_SECONDS = 2.0
-"""How long a GPU may go on with its queued work before a group is left."""
+"""The longest time that a GPU may work off its queue before the rank leaves a group."""
 
 NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -50,8 +50,8 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_TIMING": "1",
 }
-"""Without the first three, NCCL's watchdog ends the process when a group is aborted or waits ten
-minutes.  By the last one the flight recorder shows which collectives the GPU has come to
+"""Without the first three settings, NCCL's watchdog ends the process if a group is aborted or waits
+ten minutes.  With the last setting, the flight recorder shows the collectives that the GPU reached
 (docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)."""
 
 
@@ -59,9 +59,9 @@ minutes.  By the last one the flight recorder shows which collectives the GPU ha
 class Group:
     """This rank's membership in the default process group of ``torch.distributed``.
 
-    The ranks of one host meet in a ``FileStore`` inside the private run folder.  Each new group has
-    a generation and a file of its own, so that no key of a dead group is ever read.  The ranks of
-    several hosts meet in a ``TCPStore`` of rank 0's process, where each generation has a prefix.
+    The ranks of one host form a group through a ``FileStore`` inside the private run folder.  Each
+    group has a new generation and a new file, so that ranks never read a dead group's keys.  The
+    ranks of several hosts use a ``TCPStore`` in rank 0's process, with a prefix per generation.
     """
 
     rank: int
@@ -69,30 +69,30 @@ class Group:
     world_size: int
     local_world_size: int
     master: Address
-    """Where the ranks of several hosts meet; a cell may write others into the environment."""
+    """The address of the store for several hosts; a cell may change the environment's address."""
     backend: str
     device: torch.device
     folder: Path
     host: str = ""
-    """The host's name, as the user wrote it; empty: as the host names itself."""
+    """The host's name as the user wrote it; if empty, the host's own name is used."""
     peers: frozenset[str] = frozenset()
     """The addresses of the other hosts."""
     server: dist.TCPStore | None = None
-    """Where the ranks of several hosts meet; in rank 0's process only."""
+    """The store of the ranks of several hosts; only in rank 0's process."""
     joined_ns: int = 0
     """``time.time_ns()`` when the group was formed."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
-    """Ends waits that are not the group's own; each group has a new one."""
+    """Ends waits outside the group; each group has a new token."""
     collective_checks: MismatchCheck = field(default_factory=MismatchCheck)
-    """Refuses collectives that do not match the other ranks'."""
+    """Raises an error if a collective does not match the other ranks' collectives."""
 
     def join(self, generation: int, *, is_checked: bool = False) -> None:
         """Form the group.  Takes part: every rank.  Returns after a finished all-reduce.
 
         Args:
-            generation: how many groups there were before.
-            is_checked: whether torch compares order, shape and type of all ranks' collectives at
-                each call (``DebugLevel.DETAIL``), which makes them slow.
+            generation: the number of earlier groups.
+            is_checked: True if torch compares order, shape and type of all ranks' collectives at
+                each call (``DebugLevel.DETAIL``), which makes the collectives slow.
 
         Raises:
             RuntimeError: a rank did not join within ``JOIN_TIMEOUT``.
@@ -114,34 +114,34 @@ class Group:
             store=store,
             rank=self.rank,
             world_size=self.world_size,
-            # By torch's documentation of init_process_group and barrier: communicators are formed
-            # at once, sub-groups split off them, and a barrier knows its GPU.
+            # With device_id, torch forms communicators at once and splits sub-groups off them, and
+            # a barrier knows its GPU (torch's documentation of init_process_group and barrier).
             device_id=self.device if self.backend == "nccl" else None,
         )
-        self.cancellation.check()  # an abort until here has found no connection to close
+        self.cancellation.check()  # an earlier abort could not close these connections
         self.joined_ns = time.time_ns()
-        total = torch.ones(1, device=self.device, dtype=torch.float32)  # not each rank's default
+        total = torch.ones(1, device=self.device, dtype=torch.float32)  # default dtypes may differ
         dist.all_reduce(total)
         assert total.item() == self.world_size
 
     def _meet(self, store: dist.Store) -> None:
-        """Wait until all ranks are about to form the group; unlike the rest, it can be aborted."""
+        """Wait until all ranks are about to form the group; only this part can be aborted."""
         if store.add("here", 1) == self.world_size:
             store.set("all here", "")
         deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
         while not store.check(["all here"]):
             self.cancellation.check()
             if time.monotonic() > deadline:
-                raise RuntimeError("A rank did not come to form a new process group.")
+                raise RuntimeError("Not all ranks came to form a new process group.")
             time.sleep(MEET_SECONDS_PER_RANK * self.world_size)
 
     def _store(self, generation: int) -> dist.Store:
-        """Return where the ranks of a new group meet."""
+        """Return the store through which the ranks form a new group."""
         if not self.peers:
             return dist.FileStore(str(self.folder / f"group-{generation}"), self.world_size)
         if self.rank == 0 and self.server is None:
             self.server = store_server(*self.master)
-        # A connection of its own for each generation: an abort ends it with all others.
+        # Each generation needs a new connection, because an abort ends all connections.
         timeout = RETURN_TIMEOUT if generation else JOIN_TIMEOUT
         store = dist.TCPStore(
             *self.master, is_master=False, wait_for_workers=False, timeout=timeout
@@ -149,34 +149,34 @@ class Group:
         return dist.PrefixStore(f"group-{generation}", store)
 
     def leave(self) -> None:
-        """Leave the group, if there is one; raise if it can neither be left nor aborted."""
+        """Leave the group, if there is one; raise ``RuntimeError`` if its abort takes too long."""
         if not dist.is_initialized():
             return
-        if self.can_abort:  # destroying the group would wait for ranks that may be gone
+        if self.can_abort:  # destroying the group would wait for ranks that may have ended
             if self.device.type == "cuda" and not self.cancellation.is_aborted:
                 ends_in_time([lambda: torch.cuda.synchronize(self.device)], DRAIN_SECONDS)
             if not abort_groups(ABORT_SECONDS):
-                raise RuntimeError(f"{self.backend} did not abort: restart this rank.")
+                raise RuntimeError(f"{self.backend} did not abort. Restart this rank.")
         with contextlib.suppress(RuntimeError):  # the connections of an aborted group are closed
             destroy_process_group()
 
     @property
     def can_abort(self) -> bool:
-        """Whether the backend can abort a wait: all but gloo can."""
+        """True if the backend can abort a wait, as all backends except gloo can."""
         return self.backend != "gloo"
 
     def abort(self, peers: Collection[int] = ()) -> int:
-        """Free this rank from every wait for another rank; return how many waits were ended.
+        """Release this rank from every wait for another rank; return how many waits ended.
 
         ``peers``: the processes of this host's other ranks.
 
-        Called from another thread than the one that waits.  Gloo offers no way to end a wait, so
-        this shuts down the TCP connections between this process and its peers, whichever group
-        opened them; the waiting call then raises ``RuntimeError``.  NCCL's communicators are
-        aborted before.  Afterwards the group is dead, and ``join`` forms the next one.
+        Call it from a thread that does not wait.  NCCL's communicators are aborted first.  Gloo
+        cannot end a wait, so this shuts down all TCP connections between this process and its
+        peers, of every group.  The waiting call then raises ``RuntimeError``.  Afterwards the
+        group is dead, and ``join`` forms the next group.
         """
         if self.can_abort and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
-            print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
+            print(f"{self.backend} did not abort within {ABORT_SECONDS:g} s.", file=sys.stderr)
         num_aborted = self.cancellation.abort()
         theirs = ends_of(peers)
         for own in own_connections():
@@ -185,11 +185,11 @@ class Group:
         return num_aborted
 
     def _leads_to_peer(self, connection: TcpConnection) -> bool:
-        """Return whether a connection leads to a rank of another host, as far as can be known.
+        """Return True if a connection probably leads to a rank of another host.
 
-        The ends of another host's ranks cannot be asked for when that host is gone.  So all
-        connections to such a host count whose two ports are of those that the system hands out:
-        a service that the user reaches there has a port of its own.
+        A host that is gone cannot report its ranks' connections.  So a connection to another host
+        counts if both ports are ports that the system hands out.  A service that the user reaches
+        there has a fixed port outside that range.
         """
         if connection.raddr.ip not in self.peers:
             return False
@@ -198,10 +198,10 @@ class Group:
         return all(port in known or port == self.master.port for port in ports)
 
     def num_bytes_between_hosts(self) -> int:
-        """Return how many bytes ranks of other hosts and this one have sent each other so far."""
+        """Return how many bytes this rank has exchanged with ranks of other hosts so far."""
         if not self.peers:
             return 0
-        store = self.master.port  # which waiting ranks poll
+        store = self.master.port  # excluded, because waiting ranks poll the store
         found = [
             traffic_of(own.fd)
             for own in own_connections()
@@ -210,7 +210,7 @@ class Group:
         return sum(each.num_bytes_acked + each.num_bytes_received for each in found if each)
 
     def state(self) -> RankState:
-        """Describe where this rank lives."""
+        """Describe this rank's host, process and device."""
         on_gpu = self.device.type == "cuda"
         own, num_gpus = self.device.index or 0, torch.cuda.device_count() if on_gpu else 0
         return RankState(
@@ -233,7 +233,7 @@ class Group:
 
 
 def store_server(address: str, port: int) -> dist.TCPStore:
-    """Return a store that listens at one address, where torch's own would at every one."""
+    """Return a store that listens at one address; torch's own store listens at every address."""
     listener = socket.create_server((address, port), backlog=1024)
     return dist.TCPStore(
         address,
@@ -246,21 +246,21 @@ def store_server(address: str, port: int) -> dist.TCPStore:
 
 
 def abort_groups(seconds: float) -> bool:
-    """Abort all process groups of this rank, sub-groups too; return whether they ended in time.
+    """Abort all process groups of this rank with sub-groups; return True if all ended in time.
 
-    A wait on the CPU then raises; a wait on a GPU leaves a meaningless tensor.  The groups stay
-    registered, so that the next call reports that they were aborted.  Torch's own
-    ``_abort_process_group`` would remove them while another thread uses them.  An abort may take as
-    long as its group's timeout and may wait for another group's abort, so each has its own thread.
+    A wait on the CPU then raises an error.  A wait on a GPU leaves a meaningless tensor.  The
+    groups stay registered, so the next call reports that they were aborted.  Torch's own
+    ``_abort_process_group`` would remove them while another thread uses them.  Each abort has a
+    thread, because it may take as long as its group's timeout or wait for another group's abort.
     """
     groups = torch_internals.process_groups()
     return ends_in_time([group.abort for group in groups], seconds)
 
 
 def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:
-    """Make all calls at once, in threads; return whether all have succeeded after so many seconds.
+    """Make all calls at once, in threads; return True if all succeed within ``seconds``.
 
-    What a call raises is printed, as of any thread.
+    Python prints the exceptions of these threads.
     """
     ended: list[object] = []
 

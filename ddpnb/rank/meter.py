@@ -1,8 +1,8 @@
-"""Where the time of a step goes, and how many bytes it sends (ranks).
+"""Measures how long each phase of a step takes, and how many bytes the step sends (ranks).
 
-A strategy marks nothing.  ``Worker.compute_gradients`` begins the phases of a step, and whatever
-carries messages between ranks reports here: the interceptor of collectives for everything that goes
-through ``torch.distributed``, the servers for everything that goes through shared memory.
+Strategies need no code for that.  ``Worker.compute_gradients`` begins the phases of a step.  The
+interceptor of collectives reports messages through ``torch.distributed``.  The servers report
+messages through shared memory.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.table import Call
 
 Phase = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
-"""What the time of a step can be spent on; the fields of ``messages.Parts`` that exclude each
-other."""
+"""A phase of a step; the phases are the fields of ``messages.Parts`` that exclude each other."""
 
 Moment = Any
 """A point in time on the device's own clock, from ``Meter.moment``."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done its work, before a clock is read; a CPU has done it."""
+    """Wait until a GPU has done its work, before code reads a clock.  A CPU needs no wait."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, until the device has done its work."""
+    """Return how many seconds a call takes, until the device has done its work."""
     synchronize(device)
     began = time.perf_counter()
     call()
@@ -45,7 +44,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 class Traffic(NamedTuple):
-    """Bytes that a worker exchanged with others."""
+    """Bytes that a worker exchanged with other workers."""
 
     sent: int = 0
     received: int = 0
@@ -54,20 +53,20 @@ class Traffic(NamedTuple):
 def completed(
     step: StepEvent, seconds: float, parts: Parts, values: Mapping[str, Tensor]
 ) -> StepEvent:
-    """Return a step that has ended: ``values`` are its loss and the task's further numbers."""
+    """Return a finished step; ``values`` are its loss and the task's further numbers."""
     numbers = {name: value.item() for name, value in values.items()}
     return replace(step, seconds=seconds, parts=parts, loss=numbers.pop("loss"), metrics=numbers)
 
 
 class Meter:
-    """Counts the communication of one worker: its seconds, exposed and hidden, and its bytes.
+    """Counts one worker's communication: its exposed seconds, hidden seconds and bytes.
 
-    A message that is issued and waited for later is hidden until the wait begins.  Messages that
-    C++ waits for, as in DDP's backward pass, are hidden until the last of them is issued; the rest
-    of the backward pass waits for them and is exposed.
+    A message that is issued and waited for later is hidden until the wait begins.  C++ code waits
+    for the messages of DDP's backward pass.  They are hidden until the last of them is issued.  The
+    rest of the backward pass waits for them and is exposed.
 
-    A subclass has a clock, which divides the time of a step into phases; without one no time is
-    counted.
+    Subclasses have a clock, which divides the time of a step into phases.  This class counts no
+    time.
     """
 
     def __init__(self) -> None:
@@ -82,7 +81,7 @@ class Meter:
         self._received += received
 
     def take(self) -> Traffic:
-        """Return the bytes since the last call."""
+        """Return the bytes counted since the previous call."""
         taken = Traffic(self._sent, self._received)
         self._sent = self._received = 0
         return taken
@@ -99,7 +98,7 @@ class Meter:
                 self._last = self.moment()
 
     def issued(self) -> None:
-        """Note a message that is on its way while this worker goes on computing."""
+        """Note a message that is under way while this worker continues to compute."""
         self._last = self.moment()
         if not self._num_in_flight:
             self._first = self._last
@@ -107,7 +106,7 @@ class Meter:
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """Count the wait for messages that were issued: hidden until now, exposed in here."""
+        """Count issued messages as hidden until now, and as exposed inside this context."""
         if self._num_in_flight:
             self.hide(self._first, self.moment())
             self._num_in_flight = 0
@@ -115,19 +114,19 @@ class Meter:
             yield
 
     def backward_ended(self) -> None:
-        """Split the backward pass that has just ended where its last message was issued."""
+        """Split the finished backward pass at the moment when its last message was issued."""
         if self._num_in_flight:
             self.hide(self._first, self._last)
             self.begin("communication", at=self._last)
             self._num_in_flight = 0
 
-    # -- the clock: here it does nothing ------------------------------------------------------
+    # -- the clock: without effect in this class ----------------------------------------------
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Count the time from now on, or from a recent moment, as ``phase``.
 
         Returns:
-            The phase that time was counted as before.
+            The previous phase.
         """
         return phase
 
@@ -137,51 +136,51 @@ class Meter:
     def hide(self, begun: Moment, ended: Moment) -> None:
         """Count communication between two moments as hidden behind other work."""
 
-    # Where time is computed in place of measured (``laboratory``), these advance it.
+    # On emulated devices (``laboratory``), these methods advance the computed time.
 
     scale = 1.0
-    """Bytes of the emulated model for each byte of the one that is trained."""
+    """Bytes of the emulated model for each byte of the trained model."""
 
     def begin_step(self, num_samples: int) -> None:
-        """Begin a step on so many samples of this worker."""
+        """Begin a step of this worker on ``num_samples`` samples."""
 
     def compute(self, phase: Phase, num_samples: int) -> None:
-        """Begin a phase that computes on so many samples."""
+        """Begin a phase that computes on ``num_samples`` samples."""
         self.begin(phase)
 
     def produced(self, num_bytes: int) -> None:
-        """Note that the phase has made so many more bytes of gradients."""
+        """Note that the phase has produced ``num_bytes`` more bytes of gradients."""
 
     def computed(self) -> None:
-        """Note that what this worker computes is needed now."""
+        """Note that the results of this worker's computation are needed now."""
 
     def exchange(self, num_messages: int, num_bytes: float, *, is_scaled: bool = True) -> None:
-        """Exchange messages, of so many bytes together, with other devices of this process.
+        """Exchange messages of ``num_bytes`` bytes in total with other devices of this process.
 
-        ``is_scaled``: they hold parameters or gradients, not samples or outputs.
+        ``is_scaled``: True for parameters and gradients, False for samples and outputs.
         """
 
     def wait_until(self, end: float) -> None:
-        """Wait for another worker until a time."""
+        """Wait for another worker until the time ``end``."""
 
 
 @final
 class Account(Listener):
-    """Reports the calls of a run to the meter of the thread that makes the account."""
+    """Reports a run's collectives to the meter of the thread that created the account."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._thread = threading.get_ident()
 
     def begin(self, call: Call) -> None:
-        """Count the bytes, and a message that is on its way from now on."""
+        """Count a call's bytes; if the call does not block, note a message under way."""
         sent, received = call.traffic
         self._meter.count(sent=sent, received=received)
         if not call.is_blocking:
             self._meter.issued()
 
     def waiting(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        """Count the time of a wait."""
-        if threading.get_ident() != self._thread:  # beside the run's own steps
+        """Return a context that counts the time of a wait."""
+        if threading.get_ident() != self._thread:  # not part of the run's own steps
             return contextlib.nullcontext()
         return self._meter.communicating() if call.is_blocking else self._meter.awaited()

@@ -1,6 +1,6 @@
-"""The queue through which events reach the notebook without slowing the training (ranks).
+"""Sends events to the notebook through a queue, without slowing the training (ranks).
 
-The training thread only appends.  Another thread sends the content twice a second, as one message.
+The training thread only appends.  Another thread sends the queue twice a second, as one message.
 """
 
 import itertools
@@ -26,15 +26,15 @@ from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.engine import RankEngine
 
 FLUSH_SECONDS = 0.5
-"""How long an event may wait, and is lost if the process dies.  At a fifth of it, a training that
-kept all cores busy lost 2 % of its speed."""
+"""The time between two messages.  If the process dies, the events of this time are lost.  With a
+fifth of this value, a training that kept all cores busy lost 2 % of its speed."""
 
 
 class Publisher(Listener):
     """Sends a run's events to the notebook, in order, in numbered batches.
 
-    The thread starts with the first event.  Where it listens to calls, the first one starts the
-    clock of a hand-written loop.  Without a run, ``run_id`` is empty.
+    The thread starts with the first event.  If the publisher listens to collectives, the first
+    collective starts the clock of a hand-written loop.  Without a run, ``run_id`` is empty.
     """
 
     def __init__(self, *, rank: int, run_id: str, first_batch: int = 0) -> None:
@@ -54,13 +54,13 @@ class Publisher(Listener):
         self.seconds()
 
     def seconds(self) -> float:
-        """Return the time since the first call: of a hand-written loop, without its imports."""
+        """Return the seconds since the first call of this method or of ``begin``."""
         now = time.perf_counter()
         self._began_seconds = now if self._began_seconds is None else self._began_seconds
         return now - self._began_seconds
 
     def publish(self, event: RunHeader | StepEvent | Mark | Evaluating) -> None:
-        """Add an event to the queue; takes a microsecond."""
+        """Add an event to the queue, which takes one microsecond."""
         self._events.append(event)
         if isinstance(event, Mark) and event.kind is MarkKind.KILLED:
             self._flush()  # this process is about to end
@@ -70,7 +70,7 @@ class Publisher(Listener):
                 self._thread.start()
 
     def close(self) -> None:
-        """Send the rest of the queue and end the thread; may be called twice."""
+        """Send the rest of the queue and end the thread.  May be called twice."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -78,7 +78,7 @@ class Publisher(Listener):
             self._flush()
 
     def _run(self) -> None:
-        self._flush()  # at once, so that the notebook has something to show
+        self._flush()  # at once, so that the notebook can show something
         while not self._stop.wait(FLUSH_SECONDS):
             self._flush()
 
@@ -110,12 +110,12 @@ class Publisher(Listener):
 def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
     """Add one step of a hand-written training loop to the run that the cell names.
 
-    Call it in a ``%%ddp --name mine`` cell, once per step, on every rank that trains.  The run's
-    clock starts with the cell's first collective, or the first call of ``log``.
+    Call ``log`` in a ``%%ddp --name mine`` cell, once per step, on every rank that trains.  The
+    run's clock starts with the cell's first collective or with the first call of ``log``.
 
     Args:
-        loss: mean loss over this rank's samples of the step.
-        samples: how many samples this rank trained on in the step.
+        loss: the mean loss over this rank's samples of the step.
+        samples: the number of samples that this rank trained on in the step.
         **metrics: more numbers to store with the step.
 
     Raises:
@@ -123,7 +123,7 @@ def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
     """
     publisher = RankEngine.instance().publisher
     if publisher is None or not publisher.run_id:
-        raise UserError("ddpnb.log needs a run to add to: name one with %%ddp --name NAME.")
+        raise UserError("ddpnb.log needs a named run. Start the cell with %%ddp --name NAME.")
     publisher.publish(
         StepEvent(
             step=next(publisher.numbers),

@@ -1,4 +1,4 @@
-"""Global random numbers: seeded, saved and restored, with torch's other globals (ranks)."""
+"""Seeds, saves and restores global random numbers, and restores other globals of torch (ranks)."""
 
 import contextlib
 import random
@@ -10,9 +10,9 @@ import torch
 
 
 def seed_everything(seed: int | None) -> None:
-    """Seed all global random numbers, those of GPUs too; None: differently in each process.
+    """Seed all global random generators, also on GPUs; None seeds each process differently.
 
-    A forked process begins with its parent's random state, as do all its siblings.
+    Forked processes need seeding, because they all begin with their parent's random state.
     """
     random.seed(seed)
     if seed is not None:
@@ -20,15 +20,15 @@ def seed_everything(seed: int | None) -> None:
         torch.manual_seed(seed)
         return
     torch.seed()
-    if "numpy.random" in sys.modules:  # else numpy seeds itself when it is imported
+    if "numpy.random" in sys.modules:  # else numpy seeds itself on import
         np.random.seed()
 
 
 @contextlib.contextmanager
 def preserve_globals(device: torch.device) -> Iterator[None]:
-    """Restore random numbers, default dtype and thread count when the block ends.
+    """Restore the random state, default dtype and thread count when the block ends.
 
-    Inside the block, ``device`` is the current device if it is a GPU.
+    If ``device`` is a GPU, it is the current device inside the block.
     """
     num_threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     on_gpu = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -43,8 +43,8 @@ def preserve_globals(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_random(device: torch.device) -> Iterator[None]:
-    """Restore all global random numbers when the block ends."""
-    # all GPUs: the replicas of dp are on several
+    """Restore the state of all global random generators when the block ends."""
+    # all GPUs, because dp has replicas on several GPUs
     gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
     in_numpy, in_python = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(gpus):

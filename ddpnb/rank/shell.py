@@ -1,7 +1,7 @@
-"""What differs between a rank's IPython and one with a frontend of its own (ranks).
+"""Adapts IPython to a rank, which has no frontend of its own (ranks).
 
-A rank reaches the notebook through its output alone.  So what would go to a pager, to a widget
-or to the screen of a forked child is output here too, and what would ask says why it cannot.
+A rank reaches the notebook only through its output.  So a rank prints text that would appear in a
+pager, in a widget or on a forked child's screen.  Functions that need a prompt raise an error.
 """
 
 import builtins
@@ -25,23 +25,23 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Prompt
 
 CANNOT_ASK = (
-    "A rank has no prompt here: %%ddp --debug 1 gives rank 1 one at breakpoint() and input(), "
-    "%ddp_debug 1 after an error."
+    "A rank has no prompt here. For breakpoint() or input() on rank 1, start the cell with "
+    "%%ddp --debug 1. To debug rank 1 after an error, run %ddp_debug 1."
 )
 
 AROUND = ("IPython.*", "ipykernel.*", "ddpnb.*")
-"""Modules in which the debugger does not stop: a cell's last line returns to them."""
+"""Modules in which the debugger does not stop, because a cell's last line returns to them."""
 
 
 def prepare(shell: Any) -> None:
-    """Adapt a rank's IPython, once it has one."""
+    """Adapt a rank's IPython."""
     name_of_code = shell.compile.get_code_name
     own, common = f"ipykernel_{os.getpid()}", f"ipykernel_{os.getppid()}"
     shell.compile.get_code_name = lambda *code: name_of_code(*code).replace(own, common)
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     os.register_at_fork(after_in_child=write_to_descriptors)
-    shell.autoawait = False  # the engine's own loop runs already
-    shell.Completer.use_jedi = False  # its first answer takes a second
+    shell.autoawait = False  # because the engine's event loop already runs
+    shell.Completer.use_jedi = False  # Jedi's first answer takes a second
     keep_no_results(shell)
     builtins.input = sys.breakpointhook = refuse
     end_cells_with_exit(shell)
@@ -49,9 +49,9 @@ def prepare(shell: Any) -> None:
 
 
 def end_cells_with_exit(shell: Any) -> None:
-    """Have ``exit()`` and ``quit()`` end the cell: IPython's would end the rank.
+    """Make ``exit()`` and ``quit()`` end the cell instead of the rank, as IPython's would.
 
-    Python's own would also close stdin, and the next file that is opened would get its number.
+    Python's own ``exit`` would also close stdin, and the next opened file would get its number.
     """
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     shell.user_ns.update(exit=sys.exit, quit=sys.exit)
@@ -59,8 +59,8 @@ def end_cells_with_exit(shell: Any) -> None:
 
 
 def use_text_bars() -> None:
-    """Have tqdm draw bars as text where it would draw widgets, which stand still on a rank."""
-    with contextlib.suppress(ImportError):  # it may be missing
+    """Make tqdm draw bars as text instead of widgets, which do not move on a rank."""
+    with contextlib.suppress(ImportError):  # tqdm may be missing
         std = importlib.import_module("tqdm.std")
         for name in ("autonotebook", "notebook"):
             sys.modules[f"tqdm.{name}"] = std
@@ -68,12 +68,12 @@ def use_text_bars() -> None:
 
 
 def refuse(*args: object, **options: object) -> NoReturn:
-    """Say that nobody would answer, in place of ``input`` and ``breakpoint``."""
+    """Raise ``UserError`` instead of ``input`` and ``breakpoint``."""
     raise UserError(CANNOT_ASK)
 
 
 def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
-    """Complete a cell's source; return what is replaced, and texts with their kinds."""
+    """Complete a cell's source; return the text to replace, and completions with their kinds."""
     with provisionalcompleter():
         found = list(rectify_completions(source, shell.Completer.completions(source, offset)))
     start = found[0].start if found else offset
@@ -81,7 +81,7 @@ def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[s
 
 
 def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, str]:
-    """Return what ``name?`` shows about the name at an offset, as a MIME bundle; empty: unknown."""
+    """Return the help of ``name?`` for the name at an offset as a MIME bundle; empty if unknown."""
     try:
         bundle = shell.object_inspect_mime(token_at_cursor(source, offset), detail_level)
     except KeyError:
@@ -91,10 +91,10 @@ def description(shell: Any, source: str, offset: int, detail_level: int) -> dict
 
 @contextlib.contextmanager
 def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> Iterator[None]:
-    """Have one rank's ``input`` and ``breakpoint`` ask the notebook during a cell.
+    """Make one rank's ``input`` and ``breakpoint`` ask the notebook during a cell.
 
-    Its control thread puts the user's lines into ``answers``.  The other ranks do not stop at
-    ``breakpoint()``.
+    That rank's control thread puts the user's lines into ``answers``.  The other ranks do not stop
+    at ``breakpoint()``.
     """
     if spec.debug_rank is None:
         yield
@@ -117,22 +117,22 @@ def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> 
 def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
     """Publish a question of ``input``, and return the user's line.
 
-    An interrupt of the kernel is the end of the input, and so is the coming of another kernel.
+    If the kernel is interrupted or another kernel connects, raise ``EOFError``.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     publish_data({"question": prompt})
     answer = answers.get()
     if answer is None:
-        answers.put(None)  # for the next question, too
-        raise EOFError("the notebook was interrupted, or has no prompt")
+        answers.put(None)  # also for the next question
+        raise EOFError("the notebook was interrupted or has no prompt")
     return answer
 
 
 def write_to_descriptors() -> None:
-    """Have a forked child print to its file descriptors, which the rank reads.
+    """Make a forked child print to its file descriptors, which the rank reads.
 
-    A thread that only the parent has would send what the child prints.
+    IPython's streams would not print there, because their thread exists only in the parent.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         if isinstance(getattr(sys, name), OutStream):  # else the user has redirected it

@@ -1,4 +1,4 @@
-"""Where on the stack is the user's code?  (ranks)"""
+"""Finds the user's code on the stack (ranks)."""
 
 import os
 import sys
@@ -13,10 +13,10 @@ import torch
 CELLS = f"{os.sep}ipykernel_"
 """A part of the file name of every cell's code."""
 BACKWARD = torch.autograd.backward.__code__.co_filename
-"""The file of torch that computes gradients."""
+"""The torch file that computes gradients."""
 OWN_FOLDER = str(Path(__file__).parents[1])
 MAX_FRAMES: Final = 60
-"""How far up the stack to look for the user's line."""
+"""The number of frames in which ``users_line`` looks for the user's code."""
 
 
 def outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -27,10 +27,10 @@ def outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Return whether a frame runs a cell or a script, whose module is ``__main__``.
+    """Return True if a frame runs a cell or a script, which both have the module ``__main__``.
 
-    ipyparallel's own call runs in the cells' namespace too, and the fork server's first module is
-    its process's ``__main__``.
+    ipyparallel's own call and the fork server's first module also run in ``__main__``, but do not
+    count.
     """
     if frame.f_globals.get("__name__") != "__main__":
         return False
@@ -39,9 +39,9 @@ def is_users(frame: FrameType) -> bool:
 
 
 def users_line() -> str:
-    """Return the user's innermost line: ``"line 3 of train.py, backward"``; empty if none is near.
+    """Return the user's innermost line: ``"line 3"``, or ``"line 3 of train.py, backward"``.
 
-    In a cell it is ``"line 3"``.  The backward pass may lie between that line and the caller.
+    The text is empty if the innermost ``MAX_FRAMES`` frames run none of the user's code.
     """
     in_backward = False
     for frame in islice(outward(sys._getframe(2)), MAX_FRAMES):

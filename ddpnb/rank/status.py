@@ -1,10 +1,10 @@
-"""What is this rank doing right now?  (ranks, in the control thread)
+"""Reports what this rank is doing right now (ranks, in the control thread).
 
-There are three sources.  The main thread's Python stack shows the cell and its line, and a call
-of ``torch.distributed`` or a shared-memory all-reduce in progress.  Torch's flight recorder lists
-the collectives that have begun and not ended, including DDP's own.  The operating system shows
-whether the thread sleeps on a lock, as it does in a collective of gloo.  A thread that waits for
-a GPU keeps polling: there NCCL's entries in the flight recorder show what the GPU waits in.
+The report has three sources.  The main thread's Python stack shows the cell and its line, and a
+call of ``torch.distributed`` or a shared-memory all-reduce in progress.  Torch's flight recorder
+lists the collectives in progress, including DDP's own.  The operating system shows whether the
+thread sleeps on a lock, as in a collective of gloo.  A thread that waits for a GPU polls instead of
+sleeping.  Then NCCL's entries in the flight recorder show the collective that the GPU waits in.
 """
 
 import inspect
@@ -28,20 +28,20 @@ from ddpnb.rank.stack import BACKWARD, is_users, outward
 from ddpnb.rank.training import loop
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
-"""The number of Linux's system call that waits for a lock."""
+"""The number of the Linux system call that waits for a lock."""
 
 DISTRIBUTED = inspect.unwrap(dist.all_reduce).__code__.co_filename
-"""The file of torch with the calls in which several ranks take part."""
+"""The torch file that defines collectives, sends and receives."""
 
 GPU_SECONDS = 1.0
-"""A collective that a GPU has been in for so long waits for another rank."""
+"""A collective that a GPU has run for longer than this time waits for another rank."""
 
 POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
-"""Calls between two ranks, each with the argument that names the other."""
+"""Calls between two ranks, each with the argument that names the other rank."""
 
 
 def rank_status(group: Group, shell: Any) -> RankStatus:
-    """Return what this rank is doing; ``shell`` is None while the engine starts."""
+    """Return the status of this rank; ``shell`` is None while the engine starts."""
     frames = main_thread_frames()
     in_shared_sum = in_file(frames, sums.__file__)
     call, peer = distributed_call(frames)
@@ -73,16 +73,16 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
 
 
 def cell_number(shell: Any, filename: str) -> int:
-    """Return ``n`` if IPython uses this file name for the code of ``In [n]``; 0 if it does not."""
+    """Return ``n`` if IPython uses this file name for the code of ``In [n]``; otherwise 0."""
     label, name = shell.compile.format_code_name(filename) or ("", "")
     number = name.removeprefix("In[").removesuffix("]")
     return int(number) if label == "Cell" and number.isdecimal() else 0
 
 
 def users_stack() -> list[str]:
-    """Return the main thread's stack, one string a frame.
+    """Return the main thread's stack, one string per frame.
 
-    It begins at the user's outermost frame, or else at the training loop's.
+    The stack begins at the user's outermost frame, or else at the training loop.
     """
     frames = main_thread_frames()
     users = [n for n, frame in enumerate(frames, 1) if is_users(frame)]
@@ -96,12 +96,12 @@ def main_thread_frames() -> list[FrameType]:
 
 
 def in_file(frames: list[FrameType], path: str) -> bool:
-    """Return whether one of the frames runs code of a file."""
+    """Return True if any of the frames runs code of a file."""
     return any(frame.f_code.co_filename == path for frame in frames)
 
 
 def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
-    """Return the call of torch's for several ranks that is in progress, and its peer if any."""
+    """Return the collective, send or receive in progress, and its peer if it has one."""
     inside = [frame for frame in frames if frame.f_code.co_filename == DISTRIBUTED]
     if not inside:
         return "", None
@@ -112,7 +112,7 @@ def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
 
 
 def sleeps_on_lock() -> bool:
-    """Return whether the main thread sleeps on a lock; True if the system does not show it."""
+    """Return True if the main thread sleeps on a lock, or if the system does not show it."""
     number = FUTEX.get(platform.machine())
     try:
         call = Path(f"/proc/self/task/{os.getpid()}/syscall").read_text()

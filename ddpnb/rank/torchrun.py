@@ -1,10 +1,10 @@
-"""What makes a rank look like torchrun's to code that was written for it (ranks).
+"""Runs code and scripts that were written for torchrun on a rank (ranks).
 
-Such code forms the default process group itself, and destroys it at its end.  Here the cluster has
-formed one.  ``init_process_group`` leads to that one, and ``destroy_process_group`` only hides it
-until the group is formed again, or until the next cell.  So neither depends on the other ranks, and
-the default group remains the one that the cluster can abort and form anew.  A script runs in a
-``__main__`` of its own.
+Such code forms the default process group and destroys it at the end.  On a rank, the cluster has
+already formed a default group, which ``init_process_group`` uses.  ``destroy_process_group`` only
+hides that group, until the code forms a group again or until the next cell.  So neither call waits
+for other ranks, and the cluster can still abort and replace the group.  Scripts get a private
+``__main__``.
 """
 
 import contextlib
@@ -32,27 +32,27 @@ from ddpnb.rank.random_state import preserve_globals, seed_everything
 
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 UNNAMED = (None, "", "undefined", -1)
-"""Arguments of ``init_process_group`` that leave the choice to torch."""
+"""Values of ``init_process_group``'s arguments that leave the choice to torch."""
 
 INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 _scripts_modules: set[str] = set()
-"""What the last script has imported from its folder."""
+"""The modules that the last script has imported from its folder."""
 
 
 def refuse_launchers(num_ranks: int) -> None:
-    """Refuse the launchers of Lightning and accelerate, which would start ranks within a rank.
+    """Make the launchers of Lightning and accelerate raise ``UserError`` on a rank.
 
-    Their processes would wait for each other without end.  Other child processes are not concerned.
+    Their processes would wait for each other forever.  Other code may still start processes.
     """
     processes: Any = torch.multiprocessing
     start = processes.start_processes
 
     def refuse(*_: Any) -> Any:
         raise UserError(
-            "A launcher cannot start processes inside a rank: with Lightning, use "
-            f'strategy="ddp", devices={num_ranks}; else call the training function itself, on all '
-            "ranks."
+            "A launcher cannot start processes inside a rank. With Lightning, use "
+            f'strategy="ddp", devices={num_ranks}. Without Lightning, call the training function '
+            "directly, on all ranks."
         )
 
     @functools.wraps(start)
@@ -66,22 +66,22 @@ def refuse_launchers(num_ranks: int) -> None:
 
 @final
 class AdoptedGroup:
-    """The cluster's default group in the place of one that the user's code forms and destroys."""
+    """Gives the user's code the cluster's default group instead of a new group."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._pid = os.getpid()
         self._hidden: Any = None
-        """The default group, while the user's code has destroyed it."""
+        """The default group after the user's code has called ``destroy_process_group``."""
 
     def install(self) -> None:
-        """Replace torch's functions, wherever torch itself has imported them."""
+        """Replace torch's two functions in every torch module that has imported them."""
         torch_internals.replace_function("init_process_group", self._init)
         torch_internals.replace_function("destroy_process_group", self._destroy)
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """Return a context for a cell or a script, at the end of which there is a group again."""
+        """Return a context for a cell or a script; at its end, the default group is back."""
         try:
             yield
         finally:
@@ -97,7 +97,7 @@ class AdoptedGroup:
 
         def init_process_group(*args: Any, **options: Any) -> Any:
             is_formed = dist.is_initialized() or self._hidden is not None
-            if not is_formed or os.getpid() != self._pid:  # a forked process is not in the group
+            if not is_formed or os.getpid() != self._pid:  # a forked process has no rank
                 return original(*args, **options)
             self._check(signature.bind(*args, **options).arguments)
             self._show()
@@ -106,7 +106,7 @@ class AdoptedGroup:
         return init_process_group
 
     def _check(self, asked: dict[str, Any]) -> None:
-        """Refuse what the cluster's group is not."""
+        """Raise ``UserError`` if the arguments differ from the cluster's group."""
         group = self._group
         if (backend := asked.get("backend")) not in UNNAMED:
             asked["backend"] = backend_on(group.device.type, str(backend))
@@ -114,8 +114,8 @@ class AdoptedGroup:
             given, own = asked.get(name), getattr(group, name)
             if given not in (*UNNAMED, own):
                 raise UserError(
-                    f"init_process_group asks for {name} {given}, but in the cluster's group it "
-                    f"is {own}: write that, or leave it out."
+                    f"init_process_group asks for {name} {given}, but the cluster's group has "
+                    f"{name} {own}. Change the argument or remove it."
                 )
 
     def _destroy(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,25 +128,25 @@ class AdoptedGroup:
             for each in torch_internals.process_groups():
                 if each is not default:
                     original(each)
-            self._hidden = default  # first: an interrupt may come in between
+            self._hidden = default  # first, because an interrupt may come before the next line
             torch_internals.set_default_group(None)
 
         return destroy_process_group
 
 
 def backend_on(device: str, backend: str) -> str:
-    """Return the backend for a kind of device: ``"cpu:gloo,cuda:nccl"`` names one for each."""
+    """Return the backend for a kind of device, for example from ``"cpu:gloo,cuda:nccl"``."""
     pairs = [part.partition(":") for part in backend.lower().split(",")]
     return {kind: name or kind for kind, _, name in pairs}.get(device, pairs[0][0])
 
 
 @contextlib.contextmanager
 def process_of(script: Script, device: torch.device) -> Iterator[None]:
-    """Return a context for a script: a ``__main__`` of its own, and what it changes is restored.
+    """Return a context that runs a script in a private ``__main__``.
 
-    What it imports from its folder is imported anew by the next script, which may follow an edit.
-    The context is entered and left where SIGINT raises nothing: an interrupt would leave some of
-    it as it is.
+    Its end restores argv, path, folder and random state.  The next script imports modules from the
+    script's folder again, because the user may have edited them.  Enter and leave the context
+    while SIGINT is ignored, or an interrupt could leave some changes in place.
     """
     main, argv, path, cwd = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
     folder = Path(script.path).resolve().parent if script.path else cwd
@@ -164,26 +164,26 @@ def process_of(script: Script, device: torch.device) -> Iterator[None]:
             is_own = file.startswith(f"{folder}{os.sep}") and INSTALLED not in file
             if is_own and file.endswith(".py"):
                 _scripts_modules.add(name)
-        if not script.keeps_variables:  # which may be objects of its classes
+        if not script.keeps_variables:  # variables may be objects of the modules' classes
             _forget_modules()
         sys.modules["__main__"] = main
         sys.argv[:], sys.path[:] = argv, path
-        with contextlib.suppress(OSError):  # it has removed the folder
+        with contextlib.suppress(OSError):  # the script has removed the folder
             os.chdir(cwd)
 
 
 def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> None:
-    """Run a script, in the context of ``process_of``; a module is looked up here.
+    """Run a script or a module, in the context of ``process_of``.
 
-    In the end ``namespace`` takes its variables, if they are to be kept.
+    If ``script.keeps_variables``, the script's variables are copied to ``namespace`` at the end.
 
     Raises:
-        SystemExit: it ended with an exit code other than 0.
-        UserError: there is no such module.
+        SystemExit: the script ended with an exit code other than 0.
+        UserError: the module does not exist.
     """
     seed_everything(None)
     if not script.path and importlib.util.find_spec(script.name) is None:
-        raise UserError(f"There is no module {script.name} to run on this rank.")
+        raise UserError(f"This rank cannot find the module {script.name}.")
     main = sys.modules["__main__"]
     try:
         if not script.path:

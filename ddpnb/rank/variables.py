@@ -1,7 +1,7 @@
-"""This rank's variables (ranks).
+"""Exchanges this rank's variables with the notebook (ranks).
 
-Takes variables and functions from the notebook, gives values and models to it, and finds what still
-holds a process group that has ended.
+A rank takes variables and functions from the notebook, and sends values and models to it.  It also
+finds variables that still hold a process group that has ended.
 """
 
 import copy
@@ -17,17 +17,17 @@ from ddpnb.protocol.messages import REMEDIES, RunSpec, StaleVariable
 from ddpnb.protocol.variables import Parcel, dump, load, opened, packed, receive
 
 REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
-"""Functions, classes and constants: no training on this rank has changed one in place."""
+"""Types of functions, classes and constants, which training on this rank cannot change in place."""
 
 MAX_ITEMS = 1000
-"""A larger container holds data, not models."""
+"""The largest container that is searched for process groups; larger containers hold data."""
 
 
 def take(parcel: Parcel, namespace: dict[str, Any]) -> None:
-    """Put a parcel's variables into the namespace; all of them, or none where it raises.
+    """Put a parcel's variables into the namespace; if an error occurs, put none of them.
 
-    What its functions use comes along.  Where this rank has a variable of that name, its own is
-    kept, unless it is a function, a class or a constant.
+    The parcel also brings variables that its functions use.  If this rank has a variable of the
+    same name, the rank's value is kept, unless it is a function, a class or a constant.
     """
     own = dict(namespace)
     try:
@@ -42,11 +42,11 @@ def take(parcel: Parcel, namespace: dict[str, Any]) -> None:
 
 
 _functions: dict[str, list[Any]] = {}
-"""The functions that the latest comparison with functions trains, pickled, under their key."""
+"""The pickled functions of the latest ``ddpnb.compare`` call, under their key."""
 
 
 def keep_functions(key: str, parcel: Parcel) -> None:
-    """Keep the functions that ``ddpnb.compare`` was called with, in place of earlier ones."""
+    """Keep the functions of a ``ddpnb.compare`` call, instead of those of an earlier call."""
     _functions.clear()
     _functions[key] = opened(parcel)
 
@@ -54,31 +54,31 @@ def keep_functions(key: str, parcel: Parcel) -> None:
 def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
     """Return the functions that were sent under a key, with these global variables.
 
-    The cell that stands for them calls it, once a run: no run sees what another has changed.
+    The cell that ddpnb generates for the comparison calls this once per run.  So no run sees the
+    changes of another run.
     """
     if key not in _functions:
         raise UserError(
-            "This rank does not have the functions of this comparison any more: call ddpnb.compare "
-            "with them again."
+            "This rank no longer has the functions of this comparison. Call ddpnb.compare again."
         )
     return load(_functions[key], namespace)
 
 
 class TrainedModels:
-    """The latest comparison's trained models, the last of each strategy and rate (rank 0)."""
+    """The latest comparison's trained models, one per strategy and learning rate (rank 0)."""
 
     def __init__(self) -> None:
         self._comparison = ""
         self._kept: dict[tuple[str, float], tuple[str, nn.Module, dict[str, Any]]] = {}
-        """By strategy and learning rate: the run's id, its model, and the weights it ended with."""
+        """The run id, model and final weights, by strategy and learning rate."""
 
     def keep(self, spec: RunSpec, model: object) -> None:
-        """Keep a run's model in place of that of the repeat before."""
+        """Keep a run's model instead of the previous repeat's model."""
         if spec.comparison != self._comparison:
             self._comparison = spec.comparison
             self._kept.clear()
         if isinstance(model, nn.Module):
-            weights = copy.deepcopy(model.state_dict())  # the model is lent to the snapshots
+            weights = copy.deepcopy(model.state_dict())  # the model is reused for snapshots
             self._kept[spec.strategy, spec.learning_rate] = spec.run_id, model, weights
 
     def of(self, run_id: str) -> nn.Module:
@@ -89,8 +89,8 @@ class TrainedModels:
                 model.zero_grad(set_to_none=True)
                 return model.cpu()
         raise UserError(
-            "Rank 0 does not have this model: it keeps those of the latest comparison, of each "
-            "strategy that has trained to its end, until the rank ends."
+            "Rank 0 does not have this model. Until it ends, rank 0 keeps only the latest "
+            "comparison's models, for each strategy that has finished training."
         )
 
 
@@ -102,29 +102,29 @@ def give(
     classes: Collection[str],
     num_copies: int,
 ) -> Parcel:
-    """Evaluate an expression and return its value; raises what evaluating and pickling raise.
+    """Evaluate an expression and return its value; errors of evaluating and pickling propagate.
 
     Args:
-        rank: this one, whose file for a large value is ``path-rank``.  The kernel removes it as
-            soon as it has the answer, or does not wait any longer; then nothing is evaluated.
+        rank: this rank; its file for a large value is ``path-rank``.  The kernel removes the file
+            once it has the answer or stops waiting.  Without the file, nothing is evaluated.
         namespace: the variables of this rank's cells.
-        expression: the user's.
-        path: empty where the kernel is on another host, and takes any value in its message.
-        classes: names of the notebook's own classes.
-        num_copies: on how many ranks the kernel asks for the value at the same time.
+        expression: the user's expression.
+        path: empty if the kernel is on another host, which gets every value in a message.
+        classes: names of classes that the notebook defines.
+        num_copies: the number of ranks that the kernel asks for the value at the same time.
     """
     path = path and f"{path}-{rank}"
     if path and not os.path.exists(path):
-        raise TimeoutError("the notebook does not wait for this value any longer")
+        raise TimeoutError("the notebook no longer waits for this value")
     parts = dump(eval(expression, namespace), for_ranks=False, classes=classes)
     return packed(parts, path, num_copies=num_copies)
 
 
-# -- what holds a process group that has ended -----------------------------------------------
+# -- variables that hold a process group that has ended --------------------------------------
 
 
 def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
-    """Return the variables that hold a group, directly or one level down; in a module at any."""
+    """Return the variables that hold a group, down to one level, or at any level of a module."""
     found: list[StaleVariable] = []
     for name, value in namespace.items():
         if name.startswith("_") or name in ("In", "Out"):  # IPython's history
@@ -137,14 +137,14 @@ def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
 
 
 def kind_with_group(value: object) -> str:
-    """Return which of the classes in ``REMEDIES`` a value is; empty if it is none of them."""
-    # Compared by name, because importing them all takes a second.
+    """Return the name of a value's class in ``REMEDIES``; empty if its class is not there."""
+    # Compared by name, because importing all these classes takes a second.
     names = {c.__name__ for c in type(value).__mro__ if c.__module__.startswith("torch")}
     return next((kind for kind in REMEDIES if kind in names), "")
 
 
 def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield a value and what it holds, each with the expression that leads to it."""
+    """Yield a value and the values inside it, each with the expression that leads to it."""
     if isinstance(value, nn.Module):
         yield from value.named_modules(prefix=name)
         return

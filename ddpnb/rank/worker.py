@@ -1,4 +1,4 @@
-"""What a strategy is given: the worker with its model, and the batches it trains on (ranks)."""
+"""The worker with its model, and the batches, that a strategy gets (ranks)."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def state_of(model: nn.Module) -> list[Tensor]:
 
 @final
 class Activations:
-    """Measures what autograd keeps of one forward pass, and leaves all others alone."""
+    """Measures the memory that autograd keeps for one forward pass, and ignores other passes."""
 
     def __init__(self, *, is_due: bool = False) -> None:
         self.is_due = is_due
-        """Whether the next forward pass is measured."""
+        """True if the next forward pass is measured."""
         self.num_bytes = 0
-        """What autograd kept of it, without the parameters; 0: not known."""
+        """The bytes that autograd kept, without the parameters; 0 if unknown."""
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     def of(self, forward: Callable[[], Tensor], model: nn.Module) -> Tensor:
-        """Return the loss of a forward pass through a model; measure it where that is due."""
+        """Return the loss of a forward pass through a model; measure the pass if it is due."""
         if not self.is_due:
             return forward()
         try:
@@ -47,7 +47,7 @@ class Activations:
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
-            self.is_due = False  # the functions of torch.func refuse such hooks
+            self.is_due = False  # torch.func does not support such hooks
             return forward()
         for parameter in map(local, model.parameters()):
             self._kept.pop(parameter.untyped_storage().data_ptr(), None)
@@ -56,7 +56,7 @@ class Activations:
         return loss
 
     def hooks(self) -> AbstractContextManager[object]:
-        """Return the context in which this thread's part of the forward pass is measured."""
+        """Return a context that measures this thread's part of the forward pass."""
         return saved_tensors_hooks(self._keep, lambda kept: kept) if self.is_due else nullcontext()
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -69,12 +69,12 @@ class Activations:
 @final
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """What one rank brings to a strategy: its copy of the model and its place in the group."""
+    """One worker of a strategy, with its copy of the model and its place in the group."""
 
     model: nn.Module
-    """Plain, on ``device``, in training mode; the same weights on every rank."""
+    """The plain model on ``device``, in training mode, with the same weights on every rank."""
     make_model: Callable[[], nn.Module]
-    """Makes the plain model anew, on ``device``, with the weights that training began with."""
+    """Makes a new plain model on ``device``, with the initial weights of the training."""
     training_step: StepFunction = CLASSIFY
     make_optimizer: OptimizerFactory
     """Makes an optimizer with its scheduler and clipping."""
@@ -82,49 +82,49 @@ class Worker:
     rank: int
     world_size: int
     local_world_size: int
-    """How many ranks this host has."""
+    """The number of ranks on this host."""
     num_parts: int
-    """Ranks that share each global batch: all of them, or this one alone."""
+    """The number of ranks that share each global batch: all ranks, or only this rank."""
     num_steps: int
-    """Global batches to train on."""
+    """The number of global batches to train on."""
     folder: Path
     """A directory that only the ranks of this host can reach."""
     name: str
-    """Prefix of file names in ``folder``; no two trainings share it."""
+    """A prefix of file names in ``folder``, unique to this training."""
     meter: Meter = field(default_factory=Meter)
-    """Counts seconds and bytes; whatever carries messages reports to it."""
+    """Counts seconds and bytes; code that sends messages reports them to the meter."""
     activations: Activations = field(default_factory=Activations)
-    """Measures what autograd keeps of one forward pass."""
+    """Measures the memory that autograd keeps for one forward pass."""
     accumulate: int = 1
-    """Micro-batches that each batch is split into, for gradient accumulation."""
+    """The number of micro-batches per batch, for gradient accumulation."""
     amp: torch.dtype | None = None
-    """Type of the forward pass where it is safe; None: the model's own."""
+    """The type for autocast in the forward pass; None uses the model's own type."""
     laboratory: Laboratory | None = None
-    """The emulated devices that it is one of; None: its time is measured."""
+    """The emulated devices that this worker belongs to; None if its time is measured."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    """Those that ``optimizer`` has made, in order."""
+    """The optimizers that ``optimizer`` has made, in order."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """What the task's step has returned besides the loss, in this step."""
+    """The numbers other than the loss that the task's step has returned in this step."""
     staleness: int | None = None
-    """Updates by others between the pull of the parameters and the use of the last gradient; an
-    asynchronous strategy sets it in each step."""
+    """The staleness of the last gradient: the number of other workers' updates since this worker
+    read the parameters.  An asynchronous strategy sets it in each step."""
     version: int = 0
-    """The number of the update that the last gradient went into; 0: updates are not counted."""
+    """The number of the update that used the last gradient; 0 if updates are not counted."""
     notes: list[str] = field(default_factory=list)
-    """Sentences for the results; a strategy adds what only its ``setup`` can discover."""
+    """Sentences for the results, such as facts that a strategy finds out in ``setup``."""
     num_prefetched: int = 0
-    """Shards that are taken in advance, so that their samples can be fetched."""
+    """The number of shards that are taken in advance, so that their samples can be fetched."""
     delay: Callable[[], None] = lambda: None
-    """Called in each step, between the forward and the backward pass: where a fault is injected
-    that makes this worker slow."""
+    """Slows this worker if a fault is injected; called in each step, between the forward and the
+    backward pass."""
     joins: bool = False
-    """Whether the others train already, and this rank is in no group with them."""
+    """True if the other ranks already train, and this rank has no group with them."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
-    """Frees this rank from waiting for others."""
+    """Releases this rank from waits for other ranks."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are trained, in the model's order."""
+        """The trainable parameters, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -133,12 +133,12 @@ class Worker:
         return self.optimizers[-1]
 
     def shard(self, number: int) -> Shard:
-        """Return the shard of a number, where one queue hands out all slices in order."""
+        """Return the shard with a number in the order of the work queue."""
         step, part = divmod(number, self.world_size)
         return Shard(step=step, part=part, num_parts=self.world_size)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which the model and the loss are computed."""
+        """Return the autocast context for computing the model and the loss."""
         if self.amp is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.amp)
@@ -157,11 +157,11 @@ class Worker:
         Afterwards each parameter's ``grad`` is ``weight`` times the gradient of the mean loss.
 
         Args:
-            batch: on this rank's device.
+            batch: the samples, on this rank's device.
             weight: e.g. this worker's share of the global batch.
-            model: a wrapper to call in place of the plain model.
-            loss_of: computes the loss of a micro-batch from it and its share of the batch.
-            unsynced: makes the context for all micro-batches but the last, e.g. DDP's ``no_sync``.
+            model: a wrapper to call instead of the plain model.
+            loss_of: computes a micro-batch's loss from the micro-batch and its share of the batch.
+            unsynced: makes a context for each micro-batch except the last, e.g. DDP's ``no_sync``.
 
         Returns:
             The mean loss over the batch, before any update; shape (), detached.
@@ -190,9 +190,9 @@ class Worker:
         return self.loss_in(self.training_step(called, batch.tree), share)
 
     def loss_in(self, result: Tensor | Mapping[str, Any], share: float = 1.0) -> Tensor:
-        """Return the loss in what the task's step has returned; note its further numbers.
+        """Return the loss from the result of the task's step; note the result's other numbers.
 
-        ``share``: of the samples that this worker trains on in this step.
+        ``share``: the share of this worker's samples of this step that the result is for.
         """
         if isinstance(result, Tensor):
             return result
@@ -203,23 +203,23 @@ class Worker:
         return loss
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer's step."""
+        """Call the optimizer's ``step``."""
         self.meter.begin("optimizer")
         optimizer.step()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One worker's slice of a global batch, on its device."""
+    """One worker's shard of a global batch, on the worker's device."""
 
     tree: Tree
-    """Tensors in a tree, usually inputs and targets."""
+    """A tree of tensors, usually inputs and targets."""
     num_samples: int
     num_global: int
-    """Samples in the whole global batch, over all workers."""
+    """The number of samples in the global batch, over all workers."""
     most_parts: int | None = None
-    """Samples of the smallest slice, and so the most micro-batches that every worker can make;
-    None: those of this slice."""
+    """The size of the smallest shard, which limits micro-batches so that all workers make the same
+    number; None uses this shard's size."""
 
     @property
     def weight(self) -> float:
@@ -227,14 +227,14 @@ class Batch:
         return self.num_samples / self.num_global
 
     def split(self, num_parts: int) -> list[Batch]:
-        """Return as many micro-batches, or ``most_parts`` where these are fewer."""
+        """Return ``num_parts`` micro-batches, but at most ``most_parts``."""
         if num_parts == 1:
             return [self]
         num = min(num_parts, self.most_parts or self.num_samples)
         return self.cut(map(len, torch.arange(self.num_samples, device="cpu").tensor_split(num)))
 
     def cut(self, sizes: Iterable[int]) -> list[Batch]:
-        """Return slices with so many samples each; refuse what ``rows`` does."""
+        """Return slices of the given sizes; raise the errors of ``rows``."""
         parts, begin = [], 0
         for size in sizes:
             part = rows(self.tree, begin, begin + size, self.num_samples)

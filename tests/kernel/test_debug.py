@@ -56,7 +56,7 @@ def test_a_breakpoint_in_the_last_lines_shows_the_cells_variables(kernel: Kernel
 
 def test_quitting_at_a_breakpoint_ends_the_cell(kernel: Kernel):
     cell, _ = kernel.answer(f"%%ddp --debug 1\n{STOPPING}", "q")
-    assert "rank 1 failed: BdbQuit: the debugger was left with quit" in cell.error_text
+    assert "rank 1 failed: BdbQuit: quit ends the debugger and the cell" in cell.error_text
     assert "Traceback" not in cell.error_text
 
 

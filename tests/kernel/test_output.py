@@ -117,7 +117,8 @@ def test_a_library_warns_again_in_the_next_cell(kernel: Kernel):
 @pytest.mark.parametrize("source", ["input()", "breakpoint()", "import pdb; pdb.set_trace()"])
 def test_a_rank_has_no_prompt_and_says_so(kernel: Kernel, source: str):
     cell = kernel.run(f"%%ddp\n{source}\nx = 1")
-    assert "A rank has no prompt here: %%ddp --debug 1" in cell.error_text.splitlines()[0]
+    assert "A rank has no prompt here. For breakpoint()" in cell.error_text.splitlines()[0]
+    assert "start the cell with %%ddp --debug 1" in cell.error_text
     assert (f"Cell In[{cell.number}], line 2" in cell.error_text) == ("pdb" not in source)
     assert ".py" not in cell.error_text  # no frame of a library's
 

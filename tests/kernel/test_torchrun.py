@@ -40,9 +40,9 @@ def test_a_cell_forms_and_destroys_the_group_and_the_next_has_one(kernel: Kernel
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        ("'nccl'", "asks for backend nccl, but in the cluster's group it is gloo: write that"),
-        ("world_size=4", "asks for world_size 4, but in the cluster's group it is 2: write that"),
-        ("rank=1 - rank", "asks for rank 1, but in the cluster's group it is 0: write that"),
+        ("'nccl'", "asks for backend nccl, but the cluster's group has backend gloo. Change"),
+        ("world_size=4", "asks for world_size 4, but the cluster's group has world_size 2. Change"),
+        ("rank=1 - rank", "asks for rank 1, but the cluster's group has rank 0. Change"),
     ],
 )
 def test_another_group_is_refused_in_one_sentence(kernel: Kernel, call: str, expected: str):

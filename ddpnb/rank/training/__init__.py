@@ -1,1 +1,1 @@
-"""The one training loop and what stands around it (ranks)."""
+"""The training loop, with a run's checks, context, timing and evaluation (ranks)."""

@@ -1,4 +1,4 @@
-"""What all phases of one run share: its workers, their optimizers and its samples (ranks)."""
+"""The context of one run: makes its workers, their optimizers and its batches (ranks)."""
 
 import contextlib
 from collections import ChainMap
@@ -31,19 +31,19 @@ from ddpnb.rank.worker import Batch, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Where a run is made: this rank, and what it shares with others."""
+    """The surroundings of a run: this rank, its variables and its folder."""
 
     state: RankState
     namespace: Mapping[str, object] = field(default_factory=dict)
-    """The user's variables on this rank; left as they are."""
+    """The user's variables on this rank; the run does not change them."""
     folder: Path = Path()
     """A private directory that all ranks of this host share, for sockets and shared memory."""
     filename: str = "<comparison>"
-    """What tracebacks call the comparison's cell."""
+    """The name of the comparison's cell in tracebacks."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
-    """Ends waits that are not the group's, and runs, when the group is aborted."""
+    """Ends waits outside the group, and runs, when the group is aborted."""
     rejoin_info: RejoinInfo | None = None
-    """Where this rank joins if the others train already; it is in no group then."""
+    """Set if this rank joins a run in progress; then the rank has no group for this run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class RunContext:
 
     spec: RunSpec
     here: Surroundings
-    """Its names are the user's, and those that the task's cell defines."""
+    """This rank; the namespace also has the names that the task's cell defines."""
     plan: Plan
     task: Task
     schedule: BatchSchedule
@@ -63,7 +63,7 @@ class RunContext:
 
     @property
     def state(self) -> RankState:
-        """Where this rank lives."""
+        """The state of this rank: its host, process and device."""
         return self.here.state
 
     @property
@@ -78,7 +78,7 @@ class RunContext:
         return range(plan.num_workers) if plan.num_ranks == 1 else range(rank, rank + 1)
 
     def name(self, phase: str) -> str:
-        """Return a name that no other phase and no other run has."""
+        """Return a name that is unique to this run and phase."""
         return f"{self.spec.run_id}-{phase}"
 
     def worker(
@@ -89,10 +89,10 @@ class RunContext:
         meter: Meter | None = None,
         delay: Callable[[], None] = lambda: None,
     ) -> Worker:
-        """Build a model from the seed: the same weights in every phase, on every rank.
+        """Make a worker with a model from the seed: equal weights in every phase, on every rank.
 
-        It is trained on so many global batches.  The meter measures its steps, and ``delay`` makes
-        them take longer.
+        The worker trains on ``num_steps`` global batches.  ``meter`` measures its steps, and
+        ``delay`` slows them.
         """
         model = self.make_model()
         model.train()
@@ -130,7 +130,7 @@ class RunContext:
 
     @cached_property
     def laboratory(self) -> Laboratory | None:
-        """The emulated devices; None: time is measured, or their speed is not known yet."""
+        """The emulated devices; None if time is measured, or if their speed is not known yet."""
         emulated = self.spec.emulated
         if emulated is None or emulated.compute is None:
             return None
@@ -149,13 +149,13 @@ class RunContext:
         )
 
     def barrier(self) -> None:
-        """Wait for the other ranks.  Takes part: every rank of the plan, which is one or all."""
+        """Wait for the other ranks.  Takes part: every rank of the plan (one rank or all)."""
         if self.plan.num_ranks == 1 or self.here.rejoin_info is not None:
             return
         dist.barrier(device_ids=[self.device.index] if self.state.backend == "nccl" else None)
 
     def make_model(self) -> nn.Module:
-        """Make the model of the run's seed; global random numbers stay as they are."""
+        """Make the model from the run's seed without changing the global random state."""
         with preserve_random(self.device):
             seed_everything(self.spec.seed)
             return self.task.model().to(self.device)
@@ -163,7 +163,7 @@ class RunContext:
     def source(
         self, shards: Iterable[Shard]
     ) -> contextlib.AbstractContextManager[Iterator[tuple[Shard, Tree]]]:
-        """Return the context of an iterator over shards in order, each with its samples."""
+        """Return a context with an iterator over shards in order, each with its samples."""
         if not self.num_data_workers:
             return contextlib.nullcontext((shard, self.fetch(shard)) for shard in shards)
         return prefetching(
@@ -188,11 +188,11 @@ class RunContext:
         )
 
     def usual_batch(self) -> Batch:
-        """Fetch as many samples as one worker's shard of a whole global batch has."""
+        """Fetch a batch of the size of one worker's shard of a full global batch."""
         return self.first_batch(-(-self.schedule.size(0) // self.plan.num_workers))
 
     def first_batch(self, num_samples: int, *, times: int = 1) -> Batch:
-        """Fetch the first samples of the run, so many times, as a global batch of their own."""
+        """Fetch the run's first samples, each ``times`` times, as one global batch."""
         first = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
         indices = first.repeat(times)
         tree = moved(self.task.train.fetch(indices), self.device)
@@ -200,7 +200,7 @@ class RunContext:
 
     @property
     def num_data_workers(self) -> int:
-        """How many processes fetch: as many as asked for, or as the user's DataLoader has."""
+        """The number of processes that fetch samples, by ``--data-workers`` or the DataLoader."""
         train = self.task.train
         if not isinstance(train, DatasetSamples):  # tensors in memory
             return 0
@@ -208,17 +208,17 @@ class RunContext:
 
     @property
     def is_own(self) -> bool:
-        """Whether the strategy is a class of the user's own: it need not use the cell's loss."""
+        """True if the user wrote the strategy, which then need not use the cell's loss."""
         return parse_strategy(self.spec.strategy).name not in STRATEGIES
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether the model must have a score in the end; a class of one's own may have no loss."""
+        """True if the trained model must have a score; a user's strategy may have no loss."""
         return self.task.has_loss or self.task.has_measures or not self.is_own
 
     @property
     def has_loss(self) -> bool:
-        """Whether the trained model is scored by the loss too."""
+        """True if the score of the trained model includes the loss."""
         return self.task.has_loss or not (self.is_own and self.task.has_measures)
 
 
@@ -226,14 +226,14 @@ def build_context(spec: RunSpec, here: Surroundings) -> RunContext:
     """Load the task and find out which ranks take part.
 
     Raises:
-        UserError: something cannot be trained.
-        Exception: whatever the cell itself raises, with its own traceback.
+        UserError: the spec or the cell cannot be trained.
+        Exception: any exception of the cell's code, with its traceback.
     """
     state = here.state
     named = [each.rank for each in map(parse_slow, spec.slow)]
     named += parse_kills(spec.kill)
-    parse_ranks(",".join(map(str, named)), state.world_size)  # raises where one is missing
-    # so that the data are the same on every rank, and in every repeat
+    parse_ranks(",".join(map(str, named)), state.world_size)  # raises if a rank does not exist
+    # so that the data are the same on every rank and in every repeat
     seed_everything(spec.data_seed)
     task = load_task(spec, here.namespace, here.filename)
     known = ChainMap(dict(task.defined), dict(here.namespace))

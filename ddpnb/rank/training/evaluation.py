@@ -1,6 +1,6 @@
-"""How good a model is on a split: its loss, its accuracy and the task's own numbers (ranks).
+"""Evaluates a model on a split: its loss, its accuracy and the task's other measures (ranks).
 
-A model with averaged weights first gets BatchNorm's statistics of these weights, as SWA does:
+If the model's weights are averages, BatchNorm's statistics are estimated for them first, as in SWA:
 Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", UAI 2018.
 """
 
@@ -20,13 +20,13 @@ from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, split_step
 from ddpnb.rank.tasks.batches import Tree, moved, permutation, shape_of
 
 MAX_SAMPLES = 10_000
-"""How many samples of a larger split are evaluated, spread evenly over it."""
+"""The number of samples of a larger split that are evaluated, spread evenly over the split."""
 _BATCH_SIZE = 512
 BATCHNORM_NOTE = (
-    "Its weights are averages: before it is judged, BatchNorm's statistics are estimated anew on "
-    "training samples, off the clock."
+    "The model's weights are averages, so ddpnb estimates BatchNorm's statistics again on training "
+    "samples before the evaluation. The training time does not include this."
 )
-"""Stands beside the results of a model that ``estimate_batchnorm`` was called for."""
+"""The note beside the results of a model that ``estimate_batchnorm`` was called for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +34,18 @@ class Score:
     """The result on one split; NaN if it could not be evaluated."""
 
     loss: float = math.nan
-    """Mean over the samples."""
+    """The mean loss over the samples."""
     accuracy: float = math.nan
-    """Fraction classified correctly, where the loss is the default one, cross-entropy; NaN if the
-    outputs are no class scores, see ``_accuracy``, or if the task measures something else."""
+    """The fraction of correct classes, with the default loss, cross-entropy; NaN if the outputs
+    are no class scores (see ``_accuracy``) or if the task has other measures."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the task's ``validation_step`` and ``metric`` measure."""
+    """The results of the task's ``validation_step`` and ``metric``."""
     num_samples: int = 0
-    """Samples that it was evaluated on."""
+    """The number of samples that were evaluated."""
 
     @property
     def is_known(self) -> bool:
-        """Whether the split has a loss or an accuracy."""
+        """True if the split has a loss or an accuracy."""
         return not math.isnan(self.loss) or not math.isnan(self.accuracy)
 
 
@@ -62,8 +62,8 @@ def score(
 ) -> Score:
     """Evaluate a model on up to ``max_samples`` of a split; on the training split, only the loss.
 
-    Without ``has_loss`` only what the task's ``validation_step`` and ``metric`` measure.  A measure
-    that is no number is refused.
+    If ``has_loss`` is False, return only the results of the task's ``validation_step`` and
+    ``metric``.  Raise ``UserError`` if a measure is not a number.
     """
     samples = task.held_out if is_held_out else task.train
     totals: dict[str, float] = {}
@@ -73,7 +73,7 @@ def score(
     for indices in chosen.split(min(batch_size, _BATCH_SIZE)):
         batch = moved(samples.fetch(indices), device)
         numbers, pair = _measured(model, task, batch, is_held_out=is_held_out, has_loss=has_loss)
-        if pair is not None:  # where any library's metric can read it
+        if pair is not None:  # on the CPU, where any library's metric can read the tensors
             pairs.append(tree_map_only(Tensor, Tensor.cpu, tuple(pair)))
         for name, value in numbers.items():
             totals[name] = totals.get(name, 0.0) + value * len(indices)
@@ -93,7 +93,7 @@ def score(
 def _measured(
     model: nn.Module, task: Task, batch: Any, *, is_held_out: bool, has_loss: bool
 ) -> tuple[dict[str, float], tuple[Any, Any] | None]:
-    """Return what one batch measures, and the outputs and targets that the task's metric gets."""
+    """Return one batch's measures, and the outputs and targets for the task's metric."""
     numbers: dict[str, float] = {}
     pair = outputs = None
     if is_held_out and task.validation_step is not None:
@@ -109,7 +109,7 @@ def _measured(
     if not has_loss or "loss" in numbers:
         return numbers, pair
     if not isinstance(task.step, Supervised):
-        with torch.enable_grad():  # a loss may be made of gradients, such as a penalty
+        with torch.enable_grad():  # a loss may contain gradients, such as a gradient penalty
             return numbers | {"loss": split_step(task.step(model, batch))[0].item()}, pair
     inputs, targets = pair_of(batch)
     outputs = model(inputs) if outputs is None else outputs
@@ -120,12 +120,12 @@ def _measured(
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets; refuse a batch that is something else."""
+    """Return inputs and targets; raise ``UserError`` if the batch is not such a pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise UserError(
-            f"data(split) gives batches that are {kind_of(batch)}{size}, not (inputs, targets): "
-            "define training_step(model, batch), and validation_step(model, batch), which returns "
+            f"data(split) gives batches that are {kind_of(batch)}{size}, not (inputs, targets). "
+            "Define training_step(model, batch), and validation_step(model, batch) that returns "
             "measures, or (outputs, targets) for a metric."
         )
     inputs, targets = batch
@@ -133,7 +133,7 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 def _metrics_of(result: Any, function: Callable[..., Any], call: str) -> dict[str, float]:
-    """Return what a function measured; a single number gets the function's own name."""
+    """Return a function's measures by name; a single number gets the function's name."""
     if isinstance(result, Mapping):
         return {str(name): number_of(each, f"{call}'s {name!r}") for name, each in result.items()}
     name = getattr(function, "__name__", type(function).__name__)
@@ -141,46 +141,46 @@ def _metrics_of(result: Any, function: Callable[..., Any], call: str) -> dict[st
 
 
 def number_of(value: Any, call: str) -> float:
-    """Return a number, or a tensor or array with a single one; refuse anything else."""
+    """Return a number, or the number in a tensor or array; otherwise raise ``UserError``."""
     try:
         if not isinstance(value, str | bytes):
             return float(value.detach() if isinstance(value, Tensor) else value)
         raise TypeError
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
-            f"{call} returned {shape_of(value)}; return a number, or a dict of numbers with their "
+            f"{call} returned {shape_of(value)}. Return a number, or a dict of numbers with their "
             "names."
         ) from None
 
 
 def _joined(*parts: Any) -> Any:
-    """Return an output of all batches as that of one."""
+    """Join the outputs of all batches into one output."""
     if isinstance(parts[0], Tensor):
         return torch.cat(parts) if parts[0].ndim else torch.stack(parts)
     if len(parts) == 1:
         return parts[0]
     raise UserError(
-        f"metric(outputs, targets) is computed on all outputs together, and {kind_of(parts[0])} "
-        "cannot be joined to the next: define validation_step(model, batch), which is averaged."
+        f"metric(outputs, targets) gets the outputs of all batches, but ddpnb cannot join "
+        f"{kind_of(parts[0])} to the next. Define validation_step(model, batch), which is averaged."
     )
 
 
 def _accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the fraction classified correctly; NaN if targets are no class numbers.
+    """Return the fraction of correct classes; NaN if the targets are no class numbers.
 
-    Outputs (N, C, ...) and targets (N, ...) are what cross-entropy takes.  A sample with several
-    targets, such as a line of text, counts by the fraction that is correct.
+    Outputs (N, C, ...) and targets (N, ...) have the shapes that cross-entropy takes.  A sample
+    with several targets, such as a line of text, counts by its fraction of correct targets.
     """
-    if targets.is_floating_point() or targets.min() < 0:  # probabilities; targets to be ignored
+    if targets.is_floating_point() or targets.min() < 0:  # probabilities, or ignored targets
         return math.nan
     correct = (outputs.argmax(dim=1) == targets).double()
     return correct.reshape(len(correct), -1).mean(dim=1).mean().item()
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Return whether a model in evaluation mode uses statistics that BatchNorm has kept.
+    """Return True if a model in evaluation mode uses BatchNorm statistics that can be estimated.
 
-    ``SyncBatchNorm`` is left as it is: one rank alone cannot estimate its statistics.
+    A model with ``SyncBatchNorm`` returns False, because one rank cannot estimate its statistics.
     """
     is_synced = any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())
     return bool(_batchnorms(model)) and not is_synced
@@ -200,16 +200,16 @@ def estimate_batchnorm(
     seed: int,
     max_samples: int = MAX_SAMPLES,
 ) -> None:
-    """Estimate BatchNorm's statistics anew, for the weights as they are; one rank alone may.
+    """Estimate BatchNorm's statistics for the model's present weights.  Takes part: one rank.
 
-    The task's step is made on up to ``max_samples`` training samples in the random order of a seed,
-    in training mode, without backward pass or update.  The statistics are the means over the
-    batches.  Layers that the forward pass leaves out, or the model keeps in evaluation mode, stay
-    as they are.
+    The task's step runs on up to ``max_samples`` training samples in an order drawn from ``seed``.
+    It runs in training mode, without a backward pass or an update.  The statistics are the means
+    over the batches.  Layers that the forward pass does not use, or that the model keeps in
+    evaluation mode, do not change.
     """
     chosen = permutation(len(task.train), seed)[:max_samples]
     num_batches = max(1, len(chosen) // min(batch_size, _BATCH_SIZE))
-    batches = chosen.tensor_split(num_batches)  # no rest of a single sample
+    batches = chosen.tensor_split(num_batches)  # no last batch of a single sample
     before = {layer: copy.deepcopy(layer.state_dict()) for layer in _batchnorms(model)}
     try:
         update_bn(
@@ -222,7 +222,7 @@ def estimate_batchnorm(
 
 
 class _Step(nn.Module):
-    """A task's step, to be called as a model is."""
+    """A task's step in the form of a model."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()
@@ -230,5 +230,5 @@ class _Step(nn.Module):
         self.train(model.training)
 
     def forward(self, batch: Tree) -> None:
-        with torch.set_grad_enabled(not isinstance(self.task.step, Supervised)):  # for a penalty
+        with torch.set_grad_enabled(not isinstance(self.task.step, Supervised)):  # gradient penalty
             self.task.step(self.model, batch)

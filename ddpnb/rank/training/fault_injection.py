@@ -1,17 +1,17 @@
-"""Ranks made slow, uneven or dead on purpose, whatever the strategy (ranks).
+"""Makes ranks slow, uneven or dead on purpose, with any strategy (ranks).
 
     delay of a step  =  (f * (1 + u) - 1) * c + s
 
-c: the time of this worker's own forward and backward pass, measured before the run and without
-any communication, so that waiting for others is never multiplied; f, s, u: those of an emulated
-device (``laboratory``), whose own clock is slow instead.  The rank sleeps between its forward
-and its backward pass, so that its parameters grow older and its gradient arrives later.  The sleep
-counts as forward.
+c is the time of this worker's forward and backward pass.  It is measured before the run and without
+any communication, so that waiting for other ranks is never multiplied.  f, s and u are defined in
+``laboratory``, where a fault slows an emulated device's clock instead.  The rank sleeps between its
+forward and its backward pass, so that its parameters grow older and its gradient arrives later.
+The sleep counts as forward.
 
-A rank is killed between two steps, before the first step that begins at or after its time.  It
-first sends all its finished steps.  The shard that it holds is lost.
+A rank is killed between two steps, before the first step that begins at or after the given time.
+The rank first sends all its finished steps.  The shard that the rank holds is lost.
 
-If one process holds several workers, as in DataParallel, the slowest delays its step.
+If one process holds several workers, as in DataParallel, the slowest worker delays the step.
 """
 
 import os
@@ -29,19 +29,19 @@ from ddpnb.rank.training.run_metrics import RunMetrics
 from ddpnb.rank.worker import Batch, Worker
 
 KILL_TIMEOUT_SECONDS = 1.0
-"""How long the kernel may take to kill a rank on purpose."""
+"""The longest time that a rank waits for the kernel to kill it on purpose."""
 NUM_TRIALS = 3
 
 
 def measure_compute_seconds(worker: Worker, batch: Batch) -> float:
-    """Return how many seconds a forward and backward pass over a batch takes, at least."""
+    """Return the shortest time of a few forward and backward passes over a batch, in seconds."""
     call = partial(worker.compute_gradients, batch)
-    return min(timed(call, worker.device) for _ in range(1 + NUM_TRIALS))  # the first is cold
+    return min(timed(call, worker.device) for _ in range(1 + NUM_TRIALS))  # the first warms up
 
 
 @final
 class FaultInjector:
-    """Delays or kills this process while a run is trained; a restarted one is not killed again."""
+    """Delays or kills this process during a run.  A restarted process is not killed again."""
 
     def __init__(self, metrics: RunMetrics) -> None:
         context, self._metrics = metrics.context, metrics
@@ -50,10 +50,10 @@ class FaultInjector:
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = parse_kills(spec.kill).items() if is_new else ()
         self._kill = min(((at, rank) for rank, at in kills if rank in workers), default=None)
-        """When, in seconds of training, and which rank."""
+        """The time of the kill, in seconds of training, and the rank."""
         self._sleeps = context.laboratory is None and bool(self._slow or spec.jitter)
         self._own_seconds = 0.0
-        """Of a forward and backward pass, where its length matters."""
+        """The seconds of a forward and backward pass; 0 if no fault depends on them."""
         if self._sleeps and (spec.jitter > 0 or any(fault.factor > 1 for fault in self._slow)):
             alone = context.worker("m", num_steps=1)
             self._own_seconds = measure_compute_seconds(alone, context.usual_batch())
@@ -63,12 +63,12 @@ class FaultInjector:
         self._seconds, self._step = 0.0, 0
 
     def begin(self) -> None:
-        """Mark the slow ranks."""
+        """Publish a mark for each slow rank."""
         for fault in self._slow:
             self._metrics.publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
 
     def begin_step(self) -> None:
-        """Have this process killed, if that is due; else draw the delay of the next step."""
+        """Let the kernel kill this process if a kill is due; else draw the next step's delay."""
         if self._kill is not None and self._metrics.clock.seconds >= self._kill[0]:
             self._die(self._kill[1])
         if self._sleeps:
@@ -77,21 +77,21 @@ class FaultInjector:
             self._step += 1
 
     def delay(self) -> None:
-        """Sleep for the delay; only the first call in a step does."""
+        """Sleep for the step's delay; only the first call in a step sleeps."""
         seconds, self._seconds = self._seconds, 0.0
         if seconds <= 0:
             return
         self._metrics.clock.begin("forward")
-        synchronize(self._device)  # else a GPU would go on with its queued work
+        synchronize(self._device)  # else a GPU would continue its queued work
         time.sleep(seconds)
 
     def _die(self, rank: int) -> None:
-        """Publish that this process is to be killed, and wait until the kernel kills it.
+        """Ask the kernel to kill this process, and wait for the kill.
 
-        If no kernel listens, it kills itself.
+        If no kernel answers, the process kills itself.
         """
         metrics = self._metrics
-        metrics.add(metrics.clock.stop())  # steps that a GPU has yet to finish
+        metrics.add(metrics.clock.stop())  # waits for steps that a GPU has not finished
         metrics.publish(Mark(rank=rank, seconds=metrics.clock.seconds, kind=MarkKind.KILLED))
         time.sleep(KILL_TIMEOUT_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""What rank 0 does once a run is trained: judge its model and the copies made on the way (ranks).
+"""Evaluates a run's trained model, and the copies made during training, on rank 0 (ranks).
 
-Whatever fails or is interrupted here, the training itself is kept.
+If an evaluation fails or is interrupted, the results of the training are kept.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from ddpnb.rank.training.run_metrics import RunMetrics
 from ddpnb.rank.training.snapshots import Snapshots
 
 MAX_ON_THE_WAY = 2_000
-"""How many held-out samples a copy is judged on by default, spread evenly over the split."""
+"""The default number of held-out samples for evaluating a copy, spread evenly over the split."""
 LEAST_ESTIMATED = 500
-"""Samples that BatchNorm's statistics need, however few the model is judged on."""
+"""The least number of samples for BatchNorm's statistics, even if the evaluation uses fewer."""
 
 
 def judged(
@@ -35,8 +35,8 @@ def judged(
 ) -> RunReport:
     """Return the report of a run with the scores of its model.
 
-    ``keep`` takes the model first.  Then the model takes the weights of the copies, one after the
-    other, which go.  ``should_stop`` is called before each; if it is true, the rest are left out.
+    ``keep`` gets the model first.  Then the model takes the weights of each copy, and the copy is
+    dropped.  If ``should_stop`` returns True before a copy, the remaining copies are skipped.
     """
     judge = _Judge(model, metrics, snapshots)
     judge.estimate_batchnorm()
@@ -71,12 +71,12 @@ class _Judge:
         self._began = time.monotonic()
 
     def estimate_batchnorm(self) -> None:
-        """Estimate BatchNorm's statistics anew, where the weights are means."""
+        """Estimate BatchNorm's statistics again if the weights are means over ranks."""
         if not self._snapshots.is_estimated:
             return
         context = self._metrics.context
         spec = context.spec
-        with self._marked("could not estimate BatchNorm's statistics anew"):
+        with self._marked("could not estimate BatchNorm's statistics"):
             estimate_batchnorm(
                 self._model,
                 context.task,
@@ -87,7 +87,7 @@ class _Judge:
             )
 
     def score(self, *, is_held_out: bool, max_samples: int = MAX_SAMPLES) -> Score:
-        """Evaluate the model on a split, and announce it."""
+        """Publish that an evaluation begins, and evaluate the model on a split."""
         seconds = time.monotonic() - self._began
         self._metrics.publish(Evaluating(self._num_done, self._num_all, seconds))
         self._num_done += 1
@@ -108,10 +108,10 @@ class _Judge:
         return found
 
     def curve(self, should_stop: Callable[[], bool]) -> tuple[Evaluation, ...]:
-        """Return the scores of all copies; the model ends with the weights of the last."""
+        """Return the scores of all copies; the model then has the last copy's weights."""
         found = []
         left = self._snapshots.kept
-        with self._marked("has no held-out curve"):
+        with self._marked("could not compute the held-out curve"):
             while left and not should_stop():
                 num_samples, seconds, state = left.pop(0)
                 self._model.load_state_dict(state)
@@ -125,7 +125,7 @@ class _Judge:
 
     @contextlib.contextmanager
     def _marked(self, failed: str) -> Iterator[None]:
-        """Mark the run where the user's code raises in this context, unless ``failed`` is empty."""
+        """Mark the run if the user's code raises in this context, unless ``failed`` is empty."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
@@ -134,7 +134,7 @@ class _Judge:
 
 
 def _save(model: nn.Module, metrics: RunMetrics) -> None:
-    """Write the trained weights, if that is asked for; mark the run where the disk refuses."""
+    """Write the trained weights if the user wants a file; mark the run if writing fails."""
     path = metrics.context.spec.model_file
     if path is None:
         return
@@ -144,4 +144,4 @@ def _save(model: nn.Module, metrics: RunMetrics) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, content.getbuffer())
     except OSError as error:
-        metrics.mark(f"its weights are not saved: {error.strerror or error}")
+        metrics.mark(f"could not save the weights ({error.strerror or error})")

@@ -1,16 +1,16 @@
-"""The one training loop: how a run is trained and evaluated, whatever the strategy (ranks).
+"""The training loop, which trains and evaluates a run of any strategy (ranks).
 
-A run has these phases, in this order.  The clock runs in ``train``, and in ``finish`` where that
-is a part of the training.
+A run has these phases, in this order.  The clock runs in ``train``.  It also runs in ``finish`` if
+that phase is a part of the training.
 
 build     load the task and its data, and find out which ranks take part
-rehearse  make a few steps with a throwaway, so that nothing is cold
+rehearse  make a few steps on a warm-up model that is thrown away
 prepare   set up the strategy, fault injection and the source of samples
 barrier   let all ranks that take part start together
 train     make the measured steps
-finish    have the strategy return the trained model
-evaluate  compute its loss and accuracy on rank 0, on training and held-out samples; and those of
-          the copies that were made while it trained; save it where that is asked for
+finish    let the strategy return the trained model
+evaluate  on rank 0, save the model if the user wants a file; evaluate the model on held-out and
+          training samples, and its copies made during training on held-out samples
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.worker import Activations, Worker
 
 CEILING_SECONDS = 4.0
-"""How long a rank trains a ceiling, if the run is as long."""
+"""The longest training time of an automatically added ceiling (``no-comm``), in seconds."""
 CEILING_STEPS = 30
-"""Steps of a ceiling on emulated devices, where each takes as long as the others."""
+"""The most steps of a ceiling on emulated devices, where all steps take the same time."""
 REHEARSED_STEPS = 3
 STEPS_BETWEEN_LOOKS = 8
-"""How often ranks of several hosts look whether to stop."""
+"""The number of steps between two checks of whether to stop, with several hosts."""
 
 
 def run(
@@ -67,16 +67,16 @@ def run(
     Ranks that the strategy does not use return at once.
 
     Args:
-        spec: the training.
-        here: where it is made; the run leaves nothing in its folder.
-        publish: takes the header (on rank 0, before the first step) and an event for each step.
-        should_stop: called before each step; if it is true on one rank, the run ends on all.
-            Workers that never wait for each other end each for itself.
-        keep: takes the trained model, on rank 0, before it is evaluated.
+        spec: the settings of the run.
+        here: the rank's surroundings; the run leaves no files in their folder.
+        publish: gets the header (on rank 0, before the first step) and an event for each step.
+        should_stop: called before each step; True on one rank ends the run on all ranks.
+            Workers that never wait for each other stop independently.
+        keep: gets the trained model on rank 0 before the evaluation.
 
     Raises:
-        UserError: what ``validate`` would have refused.
-        RuntimeError: another rank left in the middle of the run.
+        UserError: a mistake that ``validate`` would have found.
+        RuntimeError: another rank ended during the run.
     """
     state = here.state
     with preserve_globals(torch.device(state.device)), contextlib.ExitStack() as opened:
@@ -100,7 +100,7 @@ def run(
 
 
 def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.Module, Snapshots]:
-    """Return the trained model and the copies that were made on the way."""
+    """Train a run; return the trained model and the copies made during training."""
     context = metrics.context
     with contextlib.ExitStack() as opened:
         # -- rehearse ---------------------------------------------------------------------
@@ -145,10 +145,10 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
 
 
 def rehearse(context: RunContext, activations: Activations) -> None:
-    """Make a few steps of a throwaway before the measured ones; takes part: every rank of the plan.
+    """Train a warm-up model for a few steps and discard it.  Takes part: every rank of the plan.
 
-    They load code, start threads, fill the memory allocator, and compile what the user compiles,
-    for every size of batch that will come.  They leave no trace.
+    The steps load code, start threads, fill the memory allocator and run the user's compilation,
+    for every batch size of the run.  They leave nothing else behind.
     """
     num_steps = min(REHEARSED_STEPS, context.schedule.num_steps)
     with preserve_globals(context.device), closing(context.strategy()) as strategy:
@@ -163,16 +163,16 @@ def rehearse(context: RunContext, activations: Activations) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give a GPU back what earlier models held: other ranks and runs may need it."""
+    """Return a GPU's unused memory to the driver, because other ranks and runs may need it."""
     if device.type == "cuda":
         gc.collect()  # DDP and its hooks refer to each other
         torch.cuda.empty_cache()
 
 
 def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
-    """Yield this rank's slice of the first batches, then one of each other size.
+    """Yield this rank's shards of the first batches, then a shard of each remaining size.
 
-    Every rank of the plan makes as many steps; nothing is taken from any queue.
+    Every rank of the plan makes the same number of steps, without using the work queue.
     """
     plan, schedule = context.plan, context.schedule
     part, num_parts = context.state.rank, plan.num_ranks
@@ -182,7 +182,7 @@ def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
         if schedule.size(smallest) != schedule.size(0):
             yield Shard(step=smallest, part=part, num_parts=num_parts)
         return
-    # Workers get slices of any rank: the first is a step's largest, the last its smallest.
+    # Workers may get any shard of a step: the first shard is the largest, the last the smallest.
     slices = [
         Shard(step=step, part=each, num_parts=num_parts)
         for step in (0, smallest)
@@ -192,7 +192,7 @@ def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
 
 
 def _heard_by(metrics: RunMetrics, worker: Worker) -> AbstractContextManager[Listener]:
-    """Return the context of what counts this rank's calls."""
+    """Return a context with the listener that counts this rank's collectives."""
     clock, path = metrics.clock, worker.folder / worker.name
     if not isinstance(clock, VirtualClock):
         return contextlib.nullcontext(Account(worker.meter))
@@ -208,7 +208,7 @@ def _train(
     fault_injector: FaultInjector,
     snapshots: Snapshots,
 ) -> None:
-    """Make the measured steps: all of them, or those before a stop."""
+    """Make the measured steps until the last step or a stop."""
     context, clock = metrics.context, metrics.clock
     is_short, is_emulated = context.spec.is_ceiling, context.spec.is_emulated
     most_seconds = CEILING_SECONDS if is_short and not is_emulated else math.inf
@@ -219,13 +219,13 @@ def _train(
         if stop.before(step):
             metrics.was_stopped = True
             break
-        if context.here.cancellation.is_aborted:  # a strategy may never wait for the others
-            raise RunCancelledError("This rank was ended with the others.")
+        if context.here.cancellation.is_aborted:  # a strategy may never wait for other ranks
+            raise RunCancelledError("This rank's run was ended because another rank failed.")
         batch = context.batch(shard, tree)
         fault_injector.begin_step()
         clock.begin_step(batch.num_samples)
         loss = strategy.step(batch)
-        fault_injector.delay()  # if the strategy itself has not called it
+        fault_injector.delay()  # if the strategy has not called ``delay``
         traffic = worker.meter.take()
         made = StepEvent(
             num_samples=batch.num_samples,
@@ -237,7 +237,7 @@ def _train(
         metrics.add(clock.timing(made, {"loss": loss, **worker.metrics}))
         worker.metrics = {}
         snapshots.after(shard)
-        # a ceiling has no other ranks to end with
+        # each rank may end a ceiling by itself, because no-comm has no communication
         if clock.seconds >= most_seconds or step + 1 >= most_steps:
             break
     metrics.add(clock.stop())
@@ -246,21 +246,22 @@ def _train(
 @final
 @dataclass(eq=False)
 class Stop:
-    """The step before which all ranks of a run stop, without a message per step.
+    """Stops all ranks of a run before the same step, without a message per step.
 
     The first rank that is asked to stop chooses the step before which all ranks stop.  It writes
-    the number to the process group's store, where all ranks look.  On one host that is a file, and
-    a look takes some 10 us; on several it takes a message, so ranks look before a few steps only.
+    the number to the process group's store, which all ranks read.  On one host the store is a file,
+    and a read takes about 10 us.  On several hosts a read takes a message, so ranks read the store
+    only every ``STEPS_BETWEEN_LOOKS`` steps.
 
-    A synchronous step ends on no rank before every rank has begun it.  So a rank is at most
+    A synchronous step ends on no rank before every rank has begun the step.  So a rank is at most
     ``num_steps_ahead`` steps ahead of the writer (0 on a CPU, a few on a GPU, see ``timing``).
-    Within twice as many steps, every rank has looked at least once, and no rank is past the chosen
-    step by then.  Workers that never wait for each other stop each for itself.
+    Within twice that number of steps, every rank has read the store at least once.  No rank has
+    passed the chosen step by then.  Workers that never wait for each other stop independently.
     """
 
     metrics: RunMetrics
     wanted: Callable[[], bool]
-    """Returns whether this rank has been asked to stop."""
+    """Returns True if this rank has been asked to stop."""
 
     def __post_init__(self) -> None:
         context, clock = self.metrics.context, self.metrics.clock
@@ -273,7 +274,7 @@ class Stop:
         self._last: int | None = None
 
     def before(self, step: int) -> bool:
-        """Return whether to stop before this step, which this rank has not begun."""
+        """Return True if this rank must stop before ``step``, which it has not begun."""
         if self._is_alone:
             return self.wanted()
         if self._last is None and step % self._every == 0:
@@ -281,8 +282,8 @@ class Stop:
         return self._last is not None and step >= self._last
 
     def _chosen(self, step: int) -> int | None:
-        """Return the last step, if a rank has chosen one; this rank does where it is asked to."""
+        """Return the step before which all ranks stop, or None; choose the step if asked to."""
         store = group_store()
         if self.wanted():
-            store.compare_set(self._key, "", str(step + self._margin))  # unless one was first
+            store.compare_set(self._key, "", str(step + self._margin))  # the first choice counts
         return int(store.get(self._key)) if store.check([self._key]) else None

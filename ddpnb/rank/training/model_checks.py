@@ -1,4 +1,4 @@
-"""Can one worker train a model, its loss, and this strategy?  Tried before a training (ranks)."""
+"""Checks before a training that a worker can train the model with its loss and strategy (ranks)."""
 
 import contextlib
 import math
@@ -24,38 +24,38 @@ from ddpnb.rank.training.evaluation import number_of, pair_of
 from ddpnb.rank.worker import Batch, Worker, state_of
 
 NUM_FEW = 8
-"""Samples that a loss is looked at with."""
+"""The number of samples for checking a loss."""
 SMALLEST = 1e-6
-"""A loss below is rounding alone: nothing is concluded from it."""
+"""The smallest loss that is checked, because smaller losses may be only rounding errors."""
 
 
 def check_model(worker: Worker) -> None:
-    """Refuse a model that is already wrapped, is made lazily, or is not made anew."""
+    """Raise ``UserError`` if a model is already wrapped, has lazy layers or shares layers."""
     model = worker.model
     for module in model.modules():
         if isinstance(module, DataParallel | DistributedDataParallel):
             raise UserError(
-                f"model() returned a model wrapped in {type(module).__name__}; "
-                "return the plain model, the strategy wraps it."
+                f"model() returned a model wrapped in {type(module).__name__}. "
+                "Return the plain model, because the strategy wraps the model."
             )
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         raise UserError(
-            "model() returned a model with lazy layers; give their sizes, "
+            "model() returned a model with lazy layers. Give the sizes of all layers, "
             "so that every rank starts from the same weights."
         )
-    with attempt("model() failed when it was called again"):
+    with attempt("The second call of model() failed"):
         again = worker.make_model()
     held = {id(tensor) for tensor in state_of(again)}
     if any(id(tensor) in held for tensor in state_of(model)):
         raise UserError(
-            "model() returned layers that it had returned before, and each strategy trains a model "
-            "of its own: make them in model(), or return copy.deepcopy(...) of them."
+            "Two calls of model() returned the same layers, but each strategy needs a new model. "
+            "Make the layers inside model(), or return a copy.deepcopy(...) of them."
         )
 
 
 def check_step(worker: Worker, batch: Batch, strategy: str) -> None:
-    """Make one whole step of a built-in strategy's worker, which is a throwaway."""
-    with attempt("The optimizer cannot be made"):
+    """Make one whole step with a built-in strategy's worker, which is discarded afterwards."""
+    with attempt("Making the optimizer failed"):
         optimizer = worker.optimizer(worker.parameters)
     step, is_wrapped = worker.training_step, _wraps_model(strategy)
     with worker.autocast():
@@ -76,11 +76,11 @@ def _supervised_loss(model: nn.Module, step: Supervised, batch: Batch) -> Tensor
     with attempt(f"model(inputs) failed {where}"):
         outputs = model(inputs)
     is_column = isinstance(outputs, Tensor) and (outputs.ndim == 1 or outputs.shape[1] == 1)
-    if is_column and step.loss is nn.functional.cross_entropy:  # it would be 0, whatever it is
+    if is_column and step.loss is nn.functional.cross_entropy:  # always 0
         raise UserError(
-            f"model(inputs) returned one column, {shape_of(outputs)}, and the default loss, "
-            "cross-entropy, needs one for each of two or more classes: "
-            "define loss(outputs, targets)."
+            f"model(inputs) returned one column, {shape_of(outputs)}, but the default loss, "
+            "cross-entropy, needs a column for each class, and at least two. "
+            "Change the model, or define loss(outputs, targets)."
         )
     where = f"for outputs of shape {shape_of(outputs)} and targets of shape {shape_of(targets)}"
     with attempt(f"{LOSS} failed {where}"):
@@ -94,9 +94,9 @@ def _own_loss(model: nn.Module, step: Any, batch: Batch, *, is_wrapped: bool) ->
         result = step(wrapped if is_wrapped else model, tree)
     if is_wrapped and not wrapped.was_called:
         raise UserError(
-            f"{STEP} never calls model(...). What it calls in its place exchanges no gradients, "
-            "so each rank would train a model of its own: call model itself. "
-            'getattr(model, "module", model) is for its attributes.'
+            f"{STEP} never calls model(...), so the ranks would not exchange gradients, and "
+            "each rank would train a different model. Call model(...). "
+            'Use getattr(model, "module", model) only to read attributes.'
         )
     loss, numbers = split_step(result)
     for name, value in numbers.items():
@@ -106,7 +106,7 @@ def _own_loss(model: nn.Module, step: Any, batch: Batch, *, is_wrapped: bool) ->
 
 @final
 class WrappedByDdp(nn.Module):
-    """A model as ``DistributedDataParallel`` wraps it: it has the model's ``forward`` alone."""
+    """A wrapper that has only the model's ``forward``, as ``DistributedDataParallel`` has."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class WrappedByDdp(nn.Module):
 
 @contextlib.contextmanager
 def attempt(failed: str) -> Iterator[None]:
-    """Raise one sentence that begins with ``failed`` where the user's code in here raises."""
+    """Raise ``UserError``, beginning with ``failed``, if the user's code in the block raises."""
     try:
         yield
     except UserError:
@@ -134,11 +134,11 @@ def attempt(failed: str) -> Iterator[None]:
 
 
 def refuse_sum(context: RunContext, worker: Worker) -> None:
-    """Refuse a loss that doubles when each sample is there twice: a sum, and no mean.
+    """Raise ``UserError`` if a loss doubles when each sample occurs twice: a sum, not a mean.
 
-    The model is in evaluation mode, and random numbers are seeded alike for each evaluation.  What
-    draws them all the same, such as a VAE's loss, or is computed for one number of samples alone,
-    cannot be checked so.
+    The model is in evaluation mode, and each evaluation has the same random seed.  A loss that
+    still draws random numbers, such as a VAE's, is not checked.  The same holds for a loss that
+    accepts only one number of samples.
     """
     step = worker.training_step
     is_short = isinstance(step, Supervised)
@@ -160,21 +160,21 @@ def refuse_sum(context: RunContext, worker: Worker) -> None:
     is_certain = once == drawn and math.isfinite(twice) and abs(once) >= SMALLEST
     if is_certain and math.isclose(twice, 2 * once, rel_tol=0.01):
         raise UserError(
-            f"{LOSS if is_short else STEP} is a sum over the samples; return their mean, "
-            "so that it does not depend on the size of a worker's shard."
+            f"{LOSS if is_short else STEP} is a sum over the samples. Return the mean, "
+            "so that the loss does not depend on the size of a worker's shard."
         )
 
 
-# -- what single strategies cannot train --------------------------------------------------------
+# -- restrictions of single strategies ----------------------------------------------------------
 
 
 def _wraps_model(strategy: str) -> bool:
-    """Return whether the task's step gets a wrapper with a ``forward`` alone, and not the model."""
+    """Return True if the task's step gets a wrapper with only ``forward`` instead of the model."""
     return parse_strategy(strategy).name in ("ddp", "ddp-shm", "zero")
 
 
 def check_strategy(strategy: str, worker: Worker) -> None:
-    """Refuse what a built-in strategy cannot train; the worker's model has made a step."""
+    """Raise ``UserError`` if a built-in strategy cannot train the model, which has made a step."""
     choice = parse_strategy(strategy)
     if worker.device.type != "cpu":
         _check_device(choice)
@@ -187,30 +187,30 @@ def check_strategy(strategy: str, worker: Worker) -> None:
             continue
         if _wraps_model(strategy) and not finds_unused:
             raise UserError(
-                f"The parameter {name} has no part in the loss, and DistributedDataParallel would "
-                "wait for its gradient; use it, set its requires_grad=False, or compare "
+                f"The parameter {name} has no part in the loss, so DistributedDataParallel would "
+                "wait for its gradient. Use the parameter, set its requires_grad=False, or compare "
                 "ddp:find_unused_parameters=on."
             )
         if choice.name == "fsdp" and parameter in in_layers:
             raise UserError(
                 f"The parameter {name} had no part in a step. fsdp gathers a layer when it is "
-                "called, so all ranks must call the same ones: use every layer, or leave fsdp out."
+                "called, so all ranks must call the same layers. Use every layer, or remove fsdp."
             )
 
 
 def _check_device(choice: Choice) -> None:
-    """Refuse what ranks on GPUs cannot do, or not where they share one."""
+    """Raise ``UserError`` if a strategy cannot run on GPUs, or needs a GPU for each rank."""
     entry = STRATEGIES[choice.name]
     if entry.needs_shared_memory:
         raise UserError(
-            f"{choice.name} needs ranks on CPUs, whose memory processes can share: "
-            f"%ddp_start --device cpu, or compare {entry.across_hosts}."
+            f"{choice.name} needs ranks on CPUs, because processes can share only CPU memory. "
+            f"Run %ddp_start --device cpu, or compare {entry.across_hosts}."
         )
     if choice.options.get("threads") == "all":
-        raise UserError("single:threads=all is for ranks on CPUs: leave it out.")
+        raise UserError("single:threads=all is only for ranks on CPUs. Remove threads=all.")
     # Gloo's gather of a sharded tensor on a GPU ends the process: pytorch/pytorch#152645.
     if choice.name == "fsdp" and dist.get_backend() == "gloo":
         raise UserError(
-            "fsdp needs a GPU for each rank, and these ranks share one: start as many ranks "
-            "as GPUs (%ddp_restart -n), or leave fsdp out of the comparison."
+            "fsdp needs a GPU for each rank, but these ranks share a GPU. Start one rank per GPU "
+            "with %ddp_restart -n, or remove fsdp from the comparison."
         )

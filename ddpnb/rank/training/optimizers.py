@@ -1,4 +1,4 @@
-"""The optimizer of a run: the cell's or SGD, with its scheduler and clipping (ranks)."""
+"""Makes a run's optimizer, from the cell or SGD, with its scheduler and clipping (ranks)."""
 
 import contextlib
 import inspect
@@ -24,20 +24,20 @@ def make_optimizer(
     spec: RunSpec,
     num_updates: int,
 ) -> Optimizer:
-    """Return an optimizer that advances its scheduler and clips, whatever the strategy.
+    """Return an optimizer that clips gradients and advances its scheduler, with any strategy.
 
         g  <-  g * min(1, clip / |g|)             |g|: norm of all gradients together
 
-    It does so in its own hooks, and so in a worker and in a server alike.  The rate that a
-    scheduler sets depends on the number of updates alone.
+    Hooks of the optimizer do both, so they work in workers and in servers.  The learning rate of a
+    scheduler depends only on the number of updates.
 
     Reference: Pascanu et al., ICML 2013 (clipping).
 
-    On a server the parameters are copies of the model's own.  ``function`` is the cell's
-    ``optimizer``; without one it is SGD.  ``num_updates`` are those of the whole run.
+    On a server, the parameters are copies of the model's parameters.  ``function`` is the cell's
+    ``optimizer``; None uses SGD.  ``num_updates`` is the number of updates in the whole run.
 
     Raises:
-        UserError: the cell's function returns something wrong.
+        UserError: the cell's function returns a wrong type.
     """
     if function is None:
         made: Optimizer = SGD(parameters, lr=spec.learning_rate, momentum=spec.used_momentum)
@@ -60,7 +60,7 @@ def make_optimizer(
 
 
 def _checked(result: Any) -> tuple[Optimizer, LRScheduler | None]:
-    """Return the optimizer and the scheduler in what the cell's function returned."""
+    """Return the optimizer and the scheduler from the result of the cell's function."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     made, scheduler = result if is_pair else (result, None)
     wants_metric = isinstance(scheduler, ReduceLROnPlateau)
@@ -69,19 +69,19 @@ def _checked(result: Any) -> tuple[Optimizer, LRScheduler | None]:
         return made, scheduler
     kinds = f"({kind_of(made)}, {kind_of(scheduler)})" if is_pair else kind_of(made)
     raise UserError(
-        f"optimizer() returned {kinds}; return one torch.optim.Optimizer, or (optimizer, "
-        "scheduler), where the scheduler counts steps and wants no metric. Several "
-        "optimizers are a class of your own, see docs/your-code.md."
+        f"optimizer() returned {kinds}. Return one torch.optim.Optimizer, or (optimizer, "
+        "scheduler) with a scheduler that counts steps and needs no metric. For several "
+        "optimizers, write a strategy class, see docs/your-code.md."
     )
 
 
 def _advance(made: Optimizer, scheduler: LRScheduler, num_updates: int) -> None:
-    """Advance the scheduler lazily, before the next step.
+    """Advance the scheduler before the next step instead of after a step.
 
-    Then the rate of the last update has been restored, which some strategies scale for each.
+    By then, strategies that scale the learning rate for each update have restored it.
     """
     num_made = 0
-    is_stepping = False  # torch calls hooks again where a step calls its parent's
+    is_stepping = False  # torch calls hooks again if a step calls its parent class's step
 
     def advance(stepping: Optimizer, *_: object) -> None:
         nonlocal num_made, is_stepping
@@ -89,11 +89,11 @@ def _advance(made: Optimizer, scheduler: LRScheduler, num_updates: int) -> None:
             return
         is_stepping = True
         if 0 < num_made <= num_updates:
-            # Torch misses the optimizer's own step where that has moved.
+            # If the strategy steps through another optimizer, torch warns about a missing step.
             is_first = num_made == 1
             with warnings.catch_warnings(action="ignore") if is_first else contextlib.nullcontext():
                 scheduler.step()
-            if stepping is not made:  # as in zero, whose optimizer is made of this one
+            if stepping is not made:  # as in zero, which builds its optimizer from this optimizer
                 for group, source in zip(stepping.param_groups, made.param_groups, strict=True):
                     group.update({**source, "params": group["params"]})
         num_made += 1
@@ -109,7 +109,7 @@ def _advance(made: Optimizer, scheduler: LRScheduler, num_updates: int) -> None:
 def _model_of(
     parameters: list[nn.Parameter], model: nn.Module, make_model: ModelFactory
 ) -> nn.Module:
-    """Return a model of these parameters: the model itself, or another one that is given them."""
+    """Return the model if it has these parameters, or else a new model that gets them."""
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if all(mine is theirs for mine, theirs in zip(own, parameters, strict=True)):
         return model

@@ -1,4 +1,4 @@
-"""What a rank measures in a run and reports about it (ranks)."""
+"""Counts the steps of a rank in a run, and reports them (ranks)."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Worker
 
-_CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
+_CEILING_NOTE = "The ceiling (upper bound): trained only briefly to find its speed, not evaluated."
 
 Publish = Callable[[RunHeader | StepEvent | Mark | Evaluating], None]
 
@@ -35,15 +35,15 @@ class RunMetrics:
     context: RunContext
     publish: Publish
     clock: Clock | VirtualClock = field(init=False)
-    """What measures the steps, or computes their time."""
+    """The clock that measures the steps or computes their time."""
     late_seconds: float = 0.0
-    """How long the others had trained when this rank joined."""
+    """The seconds that the other ranks had trained when this rank joined."""
     num_steps: int = 0
     num_bytes_received: int = 0
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
     num_lost_samples: int = 0
-    """Of shards that workers held when they died."""
+    """The number of samples in shards that workers held when they died."""
 
     def __post_init__(self) -> None:
         context = self.context
@@ -70,7 +70,7 @@ class RunMetrics:
             self.num_bytes_received += step.num_bytes_received
 
     def note_memory(self, memory: Memory) -> None:
-        """Note what this rank holds, or would of a published model; and the most on its GPU."""
+        """Note this rank's memory, scaled for an emulated model, or with its GPU's peak."""
         context, laboratory = self.context, self.context.laboratory
         if laboratory is not None and laboratory.devices.model:
             memory = memory.scaled(laboratory.scale)
@@ -79,7 +79,7 @@ class RunMetrics:
         self.memory = memory
 
     def mark(self, text: str) -> None:
-        """Publish something that has just happened on this rank."""
+        """Publish a mark for an event that has just happened on this rank."""
         rank = self.context.state.rank
         self.publish(Mark(rank=rank, seconds=self.late_seconds + self.clock.seconds, text=text))
 
@@ -120,13 +120,13 @@ def header_of(context: RunContext, worker: Worker) -> RunHeader:
 
 
 def _momentum(optimizer: Optimizer) -> float:
-    """Return the momentum of SGD; 0 for any other optimizer, and for Nesterov's variant."""
+    """Return the momentum of SGD; 0 for Nesterov momentum and for any other optimizer."""
     groups = optimizer.param_groups if isinstance(optimizer, SGD) else []
     return max((0.0 if group["nesterov"] else group["momentum"] for group in groups), default=0.0)
 
 
 def _num_devices(context: RunContext) -> int:
-    """Return how many GPUs the workers share, or how many ranks' parts of the CPU they take."""
+    """Return how many devices the workers use: GPUs, or ranks' shares of the CPU."""
     num_workers = context.plan.num_workers
     if context.state.shares_device:
         return max(1, min(num_workers, torch.cuda.device_count()))
@@ -138,27 +138,27 @@ def _notes(context: RunContext) -> list[str]:
     found = _fault_notes(spec, plan)
     if spec.batch_per_worker is not None and plan.num_workers > 1:
         found.append(
-            f"Weak scaling: {spec.batch_per_worker} samples per step of each worker, so a global "
-            f"batch of {spec.global_batch(plan.num_workers)}; single has {spec.batch_per_worker}."
+            f"Weak scaling: each worker gets {spec.batch_per_worker} samples per step. The global "
+            f"batch is {spec.global_batch(plan.num_workers)}; single's is {spec.batch_per_worker}."
         )
     if context.state.shares_device and plan.num_ranks > 1:
         found.append("Several ranks share one GPU.")
     if spec.num_data_workers and not context.num_data_workers:
-        found.append("--data-workers has no effect: the data are tensors in memory.")
+        found.append("--data-workers has no effect, because the data are tensors in memory.")
     return found
 
 
 def _fault_notes(spec: RunSpec, plan: Plan) -> list[str]:
-    """Return what stands beside the results of a run with faults."""
+    """Return notes that describe the faults injected into a run."""
     faults = [(fault.rank, f"is {fault.text} on purpose") for fault in map(parse_slow, spec.slow)]
     for rank, seconds in parse_kills(spec.kill).items():
-        faults.append((rank, f"is to be killed after {seconds:g} s of training, on purpose"))
+        faults.append((rank, f"is killed on purpose after {seconds:g} s of training"))
     found = [
         f"Rank {rank} {what}."
         if rank < plan.num_workers
-        else f"Rank {rank} takes no part, so it has no fault."
+        else f"Rank {rank} is not used by this strategy, so its fault has no effect."
         for rank, what in faults
     ]
     if spec.jitter:
-        found.append(f"Steps take up to {100 * spec.jitter:g} % longer at random, on purpose.")
+        found.append(f"Random delays make steps up to {100 * spec.jitter:g} % longer, on purpose.")
     return found

@@ -1,12 +1,12 @@
-"""The held-out curve of a run: copies of its model, made while it trains (ranks).
+"""Copies a run's model during training, for its held-out curve (ranks).
 
-A copy is one pass over the parameters.  Where each step waits for all, every rank's clock stands
-still meanwhile.  Asynchronous workers train on: rank 0 makes the copy between two of its own steps,
-and the pass counts as its time.  Nothing is evaluated before training has ended, so the curve costs
-no strategy anything, and no worker waits for it.
+A copy is one pass over the parameters.  If every step waits for all ranks, all ranks' clocks are
+paused during the copy.  Asynchronous workers continue to train.  Rank 0 then makes the copy between
+two of its steps, and the copy counts as training time.  The copies are evaluated after the
+training, so no worker waits for an evaluation.
 
-What is judged is what the run would end with if it ended there: the server's parameters, the mean
-of all ranks' weights where ranks average them, else rank 0's model.
+A copy is the model that the run would return if it ended there.  It holds the server's parameters,
+the mean of all ranks' weights if ranks average them, or else rank 0's model.
 """
 
 import math
@@ -23,23 +23,23 @@ from ddpnb.rank.training.run_metrics import RunMetrics
 from ddpnb.rank.worker import Worker, state_of
 
 MAX_BYTES = 1_000_000_000
-"""The most that the copies of a rank take, in the memory of the host."""
+"""The limit for the size of all copies of a rank, in the host's memory."""
 
 
 class Snapshot(NamedTuple):
-    """The model at one moment."""
+    """A copy of the model at one moment."""
 
     num_samples: int
-    """Seen by all workers until then."""
+    """The number of samples that all workers had trained on by then."""
     seconds: float
     state: dict[str, Any]
 
 
 @final
 class Snapshots:
-    """Copies the model every few steps; all ranks have one, and call it after each step.
+    """Copies the model every few steps.  Every rank calls ``after`` once per step.
 
-    The strategy has been set up with the worker.
+    The strategy must be set up with the worker first.
     """
 
     def __init__(self, metrics: RunMetrics, strategy: Strategy, worker: Worker) -> None:
@@ -51,11 +51,11 @@ class Snapshots:
         self._is_mean = plan.averages_weights and plan.synchronous
         self._is_kept = rank == 0 or self._is_mean
         self.kept: list[Snapshot] = []
-        """Copies that wait to be judged."""
+        """The copies that are not evaluated yet."""
         self.is_estimated = (
             plan.averages_weights and plan.num_workers > 1 and has_batchnorm(worker.model)
         )
-        """Whether BatchNorm's statistics are estimated before a model is judged."""
+        """True if BatchNorm's statistics are estimated before each evaluation."""
         self._every = self._steps_between()
         self._next = self._due_after(0) if plan.synchronous or rank == 0 else math.inf
 
@@ -65,22 +65,22 @@ class Snapshots:
         if num_steps < self._next:
             return
         self._next = self._due_after(num_steps)
-        if num_steps >= self._num_steps:  # the trained model is judged anyway
+        if num_steps >= self._num_steps:  # the trained model is evaluated anyway
             return
         context, clock = self._metrics.context, self._metrics.clock
-        self._metrics.add(clock.stop())  # steps that a GPU has yet to finish
+        self._metrics.add(clock.stop())  # waits for steps that a GPU has not finished
         if not context.plan.synchronous:
             self._copy(shard)
             return
         with clock.paused():
             self._copy(shard)
             if context.plan.num_steps_ahead == 0:
-                context.barrier()  # until the slowest has made its copy
+                context.barrier()  # until the slowest rank has made its copy
 
     def average(self) -> None:
-        """Replace the copies by their means over all ranks; takes part: every rank."""
+        """Replace the copies by their means over all ranks.  Takes part: every rank."""
         model = self._worker.model
-        places = dict(model.named_parameters(remove_duplicate=False))  # of tied ones, all copies
+        places = dict(model.named_parameters(remove_duplicate=False))  # all names of tied weights
         for snapshot in self.kept if self._is_mean else ():
             names = [name for name in places if name in snapshot.state]
             buffer = FlatBuffer([places[name] for name in names])
@@ -94,10 +94,10 @@ class Snapshots:
             self.kept.append(Snapshot(self._num_samples(shard), seconds, _copied(state)))
 
     def _num_samples(self, shard: Shard) -> int:
-        """Return how many samples all workers have seen, after this one's step on a shard.
+        """Return how many samples all workers have trained on after this worker's step on a shard.
 
-        Of synchronous workers all have made the step, or are about to.  Where it is not known how
-        many shards others have trained on, it is all before this one.
+        All synchronous workers have made the step or are about to make it.  Otherwise, without a
+        work queue, all shards before this shard count as done.
         """
         context, world_size = self._metrics.context, self._worker.world_size
         step, part = shard.step + 1, 0
@@ -112,9 +112,9 @@ class Snapshots:
         return (num_steps // self._every + 1) * self._every if self._every else math.inf
 
     def _steps_between(self) -> int:
-        """Return the steps from one copy to the next; 0: there is none.
+        """Return the number of steps from one copy to the next; 0 for no copies.
 
-        There are at most as many copies as have room in memory.
+        The copies take at most ``MAX_BYTES``.
         """
         spec, schedule = self._metrics.context.spec, self._metrics.context.schedule
         if spec.is_ceiling or spec.eval_every == 0:
@@ -125,7 +125,7 @@ class Snapshots:
             every = max(1, round(self._num_steps / spec.num_points))
         else:
             return 0
-        tensors = state_of(self._worker.model)  # whole on each rank, where they are sharded
+        tensors = state_of(self._worker.model)  # numel is the full size, also if sharded
         num_copies = MAX_BYTES // sum(each.numel() * each.element_size() for each in tensors)
         return max(every, math.ceil(self._num_steps / (num_copies + 1)))
 

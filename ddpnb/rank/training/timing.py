@@ -1,8 +1,8 @@
-"""Per-step timing: its end, its loss, its seconds per phase (ranks).
+"""Measures each step: its end, its loss and its seconds per phase (ranks).
 
-Measuring never makes the device wait.  On a CPU a moment is the host's time.  A GPU runs behind the
-Python thread, so a moment is a CUDA event, and each step leaves a copy of its loss; both are read a
-few steps later, when the GPU has reached them.
+Measuring never makes the device wait.  On a CPU, a moment is the host's time.  A GPU runs behind
+the Python thread, so a moment is a CUDA event, and each step leaves a copy of its loss.  ddpnb
+reads the event and the copy a few steps later, after the GPU has reached them.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.meter import Meter, Moment, Phase, completed, synchronize
 
 MAX_PENDING = 8
-"""Steps that the Python thread may be ahead of a GPU."""
+"""The most steps that the Python thread may be ahead of a GPU."""
 
 
 class _Pending(NamedTuple):
     step: StepEvent
     marks: list[tuple[Phase, Moment]]
-    """The phases of the step and when each began; the last is the end of the step."""
+    """The phases of the step, each with its beginning; the last mark is the end of the step."""
     hidden: list[tuple[Moment, Moment]]
     values: Mapping[str, Tensor]
     """The loss and the metrics, on the host once the step has ended."""
@@ -38,11 +38,11 @@ class _Pending(NamedTuple):
 
 @final
 class Clock(Meter):
-    """The meter of all steps of a run, on the device's own clock, started once.
+    """The meter of all steps of a run, on the device's own clock.
 
-    Seconds add up from moment to moment: ``elapsed_time`` returns milliseconds as a float32, which
-    are no finer than 0.1 ms after a quarter of an hour (torch.cuda.Event, CUDA's
-    cudaEventElapsedTime).
+    The clock adds the seconds from moment to moment, because ``elapsed_time`` returns milliseconds
+    as a float32.  After a quarter of an hour, these are no finer than 0.1 ms (torch.cuda.Event,
+    CUDA's cudaEventElapsedTime).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,15 +50,15 @@ class Clock(Meter):
         self._device = device
         self._on_gpu = device.type == "cuda"
         self.num_steps_ahead = MAX_PENDING + 1 if self._on_gpu else 0
-        """Steps that a rank may begin before an earlier one has ended."""
+        """The number of steps that a rank may begin before an earlier step has ended."""
         self.seconds = 0.0
-        """The time from the start to the end of the last finished step, or to ``end``."""
+        """The seconds from the start to the end of the last finished step, or to ``end``."""
         self._marks: list[tuple[Phase, Moment]] = []
         self._hidden: list[tuple[Moment, Moment]] = []
         self._pending: deque[_Pending] = deque()
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
-        """Note a moment behind the work that the device has so far."""
+        """Begin a phase after the work that the device has queued so far."""
         before = self._marks[-1][0] if self._marks else "data"
         self._marks.append((phase, self.moment() if at is None else at))
         return before
@@ -72,17 +72,17 @@ class Clock(Meter):
         return event
 
     def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count the time between as hidden."""
+        """Count the time between two moments as hidden."""
         self._hidden.append((begun, ended))
 
     def start(self) -> None:
-        """Start counting, when the device has nothing left to do."""
+        """Wait until the device has done its work, then start counting."""
         synchronize(self._device)
         self._marks, self._hidden = [], []
         self.begin("data")
 
     def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
-        """End a step, see ``completed``; return the steps that the device has finished."""
+        """End a step with ``values`` (see ``completed``); return steps that the device finished."""
         held = {name: value.to("cpu", non_blocking=True) for name, value in values.items()}
         self.begin("data")
         self._pending.append(_Pending(step, self._marks, self._hidden, held))
@@ -92,19 +92,19 @@ class Clock(Meter):
         return self._finished()
 
     def stop(self) -> list[StepEvent]:
-        """Let the device finish; return the rest."""
+        """Wait until the device has done its work; return the remaining finished steps."""
         synchronize(self._device)
         return self._finished()
 
     def end(self) -> None:
-        """Let the device finish, and count what has followed the last step too."""
+        """Wait until the device has done its work; count the time since the last step."""
         last = self.moment()
         synchronize(self._device)
         self.seconds += seconds_between(self._marks[0][1], last)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count no time in this context, which is entered after ``stop``."""
+        """Count no time in this context; call ``stop`` before entering it."""
         try:
             yield
         finally:

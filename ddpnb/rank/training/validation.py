@@ -1,6 +1,6 @@
-"""Can a training be made?  Found out before anything trains (ranks).
+"""Checks a training before any strategy trains (ranks).
 
-Each mistake is one sentence that says what to do about it.
+For each mistake, ddpnb raises an error that says what to do.
 """
 
 import math
@@ -26,23 +26,23 @@ from ddpnb.rank.training.model_checks import attempt, check_model, check_step, r
 from ddpnb.rank.worker import Batch, Worker
 
 CHECKS = "checks"
-"""The folder, in that of a run, of the files that a class of the user's own makes in its check."""
+"""The folder, inside the run folder, for files that a user's strategy makes during its check."""
 
 MIN_SECONDS_MARGIN = 1.1
-"""By how much a run is planned longer than ``--min-seconds``."""
+"""The factor by which a run is planned longer than ``--min-seconds``."""
 
 
 def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] = int) -> Checked:
-    """Check a training before anything trains.
+    """Check a training before any strategy trains.
 
-    Each rank may call it alone, as it sends nothing; only the user's own code may, such as a class
-    or a step, and takes part with every rank of the group.  A class has its files in a folder of
-    ``CHECKS``, which is removed once all ranks have checked.  ``num_calls`` returns how many
-    collectives this rank has called.
+    This function sends no messages, so a rank may call it without the other ranks.  The user's
+    code, such as a strategy class or a step, may call collectives.  Then every rank of the group
+    must take part.  A class makes its files in ``CHECKS``, which ddpnb removes after all checks.
+    ``num_calls`` returns how many collectives this rank has called.
 
     Raises:
-        UserError: one sentence that says what is wrong and what to do.
-        Exception: whatever the cell itself raises, with its own traceback.
+        UserError: says what is wrong and what to do.
+        Exception: any exception of the cell's code, with its traceback.
     """
     with preserve_globals(torch.device(here.state.device)):
         try:
@@ -71,25 +71,25 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
     found, seconds = _evaluated(context, worker, batch)
     if num_calls() > num_before:
         raise UserError(
-            "The cell's functions call collectives, and rank 0 evaluates alone: in training_step "
-            "call them only if isinstance(model, DistributedDataParallel), elsewhere not at all."
+            "The cell's functions call collectives, but only rank 0 evaluates. In training_step, "
+            "call them only if isinstance(model, DistributedDataParallel). Remove all others."
         )
     has_accuracy = not math.isnan(found.accuracy)
     return replace(result, has_accuracy=has_accuracy, seconds_per_judged=seconds)
 
 
 def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked:
-    """Add what a sample takes, and how many epochs ``--min-seconds`` are, if it is given."""
-    usual = context.usual_batch()  # on all ranks at once, as they train
+    """Add the seconds per sample, and the number of epochs for ``--min-seconds``."""
+    usual = context.usual_batch()  # measured on all ranks at once, as in the training
     seconds = measure_compute_seconds(worker, usual)
-    # updates and exchanges only make a run longer
+    # updates and communication only make a run longer
     num_steps = MIN_SECONDS_MARGIN * (context.spec.min_seconds or 0.0) / seconds
     num_epochs = num_steps / context.schedule.steps_per_epoch
     return replace(result, num_epochs=num_epochs, seconds_per_trained=seconds / usual.num_samples)
 
 
 def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
-    """Return what a step takes one core; called on one rank, with the arguments of ``validate``."""
+    """Measure the seconds of a step on one core.  Takes part: one rank."""
     with preserve_globals(torch.device(here.state.device)):
         torch.set_num_threads(1)
         context = build_context(spec, here)
@@ -105,17 +105,17 @@ def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
 
 
 def _smallest_batch(context: RunContext) -> Batch:
-    """Fetch as few samples as any worker has in a micro-batch, which may be too few."""
+    """Fetch a batch of the smallest micro-batch's size, which may be too small for the model."""
     schedule, num_workers = context.schedule, context.plan.num_workers
     share = schedule.size(schedule.smallest_shard(num_workers).step) // num_workers
     return context.first_batch(share // min(context.spec.accumulate, share))
 
 
 def _check_own(context: RunContext, worker: Worker) -> Batch:
-    """Have a class of the user's own set up and make one step; takes part: every rank.
+    """Let a user's strategy set up and make one step.  Takes part: every rank.
 
-    What it does not use of the cell, such as its loss, need not be right.  The batch is this rank's
-    shard of the smallest global batch, with its weight in a real run.
+    Parts of the cell that the strategy does not use, such as the loss, are not checked.  The batch
+    is this rank's shard of the smallest global batch, with the same weight as in a real run.
     """
     smallest = context.schedule.smallest_shard(context.state.world_size)
     shard = replace(smallest, part=context.state.rank)
@@ -129,17 +129,17 @@ def _check_own(context: RunContext, worker: Worker) -> Batch:
 
 
 def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score, float]:
-    """Evaluate the model on a few samples of each split, so that no run fails only at its end.
+    """Evaluate the model on a few samples of each split, to find errors before the training.
 
-    Return the score on held-out samples, and the seconds that a sample takes in a usual batch.  The
-    worker's model is in evaluation mode afterwards.
+    Return the score on held-out samples, and the seconds per sample in a usual batch.  The worker's
+    model is in evaluation mode afterwards.
     """
     has_loss = context.has_loss
     judge = partial(score, worker.model.eval(), context.task, worker.device, has_loss=has_loss)
     num = batch.num_samples
-    for is_held_out in (False, True):  # two batches, whose outputs a metric needs joined
+    for is_held_out in (False, True):  # two batches, to test joining their outputs
         split = "test" if is_held_out else "train"
-        with attempt(f"The model cannot be evaluated on data({split!r})"):
+        with attempt(f"Evaluating the model on data({split!r}) failed"):
             found = judge(batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
     usual = min(context.usual_batch().num_samples, len(context.task.held_out))
     again = partial(judge, batch_size=usual, max_samples=usual)
@@ -147,9 +147,9 @@ def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score
 
 
 def _with_place(error: UserError, cell: int, filename: str) -> UserError:
-    """Return an error that names the line of the comparison's cell where it began, if one is known.
+    """Return an error that names its line in the comparison's cell, if the line is known.
 
-    ``cell`` is the ``n`` of ``In [n]``, 0 if not known; the error's cause is what the cell raised.
+    ``cell`` is the ``n`` of ``In [n]``, 0 if unknown.  The error's cause is the cell's exception.
     """
     frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
     lines = [frame.lineno for frame in frames if frame.filename == filename]
