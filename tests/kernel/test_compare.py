@@ -80,7 +80,7 @@ def test_what_emulated_devices_need_is_said(kernel: Kernel):
     assert "dp (emulated)" not in measured.text
     assert "was trained with --slow" in kernel.run("%ddp_predict --run slowed").error_text
     refused = kernel.run(f"%ddp_compare {line.replace('--devices 2', '--devices 8')}").error_text
-    assert "--devices 8 takes 8 ranks, and there are 2" in refused
+    assert "--devices 8 needs 8 ranks, but the cluster has 2. Run %ddp_restart -n 8" in refused
     lonely = kernel.run("%ddp_compare ddp --task digits --compute 1ms/sample").error_text
     assert "--compute describes emulated devices" in lonely
 
@@ -131,11 +131,11 @@ def test_the_cell_sees_the_ranks_variables_and_leaves_its_own_behind(kernel: Ker
 WRONG = {
     "option": ("--epochs 1", "--epoxs 1", "did you mean --epochs?"),
     "cell": ("Linear(4, 2)", "Linear(5, 2)", "model(inputs) failed on a batch"),
-    "target": ("--epochs 1", "--target accuracy=0.9 --eval-every 0", "leave --eval-every 0 out"),
+    "target": ("--epochs 1", "--target accuracy=0.9 --eval-every 0", "Remove --eval-every 0"),
     "rates": (
         "--name lines\n",
         "--lr 0.1,0.2\ndef optimizer(params): ...\n",
-        "A choice of --lr is for the default optimizer, and the cell defines optimizer",
+        "A choice of --lr applies only to the default optimizer, but the cell defines optimizer",
     ),
     "sizes": ("96, 4", "96 + rank, 4", "has 96 samples on rank 0 and 97 samples on rank 1"),
     "ranks": ("--epochs 1", "--slow 7:3x", "There is no rank 7: the ranks are 0-1"),
@@ -174,7 +174,7 @@ def test_a_held_out_curve_is_drawn_stored_and_searched_for_a_target(compared: Ce
         timeout=120,
     ).passed
     assert "to 20 % held-out accuracy" in cell.text
-    assert re.search(r"20 % held-out accuracy was reached after [\d.]+ s by ", cell.text)
+    assert re.search(r"20 % held-out accuracy was reached by .* after [\d.]+ s", cell.text)
     kernel.run("curves = _")
     found = "curves.evaluations().groupby('strategy')"
     assert kernel.value(f"sorted({found}.groups)") == "['async', 'ddp', 'single']"

@@ -15,8 +15,7 @@ DistributedDataParallel instead.
 
 Messages per step, with N replicas, for each of A micro-batches:
 
-- parameters and buffers, from the first replica to the N - 1 others
-- samples, from the first replica to the others
+- parameters, buffers and samples, from the first replica to the N - 1 others
 - outputs, from the others to the first replica, and the gradients of the outputs back
 - gradients of the parameters, from the N - 1 others to the first replica
 

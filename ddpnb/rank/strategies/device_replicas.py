@@ -1,8 +1,7 @@
 """The replicas of ``dp``, each on its own thread, on several GPUs or on one device (rank 0).
 
-Each step is the same as in torch's ``DataParallel``. The first replica's parameters are copied to
-all replicas, and each replica runs on its slice of the batch. Then the outputs are gathered, and
-the gradients summed, on the first replica.
+As in torch's ``DataParallel``, each step copies the parameters to all replicas and runs each
+replica on its slice of the batch. The first replica then gathers outputs and sums gradients.
 """
 
 from abc import ABC, abstractmethod

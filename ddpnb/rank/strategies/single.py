@@ -3,14 +3,12 @@
     w  <-  w - lr * g(w),    g = gradient of the mean loss over the global batch
 
 On a CPU, the device is one rank's share of the threads. With ``threads=all``, the device has the
-threads of all ranks on its host: one process uses the whole machine. Other strategies should be
-faster than that.
+threads of all ranks on its host. Other strategies should be faster than this whole machine.
 
 Reference: Robbins and Monro, "A Stochastic Approximation Method", Annals of Mathematical Statistics
 22(3), 1951.
 
-- Messages per step: 0.
-- Bytes sent per step: 0.
+Messages per step: 0. Bytes sent per step: 0.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The tasks that a comparison can train (ranks)."""
+"""Load the task of a comparison: a built-in task or the task of a cell (ranks)."""
 
 from collections.abc import Mapping
 
@@ -10,14 +10,14 @@ from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.cell import cell_task
 
 _loaded: dict[str, Task] = {}
-"""The task of the comparison in progress, by its id: all its runs train on the same data."""
+"""The task of the current comparison, by comparison id. All runs train on the same data."""
 
 
 def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:
-    """Return the task that a spec names, with its data loaded once for all runs of a comparison.
+    """Return the task that a spec names. All runs of a comparison share the task and its data.
 
     Raises:
-        UserError: as ``cell_task``, or the cell has an optimizer and the spec options for one.
+        UserError: See ``cell_task``. Also, if the cell and the spec both configure an optimizer.
     """
     task = _loaded.get(spec.comparison)
     if task is None:
@@ -32,12 +32,12 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
     if task.optimizer and (spec.momentum or spec.own_momentum is not None or spec.rates):
         what = "A choice of --lr" if spec.rates else "Momentum"
         raise UserError(
-            f"{what} is for the default optimizer, and the cell defines optimizer(params): leave "
-            "one of them out."
+            f"{what} applies only to the default optimizer, but the cell defines "
+            "optimizer(params). Remove one of the two."
         )
     return task
 
 
 def forget() -> None:
-    """Free the data of the comparison that has ended."""
+    """Free the data of the previous comparison."""
     _loaded.clear()

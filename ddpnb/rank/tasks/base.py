@@ -1,4 +1,4 @@
-"""What is trained: a model, the step on a batch, an optimizer and samples (ranks)."""
+"""The parts of a training task: model, step, optimizer and samples (ranks)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,20 +12,20 @@ from ddpnb.rank.tasks.batches import Tree, shape_of
 from ddpnb.rank.tasks.samples import Samples
 
 ModelFactory = Callable[[], nn.Module]
-"""Makes the plain model, with weights from torch's global random numbers."""
+"""Creates the plain model, with weights from torch's global random numbers."""
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes an optimizer of the parameters that it is given."""
+"""Creates an optimizer for the given parameters."""
 
 StepFunction = Callable[[nn.Module, Tree], Tensor | Mapping[str, Any]]
-"""Takes a model, or what a strategy wraps it in, and a batch.
+"""Computes the loss of a batch. The arguments are a model, possibly wrapped, and a batch.
 
-Returns the *mean* loss over the samples, a tensor of shape (), or a dict with it as ``loss``.
-Other numbers in the dict are measured as the loss is.
+Returns the *mean* loss over the samples as a tensor of shape (), or a dict with this tensor as
+``loss``. ddpnb measures other numbers in the dict in the same way as the loss.
 """
 
 Number = float | Tensor
-"""A number, or a tensor with a single one."""
+"""A number, or a tensor with one number."""
 
 STEP = "training_step(model, batch)"
 LOSS = "loss(outputs, targets)"
@@ -34,10 +34,10 @@ LOSS = "loss(outputs, targets)"
 @final
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """The step on batches of (inputs, targets): the model, then a loss of its outputs."""
+    """The step for batches of (inputs, targets): the loss of the model's outputs."""
 
     loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy
-    """Takes outputs and targets; returns the *mean* over the samples, a tensor of shape ()."""
+    """Takes outputs and targets. Returns the *mean* over the samples, a tensor of shape ()."""
 
     def __call__(self, model: nn.Module, batch: Tree) -> Tensor:
         """Return the mean loss."""
@@ -51,48 +51,48 @@ CLASSIFY = Supervised()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One thing to train, whether built in or written in a cell."""
+    """A training task, built-in or defined in a cell."""
 
     model: ModelFactory
     train: Samples
     held_out: Samples
     step: StepFunction = CLASSIFY
     optimizer: Callable[..., Any] | None = None
-    """The cell's own; None: SGD, as the options say."""
+    """The cell's ``optimizer`` function. None: SGD with the options of the comparison."""
     validation_step: Callable[[nn.Module, Tree], Number | Mapping[str, Number]] | None = None
-    """Measures a model on one held-out batch; the mean over the samples is reported.
+    """Measures a model on one held-out batch. The mean over the samples is reported.
 
-    Beside a ``metric`` it may return outputs and targets for it.
+    If the task has a ``metric``, the step may also return outputs and targets for the metric.
     """
     metric: Callable[[Any, Any], Number | Mapping[str, Number]] | None = None
     """Measures all held-out outputs against all targets."""
     has_loss: bool = True
-    """Whether the task says what the loss is, and does not merely leave it to the default."""
+    """True if the task defines the loss. False if the loss is the default."""
     notes: tuple[str, ...] = ()
-    """Shown beside every result, e.g. that the data are synthetic."""
+    """Notes for every result, for example that the data are synthetic."""
     defined: Mapping[str, object] = field(default_factory=dict)
-    """All names that the task's cell defines; empty for a built-in task."""
+    """All names that the task's cell defines. Empty for a built-in task."""
 
     @property
     def has_measures(self) -> bool:
-        """Whether the task measures held-out samples itself."""
+        """True if the task itself measures held-out samples."""
         return self.validation_step is not None or self.metric is not None
 
 
 def split_step(result: object, call: str = STEP) -> tuple[Tensor, Mapping[str, Number]]:
-    """Return the loss and the further numbers of what a step has returned.
+    """Return the loss and the other numbers in the result of a step.
 
-    Of other mappings than a plain dict, such as the outputs of transformers' models, the loss
-    alone is taken.  Messages call the step ``call``.
+    If the result is a mapping other than a plain dict, only its loss is returned. An example is the
+    output of a transformers model. ``call`` is the name of the step in messages.
 
     Raises:
-        UserError: there is no loss in it.
+        UserError: The result has no loss.
     """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor) or loss.ndim > 0:
         raise UserError(
-            f"{call} returned {shape_of(result)}; return the mean over the samples, a tensor of "
-            "shape (), or a dict with it as 'loss'."
+            f"{call} returned {shape_of(result)}. Return the mean loss over the samples as a "
+            "tensor of shape (), or a dict with this tensor as 'loss'."
         )
     if type(result) is not dict:
         return loss, {}

@@ -1,18 +1,18 @@
-"""The samples of each step and each worker, as trees of tensors (ranks).
+"""Select the samples of each step and worker, and handle batches as trees of tensors (ranks).
 
 Each epoch is one permutation of the training split, made from the seed and cut into global batches.
-A global batch is dealt out in shards, one for each worker.  The shards of a step together are
-exactly the global batch, so every strategy sees the same samples in the same order.
+Each global batch is divided into shards, one for each worker. The shards of a step together are
+exactly the global batch. So every strategy sees the same samples in the same order.
 
-It is the order of torch's ``DistributedSampler(seed=seed, drop_last=True)`` with ``set_epoch``,
-wherever the workers share a global batch evenly.  A data set's own ``set_epoch`` is not called.
-Torch's ``Join`` is not needed: every worker has a shard of each batch, even of an uneven one, and
-averaged gradients are weighted by the shards' sizes.  So all synchronous workers make the same
-number of steps.
+If the workers share a global batch evenly, the order is the same as with torch's
+``DistributedSampler(seed=seed, drop_last=True)`` and ``set_epoch``. ddpnb does not call a data
+set's ``set_epoch``. Torch's ``Join`` is not needed, because every worker has a shard of each batch,
+even of an uneven batch. Averages of gradients are weighted by the shards' sizes. So all synchronous
+workers make the same number of steps.
 
-A batch is a tree: tensors in dicts, tuples and lists, nested in any way.  Texts, numbers and other
-objects may be among the tensors.  A list of texts, as torch's ``default_collate`` makes it, has one
-for each sample.
+A batch is a tree: tensors in dicts, tuples and lists, nested in any way. It may also contain
+strings, numbers and other objects. A list of strings, such as torch's ``default_collate`` makes,
+has one string for each sample.
 """
 
 import copy
@@ -47,39 +47,39 @@ def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
 
 @dataclass(eq=False)
 class BatchSchedule:
-    """The global batches of a run; the same on every rank and for every strategy.
+    """The global batches of a run. They are the same on every rank and for every strategy.
 
-    Of the n samples of an epoch's permutation the last n mod N are left out, with N ranks.  The
-    last batch may be smaller.  It is left out if it has fewer samples than there are ranks, so that
-    every shard has at least one; that can be only where N does not divide the batch size.
+    With N ranks, the last n mod N samples of an epoch's permutation of n samples are left out. The
+    last batch may be smaller. A last batch with fewer samples than ranks is left out, so that every
+    shard has at least one sample. This happens only if N does not divide the batch size.
 
     Raises:
-        UserError: the batch is smaller than the number of ranks or larger than the split.
+        UserError: The batch is smaller than the number of ranks or larger than the split.
     """
 
     num_in_split: int
-    """Samples of the training split."""
+    """Number of samples in the training split."""
     _: KW_ONLY
     batch_size: int
-    """Samples of a global batch."""
+    """Number of samples in a global batch."""
     num_epochs: float
-    """Passes over the split; a fraction ends inside an epoch."""
+    """Number of passes over the split. A fraction ends inside an epoch."""
     num_ranks: int
-    """Ranks of the whole group, even if a strategy uses fewer."""
+    """Number of ranks in the whole group, even if a strategy uses fewer."""
     seed: int
-    """Of the permutations."""
+    """Seed of the permutations."""
 
     def __post_init__(self) -> None:
         num_samples, num_ranks, batch_size = self.num_in_split, self.num_ranks, self.batch_size
         if batch_size < num_ranks:
             raise UserError(
-                f"A global batch of {batch_size} cannot be shared by {num_ranks} ranks; "
-                f"give --batch-size {num_ranks} or more."
+                f"A global batch of {batch_size} is too small for {num_ranks} ranks. "
+                f"Use --batch-size {num_ranks} or more."
             )
         if batch_size > num_samples:
             raise UserError(
                 f"A global batch of {batch_size} is larger than the training split "
-                f"({num_samples} samples); give a smaller --batch-size, or --batch-per-worker."
+                f"({num_samples} samples). Use a smaller --batch-size or --batch-per-worker."
             )
         self._num_used = num_samples - num_samples % num_ranks
         num_full, rest = divmod(self._num_used, batch_size)
@@ -88,29 +88,29 @@ class BatchSchedule:
 
     @property
     def num_samples(self) -> int:
-        """Samples that the whole run trains on, over all workers."""
+        """Number of samples on which the whole run trains, over all workers."""
         return self.num_samples_before(self.num_steps)
 
     def num_samples_before(self, step: int) -> int:
-        """Return how many samples are trained on before a step."""
+        """Return the number of samples on which the run trains before a step."""
         num_epochs, num_left = divmod(step, self.steps_per_epoch)
         num_per_epoch = min(self._num_used, self.steps_per_epoch * self.batch_size)
         return num_epochs * num_per_epoch + num_left * self.batch_size
 
     def size(self, step: int) -> int:
-        """Return how many samples the global batch of a step has."""
+        """Return the number of samples in the global batch of a step."""
         start = step % self.steps_per_epoch * self.batch_size
         return min(self.batch_size, self._num_used - start)
 
     def num_in(self, shard: Shard) -> int:
-        """Return how many samples a shard has."""
+        """Return the number of samples in a shard."""
         least, num_larger = divmod(self.size(shard.step), shard.num_parts)
         return least + (shard.part < num_larger)
 
     def indices(self, shard: Shard) -> Tensor:
         """Return the samples of a shard: int64 indices into the training split.
 
-        The permutation is dealt out like cards; the sizes of shards differ by one at most.
+        Shard i gets every ``num_parts``-th sample. Sizes of shards differ by at most one sample.
         """
         epoch, batch = divmod(shard.step, self.steps_per_epoch)
         start = batch * self.batch_size
@@ -127,7 +127,7 @@ class BatchSchedule:
 
 @lru_cache(maxsize=1)
 def permutation(num: int, seed: int) -> Tensor:
-    """Return so many numbers in random order; the last result is kept."""
+    """Return the numbers from 0 to ``num - 1`` in random order. The last result is cached."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(num, generator=generator, device="cpu")
 
@@ -135,7 +135,7 @@ def permutation(num: int, seed: int) -> Tensor:
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
     """Return a tree of the same structure with ``function`` of each leaf."""
     if isinstance(tree, Mapping):
-        made: Any = copy.copy(tree)  # keeps its class, such as transformers' ModelOutput
+        made: Any = copy.copy(tree)  # keeps the class, e.g. transformers' ModelOutput
         for key, each in tree.items():
             made[key] = mapped(function, each)
         return made
@@ -146,7 +146,7 @@ def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf of a tree after its place, e.g. ``"['image'][0]"``."""
+    """Yield each leaf of a tree with its path, for example ``"['image'][0]"``."""
     if isinstance(tree, Mapping) or _is_sequence(tree):
         for key, each in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from leaves(each, f"{path}[{key!r}]")
@@ -155,8 +155,8 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_sequence(tree: Tree) -> bool:
-    """Return whether a tree is a tuple or list of trees, and not of texts."""
-    if hasattr(tree, "_make"):  # a PackedSequence is no batch, and moves itself
+    """Return True if a tree is a tuple or list of trees, and not of strings."""
+    if hasattr(tree, "_make"):  # a PackedSequence is a leaf, with its own ``to``
         return not hasattr(tree, "to")
     return type(tree) in (tuple, list) and not (tree and isinstance(tree[0], str | bytes))
 
@@ -167,7 +167,7 @@ def tensors_of(tree: Tree) -> Iterator[Tensor]:
 
 
 def copied(tree: Tree) -> Tree:
-    """Return a tree with tensors of its own, which a forward pass may change."""
+    """Return a tree with copies of all tensors, which a forward pass may change."""
 
     def copy_of(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -178,13 +178,13 @@ def copied(tree: Tree) -> Tree:
 
 
 def moved(tree: Tree, device: torch.device) -> Tree:
-    """Return a tree with its tensors on a device; to a GPU they are copied without waiting."""
+    """Return a tree with its tensors on a device. Copies to a GPU are asynchronous."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return leaf.to(device) if hasattr(leaf, "to") else leaf  # such as a PackedSequence
+            return leaf.to(device) if hasattr(leaf, "to") else leaf  # e.g. a PackedSequence
         if device.type == "cuda" and leaf.device.type == "cpu":
-            leaf = leaf.pin_memory()  # else the copy makes this thread wait
+            leaf = leaf.pin_memory()  # otherwise, this thread would wait for the copy
         return leaf.to(device, non_blocking=True)
 
     return mapped(move, tree)
@@ -193,10 +193,10 @@ def moved(tree: Tree, device: torch.device) -> Tree:
 def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
     """Return the samples from ``begin`` to ``end`` of a batch of ``num_samples``.
 
-    Leaves without samples, such as a number, stay as they are.
+    Leaves without samples, such as a number, stay unchanged.
 
     Raises:
-        UserError: something has not one row for each sample, such as a ``PackedSequence``.
+        UserError: A leaf, such as a ``PackedSequence``, does not have one row for each sample.
     """
 
     def cut(leaf: Any) -> Any:
@@ -204,8 +204,8 @@ def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
             return leaf[begin:end]
         if hasattr(leaf, "to") and getattr(leaf, "ndim", 1) > 0:
             raise UserError(
-                f"A batch of {num_samples} samples holds {shape_of(leaf)}, and cannot be split: "
-                "give each tensor a row for each sample, or leave --accumulate and dp out."
+                f"A batch of {num_samples} samples contains {shape_of(leaf)}, so it cannot be "
+                "split. Give each tensor one row for each sample, or remove --accumulate and dp."
             )
         return leaf[begin:end] if isinstance(leaf, list | tuple) else leaf
 
@@ -213,7 +213,7 @@ def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
 
 
 def shape_of(tree: Tree) -> str:
-    """Return a tree's shapes for a sentence: ``"(5, 3)"``, ``"{'image': (5, 3)}"``."""
+    """Return the shapes in a tree for a message: ``"(5, 3)"``, ``"{'image': (5, 3)}"``."""
 
     def shape(leaf: Any) -> Any:
         return tuple(leaf.shape) if isinstance(leaf, Tensor) else kind_of(leaf)

@@ -1,7 +1,7 @@
-"""How a notebook's cell defines what is trained (ranks).
+"""Create a task from a notebook's cell (ranks).
 
-A cell runs in a copy of the rank's namespace, once for all runs of a comparison.  It sees what
-earlier cells defined, and overwrites nothing.
+The cell runs in a copy of the rank's namespace, once for all runs of a comparison. The cell sees
+the names of earlier cells, and does not overwrite them.
 """
 
 import ast
@@ -16,13 +16,13 @@ from ddpnb.protocol.errors import UserError, closest, kind_of
 from ddpnb.rank.tasks.base import Supervised, Task
 from ddpnb.rank.tasks.samples import as_samples
 
-_OWN_OPTIMIZER_NOTE = "The cell's optimizer sets the learning rate; --lr is not used."
+_OWN_OPTIMIZER_NOTE = "The cell's optimizer sets the learning rate. ddpnb ignores --lr."
 
 _EXAMPLES = {
     "model": "def model(): return nn.Sequential(...)",
     "data": "def data(split): return inputs, targets",
 }
-"""What a cell must define."""
+"""Functions that a cell must define, with an example of each."""
 _FUNCTIONS = (
     *_EXAMPLES,
     "collate_fn",
@@ -32,19 +32,19 @@ _FUNCTIONS = (
     "training_step",
     "validation_step",
 )
-"""What a cell may define."""
+"""All functions that a cell may define."""
 
 
 def cell_task(source: str, namespace: Mapping[str, object], filename: str) -> Task:
-    """Run the cell and return the task it defines.
+    """Run the cell and return the task that the cell defines.
 
-    The cell must define ``model()`` and ``data(split)``, where ``split`` is ``"train"`` or
-    ``"test"``; ``docs/your-code.md`` lists what else it may define.  It sees the names of the
-    namespace, and tracebacks call it by the file name.
+    The cell must define ``model()`` and ``data(split)``. ``split`` is ``"train"`` or ``"test"``.
+    ``docs/your-code.md`` lists the other functions that a cell may define. The cell sees the names
+    of ``namespace``. Tracebacks show ``filename`` as the cell's file.
 
     Raises:
-        UserError: a definition is missing or returns something wrong.
-        Exception: what the cell itself raises, with its own traceback.
+        UserError: A definition is missing or returns a wrong value.
+        Exception: Any error of the cell itself, with its own traceback.
     """
     scope = dict(namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -53,7 +53,7 @@ def cell_task(source: str, namespace: Mapping[str, object], filename: str) -> Ta
     bound = {
         each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()
     }
-    # What an earlier cell left, such as ``loss = 0.3`` or an ``optimizer``, is not meant.
+    # Leave out names from earlier cells, such as ``loss = 0.3`` or an ``optimizer``.
     defined = {
         name: value
         for name, value in scope.items()
@@ -81,30 +81,30 @@ def cell_task(source: str, namespace: Mapping[str, object], filename: str) -> Ta
 
 
 def _function(name: str, defined: Mapping[str, Any]) -> Any:
-    """Return a function that the cell defines; None if it need not and does not."""
+    """Return a function that the cell defines, or None if an optional function is missing."""
     function, example = defined.get(name), _EXAMPLES.get(name)
     if function is None and example is not None:
-        raise UserError(f"The cell defines no {name}(); add one, e.g.  {example}.")
-    is_module = example is not None and isinstance(function, nn.Module)  # one for all strategies
+        raise UserError(f"The cell does not define {name}(). Add it:  {example}.")
+    is_module = example is not None and isinstance(function, nn.Module)  # shared by all runs
     if function is not None and (is_module or not callable(function)):
-        raise UserError(f"{name} in the cell is {kind_of(function)}, not a function; define one.")
+        raise UserError(f"{name} in the cell is {kind_of(function)}, but must be a function.")
     return function
 
 
 def _checked_model(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
-        raise UserError(f"model() returned {kind_of(model)}; return a torch nn.Module instead.")
+        raise UserError(f"model() returned {kind_of(model)}. Return a torch nn.Module instead.")
     return model
 
 
 def _misspelt(source: str, defined: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note on each function that nothing in the cell uses, with nearly a known name."""
+    """Return a note on each unused function in the cell with a name similar to a known name."""
     nodes = list(ast.walk(ast.parse(source)))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     made = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     missing = [name for name in _FUNCTIONS if name not in defined]
     return tuple(
-        f"The cell's {name}() is used by nothing; did you mean {meant}()?"
+        f"The cell does not use its function {name}(); did you mean {meant}()?"
         for name in sorted(made & defined.keys() - used - set(_FUNCTIONS))
         if (meant := closest(name, missing))
     )

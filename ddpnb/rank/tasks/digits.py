@@ -1,9 +1,9 @@
-"""Handwritten digits: the digit in a picture of 8x8 pixels (ranks).
+"""Classify handwritten digits in images of 8x8 pixels (ranks).
 
-Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository,
-1998 (CC BY 4.0): the 1797 digits of scikit-learn's ``load_digits``.  ``digits.npz`` has them in the
-order of its ``train_test_split(..., test_size=0.2, random_state=0, stratify=targets)``, because
-every rank that imports scikit-learn computes for two seconds.
+Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+Repository, 1998 (CC BY 4.0). The data are the 1797 digits of scikit-learn's ``load_digits``.
+``digits.npz`` stores them in the order of scikit-learn's ``train_test_split(..., test_size=0.2,
+random_state=0, stratify=targets)``. Importing scikit-learn would take two seconds on every rank.
 """
 
 from pathlib import Path
@@ -37,12 +37,12 @@ def data(split: str) -> tuple[Tensor, Tensor]:
 def model() -> nn.Module:
     """Return a network of two convolutions and one hidden layer, for images (N, 1, 8, 8).
 
-    It has no BatchNorm: the statistics would depend on how a batch is split among workers, and no
-    two strategies would train the same function.
+    The network has no BatchNorm. BatchNorm's statistics would depend on how a batch is split among
+    workers, so strategies would not train the same function.
 
-    Its weights are larger than torch's defaults, which learn too little in six epochs: those of He
-    et al., "Delving Deep into Rectifiers", ICCV 2015, times 0.8, because larger weights make the
-    loss too sharp for stale gradients.  The last layer: Glorot and Bengio, 2010.
+    With torch's default weights, the network learns too little in six epochs. The weights here are
+    larger: those of He et al., "Delving Deep into Rectifiers", ICCV 2015, times 0.8. Without this
+    factor, the loss is too sharp for stale gradients. Last layer: Glorot and Bengio, 2010.
     """
     net = nn.Sequential(
         nn.Conv2d(1, 32, kernel_size=3, padding=1),

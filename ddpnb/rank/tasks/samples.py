@@ -1,4 +1,4 @@
-"""The samples of a split, whatever ``data(split)`` returns, and who fetches them (ranks)."""
+"""Get samples from the result of ``data(split)``, in this process or in others (ranks)."""
 
 import contextlib
 import itertools
@@ -26,18 +26,18 @@ from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank.tasks.batches import Shard, Tree, mapped, shape_of, tensors_of
 
 Collate = Callable[[list[Any]], Tree]
-"""Makes one batch of some items of a data set."""
+"""Makes one batch of several items of a data set."""
 
 NUM_PREFETCHED = 2
-"""Shards that each process fetches or has ready while this worker trains on one."""
+"""Number of shards that each process prepares while this worker trains on one shard."""
 
 Request = tuple[Shard, Tensor]
-"""A shard and its sample numbers."""
+"""A shard and the numbers of its samples."""
 
 
 @final
 class TensorSamples:
-    """Samples held in a tree of tensors, one row for each sample."""
+    """Samples in a tree of tensors, with one row for each sample."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -47,7 +47,7 @@ class TensorSamples:
         return self._num_samples
 
     def fetch(self, indices: Tensor) -> Tree:
-        """Return the samples with these numbers (int64), as one batch."""
+        """Return the samples with these numbers (int64) as one batch."""
         return mapped(lambda leaf: leaf[indices], self._tree)
 
 
@@ -55,7 +55,7 @@ class TensorSamples:
 class DatasetSamples:
     """Samples of a map-style data set with items of any kind.
 
-    ``num_workers`` processes fetch them, if no other number is asked for.
+    By default, ``num_workers`` processes fetch the samples.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DatasetSamples:
         return len(self.dataset)
 
     def fetch(self, indices: Tensor) -> Tree:
-        """Return the samples with these numbers (int64), as one batch; as ``DataLoader`` does."""
+        """Return the samples with these numbers (int64) as one batch, like ``DataLoader``."""
         numbers, dataset = indices.tolist(), self.dataset
         if callable(fetch_all := getattr(dataset, "__getitems__", None)):
             return self._collate(list(fetch_all(numbers)))
@@ -77,26 +77,26 @@ class DatasetSamples:
 
 
 Samples = TensorSamples | DatasetSamples
-"""A split of a data set, fetched by sample numbers."""
+"""A split of a data set. ``fetch`` returns samples by number."""
 
 
 def _stack(items: list[Any]) -> Tree:
-    """Collate items as torch's ``DataLoader`` does by default."""
+    """Collate items in the same way as torch's ``DataLoader`` does by default."""
     try:
         return default_collate(items)
     except (TypeError, RuntimeError, KeyError) as error:
         raise UserError(
-            f"The items of data(split) cannot be stacked into a batch ({summary_of(error)}): let "
-            "all have the same shape and type, or define collate_fn(items)."
+            f"The items of data(split) cannot be stacked into a batch ({summary_of(error)}). "
+            "Give all items the same shape and type, or define collate_fn(items)."
         ) from error
 
 
 def as_samples(data: Any, split: str, collate: Collate | None = None) -> Samples:
     """Return the result of ``data(split)`` as ``Samples``.
 
-    It may be tensors or arrays in a tree, a map-style data set, a list of items, or a
-    ``DataLoader`` of one; anything else is refused, and what is empty.  ``collate`` is the cell's
-    own ``collate_fn``.
+    The result may be a tree of tensors or arrays, a map-style data set, a list of items, or a
+    ``DataLoader`` of these. Other results and empty results raise ``UserError``. ``collate`` is the
+    cell's ``collate_fn``.
     """
     num_workers = 0
     if isinstance(data, DataLoader):
@@ -108,38 +108,38 @@ def as_samples(data: Any, split: str, collate: Collate | None = None) -> Samples
     if isinstance(data, Tensor | np.ndarray | Mapping | tuple):
         if collate is not None:
             raise UserError(
-                f"data({split!r}) returned {kind_of(data)} of stacked rows: leave collate_fn out, "
-                "or return a list of items or a Dataset."
+                f"data({split!r}) returned {kind_of(data)}, so there are no items for collate_fn. "
+                "Remove collate_fn, or return a list of items or a Dataset."
             )
         samples: Samples = TensorSamples(_as_tensors(data, split))
     else:
         _check_numbered(data, split)
         samples = DatasetSamples(data, collate, num_workers=num_workers)
     if len(samples) == 0:
-        raise UserError(f"data({split!r}) returned no samples; return at least one.")
+        raise UserError(f"data({split!r}) returned no samples. Return at least one.")
     return samples
 
 
 def _as_tensors(tree: object, split: str) -> Tree:
     def as_tensor(leaf: Any) -> Tensor:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
-            # Torch warns about arrays that cannot be written to, so these are copied.
+            # Copy read-only arrays, because torch warns about them.
             leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
         if not isinstance(leaf, Tensor) or leaf.ndim == 0:
-            raise _wrong(split, f"{kind_of(tree)} with {kind_of(leaf)} in it that has no rows")
+            raise _wrong(split, f"{kind_of(tree)} that contains {kind_of(leaf)} without rows")
         return leaf.detach().cpu()
 
     found = mapped(as_tensor, tree)
     if len({len(tensor) for tensor in tensors_of(found)}) != 1:
         raise UserError(
-            f"data({split!r}) returned tensors of shapes {shape_of(found)}; return one row for "
-            "each sample in each."
+            f"data({split!r}) returned tensors of shapes {shape_of(found)}. Return tensors "
+            "with one row for each sample."
         )
     return found
 
 
 def _dataset_of(loader: DataLoader[Any], split: str) -> Any:
-    """Return a loader's data set; refuse a choice or order of samples that would be lost."""
+    """Return a loader's data set. Reject a loader with a custom choice or order of samples."""
     sampler, dataset = loader.sampler, loader.dataset
     _check_numbered(dataset, split)
     is_drawn = getattr(sampler, "replacement", False)
@@ -147,14 +147,14 @@ def _dataset_of(loader: DataLoader[Any], split: str) -> Any:
     if is_usual and type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler):
         return dataset
     raise UserError(
-        f"data({split!r}) returned a DataLoader with a sampler of its own, and its choice would be "
-        "lost: --batch-size and --seed make batches. Return its data set, or a Subset of it, e.g.  "
-        "Subset(dataset, list(WeightedRandomSampler(weights, n)))."
+        f"data({split!r}) returned a DataLoader with a custom sampler. ddpnb cannot use this "
+        "sampler: --batch-size and --seed define the batches. Return the data set, or a Subset, "
+        "for example  Subset(dataset, list(WeightedRandomSampler(weights, n)))."
     )
 
 
 def _check_numbered(dataset: Any, split: str) -> None:
-    """Refuse a stream: no order of its samples can be the same for all strategies."""
+    """Reject a stream, because its samples cannot have the same order for all strategies."""
     has_numbers = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not has_numbers or isinstance(dataset, IterableDataset | str):
         raise _wrong(split, kind_of(dataset))
@@ -162,27 +162,27 @@ def _check_numbered(dataset: Any, split: str) -> None:
 
 def _wrong(split: str, what: str) -> UserError:
     return UserError(
-        f"data({split!r}) returned {what}; return tensors or arrays, a dict or tuple of them, a "
-        "map-style Dataset with __len__(), a list of items, e.g.  "
-        "list(itertools.islice(stream, 10_000)),  or a DataLoader."
+        f"data({split!r}) returned {what}. Return tensors or arrays, a dict or tuple of these, a "
+        "map-style Dataset with __len__(), a DataLoader, or a list of items, for example  "
+        "list(itertools.islice(stream, 10_000))."
     )
 
 
-# -- fetched in advance ---------------------------------------------------------------------
+# -- prefetching ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def prefetching(
     fetch: Callable[[Tensor], Tree], requests: Iterable[Request], num_processes: int, *, seed: int
 ) -> Iterator[Iterator[tuple[Shard, Tree]]]:
-    """Yield shards, each with what ``fetch`` has returned in another process.
+    """Yield shards with their samples, which other processes fetch with ``fetch``.
 
-    The processes live as long as the context.  They fetch nothing before the first shard is asked
-    for, so that no strategy has samples ready when the clock starts.  Requests are taken early,
-    ``NUM_PREFETCHED`` for each process, also from a queue that others take from.  The seed is that
-    of the random numbers in these processes.
+    The processes live as long as the context. They fetch samples only after the first shard is
+    requested, so that no strategy has samples ready when the clock starts. Each process takes
+    ``NUM_PREFETCHED`` requests early, even if ``requests`` is a queue that other workers also use.
+    ``seed`` is the seed of the random numbers in the processes.
     """
-    num_first = NUM_PREFETCHED * num_processes  # what the loader takes at once
+    num_first = NUM_PREFETCHED * num_processes  # requests that the loader takes at the start
     batches = iter(
         DataLoader(
             _Fetched(fetch),
@@ -192,20 +192,20 @@ def prefetching(
             num_workers=num_processes,
             prefetch_factor=NUM_PREFETCHED,
             worker_init_fn=lambda _: die_with_parent(),
-            # Other start methods pickle the data set, and a class from a cell cannot be.
+            # Other start methods pickle the data set. A class from a cell cannot be pickled.
             multiprocessing_context="fork",
-            generator=torch.Generator().manual_seed(seed),  # leaves the global state alone
+            generator=torch.Generator().manual_seed(seed),  # not the global generator
         )
     )
     try:
         yield itertools.islice(batches, num_first, None)
-    finally:  # at once, for an exception's traceback may keep the iterator alive
+    finally:  # end them now, because an exception's traceback may keep the iterator alive
         end_data_workers(batches)
 
 
 @final
 class _Fetched(Dataset[Any]):
-    """A data set of whole shards; asked for None, a process only starts."""
+    """A data set of whole shards. A request of None only starts the process."""
 
     def __init__(self, fetch: Callable[[Tensor], Tree]) -> None:
         self._fetch = fetch

@@ -1,10 +1,10 @@
-"""Synthetic images: the prototype from which a noisy image was made (ranks).
+"""Classify synthetic images: find the prototype from which a noisy image was made (ranks).
 
-Images have CIFAR's shape.  Each of ten classes has a random prototype.  An image is the prototype
-of its class plus noise, scaled to unit variance, so that there is something to learn.
+Images have CIFAR's shape. Each of ten classes has a random prototype. An image is the prototype of
+its class plus noise, scaled to unit variance, so a model can learn the classes.
 
-Communication and computation can be increased independently: by parameters that need hardly any
-computation, and by convolutions that share their parameters.
+You can increase communication and computation independently. Extra parameters need hardly any
+computation. Extra convolutions share their parameters, so they need hardly any communication.
 """
 
 import math
@@ -23,9 +23,9 @@ NUM_CLASSES = 10
 IMAGE_SHAPE = (3, 32, 32)
 _DATA_SEED = 0
 _NOISE = 2.0
-"""The standard deviation of the noise; that of the prototypes is 1."""
+"""Standard deviation of the noise. The prototypes have a standard deviation of 1."""
 _CHUNK = 1_000_000
-"""Parameters of one extra tensor: a large model has many tensors."""
+"""Number of parameters in one extra tensor. A large model has many tensors."""
 
 Images = tuple[Tensor, Tensor]
 """Images (N, 3, 32, 32) and their classes."""
@@ -38,7 +38,7 @@ def build(*, samples: int = SAMPLES, parameters: int = PARAMETERS, compute: int 
         model=lambda: model(parameters=parameters, compute=compute),
         train=TensorSamples(train),
         held_out=TensorSamples(held_out),
-        notes=("Synthetic data: images made from a seed.",),
+        notes=("The data are synthetic: random images from a fixed seed.",),
     )
 
 
@@ -49,7 +49,7 @@ def data(split: str) -> Images:
 
 
 def make_images(num_train: int, num_held_out: int) -> tuple[Images, Images]:
-    """Return training and held-out images with their classes, the same on every rank."""
+    """Return training and held-out images with their classes. They are the same on every rank."""
     generator = torch.Generator().manual_seed(_DATA_SEED)
     prototypes = torch.randn(NUM_CLASSES, *IMAGE_SHAPE, generator=generator, device="cpu")
 
@@ -64,7 +64,7 @@ def make_images(num_train: int, num_held_out: int) -> tuple[Images, Images]:
 def model(*, parameters: int = PARAMETERS, compute: int = COMPUTE) -> nn.Module:
     """Return a network of two strided convolutions and one linear layer, for (N, 3, 32, 32).
 
-    It has ``parameters`` of them, or as many as it needs where these are more.
+    The network has ``parameters`` parameters, or more if its layers need more.
     """
     net = nn.Sequential(
         nn.Conv2d(3, 16, kernel_size=3, stride=2, padding=1),
@@ -82,7 +82,7 @@ def model(*, parameters: int = PARAMETERS, compute: int = COMPUTE) -> nn.Module:
 
 
 class RepeatedConvolution(nn.Module):
-    """One convolution, applied several times: more computation, hardly more communication."""
+    """One convolution, applied several times. It adds computation, but hardly any communication."""
 
     def __init__(self, num_channels: int, num_times: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class RepeatedConvolution(nn.Module):
 
 
 class ExtraParameters(nn.Module):
-    """Many parameters with a mean that is one bias: more to exchange, hardly more to compute."""
+    """Many parameters with a mean that is one bias: more communication, hardly more computation."""
 
     def __init__(self, num_parameters: int) -> None:
         super().__init__()
@@ -105,6 +105,6 @@ class ExtraParameters(nn.Module):
         self.weights = nn.ParameterList(chunk.clone() for chunk in chunks)
 
     def forward(self, scores: Tensor) -> Tensor:
-        """Return the scores (N, classes); the mean of all weights is added to the first class's."""
+        """Return the scores (N, classes). The weights' mean is added to the first class's score."""
         bias = torch.stack([weight.mean() for weight in self.weights]).mean()
         return torch.cat([scores[:, :1] + bias, scores[:, 1:]], dim=1)

@@ -1,7 +1,7 @@
-"""Text: the next character of a Python source file (ranks).
+"""Predict the next character of a Python source file (ranks).
 
-The text is a part of Python's own standard library, which is on every machine.  Other files of it
-are held out.  The model is a small transformer.
+The text is a part of Python's standard library, which is on every machine. Other files of the
+library are held out. The model is a small transformer.
 
 References: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; Xiong et al., "On Layer
 Normalization in the Transformer Architecture", ICML 2020 (normalise first).
@@ -31,9 +31,9 @@ TRAIN_FILES = (
 )
 HELD_OUT_FILES = ("bisect.py", "csv.py", "fractions.py", "queue.py")
 CONTEXT = 64
-"""Characters that the model sees at once."""
+"""Number of characters that the model sees at once."""
 NUM_SYMBOLS = 97
-"""Printable ASCII, the line feed, and one for all other bytes."""
+"""Number of symbols: printable ASCII, the line feed, and one symbol for all other bytes."""
 _NEW_LINE, _OTHER = 95, 96
 _WIDTH, _NUM_LAYERS, _NUM_HEADS = 64, 2, 4
 
@@ -44,7 +44,7 @@ def build() -> Task:
         model=model,
         train=TensorSamples(data("train")),
         held_out=TensorSamples(data("test")),
-        notes=(f"The text is Python {platform.python_version()}'s own library.",),
+        notes=(f"The text is the library of Python {platform.python_version()}.",),
     )
 
 
@@ -56,7 +56,7 @@ def model() -> nn.Module:
 def data(split: str) -> tuple[Tensor, Tensor]:
     """Cut files of the standard library into pieces of ``CONTEXT`` symbols.
 
-    The targets of a piece are the symbols that follow each; both are int64, (pieces, CONTEXT).
+    The target of each symbol is the next symbol. Inputs and targets are int64, (pieces, CONTEXT).
     """
     names = TRAIN_FILES if split == "train" else HELD_OUT_FILES
     folder = Path(sysconfig.get_paths()["stdlib"])
@@ -70,7 +70,7 @@ def data(split: str) -> tuple[Tensor, Tensor]:
 
 
 class Transformer(nn.Module):
-    """Scores of the next symbol at every position: (N, T) to (N, ``NUM_SYMBOLS``, T)."""
+    """A model that scores the next symbol at every position: (N, T) to (N, ``NUM_SYMBOLS``, T)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
             nn.init.normal_(embedding.weight, std=0.1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the scores, classes second, as ``cross_entropy`` needs them."""
+        """Return the scores. Classes are the second dimension, as ``cross_entropy`` requires."""
         length, device = inputs.shape[1], inputs.device
         features = self.symbol(inputs) + self.position(torch.arange(length, device=device))
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=device)
@@ -93,7 +93,7 @@ class Transformer(nn.Module):
 
 
 def layer() -> nn.Module:
-    """Return attention to the symbols before, then a network for each position by itself."""
+    """Return a layer: attention to earlier symbols, then a network for each position separately."""
     return nn.TransformerEncoderLayer(
         _WIDTH, _NUM_HEADS, 4 * _WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
     )

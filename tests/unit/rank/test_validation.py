@@ -85,10 +85,10 @@ BAD_CELLS = {
     "no parameters": (GOOD + "def model(): return nn.ReLU()", "optimizer"),
     "lazy": (GOOD + "def model(): return nn.LazyLinear(3)", "lazy"),
     "wrapped": (GOOD + "def model(): return nn.DataParallel(nn.Linear(4, 3))", "DataParallel"),
-    "own sampler": (LOADER.format("sampler=Own([1, 2])"), "sampler of its own"),
+    "own sampler": (LOADER.format("sampler=Own([1, 2])"), "custom sampler"),
     "drawn samples": (
         LOADER.format("sampler=RandomSampler(samples, replacement=True)"),
-        "sampler of its own",
+        "custom sampler",
     ),
     "unequal leaves": (
         GOOD + STEP + "def data(split): return {'a': torch.ones(20, 4), 'b': (torch.ones(19),)}",
