@@ -1,4 +1,4 @@
-"""What ranks report of their replicas, and of the samples that each gets (kernel, ranks)."""
+"""The ranks' reports on their replicas and on the samples that they get (kernel, ranks)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,33 +11,33 @@ from numpy.typing import NDArray
 from ddpnb.protocol.options import check_options, option
 
 CHUNK_ELEMENTS = 2**16
-"""Elements of a tensor that have one digest, and that a rank sends together."""
+"""The number of tensor elements that share one digest, and that a rank sends together."""
 DIGEST_BYTES = 16
 
 Indices = NDArray[np.integer[Any]]
-"""Samples, in the order in which they are handed out."""
+"""The indices of samples, in the order in which a sampler yields them."""
 
 
 class Part(StrEnum):
-    """A part of what is compared; equal to its name in a table."""
+    """The parts of a replica that ddpnb compares, with their names in tables."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
     GRADIENTS = "gradients"
     STATE = "state"
     VALUES = "values"
-    """Of a tensor that the user names, or of several."""
+    """The values of one or more tensors that the user names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDigest:
-    """One tensor of one rank, without its values."""
+    """The digests of one tensor of one rank."""
 
     shape: tuple[int, ...] = ()
     kind: str = ""
-    """Its element type, such as ``"float32"``."""
+    """The tensor's element type, such as ``"float32"``."""
     digests: bytes = b""
-    """``DIGEST_BYTES`` for every ``CHUNK_ELEMENTS``."""
+    """The digests of all chunks, ``DIGEST_BYTES`` for every ``CHUNK_ELEMENTS``."""
 
     def chunk(self, number: int) -> bytes:
         """Return the digest of a chunk."""
@@ -45,49 +45,49 @@ class TensorDigest:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks it has."""
+        """The number of chunks of the tensor."""
         return len(self.digests) // DIGEST_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What one rank holds under a name."""
+    """The tensors that one rank holds under one name."""
 
     parts: Mapping[Part, Mapping[str, TensorDigest]] = field(default_factory=dict)
-    """The tensors of each part by their names, in the order in which they are held."""
+    """The tensors of each part by name, in the rank's order."""
     sharded: Mapping[Part, int] = field(default_factory=dict)
-    """Tensors of which each rank holds another part by design, or that have no values."""
+    """The number of tensors per part that are sharded over the ranks, or that have no values."""
     is_ddp: bool = False
-    """Whether ``DistributedDataParallel`` averages its gradients."""
+    """True if ``DistributedDataParallel`` averages the gradients."""
     syncs_buffers: bool = True
-    """Of DDP: whether each forward pass begins with rank 0's buffers."""
+    """True if DDP copies rank 0's buffers to all ranks before each forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReplica:
-    """What one rank holds under each name."""
+    """The tensors that one rank holds under several names."""
 
     rank: int
     held: Mapping[str, Held]
     num_steps: Mapping[str, int] = field(default_factory=dict)
-    """Of each optimizer among the variables that has counted some."""
+    """The number of steps of each optimizer in the rank's variables, if the optimizer counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
-    """Which epochs of which sampler a rank reads."""
+    """The sampler and the epochs that a rank reads."""
 
     expression: str = ""
-    """A sampler or a ``DataLoader`` of the user's; empty: a ``DistributedSampler`` is made."""
+    """The user's sampler or ``DataLoader``; empty: ddpnb creates a ``DistributedSampler``."""
     num_samples: int = option(
-        30, "samples of the data set for which one is made", flag="-n", least=1, most=1_000_000
+        30, "samples of the data set, without a sampler", flag="-n", least=1, most=1_000_000
     )
-    num_epochs: int = option(3, "epochs to draw", flag="--epochs", least=1, most=20)
+    num_epochs: int = option(3, "number of epochs to show", flag="--epochs", least=1, most=20)
     sets_epoch: bool = option(
         True, "do not call set_epoch(epoch) before each epoch", flag="--no-set-epoch"
     )
-    drop_last: bool = option(False, "leave samples out, repeat none")
-    shuffle: bool = option(False, "shuffle, as DistributedSampler does it")
+    drop_last: bool = option(False, "drop the last samples instead of repeating some samples")
+    shuffle: bool = option(False, "shuffle the samples, as DistributedSampler does")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -98,9 +98,9 @@ class RankSamples:
     """The samples that one rank gets."""
 
     kind: str
-    """The class of the sampler."""
+    """The name of the sampler's class."""
     num_samples: int
-    """Of the data set; 0 if not known."""
+    """The size of the data set; 0: unknown."""
     epochs: tuple[Indices, ...]
     has_set_epoch: bool = True
-    """Whether an epoch may be chosen; if not, what is drawn at random is one draw of many."""
+    """True if the sampler has ``set_epoch``; if not, a random order is only one example."""

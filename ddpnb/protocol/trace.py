@@ -1,4 +1,4 @@
-"""What ranks did, and when: the spans of which traces and time lines are made (all processes)."""
+"""The activities of ranks over time: the spans of traces and timelines.  (Every process.)"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,76 +9,76 @@ from ddpnb.protocol.notation import parse_size
 from ddpnb.protocol.options import check_options, option
 
 Lane = Literal["compute", "communication", "wait"]
-"""Where a span is drawn: what a processor or device did, what was sent, what was waited for."""
+"""The lane in which a span is drawn: computing, communication, or waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One thing that one rank did."""
+    """One activity of one rank, with its begin and end."""
 
     rank: int
-    """The number in the default group."""
+    """The rank's number in the default group."""
     lane: Lane
     name: str
-    """Such as ``"forward"``, ``"all_reduce"``, ``"bucket 0"``."""
+    """The name of the activity, such as ``"forward"``, ``"all_reduce"``, ``"bucket 0"``."""
     start: float
-    """In seconds; of the clock of the trace, which all of its ranks share."""
+    """The begin in seconds, on the clock that all ranks of the trace share."""
     end: float
     num_bytes: int | None = None
-    """The size of the rank's own tensors that the call was given; None: it has none."""
+    """The bytes of the tensors that this rank passed to the call; None: no tensors."""
     group: tuple[int, ...] = ()
-    """The ranks that take part, as the default group numbers them; empty: only this one."""
+    """The ranks that take part, as numbers in the default group; empty: only this rank."""
     line: str = ""
-    """Where in the user's code it was called, such as ``"line 3"``; empty: not known."""
+    """The line of the user's code that made the call, such as ``"line 3"``; empty: unknown."""
 
     @property
     def seconds(self) -> float:
-        """How long it lasted."""
+        """The duration."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpans:
-    """What one rank recorded while a cell ran."""
+    """The spans that one rank recorded while a cell ran."""
 
     rank: int
     spans: tuple[Span, ...]
     num_dropped: int = 0
     num_open: int = 0
-    """Calls that had not ended when the cell did; their spans end with the cell."""
+    """The number of calls that had not ended when the cell ended; their spans end with the cell."""
     clock_at: float = 0.0
-    """``time.time()`` when the clock of its spans was 0."""
+    """The ``time.time()`` at which the clock of the spans was 0."""
 
 
-# -- one collective, shown -----------------------------------------------------------------
+# -- the demonstration of one collective ---------------------------------------------------
 
 SHOWN = tuple(name for name in COLLECTIVES if name not in ("send", "recv"))
 TRACE = "trace"
-"""What else ``%ddp_show`` takes: the latest cell that was traced."""
+"""The argument of ``%ddp_show`` that shows the latest traced cell instead of a collective."""
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSpec:
-    """One collective to be run on the ranks and shown."""
+    """A collective that ranks run as a demonstration."""
 
     name: str
     """One of ``SHOWN``."""
     ranks: tuple[int, ...]
     num_bytes: int = option(
         0,
-        "of the tensor that a rank gives; by default a few numbers",
+        "bytes of the tensor that a rank passes; by default a few numbers",
         flag="--size",
         from_text=parse_size,
         most=256_000_000,
         example="4MB",
     )
     root: int | None = option(
-        None, "the rank that gives, or gets, everything; by default the first", example="RANK"
+        None, "rank that sends or receives everything; by default the first", example="RANK"
     )
     op: str = option(
-        "sum", "what is computed", choices=("sum", "max", "min", "product"), example="NAME"
+        "sum", "operation of a reduction", choices=("sum", "max", "min", "product"), example="NAME"
     )
 
     def __post_init__(self) -> None:
@@ -86,37 +86,37 @@ class CollectiveSpec:
             raise one_of("collective", self.name, (*SHOWN, TRACE))
         check_options(self)
         if self.op != "sum" and self.name not in REDUCING:
-            raise UserError(f"{self.name} computes nothing: leave --op out.")
+            raise UserError(f"{self.name} does not reduce tensors: remove --op.")
         if self.root is not None and self.name not in ROOTED:
-            raise UserError(f"{self.name} has no root: leave --root out.")
+            raise UserError(f"{self.name} has no root: remove --root.")
         if self.root is not None and self.root not in self.ranks:
-            raise UserError(f"--root {self.root} is not among the ranks that take part.")
+            raise UserError(f"--root {self.root} does not take part: choose a rank that does.")
 
     @property
     def from_rank(self) -> int:
-        """The root."""
+        """The number of the root: ``root``, or the first rank by default."""
         return self.ranks[0] if self.root is None else self.root
 
 
 Chunks = tuple[tuple[float, ...], ...]
-"""The first numbers of each chunk of a tensor; empty: the rank has none."""
+"""The first numbers of each chunk of a tensor; empty: the rank has no tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveShown:
-    """What one collective did on one rank."""
+    """The result of one collective on one rank."""
 
     rank: int
     before: Chunks
     after: Chunks
     num_given: int
-    """Numbers in the tensor that this rank gives."""
+    """The number of elements of the tensor that this rank passes to the collective."""
     num_got: int
-    """Numbers in the tensor that it has afterwards."""
+    """The number of elements of the tensor that this rank has afterwards."""
     seconds: float
-    """Of one call, the median of several, on this rank."""
+    """The seconds of one call on this rank, as the median of several calls."""
     small_seconds: float
-    """Of a call with as few numbers as there can be."""
+    """The seconds of a call with the smallest possible tensor."""
     num_bytes_sent: int | None
-    """Counted on this rank's TCP connections during one call; None: they cannot be counted."""
+    """The bytes sent on this rank's TCP connections during one call; None: unknown."""
     backend: str

@@ -1,6 +1,6 @@
-"""The options of a training, the same for every strategy.  (Every process.)
+"""The options of a training, which are the same for every strategy.  (Every process.)
 
-Each is declared once, as a field of ``TrainingSpec`` with its ``Option``.
+Each option is declared once, as a field of ``TrainingSpec`` with an ``Option``.
 """
 
 from collections.abc import Mapping
@@ -29,126 +29,126 @@ _training, _steps, _devices, _data, _faults = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
-    """The options of a training: the same for every strategy of a comparison."""
+    """The options of a training, which are the same for every strategy of a comparison."""
 
     task: str = _training(
         CELL_TASK,
-        f"{' | '.join(TASKS)}, with options as in synthetic:samples=512; by default the cell's own",
+        f"{' | '.join(TASKS)}, with options as in synthetic:samples=512; by default the cell",
         example="TASK",
     )
     source: str = ""
     """The comparison's cell; defines ``model()`` and ``data(split)`` if ``task`` is ``"cell"``."""
     cell: int = 0
-    """The ``n`` of its ``In [n]``; 0 if there is none."""
+    """The ``n`` of the cell's ``In [n]``; 0: no cell."""
     num_epochs: float = _training(
         2.0,
-        "passes over the training data; for asynchronous runs counted in samples seen",
+        "passes over the training data; asynchronous runs count the samples of all workers",
         flag="--epochs",
         above=0,
     )
-    batch_size: int = _training(256, "the global batch: samples per step over all workers", least=1)
+    batch_size: int = _training(256, "global batch: samples per step of all workers", least=1)
     learning_rate: float = _training(
         0.05,
-        "learning rate of the default optimizer, SGD; of several, 0.02,0.05,0.1, each "
-        "strategy is compared at its best by held-out loss",
+        "learning rate of the default optimizer, SGD; with several rates, such as 0.02,0.05,0.1, "
+        "each strategy is compared at the rate with its lowest held-out loss",
         flag="--lr",
         above=0,
         most_values=6,
     )
     rates: tuple[float, ...] = ()
-    """The learning rates that every strategy tries; empty: ``learning_rate`` alone."""
+    """The learning rates that every strategy tries; empty: only ``learning_rate``."""
     momentum: float = _training(0.0, "momentum of the default optimizer", least=0, below=1)
     seed: int = _training(
-        0, "seed of the initial weights and the order of samples", least=0, most=2**63 - 1
+        0, "seed of the initial weights and of the order of samples", least=0, most=2**63 - 1
     )
     eval_every: float | None = _training(
         None,
-        "epochs between evaluations on held-out samples, for the curve; by default a tenth "
-        "of the run; 0: at the end alone",
+        "epochs between evaluations on held-out samples, for the held-out curve; by default a "
+        "tenth of the run; 0: only at the end",
         least=0,
     )
     eval_samples: int | None = _training(
         None,
-        "samples of each split that a model is judged on; by default as many as take a "
-        "quarter of the training time, 10,000 at most",
+        "samples of each split for evaluations of a model; by default at most 10,000, and fewer if "
+        "evaluations would take more than a quarter of the training time",
         least=1,
     )
     min_seconds: float | None = _training(
         None,
-        "more epochs where a strategy would be trained for less, the same for all",
+        "seconds that every strategy trains at least; ddpnb raises the epochs of all strategies",
         above=0,
         most=86_400,
         example="S",
     )
     accumulate: int = _steps(
-        1, "gradient accumulation: micro-batches per step of each worker", least=1
+        1, "micro-batches per step of each worker, for gradient accumulation", least=1
     )
     amp: str = _steps(
         "none",
-        "mixed precision: type of the forward pass where that is safe",
-        choices=("none", "bf16"),  # bfloat16 needs no scaling of the loss
+        "data type of the forward pass in mixed precision (torch.autocast)",
+        choices=("none", "bf16"),  # bfloat16 needs no loss scaling
         example="TYPE",
     )
     clip: float | None = _steps(
-        None, "largest norm of all gradients together; larger gradients are scaled down", above=0
+        None, "largest norm of all gradients together; ddpnb scales larger gradients down", above=0
     )
     batch_per_worker: int | None = _steps(
-        None, "weak scaling: samples per step of each worker, in place of --batch-size", least=1
+        None, "samples per step of each worker, instead of --batch-size (weak scaling)", least=1
     )
     devices: str = _devices(
         "",
-        "time is computed for so many devices, each as fast as one idle core: 8; or for "
-        "cards, on two hosts: 16xV100/2; gradients and losses are real; real: it is measured",
+        "emulate eight V100 cards: the time is computed, gradients and losses are real; 16xV100/2: "
+        "on two hosts; 8: devices as fast as one idle core; real: the time is measured",
         example="8xV100",
         offers=tuple(f"8x{card}" for card in CARDS),
     )
     as_: str = _devices(
         "",
-        f"with cards: time and bytes are those published for {' | '.join(MODELS)}",
+        f"model with published time and bytes for the emulated cards: {' | '.join(MODELS)}",
         example="MODEL",
         offers=tuple(MODELS),
     )
     compute: str = _devices(
         "",
-        "what a device takes for a sample, and for a forward and backward pass",
+        "an emulated device's time per sample, and fixed time per forward and backward pass",
         example="0.4ms/sample,2ms",
     )
     device_link: str = _devices(
-        "", "the link between devices of one host", example="12GB/s,10us", offers=tuple(LINKS)
+        "", "link between emulated devices of a host", example="12GB/s,10us", offers=tuple(LINKS)
     )
     link: str = _devices(
         "",
-        "the network between hosts, rate and one-way latency, with one host between its "
-        f"devices; or {', '.join(LINKS)}",
+        "rate and one-way latency of the emulated network between hosts, or between devices if "
+        f"there is one host; also {', '.join(LINKS)}",
         example="1Gbit,0.5ms",
         offers=tuple(LINKS),
     )
     num_data_workers: int = _data(
         0,
-        "processes per rank that load samples ahead (torch's DataLoader)",
+        "processes of torch's DataLoader per rank, which load samples ahead",
         flag="--data-workers",
         least=0,
         most=256,
     )
     save: bool = _data(
-        False, "rank 0 writes the trained weights to a file in data/runs/models (torch.save)"
+        False, "rank 0 saves the trained weights to a file in data/runs/models (torch.save)"
     )
     slow: tuple[str, ...] = _faults(
         (),
-        "rank 1 takes 3 times as long; 1:50ms: 50 ms longer per step; separate several by commas",
+        "rank 1 takes 3 times as long; 1:50ms: 50 ms longer per step; 0:2x,1:3x: two slow ranks",
         most_values=64,
         example="1:3x",
     )
     jitter: float = _faults(
         0.0,
-        "every step of every rank takes up to this share longer, at random",
+        "largest random share by which each step of each rank takes longer",
         example="20%",
         from_text=parse_share,
         least=0,
         most=100,
     )
     kill: tuple[str, ...] = _faults(
-        (), "rank 1 is killed after 5 seconds of training", most_values=64, example="1@5s"
+        (), "ddpnb kills rank 1 after 5 seconds of training", most_values=64, example="1@5s"
     )
 
     def __post_init__(self) -> None:
@@ -164,22 +164,22 @@ class TrainingSpec:
         parse_kills(self.kill)
         if self.emulated is not None and self.min_seconds:  # the devices are parsed
             raise UserError(
-                "--min-seconds is for measured times, and those of emulated devices are "
-                "computed: leave it out, and say with --epochs how long to train."
+                "--min-seconds needs measured times, but the times of emulated devices are "
+                "computed: remove it, and set the length of the training with --epochs."
             )
         if self.link and self.devices == MEASURED:
-            raise UserError("--link is a network between emulated devices: leave --devices out.")
+            raise UserError("--link needs emulated devices: remove --devices real.")
         if self.link:
             parse_link(self.link)
 
     @property
     def is_emulated(self) -> bool:
-        """Whether devices are emulated; unlike ``emulated``, also of a spec that was stored."""
+        """True if devices are emulated; unlike ``emulated``, this also works for a stored spec."""
         return self.devices not in ("", MEASURED)
 
     @property
     def emulated(self) -> Devices | None:
-        """The devices whose time is computed; None: the time is measured."""
+        """The emulated devices; None: the time is measured."""
         if not self.is_emulated:
             return None
         return parse_devices(
@@ -191,33 +191,33 @@ class TrainingSpec:
         )
 
     def global_batch(self, num_workers: int) -> int:
-        """Return the samples per step of so many workers together."""
+        """Return the samples per step of all workers together."""
         if self.batch_per_worker is None:
             return self.batch_size
         return self.batch_per_worker * num_workers
 
     @property
     def rate_words(self) -> str:
-        """The learning rates as users write them: ``"0.05"``, ``"0.02,0.05"``."""
+        """The learning rates in the user's notation: ``"0.05"``, ``"0.02,0.05"``."""
         return ",".join(f"{rate:.12g}" for rate in self.rates or (self.learning_rate,))
 
     @property
     def batch_words(self) -> str:
-        """The global batch as users read it: ``"256"``, ``"64 per worker"``."""
+        """The global batch as a text for users: ``"256"``, ``"64 per worker"``."""
         if self.batch_per_worker is None:
             return f"{self.batch_size:,}"
         return f"{self.batch_per_worker:,} per worker"
 
 
 def make_training_spec(choices: Mapping[str, Any], **others: Any) -> TrainingSpec:
-    """Return the training that the user chose; see ``read_options``.
+    """Return the training that the user's choices describe; see ``read_options``.
 
     ``others`` are fields that are not options.
     """
     if all(choices.get(name) is not None for name in ("batch_size", "batch_per_worker")):
         raise UserError(
-            "--batch-size fixes the global batch, and --batch-per-worker lets it grow with the "
-            "workers: leave one of them out."
+            "--batch-size fixes the global batch, but --batch-per-worker makes it grow with the "
+            "number of workers: remove one of the two options."
         )
     fields = read_options(TrainingSpec, choices)
     if rates := fields.pop("learning_rate", ()):

@@ -1,9 +1,8 @@
-"""Pickled variables, and how they cross: in a message, or in a file in shared memory.
+"""Pickles variables, and sends them in a message or in a file in shared memory (kernel, ranks).
 
-(Kernel, ranks.)  Cloudpickle takes what notebooks hold: classes and functions of cells travel with
-their code.  The memory of large arrays and tensors stays out of the pickle: the sender writes it
-once, and the receiver maps it, so that a page is copied only when it is changed: whatever arrives
-together stays until the last of it is dropped.
+Cloudpickle also pickles the code of classes and functions of cells.  The memory of large arrays and
+tensors stays out of the pickle.  The sender writes this memory once, and the receiver maps it
+copy-on-write.  The mapping lives until the last array or tensor in it is freed.
 """
 
 import importlib
@@ -26,25 +25,25 @@ import psutil
 from ddpnb.compat.cloudpickle_internals import use_namespace
 
 LARGE_BYTES = 2**16
-"""Arrays of as many bytes stay out of the pickle, and variables of as many travel in a file."""
+"""Arrays of this size or more stay out of the pickle; variables of this size are sent in a file."""
 MAPPED_BYTES = 2**24
-"""Files of as many bytes are mapped; each mapping holds a file descriptor.  Others are read."""
+"""Files of this size or more are mapped, which takes a file descriptor each; others are read."""
 ALIGNED_BYTES = 64
-"""Each part of a file begins at a multiple of it."""
+"""Each part of a file begins at a multiple of this number of bytes."""
 
 NOTEBOOK_FUNCTIONS = ("ddpnb.rank.variables", "notebook_functions")
-"""What a cell imports, from where, that stands for functions of the notebook."""
+"""The module and the function that a cell imports to get functions of the notebook."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """Pickled variables on their way."""
+    """Pickled variables, ready to send."""
 
     parts: tuple[bytes, ...] = ()
-    """The pickle, then the arrays that are not in it; empty if they are in a file."""
+    """The pickle and then the arrays outside the pickle; empty if all are in a file."""
     path: str = ""
     sizes: tuple[int, ...] = ()
-    """The bytes of each part in the file."""
+    """The number of bytes of each part in the file."""
 
 
 # -- pickling ------------------------------------------------------------------------------
@@ -54,11 +53,11 @@ def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> li
     """Return the pickle of a value, and the memory of its large arrays.
 
     Args:
-        value: what the user names.
-        for_ranks: the notebook's functions will see the rank's variables as their globals, and
-            tensors stay on the kind of device that they are on.  Otherwise functions have globals
-            of their own, and tensors arrive on the CPU.
-        classes: names of classes of ``__main__`` that the receiver has, and takes its own for.
+        value: the value to pickle.
+        for_ranks: True if the receiver is a rank.  Functions of the notebook then use the rank's
+            variables as globals, and tensors stay on their kind of device.  Otherwise functions
+            bring their globals along, and tensors arrive on the CPU.
+        classes: names of ``__main__`` classes that the receiver replaces with its own classes.
     """
     file = io.BytesIO()
     pickler = VariablePickler(file, for_ranks=for_ranks, classes=classes)
@@ -67,7 +66,7 @@ def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> li
 
 
 class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type hints
-    """Pickles what a notebook holds; ``buffers`` are the arrays that are not in the pickle."""
+    """Pickles the values of notebooks; ``buffers`` has the arrays outside the pickle."""
 
     def __init__(self, file: io.BytesIO, *, for_ranks: bool, classes: Collection[str]) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._take)
@@ -78,9 +77,9 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
             use_namespace(self, vars(sys.modules["__main__"]), main_namespace)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Take the memory of tensors as it lies, and refuse open files."""
+        """Keep the memory of tensors out of the pickle, and reject open files."""
         kind = type(obj)
-        torch = sys.modules.get("torch")  # the kernel need not have it
+        torch = sys.modules.get("torch")  # the kernel may run without torch
         if torch is not None and isinstance(obj, torch.Tensor):
             return reduce_tensor(obj, torch, stays=self._for_ranks)
         if kind is io.TextIOWrapper and obj not in (sys.__stdout__, sys.__stderr__):
@@ -99,7 +98,7 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
 
 
 def main_namespace() -> dict[str, Any]:
-    """Return the variables of the notebook, or, on a rank, those of its cells or of ``load``."""
+    """Return the notebook's variables; on a rank, the variables of cells or of ``load``."""
     found = _namespace.get()
     return vars(sys.modules["__main__"]) if found is None else found
 
@@ -108,18 +107,19 @@ _namespace: ContextVar[dict[str, Any] | None] = ContextVar("namespace", default=
 
 
 def own_class(name: str) -> Any:
-    """Return the class of ``__main__`` with a name."""
+    """Return the receiver's class of ``__main__`` with this name."""
     return vars(sys.modules["__main__"])[name]
 
 
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
-    """Reduce a tensor to the memory of its elements in their order, a copy where they lie apart.
+    """Reduce a tensor to the memory of its elements; copy the elements if they are not contiguous.
 
-    Of those that torch reduces itself, the ones on a GPU are copied from it unless they stay.
+    Torch itself reduces special tensors.  If they are on a GPU, they are copied to the CPU first,
+    unless ``stays`` is True.
     """
     kind, device = type(tensor), tensor.device.type
     if kind is torch.nn.Parameter:
-        return NotImplemented  # torch reduces it to the tensor that it holds
+        return NotImplemented  # torch reduces the parameter to its tensor
     is_plain = kind is torch.Tensor and tensor.layout is torch.strided and not vars(tensor)
     if not is_plain or tensor.is_quantized or tensor.is_nested or device not in ("cpu", "cuda"):
         leaves = device == "cuda" and not stays
@@ -134,8 +134,8 @@ def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
 def rebuild_tensor(
     memory: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool, device: str
 ) -> Any:
-    """Return a tensor over ``memory``; on a GPU, a copy of it on the process's own device."""
-    torch = importlib.import_module("torch")  # in the kernel, only for a tensor that it asked for
+    """Return a tensor over ``memory``; for a GPU, a copy on this process's device."""
+    torch = importlib.import_module("torch")  # in the kernel, only if the user pulls a tensor
     if memoryview(memory).nbytes:
         tensor = torch.frombuffer(memory, dtype=dtype).reshape(shape)
     else:
@@ -147,24 +147,26 @@ def rebuild_tensor(
 
 
 def packed(parts: Sequence[memoryview], path: str, *, num_copies: int = 1) -> Parcel:
-    """Return a parcel of what was pickled: in the file ``path``, which exists, or in itself.
+    """Return a parcel of pickled parts, which are in the existing file ``path`` or in the parcel.
 
-    It is in itself if it is small, if no file is named, or if the file's folder has no room.
+    The parts are in the parcel if they are small, without a path, or if the disk has no room.
 
     Raises:
-        MemoryError: memory has no room for as many such files as there will be.
+        MemoryError: the memory is too small for ``num_copies`` such files.
         FileNotFoundError: the file has been removed.
     """
     sizes = tuple(part.nbytes for part in parts)
     size = num_copies * sum(map(_aligned, sizes))
     is_large = bool(path) and sum(sizes) >= LARGE_BYTES
     if is_large and size > (free := psutil.virtual_memory().available):
-        times = f" from each of {num_copies} ranks" if num_copies > 1 else ""
+        times = f" for each of {num_copies} ranks" if num_copies > 1 else ""
         each = size / num_copies / 1e9
-        raise MemoryError(f"{each:.1f} GB{times}, and {free / 1e9:.1f} GB of memory are free")
+        raise MemoryError(
+            f"it needs {each:.1f} GB{times}, but {free / 1e9:.1f} GB of memory are free"
+        )
     if not is_large or size > shutil.disk_usage(path).free:
         return Parcel(parts=tuple(map(bytes, parts)))
-    with open(path, "r+b") as file:  # not created: where it is gone, nobody waits
+    with open(path, "r+b") as file:  # not created: without the file, no receiver waits
         for part in parts:
             file.write(part)
             file.seek(_aligned(part.nbytes) - part.nbytes, os.SEEK_CUR)
@@ -177,14 +179,14 @@ def _aligned(size: int) -> int:
 
 
 def receive(parcel: Parcel) -> Any:
-    """Unpickle a parcel; raises what unpickling raises.  Its arrays are writable and its own."""
+    """Unpickle a parcel; errors of unpickling propagate.  The arrays are writable copies."""
     return load(opened(parcel))
 
 
 def opened(parcel: Parcel) -> list[Any]:
-    """Return the pickle in a parcel, and the memory of its arrays, writable and its own.
+    """Return the pickle of a parcel, and writable private memory of the parcel's arrays.
 
-    A large file is mapped while its folder is at most half full.
+    A large file is mapped if the file's disk is at most half full.
     """
     if not parcel.path:
         return list(map(bytearray, parcel.parts))
@@ -200,10 +202,10 @@ def opened(parcel: Parcel) -> list[Any]:
 
 
 def load(parts: Sequence[Any], namespace: dict[str, Any] | None = None) -> Any:
-    """Unpickle the parts of a parcel, which what is loaded shares from then on.
+    """Unpickle the parts of a parcel; the loaded arrays share the memory of these parts.
 
-    Functions of the notebook find their global variables in ``namespace``, and bring those along
-    that they use; by default they are those of ``__main__``.
+    Functions of the notebook use ``namespace`` as global variables, and add the variables that
+    they bring along.  By default, they use the variables of ``__main__``.
     """
     stream, *buffers = parts
     token = _namespace.set(namespace)
