@@ -1,1 +1,1 @@
-"""What other numbers of ranks and other networks would do: arithmetic, no processes."""
+"""Predicts throughput on other numbers of ranks and other networks by arithmetic (kernel)."""

@@ -1,4 +1,4 @@
-"""Fits the model to a comparison; of emulated devices, takes their figures.  (Kernel.)"""
+"""Fits the model to a comparison, or takes the figures of emulated devices.  (Kernel.)"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,69 +14,69 @@ from ddpnb.scaling.model import Machine, Workload, cost, step_seconds
 from ddpnb.scaling.waiting import expected_max
 
 GLOO_LATENCY_SECONDS = 30e-6
-"""Of one message between processes of a host, where it was not measured."""
+"""The assumed latency of a message between two processes of a host."""
 MOST_FIXED = 50.0
-"""The most that a step's fixed cost can be, in costs of the largest batch."""
+"""Upper bound of a step's fixed cost, in multiples of the largest batch's cost."""
 FREE = LinkSpec(bits_per_second=1e15, latency_seconds=0.0)
-"""Exchanges that cost nothing that could be measured."""
+"""A link with exchanges too fast to measure."""
 
 
 class SizeClass(NamedTuple):
-    """Steps of one number of samples."""
+    """The steps with the same number of samples."""
 
     num_samples: int
-    """Of one rank."""
+    """Samples of one rank in a step."""
     seconds: float
-    """Median of a step."""
+    """Median seconds of a step."""
     num_steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A stored comparison, as far as the model needs it."""
+    """The numbers of a stored comparison that the model needs."""
 
     name: str
-    """Such as ``digits-3``."""
+    """Name of the comparison, such as ``digits-3``."""
     batch_size: int
-    """Global; with ``is_weak`` of each rank."""
+    """The global batch; with ``is_weak``, the batch of each rank."""
     is_weak: bool
     num_ranks: int
     num_bytes: float
     alone: tuple[SizeClass, ...]
     """The steps of ``single``."""
     together: tuple[SizeClass, ...]
-    """Of ``no-comm``: of each rank."""
+    """The steps of each rank of ``no-comm``."""
     rates: Mapping[str, float]
-    """Samples/s by strategy; ``single`` and ``no-comm`` among them."""
+    """Samples/s by strategy, including ``single`` and ``no-comm``."""
     backward_share: float
     optimizer_seconds: float
     variation: float
     device: str
-    """``"cpu"``, or that of a GPU."""
+    """``"cpu"``, or the type of a GPU such as ``"cuda"``."""
     cores: int
-    """Of the machine that measured it."""
+    """Number of cores of the machine that trained."""
     devices: Devices | None = None
-    """Emulated ones, whose figures are the model's; None: the time was measured."""
+    """Emulated devices, with figures that the model uses; None: times were measured."""
     jitter: float = 0.0
-    """Of emulated devices; see ``ComputeTimes``."""
+    """Jitter of emulated devices; see ``ComputeTimes``."""
     num_passes: int = 1
-    """Micro-batches of a step."""
+    """Number of micro-batches in a step."""
     short: tuple[str, ...] = ()
-    """Strategies that were trained too briefly for their rates to be certain."""
+    """Strategies that trained too briefly for reliable rates."""
 
     @property
     def shares_cores(self) -> bool:
-        """Whether ranks compute on cores that they share where there are more ranks."""
+        """True if the ranks compute on the cores of one CPU, which more ranks would share."""
         return self.device == "cpu" and self.devices is None
 
     @property
     def has_exchange(self) -> bool:
-        """Whether it shows what an exchange costs."""
+        """True if the comparison shows the cost of an exchange."""
         return self.devices is not None or ("ddp" in self.rates and self.num_ranks > 1)
 
     @property
     def sized(self) -> list[tuple[SizeClass, ...]]:
-        """Steps of several sizes, which show what a step costs however small it is."""
+        """The groups of steps with several sizes, which show a step's fixed cost."""
         return [
             group
             for group in (self.alone, self.together)
@@ -84,7 +84,7 @@ class Measured:
         ]
 
     def seconds_of(self, strategy: str) -> float:
-        """Return a step of one rank."""
+        """Return the seconds of one rank's step."""
         trained = 1 if strategy == "single" else self.num_ranks
         return self.batch_size * (trained if self.is_weak else 1) / self.rates[strategy]
 
@@ -96,13 +96,13 @@ class Calibration:
     measured: Measured
     work: Workload
     here: Machine
-    """The machine as it is, or as it is emulated."""
+    """The real or the emulated machine."""
 
 
 def calibrate(measured: Measured) -> Calibration:
-    """Fit the model; of emulated devices, take what their clocks are made of.
+    """Fit the model to measured times, or take the figures of emulated devices' clocks.
 
-    ``docs/prediction-error.md`` has the three steps: computing, exchanges, other strategies.
+    ``docs/prediction-error.md`` explains the three steps: computing, exchanges, other strategies.
     """
     if measured.devices is not None:
         work, here = _stated(measured, measured.devices)
@@ -114,8 +114,8 @@ def calibrate(measured: Measured) -> Calibration:
 
 
 def _stated(measured: Measured, devices: Devices) -> tuple[Workload, Machine]:
-    """Return what the clocks of emulated devices are made of."""
-    assert devices.compute is not None, "it is measured before anything trains"
+    """Return the workload and the machine with the figures of emulated devices' clocks."""
+    assert devices.compute is not None, "compute is measured before the first training"
     mean = 1 + measured.jitter / 2
     per_sample, per_pass = devices.compute
     alone = Compute(mean * per_sample, mean * measured.num_passes * per_pass)
@@ -139,7 +139,7 @@ def _stated(measured: Measured, devices: Devices) -> tuple[Workload, Machine]:
 
 
 def _fitted(measured: Measured) -> tuple[Workload, Machine]:
-    """Return the model that gives what was measured."""
+    """Return the workload and the machine for which the model gives the measured rates."""
     alone = _level(measured, "single", measured.alone, 1)
     work = Workload(
         alone=alone,
@@ -161,7 +161,7 @@ def _fitted(measured: Measured) -> tuple[Workload, Machine]:
 
 
 def _fixed_over_per_sample(measured: Measured) -> float:
-    """Return the ratio of a step's fixed cost and a sample's."""
+    """Return a step's fixed cost, divided by the cost of one sample."""
     groups = measured.sized
     if not groups:
         whole = measured.seconds_of("single")
@@ -171,7 +171,7 @@ def _fixed_over_per_sample(measured: Measured) -> float:
     ratios = np.concatenate([[0.0], largest * np.geomspace(1e-3, MOST_FIXED, 600)])
 
     def spread(ratio: float) -> float:
-        """Return how much the sizes of a group disagree on the cost of a sample."""
+        """Return how much the step sizes of each group disagree on the cost of a sample."""
         total = 0.0
         for group in groups:
             logs = [math.log(g.seconds / (ratio + g.num_samples)) for g in group]
@@ -185,9 +185,9 @@ def _fixed_over_per_sample(measured: Measured) -> float:
 def _level(
     measured: Measured, strategy: str, group: Sequence[SizeClass], num_ranks: int
 ) -> Compute:
-    """Return the cost that gives the measured rate.
+    """Return the cost of computing that gives the measured rate.
 
-    Where ranks share cores, a rank's own work is the cores' share of the time of a step.
+    If N ranks share C < N cores, a rank computes for C / N of the time of a step.
     """
     steps = sum(each.num_steps for each in group)
     samples = sum(each.num_samples * each.num_steps for each in group) / steps
@@ -200,7 +200,7 @@ def _level(
 
 
 def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workload, Machine]:
-    """Return the link that gives the rate of ``ddp``, and ranks that vary as much as they may."""
+    """Return a machine with a link that gives ``ddp``'s rate, and limit the ranks' variation."""
     num, wanted = measured.num_ranks, measured.seconds_of("ddp")
     own = cost(work, here, num).of(work.samples(num))
     most = (wanted - step_seconds("no-comm", work, here, num)) / 2 / (own * expected_max(num))
@@ -212,7 +212,7 @@ def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workl
     latency = min(GLOO_LATENCY_SECONDS, 0.25 * left / (num - 1)) / busy
 
     def over(seconds: float) -> Machine:
-        """Return the machine if an all-reduce of everything takes so long, latencies apart."""
+        """Return the machine with a link that moves all bytes in ``seconds`` plus latencies."""
         moved = 2 * (num - 1) / num * work.num_bytes
         rate = 8 * moved / seconds * busy
         return replace(here, link=LinkSpec(bits_per_second=rate, latency_seconds=latency))
@@ -226,14 +226,14 @@ def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workl
 
 
 def _factor(name: str, work: Workload, here: Machine, measured: Measured) -> float | None:
-    """Return measured over modelled, of what a strategy takes beyond ``no-comm``; None: 1."""
+    """Return measured over modelled seconds that a strategy adds to ``no-comm``; None: 1."""
     is_fitted = measured.devices is None or name.startswith(("fsdp", "zero"))
     if name in ("single", "no-comm", "ddp") or not is_fitted:
         return None
     num = measured.num_ranks
     try:
         modelled = step_seconds(name, work, here, num)
-    except UserError:  # it cannot be predicted
+    except UserError:  # the strategy cannot be predicted
         return None
     without = step_seconds("no-comm", work, here, num)
     if modelled - without < 1e-3 * without:

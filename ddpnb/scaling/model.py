@@ -1,9 +1,9 @@
-"""How long does a step of each strategy take on N ranks?  (Kernel.)
+"""Computes the seconds of a step of each strategy on N ranks.  (Kernel.)
 
-A step is what a rank computes, and the part of its exchanges that nothing hides:
+A step consists of a rank's computing, its waiting, and the exposed part of its exchanges:
 
-    compute    c(b) = fixed + per_sample * b, b the samples of a rank; on shared cores in turns
-    exchanges  those of each strategy, with the messages of ``protocol.costs``
+    compute    c(b) = fixed + per_sample * b for b samples of a rank; ranks share cores in turns
+    exchanges  the exchanges of each strategy, with the messages of ``protocol.costs``
     waiting    for the slowest of N ranks: c * variation * expected_max(N)
 
 docs/prediction-error.md has every formula with its source.
@@ -31,45 +31,45 @@ from ddpnb.scaling.waiting import expected_max, on_cores, server_bound
 
 MEGABYTE = 2**20
 FIRST_BUCKET_BYTES = 2**20
-"""DDP sends its first bucket early, so that the link is soon in use."""
+"""Size of DDP's first bucket, which is small so that DDP soon uses the link."""
 NO_GAIN = 1.1
-"""Scaling has stopped where twice the ranks bring less than this times the throughput."""
+"""Scaling stops if twice the ranks have less than this multiple of the throughput."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is trained, measured on one rank and on several."""
+    """The costs of a training, measured on one rank and on several ranks."""
 
     alone: Compute
-    """What a step takes one rank alone."""
+    """Cost of a step if only one rank computes."""
     together: Compute
-    """Likewise each of ``num_together`` ranks at once, which send nothing."""
+    """Cost of a step of each rank if ``num_together`` ranks compute at once and send nothing."""
     num_together: int = 1
     batch_size: float
-    """Of all ranks; with ``is_weak`` of each."""
+    """The global batch; with ``is_weak``, the batch of each rank."""
     is_weak: bool = False
     batches: tuple[tuple[int, int], ...] = ()
-    """Sizes of the batches of all ranks, and how many have each; empty, or weak: all are whole."""
+    """Sizes of the global batches, each with its count; empty, or weak: all batches are full."""
     num_bytes: float
-    """Of the gradients, and of the parameters."""
+    """Bytes of the gradients, and also of the parameters."""
     num_trained_bytes: float | None = None
-    """Of the gradients of the model that is trained, where it stands for another."""
+    """Gradient bytes of the model that trains, if this model imitates another model."""
     backward_share: float = 1 - FORWARD_SHARE
-    """Of forward and backward pass."""
+    """Share of the backward pass in the time of both passes."""
     num_passes: int = 1
-    """Micro-batches of a step; only the backward pass of the last one hides exchanges."""
+    """Number of micro-batches in a step; only the last backward pass hides exchanges."""
     optimizer_seconds: float = 0.0
-    """Of ``fixed``: what comes after the last exchange."""
+    """The part of ``fixed`` after the last exchange."""
     variation: float = 0.0
-    """Of a rank's computing from step to step: standard deviation over mean."""
+    """Variation of a rank's computing between steps: standard deviation over mean."""
     overlaps: bool = True
-    """Whether a bucket is sent as soon as its share of the backward pass is over."""
+    """True if a bucket is sent as soon as its share of the backward pass is over."""
     wrapper_seconds: float = 0.0
-    """What DDP itself adds to a step."""
+    """Seconds that DDP itself adds to a step."""
     replica_seconds: float = 0.0
-    """What Python takes for each replica of DataParallel in a step."""
+    """Seconds of Python code for each replica of DataParallel in a step."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """Of a strategy's exchanges: measured over modelled."""
+    """Measured over modelled seconds of each strategy's exchanges."""
 
     def samples(self, num_ranks: int) -> float:
         """Return the samples of one rank in a step."""
@@ -78,26 +78,26 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where it is trained."""
+    """The hosts and links on which a training runs."""
 
     link: LinkSpec
-    """Between hosts; where nothing lies inside these, between all ranks."""
+    """The link between hosts; without ``inside``, between all ranks."""
     inside: LinkSpec | None = None
-    """Between the ranks of one host."""
+    """The link between the ranks of one host."""
     ranks_per_host: float = math.inf
     algorithm: str = "ring"
-    """Of all-reduces; ``BEST``: the faster one."""
+    """The algorithm of all-reduces; ``BEST``: the faster algorithm."""
     cores_per_host: float = math.inf
-    """That the ranks of a host share; infinite: each rank has a device of its own."""
+    """Number of cores that the ranks of a host share; infinite: each rank has one device."""
     is_link_of_cores: bool = False
-    """Whether the cores do the work of a network card, so that exchanges share them too."""
+    """True if the cores also do the work of a network card, so that exchanges share the cores."""
 
     def on_host(self, num_ranks: int) -> float:
-        """Return how many ranks a host has."""
+        """Return the number of ranks on a host."""
         return min(num_ranks, self.ranks_per_host)
 
     def link_of(self, num_ranks: int) -> LinkSpec:
-        """Return the link over which ranks exchange; a ring of several hosts has both."""
+        """Return the link for exchanges; a ring over several hosts uses the slower link."""
         link = self.link
         if self.inside is not None:
             is_one = num_ranks <= self.ranks_per_host
@@ -112,21 +112,21 @@ class Machine:
 
 
 class Point(NamedTuple):
-    """A strategy on so many ranks."""
+    """The prediction for a strategy on one number of ranks."""
 
     num_ranks: int
     step_seconds: float
     samples_per_second: float
     efficiency: float
-    """Over N times the throughput of one rank alone."""
+    """Throughput, divided by N times the throughput of one rank."""
 
 
 def cost(work: Workload, machine: Machine, num_ranks: int) -> Compute:
-    """Return what a step costs one of N ranks that compute at once.
+    """Return the cost of a step of one rank while N ranks compute at once.
 
-    What ranks on cores lose to each other grows with the number that compute at once: from
-    nothing for one, through what was measured, to as many as there are cores.  What devices lose
-    stays as it was measured.
+    On cores, ranks slow each other down.  The loss is proportional to the number of other ranks
+    that compute at once, at most one rank per core.  The measured loss fixes the factor.  On
+    devices, the loss equals the measured loss.
     """
     busy = min(machine.on_host(num_ranks), machine.cores_per_host)
     measured = min(work.num_together, machine.cores_per_host)
@@ -143,24 +143,24 @@ def cost(work: Workload, machine: Machine, num_ranks: int) -> Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """All that a strategy's formula is made of."""
+    """The inputs of a strategy's formula."""
 
     work: Workload
     machine: Machine
     num_ranks: int
     chosen: Choice
     size: float
-    """Bytes of what is sent, after compression."""
+    """Number of bytes to send, after compression."""
 
     def option(self, name: str) -> float:
-        """Return an option of the strategy, or its default."""
+        """Return the value of the strategy's option, or the option's default."""
         default = STRATEGIES[self.chosen.name].options[name].default
         value = self.chosen.options.get(name, default)
         assert isinstance(value, bool | int | float)
         return float(value)
 
     def computing(self, *, meets: bool = True) -> float:
-        """Return the seconds that a rank computes in a step; ``meets``: all in step."""
+        """Return a rank's computing in a step; ``meets``: including the wait for all ranks."""
         work, machine, num = self.work, self.machine, self.num_ranks
         samples = math.ceil(work.samples(num)) if meets else work.samples(num)
         own = cost(work, machine, num).of(samples)
@@ -171,29 +171,29 @@ class Situation:
         return turns + own * work.variation * expected_max(num)
 
     def backward(self, compute: float) -> float:
-        """Return the part of a step's computing that can hide exchanges."""
+        """Return the part of the computing that can hide exchanges: the last backward pass."""
         passes = compute - min(self.work.optimizer_seconds, compute)
         return self.work.backward_share * passes / self.work.num_passes
 
     def exchange(self, name: str, num_bytes: float) -> float:
-        """Return how long a collective takes."""
+        """Return the seconds of a collective."""
         found, link = [COLLECTIVES[name]], self.machine.link_of(self.num_ranks)
         if name == "all_reduce" and self.machine.algorithm == BEST:
             found.append(DOUBLE_TREE)
         return min(each.cost(num_bytes, self.num_ranks).seconds(link) for each in found)
 
     def gathering(self) -> float:
-        """Return how long it takes until each rank has all parts, of which each had one."""
+        """Return the seconds of an all-gather, in which each rank contributes one part."""
         return self.exchange("all_gather", self.size / self.num_ranks)
 
 
 def _single(case: Situation) -> float:
-    """One device trains the whole batch, however many there are."""
+    """Return a step of one device with the whole batch, for any number of ranks."""
     return case.work.alone.of(case.work.samples(1))
 
 
 def _in_buckets(case: Situation, cap: float = BUCKET_BYTES) -> float:
-    """A bucket is ready, and sent, as by the clocks of emulated devices."""
+    """Return a step in which buckets are sent, with the rules of emulated devices' clocks."""
     work, compute = case.work, case.computing()
     backward = case.backward(compute)
     trained = work.num_trained_bytes or work.num_bytes
@@ -210,7 +210,7 @@ def _in_buckets(case: Situation, cap: float = BUCKET_BYTES) -> float:
 
 
 def bucket_sizes(num_bytes: float, cap: float) -> list[float]:
-    """Return the bytes of DDP's buckets: the first is small, the others have at most ``cap``."""
+    """Return the bytes of DDP's buckets: a small first bucket, then buckets of at most ``cap``."""
     sizes: list[float] = []
     left = num_bytes
     while left > 0:
@@ -220,12 +220,12 @@ def bucket_sizes(num_bytes: float, cap: float) -> list[float]:
 
 
 def _after(case: Situation, *names: str) -> float:
-    """Collectives of everything follow each other, and the computing."""
+    """Return a step in which collectives with all bytes follow the computing in turn."""
     return case.computing() + sum(case.exchange(name, case.size) for name in names)
 
 
 def _dp(case: Situation) -> float:
-    """Parameters out, gradients in; samples and outputs count as messages without bytes."""
+    """Return a step that sends parameters and gradients; all other messages have no bytes."""
     case = replace(case, machine=replace(case.machine, ranks_per_host=math.inf))  # one process
     python = case.num_ranks * case.work.replica_seconds
     sent = 2 * case.exchange("gather", case.size) + 3 * case.exchange("gather", 0.0)
@@ -233,14 +233,14 @@ def _dp(case: Situation) -> float:
 
 
 def _zero(case: Situation) -> float:
-    """As DDP; then each rank broadcasts its part.  One right after the other: an all-gather."""
+    """Return a step of DDP plus a broadcast from each rank, together one all-gather."""
     return _in_buckets(case) + case.gathering()
 
 
 def _fsdp(case: Situation) -> float:
-    """As DDP, whose all-reduce is the last gather and the scatter; other gathers come before.
+    """Return a step of DDP plus gathers: DDP's all-reduce includes the last gather and scatter.
 
-    A forward pass hides all of its gather but the first bucket, an earlier backward pass all.
+    A forward pass can hide its gather except the first bucket, an earlier backward pass all of it.
     """
     work, gathering = case.work, case.gathering()
     backward = case.backward(case.computing())
@@ -261,7 +261,7 @@ def _rounds(case: Situation) -> float:
 
 
 def _async(case: Situation) -> float:
-    """Rank 0 trains beside the server and uses no link."""
+    """Return the mean step if rank 0 trains on the server's host and uses no link."""
     compute, link = case.computing(meets=False), case.machine.link_of(case.num_ranks)
     rate = 1 / compute + server_bound(link, case.size, compute, case.num_ranks - 1)
     return case.num_ranks / rate
@@ -282,28 +282,28 @@ FORMULAS: Mapping[str, Callable[[Situation], float]] = {
     "gossip": lambda case: _after(case, "send"),
     "async": _async,
 }
-"""The seconds of one step of one rank, of two or more."""
+"""Functions that return the seconds of one rank's step, on two or more ranks."""
 
 
 def formula_of(strategy: str) -> tuple[Choice, Callable[[Situation], float]]:
-    """Return what a name chooses, and its formula.
+    """Return the parsed strategy and its formula.
 
     Raises:
-        UserError: there is no such strategy, or it cannot be predicted.
+        UserError: the strategy does not exist, or cannot be predicted.
     """
     name = strategy.partition(":")[0]
     if name not in STRATEGIES:
         raise one_of("strategy", name, FORMULAS)
     chosen = parse_strategy(strategy)
     if name not in FORMULAS or (name == "single" and chosen.options):
-        raise UserError(f"{strategy} cannot be predicted; these can: {', '.join(FORMULAS)}.")
+        raise UserError(f"{strategy} cannot be predicted. Choose from: {', '.join(FORMULAS)}.")
     return chosen, FORMULAS[name]
 
 
 def step_seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
-    """Return how long a strategy takes for each whole batch on N ranks.
+    """Return the seconds of a strategy for a full batch on N ranks.
 
-    Where batches differ in size: for as many samples as a whole batch has.
+    If batches differ in size, return the mean for the number of samples in a full batch.
     """
     if work.is_weak or not work.batches:
         return _seconds(strategy, work, machine, num_ranks)
@@ -326,7 +326,7 @@ def _seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) ->
 
 
 def point(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> Point:
-    """Return throughput and efficiency of a strategy on N ranks."""
+    """Return the throughput and the efficiency of a strategy on N ranks."""
     seconds = step_seconds(strategy, work, machine, num_ranks)
     trained = 1 if strategy == "single" else num_ranks
     rate = trained * work.samples(trained) / seconds
@@ -335,7 +335,7 @@ def point(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> Po
 
 
 def stops_at(strategy: str, work: Workload, machine: Machine, most: int) -> int | None:
-    """Return the smallest power of two where scaling has stopped; None: not up to ``most``."""
+    """Return the smallest power of two of ranks at which scaling stops; None: above ``most``."""
     ranks = 1
     while 2 * ranks <= most:
         if work.samples(2 * ranks) < 1:
@@ -348,7 +348,7 @@ def stops_at(strategy: str, work: Workload, machine: Machine, most: int) -> int 
 
 
 def limit_of(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> str:
-    """Return the main bottleneck of a step on N ranks, in a few words."""
+    """Return the main bottleneck on N ranks: the cost that lengthens a step most."""
     if num_ranks == 1 or strategy == "single":
         return "one device"
     whole = step_seconds(strategy, work, machine, num_ranks)
@@ -369,6 +369,6 @@ def limit_of(strategy: str, work: Workload, machine: Machine, num_ranks: int) ->
 
 
 def _with_links(machine: Machine, **changes: float) -> Machine:
-    """Return a machine with links of another rate or latency."""
+    """Return the machine with another rate or latency of all links."""
     inside = None if machine.inside is None else replace(machine.inside, **changes)
     return replace(machine, link=replace(machine.link, **changes), inside=inside)

@@ -1,4 +1,4 @@
-"""What is asked of a prediction, and the answer: numbers to be shown.  (Kernel.)"""
+"""Predicts throughput: the options of ``%ddp_predict`` and the predicted numbers.  (Kernel.)"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,34 +22,34 @@ from ddpnb.scaling.model import (
 
 MAX_RANKS = 1_000_000
 SEARCHED = 4096
-"""Ranks up to which it is looked where a strategy stops scaling, if no more are asked for."""
+"""ddpnb searches for the end of scaling up to at least this number of ranks."""
 STRATEGIES = ("ddp", "async", "local-sgd")
-"""Where none is named, and the comparison has none beside ``single`` and ``no-comm``."""
+"""Default strategies if the comparison has only ``single`` and ``no-comm``."""
 INSIDE = "pcie4"
-"""Between the ranks of one of several hosts, where nothing is said."""
+"""Default link between the ranks of one host, with ``--hosts``."""
 DEVICE_VARIATION = 0.02
-"""Of devices of one kind, where a step is given: standard deviation over mean.  Source: Sinha et
-al., "Not All GPUs Are Created Equal", SC 2022: 8 % from slow to fast, read as 4 deviations."""
+"""Variation of equal devices with ``--step``: standard deviation over mean.  Source: Sinha et al.,
+"Not All GPUs Are Created Equal", SC 2022: 8 % from slow to fast, which we read as 4 deviations."""
 
 
 def parse_step(text: str) -> tuple[float, int]:
-    """Parse ``178ms/64``: the seconds of a step on one device, and its samples."""
+    """Parse the seconds and the samples of a step on one device, such as ``178ms/64``."""
     time, _, samples = text.replace(" ", "").partition("/")
     seconds = parse_quantity(time, SECONDS)
     if not (seconds > 0 and samples.isdecimal() and int(samples) > 0):
         raise UserError(
-            f"--step {text}: write the time of a step on one device and its samples, as 178ms/64."
+            f"--step {text}: write the time and the samples of a step on one device, as 178ms/64."
         )
     return seconds, int(samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is to be predicted, as the user writes it."""
+    """The options of ``%ddp_predict``."""
 
     ranks: tuple[int, ...] = option(
         (1, 2, 4, 8),
-        "numbers of ranks",
+        "numbers of ranks to predict",
         least=1,
         most=MAX_RANKS,
         most_values=100,
@@ -57,33 +57,33 @@ class Question:
     )
     strategies: tuple[str, ...] = option(
         (),
-        "which strategies; by default those compared",
+        "strategies to predict; default: the comparison's strategies",
         most_values=64,
         example="ddp,async",
         offers=tuple(FORMULAS),
     )
     link: str = option(
         "",
-        "between the ranks, with --hosts between hosts; or 1Gbit,0.5ms; by default this "
-        "machine, as it was measured, or the devices that were emulated",
+        "network between the ranks, or between hosts with --hosts: a name, or 1Gbit,0.5ms; "
+        "default: the machine or the emulated devices of the comparison",
         example="100GbE",
         offers=tuple(LINKS),
     )
     ranks_per_host: int | None = option(
-        None, "ranks on each host; --link is between hosts", flag="--hosts", least=1
+        None, "number of ranks on each host; --link connects the hosts", flag="--hosts", least=1
     )
     inside: str = option(
-        "", "the link between the ranks of a host", example="pcie4", offers=tuple(LINKS)
+        "", "link between the ranks of a host", example="pcie4", offers=tuple(LINKS)
     )
     step: str = option(
         "",
-        "of another device, in place of this machine's: the seconds for so many samples",
+        "measured step of another device, as time/samples",
         example="178ms/64",
     )
-    accumulate: int | None = option(None, "micro-batches of --step; by default 1", least=1)
+    accumulate: int | None = option(None, "micro-batches in the --step; default: 1", least=1)
     batch_per_worker: int | None = option(
         None,
-        "samples of each rank in a step; by default as in the comparison or in --step",
+        "samples of each rank in a step; default: as in the comparison or in --step",
         least=1,
     )
 
@@ -94,11 +94,11 @@ class Question:
             formula_of(strategy)
         others = {"--hosts": self.ranks_per_host, "--inside": self.inside, "--step": self.step}
         if given := [name for name, value in others.items() if value and not self.link]:
-            raise UserError(f"{given[0]} goes with --link, which says what lies between hosts.")
+            raise UserError(f"{given[0]} needs --link, the network between the hosts.")
         if self.inside and self.ranks_per_host is None:
-            raise UserError("--inside goes with --hosts, the number of ranks on each host.")
+            raise UserError("--inside needs --hosts, the number of ranks on each host.")
         if self.accumulate and not self.step:
-            raise UserError("--accumulate goes with --step; a comparison has its own.")
+            raise UserError("--accumulate needs --step, the measured step of another device.")
         for link in filter(None, (self.link, self.inside)):
             parse_link(link)
         if self.step:
@@ -107,55 +107,55 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What would happen on other numbers of ranks."""
+    """The predicted throughput on other numbers of ranks."""
 
     found: Calibration
     question: Question
     work: Workload
     machine: Machine
-    """That is asked about."""
+    """The machine in the question."""
     points: Mapping[str, tuple[Point, ...]]
-    """By strategy, at those numbers of ranks asked for that have a sample each."""
+    """Predictions by strategy, for each number of ranks with at least one sample per rank."""
     stops: Mapping[str, int | None]
-    """From where twice the ranks bring less than a tenth more; None: not up to ``searched``."""
+    """Ranks at which doubling adds less than a tenth; None: scaling goes on to ``searched``."""
     searched: int
     limits: Mapping[str, str]
-    """What holds each strategy up most at the most ranks."""
+    """The main bottleneck of each strategy at the largest number of ranks."""
 
     @property
     def measured(self) -> Mapping[str, float]:
-        """The comparison's samples/s of what is predicted, and of ``single``."""
+        """The measured samples/s of ``single`` and of the predicted strategies."""
         rates = self.found.measured.rates
-        if self.question.step:  # another device's
+        if self.question.step:  # the prediction is for another device
             return {}
         return {name: rates[name] for name in ("single", *self.points) if name in rates}
 
 
 def predict(found: Calibration, question: Question) -> Prediction:
-    """Answer a question.
+    """Return the prediction that answers a question.
 
     Raises:
-        UserError: exchanges were not measured, and no link is named; a strategy or a number of
-            ranks makes no sense there.
+        UserError: exchanges were not measured and no link is given, or a strategy or a number of
+            ranks is not possible.
     """
     measured = found.measured
     if not question.link and not measured.has_exchange:
         raise UserError(
-            f"{measured.name} has no ddp on two ranks or more, so that an exchange on this "
-            "machine is not known: compare ddp too, or name a network with --link."
+            f"{measured.name} has no ddp on two or more ranks, so the cost of an exchange on this "
+            "machine is unknown. Compare ddp too, or name a network with --link."
         )
     usual = set(FORMULAS) - {"single", "no-comm"}
     compared = tuple(name for name in measured.rates if name.partition(":")[0] in usual)
     strategies = question.strategies or compared or STRATEGIES
     per_host = question.ranks_per_host
     if per_host and "dp" in strategies and max(question.ranks) > per_host:
-        raise UserError("dp is one process, which cannot use several hosts: leave it out.")
+        raise UserError("dp is one process and cannot use several hosts. Remove dp or --hosts.")
     work, machine = _placed(found, question)
     able = [n for n in question.ranks if work.samples(n) >= 1]
     if not able:
         raise UserError(
-            f"A batch of {work.batch_size:g} has no sample for each of {min(question.ranks)} "
-            "ranks: ask for fewer, or give each its own with --batch-per-worker."
+            f"A batch of {work.batch_size:g} has too few samples for {min(question.ranks)} ranks. "
+            "Ask for fewer ranks, or set the samples of each rank with --batch-per-worker."
         )
 
     searched = max(*question.ranks, SEARCHED)
@@ -172,7 +172,7 @@ def predict(found: Calibration, question: Question) -> Prediction:
 
 
 def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
-    """Return the workload, and the machine that is asked about."""
+    """Return the workload and the machine in the question."""
     work, machine, is_emulated = found.work, found.here, found.measured.devices is not None
     if question.step:
         seconds, samples = parse_step(question.step)

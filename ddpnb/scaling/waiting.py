@@ -1,4 +1,4 @@
-"""How long do ranks wait: for a server, for a core, for the slowest of them?  (Kernel.)"""
+"""Computes how long ranks wait for a server, for a core or for the slowest rank.  (Kernel.)"""
 
 import math
 from functools import cache
@@ -9,18 +9,18 @@ from ddpnb.protocol.costs import Messages
 from ddpnb.protocol.notation import LinkSpec
 
 SLICE_SECONDS = 3e-3
-"""How long Linux lets one process run where others wait for the core."""
+"""The time that Linux lets one process run while other processes wait for the core."""
 
 
 def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) -> float:
-    """Return how many gradients a parameter server takes in a second, of workers that are alike.
+    """Return the number of gradients per second that a server receives from N equal workers.
 
         min( N / (c + e), 1 / s ),    e = 2 (a + S b),    s = S b
 
-    c is what a worker computes, e an exchange that nobody disturbs, s what the server's link needs
-    for a gradient: the asymptotes of a closed queue (Denning and Buzen, "The Operational Analysis
-    of Queueing Network Models", ACM Computing Surveys 10(3), 1978), which are reached where
-    nothing varies.
+    A worker computes for c, an undisturbed exchange takes e, and the server's link needs s for one
+    gradient.  These are the asymptotes of a closed queue, which the rate reaches without variation
+    (Denning and Buzen, "The Operational Analysis of Queueing Network Models", ACM Computing Surveys
+    10(3), 1978).
     """
     message = Messages(1, size).seconds(link)
     busiest = message - link.latency_seconds
@@ -29,10 +29,10 @@ def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) 
 
 
 def on_cores(work: float, num_ranks: int, num_cores: float) -> float:
-    """Return when the last of some ranks has done its work, of which each needs one core.
+    """Return the seconds until all ranks have finished their work, with one core for each rank.
 
-    They take turns on the cores, a slice each, from one queue.  With k slices of work each,
-    ceil(N k / C) slices follow each other: for short work N / C rounded up, for long work N / C.
+    N ranks take turns on C cores, one slice at a time, from one queue.  With k slices per rank,
+    this takes ceil(N k / C) slices: N / C times long work, or N / C rounded up times short work.
     """
     if num_ranks <= num_cores or work <= 0:
         return work
@@ -45,8 +45,8 @@ def on_cores(work: float, num_ranks: int, num_cores: float) -> float:
 def expected_max(num: int) -> float:
     """Return the expected maximum of ``num`` independent standard normal values.
 
-    The integral of x d(F(x)^N), F the normal distribution; about sqrt(2 ln N).  Source: David and
-    Nagaraja, "Order Statistics", 2003, chapters 3 and 4.
+    This is the integral of x d(F(x)^N) with the normal distribution F, about sqrt(2 ln N).
+    Source: David and Nagaraja, "Order Statistics", 2003, chapters 3 and 4.
     """
     if num == 1:
         return 0.0

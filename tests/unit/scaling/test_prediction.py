@@ -143,7 +143,7 @@ def test_what_ranks_lose_to_each_other_grows_with_the_cores_they_use():
     costs = [cost(found.work, found.here, num).per_sample / PER_SAMPLE for num in (1, 2, 9, 16, 64)]
     assert costs == pytest.approx([1, 1.1, 1.8, 2.5, 2.5], rel=0.02)
     (text, *_) = PredictionResult(predict(found, Question(ranks=(2, 16)))).table().notes
-    assert "2 ranks slow each other by 10 %" in text
+    assert "2 ranks slow each other down by 10 %" in text
 
 
 def test_stragglers_cost_more_the_more_ranks_there_are():
@@ -164,11 +164,11 @@ HOSTS = {"link": "10GbE", "ranks_per_host": 8}
     ("found", "question", "sentence"),
     [
         ({}, {"strategies": ("hogwild",)}, "hogwild cannot be predicted"),
-        ({}, {"step": "178ms/64"}, "--step goes with --link, which says what lies between hosts."),
-        ({}, {"link": "1GbE", "step": "178ms"}, "--step 178ms: write the time of a step"),
-        ({}, {"ranks": (512,), "link": "10GbE"}, "A batch of 256 has no sample for each of 512"),
-        ({}, {**HOSTS, "strategies": ("dp",)}, "dp is one process, which cannot use several"),
-        ({"rates": RATES}, {}, "race has no ddp on two ranks or more, so that"),
+        ({}, {"step": "178ms/64"}, "--step needs --link, the network between the hosts."),
+        ({}, {"link": "1GbE", "step": "178ms"}, "--step 178ms: write the time and the samples of"),
+        ({}, {"ranks": (512,), "link": "10GbE"}, "A batch of 256 has too few samples for 512"),
+        ({}, {**HOSTS, "strategies": ("dp",)}, "dp is one process and cannot use several hosts"),
+        ({"rates": RATES}, {}, "race has no ddp on two or more ranks, so the cost of an exchange"),
     ],
 )
 def test_what_cannot_be_answered_gets_one_sentence(found, question, sentence):
@@ -179,9 +179,9 @@ def test_what_cannot_be_answered_gets_one_sentence(found, question, sentence):
 
 def test_what_is_lacking_is_named(tmp_path):
     assert predict(calibrate(measured(rates=RATES)), Question(ranks=(4,), link="10GbE"))
-    with pytest.raises(UserError, match="No stored comparison has single and no-comm"):
+    with pytest.raises(UserError, match="No stored comparison has both single and no-comm"):
         predicted(Store(tmp_path), Question(ranks=(2,)))
-    with pytest.raises(UserError, match="has no no-comm that has finished"):
+    with pytest.raises(UserError, match="has no finished run of no-comm"):
         measured_in(fake_comparison())
 
 
