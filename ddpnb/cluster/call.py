@@ -1,6 +1,6 @@
 """A call on several ranks, while it is in progress, and its timeouts (kernel).
 
-Everything that comes back goes into one queue per call, in order.
+All results and output of a call arrive in one queue, in order.
 """
 
 import math
@@ -15,9 +15,9 @@ from ddpnb.protocol.notation import spoken_ranks
 
 START_TIMEOUT_SECONDS = 120.0
 CALL_TIMEOUT_SECONDS = 30.0
-"""How long a call may take that only this package makes."""
+"""Longest time for ddpnb's internal calls."""
 OUTPUT_TIMEOUT_SECONDS = 5.0
-"""How long a rank's last output may come after its result."""
+"""Longest delay of a rank's last output after the rank's result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Output:
 
     rank: int
     kind: str
-    """``"stream"``, ``"display_data"``, ``"execute_result"``, ... as Jupyter names it."""
+    """Jupyter's message type: ``"stream"``, ``"display_data"``, ``"execute_result"``, ..."""
     content: dict[str, Any]
 
 
@@ -48,7 +48,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputEnded:
-    """All output of a rank has come; its result may still be missing."""
+    """All output of a rank has arrived.  The rank's result may still be missing."""
 
     rank: int
 
@@ -62,21 +62,21 @@ class Call:
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = tuple(ranks)
         self.inbox: queue.Queue[CallEvent] = queue.Queue()
-        """Not a ``SimpleQueue``: its ``get`` may miss the end of its time when a signal arrives."""
+        """Not a ``SimpleQueue``, because a signal can make ``SimpleQueue.get`` miss its timeout."""
         self.running = set(self.ranks)
         """Ranks that have not returned."""
         self.speaking = set(self.ranks)
-        """Ranks whose output has not ended; it may end after the result has come."""
+        """Ranks with unfinished output.  Output may end after the result has arrived."""
         self._output_deadline = math.inf
 
     @property
     def done(self) -> bool:
-        """Whether every rank has finished and all its output is here."""
+        """True if every rank has finished and all output has arrived."""
         output_ended = not self.speaking or time.monotonic() > self._output_deadline
         return not self.running and output_ended
 
     def events(self, timeout: float) -> Iterator[CallEvent]:
-        """Yield what has happened, waiting up to ``timeout`` seconds for the first event."""
+        """Yield the events so far; wait up to ``timeout`` seconds for the first event."""
         while not self.done:
             try:
                 event = self.inbox.get(timeout=timeout)
@@ -87,9 +87,9 @@ class Call:
                 yield event
 
     def results(self, timeout: float = CALL_TIMEOUT_SECONDS) -> list[Any]:
-        """Wait, unsupervised, for a call that ddpnb alone makes; return the results in order.
+        """Wait for an internal call, without supervision; return the results in order of ranks.
 
-        Raises a TimeoutError, or a RuntimeError if a rank died or the call itself failed there.
+        Raises TimeoutError, or RuntimeError if a rank died or the call failed on a rank.
         """
         deadline = time.monotonic() + timeout
         values: dict[int, Any] = {}
@@ -105,11 +105,11 @@ class Call:
         return [values[rank] for rank in self.ranks]
 
     def lose(self, rank: int, cause: str) -> None:
-        """Note, from any thread, that a rank will not return."""
+        """Note that a rank will not return.  Any thread may call this."""
         self.inbox.put(Lost(rank=rank, cause=cause))
 
     def _takes(self, event: CallEvent) -> bool:
-        """Note what an event ends; return whether it is news."""
+        """Note which result or output an event ends; return False if the event is obsolete."""
         if isinstance(event, OutputEnded | Lost):
             self.speaking.discard(event.rank)
         if isinstance(event, Returned | Lost):
@@ -122,31 +122,31 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """When a running call is polled, named, freed and killed."""
+    """The times after which a running call is polled, reported, released and killed."""
 
     tick_seconds: float = 0.05
-    """The longest wait for a call's next event; the display is drawn in between."""
+    """The longest wait for a call's next event.  The display is drawn between waits."""
     abort_after_failure_seconds: float = 0.3
-    """How long ranks may still run, once one has failed, after the last one that ended.
+    """Time after a failure and after the latest end of a rank until the other ranks are released.
 
-    They may be about to fail too.
+    The other ranks may be about to fail too.
     """
     abort_validation_after_seconds: float = 5.0
-    """Like ``abort_after_failure_seconds``, where freeing costs more: for calls of ``ask``."""
+    """Like ``abort_after_failure_seconds``, for calls of ``ask``, where a release costs more."""
     report_failure_after_seconds: float = 0.8
-    """When a failure is shown while other ranks still run: they compute, or the machine is busy."""
+    """Time after which a failure is shown although other ranks still run."""
     abort_after_interrupt_seconds: float = 0.3
-    """How long an interrupted rank may take before it is freed from its collective."""
+    """Time after an interrupt until a rank is released from its collective."""
     interrupt_again_after_seconds: float = 1.2
-    """How long a freed rank may take until the next interrupt; it may have caught the first."""
+    """Time from a release to the next interrupt.  Code may have caught the first interrupt."""
     kill_after_seconds: float = 10.0
-    """How long an interrupted and freed rank may take before it is killed."""
+    """Time after which an interrupted and released rank is killed."""
     poll_seconds: float = 0.8
-    """How often up to eight ranks report where they are; twice a second cost a training 1 %."""
+    """Time between the ranks' reports of their positions.  Two reports per second cost 1 %."""
     hang_after_seconds: float = 2.0
-    """How long ranks must have waited for each other, idle, before the call counts as a hang."""
+    """Time that ranks must have waited for each other, idle, before the call counts as a hang."""
     longest_gap_seconds: float = 1.0
-    """The most that the time between two reports counts towards that: a laptop may have slept, and
-    on a busy machine one report is soon made and late to come."""
+    """The longest time between two reports that counts as waiting.  A laptop may have slept, and on
+    a busy machine a report may arrive late."""
     silent_after_seconds: float = 10.0
-    """When a rank that does not report where it is, is named."""
+    """Time after which the user is told that a rank does not report its position."""

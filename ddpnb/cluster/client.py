@@ -1,8 +1,8 @@
 """The ipyparallel client: sends calls to the ranks and knows each rank's engine (kernel).
 
-ipyparallel hands every message from a rank to a callback in its own thread.  Here they go
-into the call's queue, together with the results.  Importing it takes 0.3 s: this module
-is imported while the fork server works.
+ipyparallel passes every message from a rank to a callback in ipyparallel's thread.  The callback
+puts messages and results into the call's queue.  Importing ipyparallel takes 0.3 s, so this
+module is imported while the fork server starts.
 """
 
 import threading
@@ -24,22 +24,23 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 
 ASK_AGAIN_SECONDS = 2.0
-"""How long a new engine may take to answer until it is asked again: the controller drops a message
-that comes before its own connection with the engine stands."""
+"""Time after which a new engine is asked again.  The controller drops messages that arrive before
+the controller is connected with the engine."""
 CONNECT_SECONDS = 20.0
-"""How long the controller may take to answer a new client until it is asked again."""
+"""Time after which the controller is asked again if it does not answer a new client."""
 LOOK_AGAIN_SECONDS = 3.0
-"""How long the next engine may take until the controller is asked which there are: a new client is
-not told of one that comes just while it connects."""
+"""Time without a new engine after which the controller is asked for its engines.  The controller
+does not report an engine that registers while the client connects."""
 WAIT_SECONDS = 0.05
-"""How long an answer is waited for until it is checked again whether it can still come."""
+"""Longest wait for an answer before ddpnb checks again that the answer can still arrive."""
 
 
 class EngineClient:
-    """Sends calls to the ranks, once the controller listens; ``while_waiting`` raises to give up.
+    """Sends calls to the ranks.  The constructor waits until the controller listens.
 
-    A rank asks for its own number as its engine's id.  Where a dead engine still has that
-    id, the new one gets another: each new engine is asked for its rank.
+    A rank requests its number as its engine's id.  If a dead engine still has that id, the new
+    engine gets another id, so ddpnb asks each new engine for its rank.
+    ``while_waiting`` is called repeatedly, and raises an error to give up.
     """
 
     def __init__(self, profile: Path, while_waiting: Callable[[], None]) -> None:
@@ -48,43 +49,43 @@ class EngineClient:
         self._client = connected_client(self._path, while_waiting)
         self._engine_of: dict[int, int] = {}
         self._known: set[int] = set()
-        """The engines with a known rank."""
+        """The engines whose rank is known."""
         self._calls: list[Call] = []
         self._lock = threading.Lock()
 
     def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 
-        Raises a UserError, and sends nothing, if the controller has lost one of them.
+        Raises UserError, and sends nothing, if the controller has lost one of the ranks.
         """
         call = Call(ranks)
         engine_of = {rank: self._engine_of.get(rank, rank) for rank in ranks}
         known = set(self._client.ids)
         if lost := [rank for rank, engine in engine_of.items() if engine not in known]:
-            anew = f"{restart(lost)} starts {them(lost)} anew"
-            raise UserError(sentence(f"{say(lost, 'has')} left the cluster: {anew}"))
-        with self._lock:  # a background cell's thread asks its ranks where they are
+            anew = f"Run {restart(lost)} to restart {them(lost)}"
+            raise UserError(sentence(f"{say(lost, 'has')} left the cluster. {anew}"))
+        with self._lock:  # a background cell's thread also submits calls
             self._calls = [other for other in self._calls if not other.done] + [call]
         for rank, engine in engine_of.items():
             self._send(call, rank, engine, request)
         return call
 
     def lose(self, rank: int, cause: str) -> None:
-        """Have no call wait any longer for a rank that has ended."""
+        """End the wait of all calls for a rank that has ended."""
         for call in self._calls:
             if rank in call.ranks:
                 call.lose(rank, cause)
 
     @property
     def new_engines(self) -> set[int]:
-        """The engines without a known rank, so far."""
+        """The engines whose rank is not known yet."""
         return set(self._client.ids) - self._known
 
     def wait_for(self, num: int, while_waiting: Callable[[], None]) -> list[RankState]:
-        """Wait until so many ranks, which were started, answer; return their states in order.
+        """Wait until ``num`` started ranks answer; return their states in order of ranks.
 
-        ``while_waiting`` is called repeatedly, and raises to give up.  A TimeoutError says how many
-        did not come, or did not answer.
+        ``while_waiting`` is called repeatedly, and raises an error to give up.  Raises TimeoutError
+        if a rank does not connect or does not answer.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         num_seen, seen_at = 0, time.monotonic()
@@ -92,7 +93,7 @@ class EngineClient:
             while_waiting()
             now = time.monotonic()
             if now > deadline:
-                raise TimeoutError(f"only {len(new)} of {num} ranks came")
+                raise TimeoutError(f"only {len(new)} of {num} ranks connected")
             if len(new) > num_seen:
                 num_seen, seen_at = len(new), now
             elif now - seen_at > LOOK_AGAIN_SECONDS and all(call.done for call in self._calls):
@@ -103,7 +104,7 @@ class EngineClient:
         return self.identify(new, while_waiting)
 
     def identify(self, engines: set[int], while_waiting: Callable[[], None]) -> list[RankState]:
-        """Ask engines for their states until each has answered, and note which rank it is."""
+        """Ask engines for their states until each engine has answered; note each engine's rank."""
         self._known |= engines
         call = Call(engines)
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
@@ -126,7 +127,7 @@ class EngineClient:
         return sorted(states, key=lambda state: state.rank)
 
     def close(self, ranks: Iterable[int], cause: str) -> None:
-        """Disconnect; calls in progress on ``ranks`` end with ``cause``."""
+        """Disconnect.  Calls in progress on ``ranks`` end with ``cause``."""
         for rank in ranks:
             self.lose(rank, cause)
         self._client.close()
@@ -151,7 +152,7 @@ class EngineClient:
 
 
 def connected_client(path: Path, while_waiting: Callable[[], None]) -> ipp.Client:
-    """Return a client that the controller has answered, if need be to a later question."""
+    """Return a client that the controller has answered; try again if there is no answer."""
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The ranks of a cluster: how they start, are called, keep one process group, and end (kernel)."""
+"""The cluster: starts, calls, groups and ends the ranks (kernel)."""
 
 import contextlib
 import shutil
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
 
 SIGNAL_SECONDS = 1.0
-"""How long a call waits until earlier interrupts have been sent."""
+"""Longest time that a call waits until earlier interrupts have been sent."""
 FREE_SECONDS = 10.0
-"""How long ranks may take to give up forming a group without one that has died."""
+"""Longest time for ranks to stop forming a group after another rank has died."""
 FREE_AGAIN_SECONDS = 0.5
 
 
 class Cluster:
-    """Ranks that form a process group, on one host or several; made by ``start``."""
+    """Ranks that form a process group, on one or several hosts.  ``start`` creates a cluster."""
 
     processes: Processes
     placement: Placement
@@ -46,27 +46,27 @@ class Cluster:
         self.home = home
         """The working folder in which cells start, on every rank."""
         self.work_folder = home
-        """The notebook's working folder now, to which ranks change with the next call."""
+        """The notebook's current working folder.  The next call changes the ranks' folder to it."""
         self.timeouts = Timeouts()
-        """How calls are supervised; may be replaced at any time, as tests do."""
+        """The timeouts of supervised calls.  Tests may replace them at any time."""
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}
         """Processes that ended without being asked to."""
         self.is_over = False
-        """Whether this kernel has ended the cluster."""
+        """True if this kernel has ended the cluster."""
         self.supervised: list[Call] = []
-        """Calls in progress for which a ``Watch`` waits."""
+        """Calls in progress that a ``Watch`` supervises."""
         self.generation = 0
-        """How many process groups there were before this one."""
+        """The number of earlier process groups."""
         self._is_aborted = False
-        """Whether no collective can be called in the process group any more."""
+        """True if the process group is aborted, so collectives cannot be called."""
         self._is_checked = False
-        """Whether torch compares the ranks' collectives at each call."""
+        """True if torch compares the ranks' collectives at each call."""
         self._aborts: dict[int, Future[Any]] = {}
-        """The last abort that each rank was sent; done when the rank has carried it out."""
+        """The last abort command sent to each rank; done when the rank has aborted."""
         self._client: EngineClient | None = None
         self._interrupts: list[Future[Any]] = []
-        """Interrupts that may be on their way to the ranks."""
+        """Interrupts that may still be in transit to the ranks."""
 
     @classmethod
     def start(
@@ -77,12 +77,12 @@ class Cluster:
     ) -> "Cluster":
         """Start the processes and return once every rank has finished an all-reduce.
 
-        ``progress`` is called with a few words on each phase; ``start_processes`` starts them on
-        the hosts that the spec names.
+        ``progress`` is called with a few words on each phase.  ``start_processes`` starts the
+        processes on the spec's hosts.
 
         Raises:
-            UserError: the hosts cannot run such a cluster.
-            RuntimeError: a process failed; the message ends with its log.
+            UserError: the hosts cannot run this cluster.
+            RuntimeError: a process failed.  The message ends with the process's log.
         """
         home = working_folder()
         cluster = cls(spec, private_folder(), home)
@@ -98,7 +98,7 @@ class Cluster:
             raise
         return cluster
 
-    # -- which ranks there are, and how they are -------------------------------------
+    # -- the ranks and their state ---------------------------------------------------
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class Cluster:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """The ranks that run; none does without the fork server."""
+        """The ranks that run.  Empty if the fork server has ended."""
         if Service.FORK_SERVER in self.exits:
             return ()
         return tuple(rank for rank in self.ranks if rank not in self.exits)
@@ -126,23 +126,23 @@ class Cluster:
         """Raise a UserError if a supervised call runs on one of the ranks."""
         if busy := self.busy & set(ranks):
             raise UserError(
-                f"A cell is still running on {spoken_ranks(busy)}: wait for it, or stop it with "
-                "%ddp_interrupt."
+                f"A cell is still running on {spoken_ranks(busy)}. Wait until it ends, or run "
+                "%ddp_interrupt to stop it."
             )
 
     @property
     def is_local(self) -> bool:
-        """Whether the ranks are on the kernel's own host and share the run folder with it."""
+        """True if the ranks run on the kernel's host and share the run folder with the kernel."""
         return not self.placement.hosts[0].name
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether there are ranks on more than one host."""
+        """True if the ranks run on more than one host."""
         return len(self.placement.hosts) > 1
 
     @property
     def lost(self) -> str | None:
-        """Why the cluster as a whole is unusable, if it is."""
+        """The reason why the whole cluster is unusable, or None."""
         for name in (Service.FORK_SERVER, Service.CONTROLLER):
             if (exit_ := self.exits.get(name)) is not None:
                 return f"the {name} {exit_}"
@@ -150,7 +150,7 @@ class Cluster:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """A sentence for each feature that is off because a library is of another version."""
+        """A sentence for each feature that is off because of a library's version."""
         there = (each for state in self.states for each in state.missing)
         return tuple(dict.fromkeys((*missing_features(), *there)))
 
@@ -159,11 +159,11 @@ class Cluster:
     def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 
-        Raises a UserError if one of the ranks has died, or the whole cluster.
+        Raises UserError if one of the ranks has died, or the cluster is unusable.
         """
         self.require(ranks)
         sent, self._interrupts = self._interrupts, []
-        wait(sent, SIGNAL_SECONDS)  # a late one would end the call that begins now
+        wait(sent, SIGNAL_SECONDS)  # a late interrupt would end the new call
         return self.client.submit(replace(request, folder=str(self.work_folder)), ranks)
 
     def gather(
@@ -172,20 +172,20 @@ class Cluster:
         ranks: Sequence[int] | None = None,
         timeout: float = CALL_TIMEOUT_SECONDS,
     ) -> list[Result]:
-        """Make a call on ranks, by default all; return the results in order of ranks."""
+        """Make a call on ranks (default: all), and return the results in order of ranks."""
         chosen = self.ranks if ranks is None else ranks
         return self.submit(request, chosen).results(timeout)
 
     def require(self, ranks: Sequence[int]) -> None:
         """Raise a UserError unless all of ``ranks`` are alive."""
         if (lost := self.lost) is not None:
-            raise UserError(f"The cluster is gone: {lost}. Start anew with %ddp_restart.")
+            raise UserError(f"The cluster has ended: {lost}. Run %ddp_restart to start new ranks.")
         for rank in ranks:
             if (exit_ := self.exits.get(rank)) is not None:
-                raise UserError(f"Rank {rank} {exit_}: {remedy(self.dead)}.")
+                raise UserError(f"Rank {rank} {exit_}. {remedy(self.dead)}")
 
     def interrupt(self, ranks: Collection[int]) -> None:
-        """Send ranks SIGINT, which raises ``KeyboardInterrupt`` in a running cell."""
+        """Send SIGINT to ranks, which raises ``KeyboardInterrupt`` in a running cell."""
         self._interrupts += self.processes.signal(ranks, signal.SIGINT)
 
     def kill(self, ranks: Collection[int]) -> None:
@@ -195,7 +195,7 @@ class Cluster:
     # -- the process group -----------------------------------------------------------
 
     def abort(self, ranks: Collection[int]) -> None:
-        """Free ranks from the collectives they wait in, which ends the process group."""
+        """Release ranks from the collectives that they wait in, and abort the process group."""
         self._is_aborted = True
         for rank in set(ranks) & set(self.living):
             neighbours = self.placement.ranks_of(self.placement.host_of[rank])
@@ -203,16 +203,16 @@ class Cluster:
             self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT, peers)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
-        """Form a new process group if the old one was aborted, or is of another kind.
+        """Form a new process group if the old group was aborted, or is of another kind.
 
-        While a rank is dead, no group is formed; the ranks go on without one.  In one that
-        ``is_checked`` torch compares the ranks' collectives at each call.
+        While a rank is dead, no group is formed, and the ranks continue without a group.  If
+        ``is_checked``, torch compares the ranks' collectives at each call.
 
         Returns:
             The variables that still refer to the old group, each with its ranks.
 
         Raises:
-            UserError: a rank runs a cell, or the ranks could have formed one, and did not.
+            UserError: a rank runs a cell, or all ranks are alive and the group could not be formed.
         """
         is_fit = not self._is_aborted and self._is_checked == is_checked
         if is_fit or self.living != self.ranks:
@@ -226,11 +226,11 @@ class Cluster:
             self._free(call)
             if not isinstance(error, RuntimeError | TimeoutError):
                 raise
-            if self.living != self.ranks:  # as if one had been dead before
+            if self.living != self.ranks:  # as if a rank had been dead before
                 return {}
             raise UserError(
-                f"The ranks formed no process group: {error}. The next cell tries again; "
-                "%ddp_restart begins anew."
+                f"The ranks could not form a process group: {error}. Run the cell again to retry, "
+                "or run %ddp_restart to start new ranks."
             ) from error
         self._is_aborted, self._is_checked = False, is_checked
         stale: dict[StaleVariable, list[int]] = {}
@@ -240,9 +240,9 @@ class Cluster:
         return stale
 
     def bring_back(self, ranks: Sequence[int]) -> dict[StaleVariable, list[int]]:
-        """Start ranks anew in a new process group; the others keep their variables.
+        """Restart ranks in a new process group; the other ranks keep their variables.
 
-        Returns what ``ensure_group`` does.  Raises a UserError, and ends no rank, if another one
+        Returns the result of ``ensure_group``.  Raises UserError, and ends no rank, if another rank
         runs a cell.
         """
         self.require_idle(set(self.ranks) - set(ranks))
@@ -255,7 +255,7 @@ class Cluster:
         return self.ensure_group()
 
     def restart_alone(self, rank: int) -> None:
-        """Start a dead rank anew, in no group, and return at once; see ``has_restarted``.
+        """Restart a dead rank without a group, and return at once; see ``has_restarted``.
 
         The next ``ensure_group`` forms a group of all ranks.
         """
@@ -264,12 +264,12 @@ class Cluster:
         self.start_rank(rank, generation=None)
 
     def has_restarted(self, rank: int) -> bool:
-        """Return whether a rank that was restarted alone can be called."""
+        """Return True if a rank restarted by ``restart_alone`` can be called."""
         if not (new := self.client.new_engines):
             return False
         try:
             self._note(self.client.identify(new, lambda: self.require([rank])))
-        except (RuntimeError, UserError):  # it has died again, which is in ``exits``
+        except (RuntimeError, UserError):  # dead again; its exit is in `exits`
             return False
         return True
 
@@ -292,22 +292,22 @@ class Cluster:
 
     @property
     def client(self) -> "EngineClient":
-        """Sends calls to the ranks, once the controller has been reached."""
+        """The client that sends calls to the ranks; available once the controller is connected."""
         assert self._client is not None
         return self._client
 
     def start_rank(self, rank: int, *, generation: int | None) -> None:
-        """Start a rank's process and return at once; its earlier exit is forgotten.
+        """Start a rank's process and return at once; forget the rank's earlier exit.
 
-        ``generation`` is that of the process group to join; None: join none.
+        ``generation`` is the number of the process group to join, or None to join no group.
         """
-        self.processes.prepare(rank)  # where it fails, the rank is dead
+        self.processes.prepare(rank)  # if this fails, the rank stays dead
         self.exits.pop(rank, None)
         settings = rank_settings(self.placement, rank, home=self.home, generation=generation)
         self.processes.link_of(rank).start_rank(rank, settings)
 
     def note_exit(self, exit_: Exit) -> None:
-        """Note, from the listening thread, that a process has ended."""
+        """Note that a process has ended.  Called by the listening thread."""
         self.exits[exit_.member] = exit_
         if (client := self._client) is None:
             return
@@ -316,7 +316,7 @@ class Cluster:
             client.lose(rank, str(exit_))
 
     def raise_if_dead(self) -> None:
-        """Raise a RuntimeError, with the end of the log, if a process ended while starting."""
+        """Raise RuntimeError, with the end of the log, if a process ended while starting."""
         prepared = self.processes.prepared
         if prepared.done() and (cause := prepared.exception()):
             raise RuntimeError(f"The ranks could not be prepared: {cause}")
@@ -326,7 +326,7 @@ class Cluster:
             raise RuntimeError(f"{name} {first} while starting.\n{first.last_words}")
 
     def _start_ranks(self, progress: Callable[[str], None]) -> None:
-        from ddpnb.cluster.client import EngineClient  # noqa: PLC0415  takes 0.3 s: see there
+        from ddpnb.cluster.client import EngineClient  # noqa: PLC0415  takes 0.3 s
 
         self.placement = self.processes.place(progress)
         num_ranks = self.placement.num_ranks
@@ -334,13 +334,13 @@ class Cluster:
             self.start_rank(rank, generation=self.generation)
         self._client = client = EngineClient(self.profile, self.raise_if_dead)
         self.processes.prepared.result(START_TIMEOUT_SECONDS)
-        progress(f"{num_ranks} ranks form a process group")
+        progress(f"{num_ranks} ranks are forming a process group")
         self.states = tuple(client.wait_for(num_ranks, self.raise_if_dead))
 
     def _begin_generation(self) -> None:
-        """Number a new process group, unusable until all ranks have joined it.
+        """Number a new process group, which is unusable until all ranks have joined it.
 
-        Every abort must be done: a late one would end the next group's connections.
+        Wait for every abort first, because a late abort would end the new group's connections.
         """
         aborts = self._aborts
         wait_until(
@@ -353,9 +353,9 @@ class Cluster:
         self._is_aborted = True
 
     def _free(self, call: Call) -> None:
-        """Free the ranks that form a group, and wait for them, where another cannot."""
+        """Release the ranks that wait while forming a group, and wait until they return."""
         deadline = time.monotonic() + FREE_SECONDS
         while call.running and time.monotonic() < deadline:
-            self.abort(self.living)  # again: it may have come before the call itself
+            self.abort(self.living)  # repeated: the abort may arrive before the call
             with contextlib.suppress(RuntimeError, TimeoutError):
                 call.results(FREE_AGAIN_SECONDS)

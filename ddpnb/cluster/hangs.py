@@ -1,7 +1,4 @@
-"""When do ranks wait for each other without end, and why?  (Kernel.)
-
-It is judged from what the ranks report and from a clock alone: nothing here asks a process.
-"""
+"""Detection of ranks that wait for each other without end, from their reports (kernel)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,34 +8,34 @@ from ddpnb.cluster.wording import say
 from ddpnb.protocol.processes import RankStatus
 
 NUM_AT_FULL_RATE = 32
-"""Number of ranks that are asked at every poll; more are asked more seldom, at the same cost."""
+"""Up to this number, ranks are asked at every poll.  More ranks are asked less often."""
 IDLE_SHARE = 0.2
-"""Processor time per second below which a waiting rank counts as idle: it moves no data."""
+"""CPU time per second below which a waiting rank counts as idle, because it moves no data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Ranks that wait for each other without end; its ``str`` says where, and for whom."""
+    """Ranks that wait for each other without end.  ``str()`` describes where and why."""
 
     waiting: tuple[RankStatus, ...]
     finished: Mapping[int, int] = field(default_factory=dict)
-    """Ranks that have finished the cell, each with its number of collectives."""
+    """Ranks that have finished the cell, with the number of collectives of each rank."""
     idle: tuple[int, ...] = ()
-    """Ranks that do not run it at all."""
+    """Ranks that do not run the cell at all."""
 
     def __str__(self) -> str:
-        """Say where the ranks wait, and what the others do in place of meeting them."""
+        """Return where the ranks wait, and why the other ranks do not join the call."""
         places = [f"{say(ranks, 'waits')} {_place(first)}" for first, ranks in self._by_place()]
         reasons = list(dict.fromkeys(self._peers()))
         if any(status.peer is None for status in self.waiting):
             reasons += [say(self.finished, self._finished_how())] if self.finished else []
             reasons += [say(self.idle, "does not run this cell")] if self.idle else []
         if not reasons and len(places) > 1:
-            reasons = ["they wait for different calls"]
+            reasons = ["the ranks wait in different calls"]
         return "; ".join([", ".join(places), *reasons])
 
     def _by_place(self) -> Iterator[tuple[RankStatus, list[int]]]:
-        """Group ranks that wait in the same call, at the same line, with the same tensor."""
+        """Group the ranks that wait in the same call, at the same line, with the same tensor."""
         places: dict[tuple[object, ...], list[RankStatus]] = {}
         for each in self.waiting:
             key = (each.call, each.file, each.line, each.tensor, each.in_backward, each.peer)
@@ -47,7 +44,7 @@ class Hang:
             yield group[0], [status.rank for status in group]
 
     def _peers(self) -> Iterator[str]:
-        """Say which peers do not send or receive."""
+        """Yield a clause about each peer that does not send or receive."""
         for status in self.waiting:
             if status.peer is not None:
                 part = "receiving" if "send" in status.call else "sending"
@@ -56,29 +53,29 @@ class Hang:
                 yield f"rank {status.peer} {how} {part}"
 
     def _finished_how(self) -> str:
-        """Say how many calls the finished ranks lack, if that is known."""
+        """Return how the finished ranks differ: by the number of missing calls, if it is known."""
         if any(status.in_backward for status in self.waiting):
             return "finished the cell with fewer batches"
         made = self.finished.values()
         lacking = {status.num_collectives - num for status in self.waiting for num in made}
         if len(lacking) == 1 and (num := lacking.pop()) > 1:
-            return f"finished the cell with {num} calls fewer"
-        return "finished the cell without calling it"
+            return f"finished the cell with {num} fewer calls"
+        return "finished the cell without making this call"
 
 
 @dataclass(kw_only=True, slots=True)
 class HangDetector:
-    """Finds out from rounds of reports whether the ranks of a call wait without end."""
+    """Detects from rounds of reports that the ranks of a call wait without end."""
 
     timeouts: Timeouts
     _first: tuple[RankStatus, ...] = ()
-    """The reports of the round in which all had begun to wait."""
+    """The reports of the first round in which all ranks were waiting."""
     _waited: float = 0.0
-    """Seconds since."""
+    """Seconds since that round."""
     _reported_at: float = 0.0
 
     def check(self, statuses: Sequence[RankStatus], num_running: int, now: float) -> bool:
-        """Take a round of reports; return whether the ranks hang.  ``now`` is in seconds."""
+        """Take a round of reports; return True if the ranks hang.  ``now`` is in seconds."""
         longest_gap = self.timeouts.longest_gap_seconds * rarity(num_running)
         self._waited += min(now - self._reported_at, longest_gap)
         self._reported_at = now
@@ -90,16 +87,16 @@ class HangDetector:
 
 
 def rarity(num_ranks: int) -> float:
-    """Return how many times as long it takes until so many ranks are asked again."""
+    """Return the factor by which rounds of reports are rarer because of the number of ranks."""
     return max(1.0, num_ranks / NUM_AT_FULL_RATE)
 
 
 def still_wait(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:
-    """Return whether all ranks wait, each where it did before.
+    """Return True if each rank waits in the same collective as ``seconds`` before.
 
-    Each of them is in the same collective as ``seconds`` before, whatever the others are in, and
-    has used hardly any processor time since.  A rank that computes, loads data or sleeps is in no
-    collective: the ranks that wait for it do not hang.  Nor do those that a slow network serves.
+    Each rank must have used hardly any CPU time since.  A rank that computes, loads data or sleeps
+    is in no collective, so the ranks that wait for that rank do not hang.  Ranks that wait for a
+    slow network do not hang either.
     """
     fields = ("call", "file", "line", "num_collectives", "num_bytes_between_hosts")
     earlier = {status.rank: status for status in before}
@@ -114,15 +111,15 @@ def still_wait(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds:
 
 
 def describe(status: RankStatus) -> str:
-    """Say what one rank is doing."""
+    """Return a clause that says what one rank is doing."""
     if not status.is_busy:
         return f"rank {status.rank} is idle"
     if status.call:
         return f"rank {status.rank} waits {_place(status)}"
     if not status.line:
-        return f"rank {status.rank} trains, and is in no collective"
+        return f"rank {status.rank} is training and is not in a collective"
     where = status.file or f"In [{status.cell}]"
-    return f"rank {status.rank} is at line {status.line} of {where}, in no collective"
+    return f"rank {status.rank} is at line {status.line} of {where}, not in a collective"
 
 
 def _place(status: RankStatus) -> str:

@@ -10,23 +10,23 @@ from types import FrameType
 from IPython.core.getipython import get_ipython
 
 OBEYED_SECONDS = 30.0
-"""If a noted interrupt has had no effect for so long, the next one is raised at once, anywhere."""
+"""If a noted interrupt has no effect for this time, the next interrupt is raised anywhere."""
 IMPATIENCE_SECONDS = 1.0
-"""How long further interrupts are ignored once an interrupted call has ended."""
+"""Time after an interrupted call during which further interrupts are ignored."""
 
 
 class _SigintHandler:
-    """Notes an interrupt for the call that is supervised; raises it where none is, or none obeys.
+    """Notes an interrupt during a supervised call.  Otherwise, raises the interrupt.
 
-    An interrupt that is raised wherever the kernel happens to be could end a message halfway.  A
-    second one, sent in impatience, could hit IPython while it shows the error, or ipykernel while
-    it replies, and the client would wait without end: it is raised in a cell's code only.
+    An interrupt that is raised at any point could cut a message in half.  A second interrupt could
+    hit IPython while it shows the error, or ipykernel while it replies.  The client would then
+    wait forever, so a second interrupt is raised only in a cell's code.
     """
 
     is_supervising = False
     is_interrupted = False
     raises_from = 0.0
-    """In ``time.monotonic()``."""
+    """Time by ``time.monotonic()`` from which interrupts are raised."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.is_supervising and not self.is_interrupted:
@@ -37,7 +37,7 @@ class _SigintHandler:
 
 
 def in_cell(frame: FrameType | None) -> bool:
-    """Return whether a cell's code has led to a frame; outside of IPython every frame counts."""
+    """Return True if a cell's code called the frame; always True outside of IPython."""
     shell = get_ipython()
     while shell is not None and frame is not None and frame.f_globals is not shell.user_ns:
         frame = frame.f_back
@@ -49,11 +49,11 @@ _handler = _SigintHandler()
 
 @contextlib.contextmanager
 def noted_interrupts() -> Iterator[Callable[[], bool]]:
-    """Note interrupts in place of raising them; yield whether there was one.
+    """Note interrupts instead of raising them; yield a function: has one been noted?
 
-    Ipykernel sets its own handler at each cell.
+    ipykernel sets its own handler at each cell.
     """
-    is_main = threading.current_thread() is threading.main_thread()  # others get no interrupts
+    is_main = threading.current_thread() is threading.main_thread()  # the only interrupted thread
     if not is_main or signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _handler):
         yield lambda: False
         return

@@ -1,4 +1,4 @@
-"""The link to a fork server: requests go out, answers and ends of processes come back (kernel)."""
+"""The link to a fork server: sends requests, receives answers and exits of processes (kernel)."""
 
 import contextlib
 import itertools
@@ -17,9 +17,9 @@ from typing import Any
 from ddpnb.protocol.processes import ForkServerEvent, KernelRequest, limit_waits
 
 CRASH = "Fatal Python error"
-"""The first words of a stack that faulthandler writes."""
+"""The first words of a stack written by faulthandler."""
 BEFORE_CRASH = 3
-"""How many lines of a log are shown before these: native code often gives its reason there."""
+"""The number of log lines shown before ``CRASH``, where native code often prints the reason."""
 LAST_LINES = 15
 
 
@@ -40,22 +40,22 @@ class Exit:
 
     member: Member
     code: int | None
-    """The exit code; the negative signal number where a signal ended it; None if not known."""
+    """The exit code, the negative signal number after a signal, or None if not known."""
     cause: str = ""
-    """Why it ended if its host was lost or it was never started: the end of a sentence."""
+    """The end of a sentence: why the process was lost with its host, or was never started."""
     log: str = ""
-    """The end of its log."""
+    """The end of the process's log."""
 
     @property
     def last_words(self) -> str:
-        """The last lines of its log, or a crash from its first line."""
+        """The last lines of the log, or the first lines of a crash report."""
         lines = self.log.splitlines()
         crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), None)
         first = -LAST_LINES if crash is None else max(0, crash - BEFORE_CRASH)
         return "\n".join(lines[first:][:LAST_LINES])
 
     def __str__(self) -> str:
-        """Say how it ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
+        """Return how it ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
         if self.code is None:
             return self.cause or "has ended"
         if self.code >= 0:
@@ -67,15 +67,15 @@ class Exit:
 
 
 class ForkServerLink:
-    """One fork server, as the kernel reaches it over a pipe; a thread reads what comes back."""
+    """The kernel's connection to one fork server, over a pipe.  A thread reads the answers."""
 
     def __init__(
         self, pipe: Connection, *, on_exit: Callable[[Exit], None], on_end: Callable[[], None]
     ) -> None:
-        """Begin to read.
+        """Start the reading thread.
 
-        Its thread calls ``on_exit`` when a process has ended, and ``on_end`` when the fork server
-        has, without being asked to.
+        The thread calls ``on_exit`` when a process has ended, and ``on_end`` when the fork server
+        has ended unexpectedly.
         """
         self.is_over = threading.Event()
         """Set once the fork server has ended."""
@@ -91,9 +91,9 @@ class ForkServerLink:
         self._reader.start()
 
     def request(self, operation: KernelRequest, **fields: object) -> "Future[Any]":
-        """Send a request and return its answer.
+        """Send a request and return the future answer.
 
-        The answer is a RuntimeError if the request failed, or the fork server has ended.
+        The future raises RuntimeError if the request failed or the fork server has ended.
         """
         answer: Future[Any] = Future()
         with self._lock:
@@ -105,14 +105,14 @@ class ForkServerLink:
             frame = {"op": operation, "id": request_id, **fields}
             try:
                 self._pipe.send_bytes(json.dumps(frame).encode())
-            except BlockingIOError:  # a part of the frame may be on its way: nothing can follow it
+            except BlockingIOError:  # perhaps half a frame was sent: the pipe is unusable
                 self.close()
             except OSError:
-                pass  # it has ended, as the thread is about to read
+                pass  # the fork server has ended; the thread will read that
         return answer
 
     def start_rank(self, rank: int, settings: object) -> None:
-        """Start a rank; its exit says so if the system does not start it."""
+        """Start a rank; if the system cannot start the process, note an exit with the cause."""
 
         def note(answer: "Future[Any]") -> None:
             if error := answer.exception():
@@ -122,12 +122,12 @@ class ForkServerLink:
         started.add_done_callback(note)
 
     def begin_stop(self) -> None:
-        """Have the fork server end all its processes, and itself; ``is_over`` is set then."""
+        """Ask the fork server to end all its processes and itself; then ``is_over`` is set."""
         self._is_stopping = True
         self.request(KernelRequest.STOP)
 
     def close(self) -> None:
-        """End the connection, which ends the fork server; may be called twice."""
+        """Close the connection, which ends the fork server; may be called twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -137,7 +137,7 @@ class ForkServerLink:
                 frame = self._pipe.recv_bytes()
                 try:
                     self._handle(json.loads(frame))
-                except Exception:  # noqa: BLE001  the edge of the thread: the next event must come
+                except Exception:  # noqa: BLE001  the thread must go on reading events
                     traceback.print_exc()
         with self._lock:
             self.is_over.set()

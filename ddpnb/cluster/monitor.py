@@ -1,4 +1,4 @@
-"""Looks at the ranks while a call runs: where they are, and who is silent (kernel)."""
+"""Monitors the ranks while a call runs: their positions, and ranks that do not answer (kernel)."""
 
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
@@ -13,9 +13,9 @@ from ddpnb.protocol.processes import RankCommand, RankStatus
 
 @final
 class Monitor:
-    """Asks the ranks of a call where they are, in rounds, and says what keeps it from ending.
+    """Asks the ranks of a call for their positions, and finds out why the call does not end.
 
-    A round ends when all ranks that still run have answered.
+    It asks in rounds.  A round ends when all running ranks have answered.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -25,13 +25,13 @@ class Monitor:
         self._waited = 0.0
         """Seconds since the round began."""
         self._has_named = False
-        """Whether the ranks have been named that do not answer in this round."""
+        """True if the silent ranks of this round have been reported."""
         self._hangs = HangDetector(timeouts=cluster.timeouts)
 
     def hang(self, call: Call, finished: Mapping[int, int], now: float) -> Hang | None:
-        """Return why a call hangs; None as long as it is not known to.
+        """Return why a call hangs, or None if no hang has been detected.
 
-        ``finished``: ranks that have finished it, each with its number of collectives.
+        ``finished``: ranks that have finished the call, with each rank's number of collectives.
         """
         passed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
@@ -53,15 +53,15 @@ class Monitor:
         return Hang(waiting=statuses, finished=finished, idle=idle)
 
     def notice(self, running: Collection[int]) -> str:
-        """Say, once a round, which ranks have not answered for long; empty if there are none."""
+        """Return a message about silent ranks, once per round; empty if no rank is silent."""
         asked = {rank for rank, answer in self._answers.items() if not answer.done()}
         is_late = self._waited > self._cluster.timeouts.silent_after_seconds
         if self._has_named or not is_late or not (silent := asked & set(running)):
             return ""
         self._has_named = True
         return (
-            f"{sentence(describe_silent(silent))} Until then no hang is noticed. "
-            "An interrupt ends the cell."
+            f"{sentence(describe_silent(silent))} ddpnb cannot detect hangs until all ranks "
+            "answer. Interrupt the cell to end it."
         )
 
     def _begin_round(self, running: Collection[int]) -> None:
@@ -73,7 +73,7 @@ class Monitor:
 
 
 def describe_silent(ranks: Collection[int]) -> str:
-    """Say that ranks do not answer, and why that may be."""
+    """Return a clause that says which ranks do not answer, and the possible reasons."""
     it = "it" if len(ranks) == 1 else "they"
-    why = f"{it} may be stopped, or run code that keeps all other threads waiting"
-    return f"{say(ranks, 'does not answer')}: {why}"
+    why = f"{it} may be suspended, or may run code that holds the GIL"
+    return f"{say(ranks, 'does not answer')}; {why}"

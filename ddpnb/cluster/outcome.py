@@ -1,4 +1,4 @@
-"""What has become of a call so far, and what that asks for; it knows no process (kernel)."""
+"""The results, failures and losses of a call so far (kernel)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,22 +11,22 @@ from ddpnb.protocol.messages import CellReport, Failure
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What the ranks of one call have returned, and how it ends."""
+    """The values that the ranks of one call returned, and how the call ended."""
 
     survives: Callable[[int], bool] = lambda _: False
-    """Returns whether the other ranks can go on without one that has died."""
+    """Returns True if the other ranks can go on without a dead rank."""
     returned: dict[int, Any] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
-    """Ranks that died where the others cannot go on without them, each with the cause."""
+    """Causes of death by rank, for dead ranks that the other ranks need."""
     hang: Hang | None = None
     timed_out: bool = False
     failed_at: float | None = None
-    """When the first rank failed, or was lost."""
+    """Time at which the first rank failed or was lost."""
     last_end_at: float = 0.0
-    """When a rank last returned or died."""
+    """Time at which a rank last returned or died."""
 
     def note(self, event: CallEvent, now: float) -> None:
-        """Take an event that has come at ``now``, in seconds."""
+        """Record an event that arrived at ``now``, in seconds."""
         if isinstance(event, Returned):
             self.returned[event.rank] = event.value
         elif isinstance(event, Lost):
@@ -45,19 +45,19 @@ class Outcome:
 
     @property
     def num_collectives(self) -> dict[int, int]:
-        """How many collectives each rank has called in a cell that it has finished."""
+        """The number of collectives of each rank that has finished the cell."""
         reports = self.returned.items()
         return {rank: r.num_collectives for rank, r in reports if isinstance(r, CellReport)}
 
     def is_waited_for(self, now: float, seconds: float) -> bool:
-        """Return whether a rank has failed, and no other has ended for so long since.
+        """Return True if a rank failed and no other rank has ended for ``seconds`` since.
 
-        Those that still run may wait for it.
+        The ranks that still run may wait for the failed rank.
         """
         return self.failed_at is not None and now - self.last_end_at > seconds
 
     def causes(self) -> str:
-        """Say what has failed so far; what failed because another did is left out."""
+        """Return a text about the failures so far, without failures caused by other ranks."""
         causes = [f"rank {rank} {cause}" for rank, cause in self.lost.items()]
         own = [each for each in self.failures if not each.is_consequence]
         return "; ".join([*causes, *(f"rank {f.rank} failed: {f.name}: {f.text}" for f in own)])

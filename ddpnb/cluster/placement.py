@@ -1,4 +1,4 @@
-"""The cluster that a user asks for: each rank's device, threads and settings (kernel)."""
+"""The placement of ranks: each rank's device, threads and settings (kernel)."""
 
 import os
 import socket
@@ -15,44 +15,44 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 MAX_RANKS = 256
 MAX_THREADS = 1024
-"""Of each rank, as for the number of ranks where no environment variable says less."""
+"""Largest number of threads per rank, if DDPNB_MAX_THREADS sets no smaller limit."""
 MAX_DEFAULT_CPU_RANKS = 4
 MAX_RANKS_PER_CORE = 4
-"""With more, ranks on CPUs far outnumber the cores."""
+"""More CPU ranks per core than this cause a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """The user's choices; ``None`` and ``"auto"`` leave them to ``place_ranks``."""
+    """The user's choices for a cluster.  ``place_ranks`` decides for ``None`` and ``"auto"``."""
 
     num_ranks: int | None = option(
         None,
-        "number of ranks; by default one per GPU, or up to 4 on the CPU",
+        "number of ranks; by default one per GPU, or up to 4 on CPUs",
         flag="-n",
         least=1,
         most=MAX_RANKS,
     )
     devices: str = option(
         "",
-        "emulate these in all comparisons: a rank for each",
+        "devices to emulate in all comparisons, with one rank per device",
         example="8xV100",
         offers=tuple(f"8x{card}" for card in CARDS),
     )
     as_: str = option(
-        "", "whose published figures these have", example="MODEL", offers=tuple(MODELS)
+        "", "published model that emulated devices imitate", example="MODEL", offers=tuple(MODELS)
     )
-    device: str = option("auto", "what the ranks compute on", choices=DEVICES, example="NAME")
-    backend: str = option("auto", "of torch.distributed", choices=BACKENDS, example="NAME")
+    device: str = option("auto", "hardware of the ranks", choices=DEVICES, example="NAME")
+    backend: str = option("auto", "torch.distributed backend", choices=BACKENDS, example="NAME")
     num_threads: int | None = option(
         None,
-        "CPU threads of each rank; by default the cores divided by the ranks",
+        "CPU threads per rank; by default the cores divided by the ranks",
         flag="--threads",
         least=1,
     )
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether no GPU is used, whatever this machine has."""
+        """True if the ranks use no GPU even if this machine has GPUs."""
         return self.device == "cpu" or bool(self.devices)
 
     def __post_init__(self) -> None:
@@ -61,50 +61,50 @@ class ClusterSpec:
             num, _, _ = count_devices(self.devices)
             if self.num_ranks not in (None, num):
                 raise UserError(
-                    f"--devices {self.devices} starts {num} ranks: leave -n {self.num_ranks} out."
+                    f"--devices {self.devices} starts {num} ranks. Remove -n {self.num_ranks}."
                 )
             if self.device == "cuda":
-                raise UserError("Emulated devices are on the CPU of this host: leave one out.")
+                raise UserError("--devices emulates devices on CPUs. Remove --device cuda.")
             object.__setattr__(self, "num_ranks", num)
         elif self.as_:
-            raise UserError(f"--as {self.as_} describes emulated devices: add --devices 8xV100.")
+            raise UserError(f"--as {self.as_} describes emulated devices. Add --devices 8xV100.")
         check_num_ranks(self.num_ranks or 1)
         if self.is_on_cpu and self.backend == "nccl":
-            raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
+            raise UserError("NCCL works on GPUs only. Use --backend gloo on CPUs.")
 
 
 def check_num_ranks(num: int) -> None:
-    """Raise a UserError if these are too many ranks, for ddpnb or for who runs this machine."""
+    """Raise UserError if ``num`` is more than ddpnb's limit or DDPNB_MAX_RANKS."""
     if num > (most := limit("DDPNB_MAX_RANKS", MAX_RANKS)):
-        why = "DDPNB_MAX_RANKS allows" if most < MAX_RANKS else "is possible"
-        raise UserError(f"{num} ranks are more than {why}: start {most} or fewer.")
+        why = "DDPNB_MAX_RANKS allows" if most < MAX_RANKS else "ddpnb supports"
+        raise UserError(f"{num} ranks are more than {why}. Start {most} or fewer ranks.")
 
 
 def limit(variable: str, default: int) -> int:
-    """Return the limit that an environment variable sets, as the administrator of a hub may."""
+    """Return the limit in an environment variable, which a hub's administrator may set."""
     option = Option(default=default, about="", least=1)
     return int(option.read(variable, os.environ.get(variable, default)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What a host of ranks has."""
+    """A host of ranks and its resources."""
 
     name: str = ""
-    """As the user wrote it; empty: the kernel's own host."""
+    """The host's name as the user wrote it; empty for the kernel's host."""
     address: str = "127.0.0.1"
-    """By which ranks of other hosts reach it."""
+    """The address by which other hosts' ranks reach the host."""
     interface: str = "lo"
     """The network interface with this address."""
     num_cores: int
     num_gpus: int = 0
     size: int | None = None
-    """How many ranks are to be there; None: as many as fit."""
+    """The number of ranks on the host; None chooses the number by the host's GPUs or cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The device of each rank, and what all ranks share."""
+    """The device and host of each rank, and the settings of all ranks."""
 
     devices: tuple[str, ...]
     """The device of each rank, as ``torch.device`` spells it."""
@@ -112,13 +112,13 @@ class Placement:
     num_threads: int
     hosts: tuple[Host, ...]
     host_of: tuple[int, ...]
-    """The number of each rank's host: the first ranks are the first host's."""
+    """The number of each rank's host.  The first ranks run on the first host."""
     master_port: int
-    """Where ranks of several hosts meet, at the first host's address."""
+    """The port at the first host's address where ranks of several hosts connect."""
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.devices)
 
     def ranks_of(self, host: int) -> list[int]:
@@ -129,15 +129,15 @@ class Placement:
 def place_ranks(
     spec: ClusterSpec, hosts: Sequence[Host], master_port: int | None = None
 ) -> Placement:
-    """Place the ranks host by host: on each one per GPU if all hosts have GPUs, else on the cores.
+    """Place the ranks host by host: by default one rank per GPU if all hosts have GPUs, else CPUs.
 
-    ``master_port`` is one of the first host's; without it, any free one of this host is taken.
+    ``master_port`` is a port of the first host.  By default, a free port of this host is used.
     """
     without = [host for host in hosts if not host.num_gpus]
     if without and not spec.is_on_cpu and (spec.device == "cuda" or len(without) < len(hosts)):
-        raise UserError(f"{_spoken(without[0])} has no GPU: use --device cpu, or leave it out.")
+        raise UserError(f"{_spoken(without[0])} has no GPU. Use --device cpu, or remove the host.")
     on_gpus = not without and not spec.is_on_cpu
-    fewest = 2 // len(hosts) or 1  # with one rank there is nothing to see
+    fewest = 2 // len(hosts) or 1  # a single rank shows no communication
     sizes, devices, backends, host_of = [], [], [], list[int]()
     for number, host in enumerate(hosts):
         num_gpus = host.num_gpus if on_gpus else 0
@@ -161,11 +161,11 @@ def place_ranks(
 
 
 def _choose_backend(spec: ClusterSpec, host: Host, num_ranks: int, num_gpus: int) -> str:
-    """Return NCCL for one rank per GPU, else gloo: NCCL allows no two ranks on one GPU."""
+    """Return NCCL for one rank per GPU, else gloo, because NCCL allows one rank per GPU."""
     if spec.backend == "nccl" and num_ranks > num_gpus:
         raise UserError(
-            f"{_spoken(host)} has {num_gpus} GPUs for {num_ranks} ranks, and NCCL allows one rank "
-            "per GPU: start fewer, or use --backend gloo."
+            f"{_spoken(host)} has {num_gpus} GPUs for {num_ranks} ranks, but NCCL allows only one "
+            "rank per GPU. Start fewer ranks, or use --backend gloo."
         )
     if spec.backend != "auto":
         return spec.backend
@@ -177,11 +177,11 @@ def _spoken(host: Host) -> str:
 
 
 def torchrun_environment(placement: Placement, rank: int) -> dict[str, str]:
-    """Return the variables that torchrun sets, so that code moves to scripts unchanged.
+    """Return the variables that torchrun sets, so that code runs unchanged in scripts.
 
-    Code finds from them that its processes were started for it.  Torchrun's agent, with a store of
-    its own, is not there.  ``ACCELERATE_USE_CPU`` is set by ``accelerate launch``: without it,
-    accelerate and transformers train a model of its own in each process that has no GPU.
+    The variables tell libraries that the processes already exist.  Torchrun's agent with its store
+    does not exist here.  ``accelerate launch`` sets ``ACCELERATE_USE_CPU``.  Without that variable,
+    accelerate and transformers train a separate model in each process without a GPU.
     """
     size = str(placement.num_ranks)
     host = placement.host_of[rank]
@@ -200,7 +200,7 @@ def torchrun_environment(placement: Placement, rank: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": f"ddpnb-{placement.master_port}",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        # Across hosts a store listens at MASTER_PORT, as the agent's does under torchrun.
+        # Across hosts, a store listens at MASTER_PORT, like the agent's store under torchrun.
         "TORCHELASTIC_USE_AGENT_STORE": str(len(placement.hosts) > 1),
         "MASTER_ADDR": placement.hosts[0].address,
         "MASTER_PORT": str(placement.master_port),
@@ -222,8 +222,8 @@ def free_port() -> int:
 def controller_arguments(profile: Path, address: str, ports: Sequence[int]) -> list[str]:
     """Return ipyparallel's command line for the controller.
 
-    Engines connect to its ``ports`` at an ``address`` of this host; without one, all its sockets
-    are files: see ``LocalController``.
+    Engines connect to the controller's ``ports`` at an ``address`` of this host.  Without an
+    address, all sockets are files: see ``LocalController``.
     """
     place = str(profile / "socket")
     return [
@@ -237,8 +237,8 @@ def controller_arguments(profile: Path, address: str, ports: Sequence[int]) -> l
         "--location=127.0.0.1",
         "--log-level=ERROR",
         "--IPController.enable_curve=True",
-        "--IPController.use_threads=True",  # two processes in place of nine
-        "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else it keeps every result
+        "--IPController.use_threads=True",  # two processes instead of nine
+        "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # do not keep all results
         "--HeartMonitor.period=100",  # ms; ranks are registered on a heartbeat
         "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: the fork server reports deaths
     ]
@@ -247,10 +247,10 @@ def controller_arguments(profile: Path, address: str, ports: Sequence[int]) -> l
 def rank_settings(
     placement: Placement, rank: int, *, home: Path, generation: int | None
 ) -> dict[str, Any]:
-    """Return the settings of a rank's process, as ``ddpnb.launcher.child.run_rank`` takes them.
+    """Return the settings of a rank's process, for ``ddpnb.launcher.child.run_rank``.
 
-    ``home`` is the folder in which cells start, ``generation`` the number of the process group to
-    join; None: join none.
+    ``home`` is the folder in which cells start.  ``generation`` is the number of the process group
+    to join, or None to join no group.
     """
     own = placement.host_of[rank]
     return {

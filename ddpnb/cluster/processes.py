@@ -1,4 +1,4 @@
-"""The processes of a cluster: what can be done with them, and those of this host (kernel).
+"""The processes of a cluster: their interface, and the processes of this host (kernel).
 
 The kernel starts one subprocess, the fork server; all other processes are its children.
 """
@@ -31,16 +31,16 @@ from ddpnb.protocol.processes import KernelRequest, RankCommand, may_have_gpus, 
 
 STOP_TIMEOUT_SECONDS = 8.0
 RECORDED_CALLS = 64
-"""How many collectives torch's flight recorder keeps on each rank, to show where it waits."""
+"""The number of collectives in torch's flight recorder on each rank, to show where it waits."""
 
 OnExit = Callable[[Exit], None]
-"""Called, from another thread, when a process has ended without being asked to."""
+"""Called from another thread when a process has ended unexpectedly."""
 
 
 def torch_environment(num_threads: int, preload: str = "") -> dict[str, str]:
-    """Return what torch reads when it is imported, for ranks of so many threads.
+    """Return the environment variables that torch reads at import, for ``num_threads`` per rank.
 
-    ``preload`` names modules to import too, besides those of the user.
+    ``preload`` names additional modules to import, after the modules that the user names.
     """
     return {
         "OMP_NUM_THREADS": str(num_threads),
@@ -50,7 +50,7 @@ def torch_environment(num_threads: int, preload: str = "") -> dict[str, str]:
 
 
 class ForkServer:
-    """The kernel's child on this host, which starts the controller, and ranks if there are any."""
+    """The kernel's child process on this host, which starts the controller and the host's ranks."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ForkServer:
         address: str = "",
         ports: Sequence[int] = (),
     ) -> None:
-        """Start it; ``folder`` is the cluster's run folder, which it removes at its end.
+        """Start the fork server, which removes ``folder``, the cluster's run folder, at the end.
 
         Engines on other hosts reach the controller at an ``address`` of this host, at ``ports``.
         """
@@ -80,7 +80,7 @@ class ForkServer:
         self.link = ForkServerLink(pipe, on_exit=on_exit, on_end=self._note_end)
 
     def stop(self) -> None:
-        """End it and its children, and wait for it; may be called twice."""
+        """End the fork server and its children, and wait for the end; may be called twice."""
         self.link.begin_stop()
         try:
             self._server.wait(STOP_TIMEOUT_SECONDS)
@@ -94,76 +94,76 @@ class ForkServer:
         self._on_exit(Exit(member=Service.FORK_SERVER, code=self._server.wait()))
 
     def _kill_group(self) -> None:
-        """Kill the server and what it started; its number is no other process's before ``wait``."""
+        """Kill the fork server and its children.  The system reuses its pid only after ``wait``."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 class Processes(abc.ABC):
-    """The controller and the ranks of a cluster, on whichever hosts they are."""
+    """The controller and the ranks of a cluster, on one or several hosts."""
 
     server: ForkServer
-    """The kernel's child, from which this host's processes descend."""
+    """The kernel's child process, which starts this host's processes."""
     prepared: Future[int]
-    """Resolves to the number of this host's GPUs once its ranks, if it has any, can be started."""
+    """Resolves to the number of this host's GPUs when ranks can be started on this host."""
     placement: Placement
 
     @property
     def links(self) -> Sequence[ForkServerLink]:
-        """The fork server of each host's ranks, in the order of the placement: here one."""
+        """The link to each host's fork server, in the order of the placement; here one link."""
         return (self.server.link,)
 
     @abc.abstractmethod
     def place(self, progress: Callable[[str], None]) -> Placement:
-        """Wait until it is known what the hosts have, and place the ranks.
+        """Wait until the hosts have reported their resources, and place the ranks.
 
-        ``progress`` is called with a few words on each phase.  A UserError says why the hosts
-        cannot be used so.
+        ``progress`` is called with a few words on each phase.  Raises UserError if the hosts
+        cannot run the cluster.
         """
 
-    def prepare(self, rank: int) -> None:  # noqa: B027  not abstract: there may be nothing to do
-        """Have a rank's host ready to start it, where what starts it may have been lost."""
+    def prepare(self, rank: int) -> None:  # noqa: B027  optional for subclasses
+        """Prepare a rank's host to start the rank, if the host may have been lost."""
 
     def stop(self) -> None:
         """End every process of the cluster and wait for it; may be called twice."""
         self.server.stop()
 
     def command(self, rank: int, command: RankCommand, *arguments: object) -> "Future[Any]":
-        """Have a rank's control thread carry out a command, and return its answer.
+        """Send a command to a rank's control thread, and return the future answer.
 
-        The answer never comes if the rank is gone.  It is a RuntimeError if the rank could not
-        carry the command out, or the whole cluster is gone.
+        If the rank is dead, the future never completes.  The future raises RuntimeError if the rank
+        could not carry out the command, or if the whole cluster has ended.
         """
         fields = {"rank": rank, "command": command, "arguments": arguments}
         return self.link_of(rank).request(KernelRequest.FORWARD, **fields)
 
     def signal(self, ranks: Collection[int], number: int) -> "list[Future[Any]]":
-        """Send a signal to those of the ranks that are alive; what is returned is done then."""
+        """Send a signal to the living ranks; return futures that complete when it is sent."""
         fields = {"ranks": [*ranks], "number": number}
         return [link.request(KernelRequest.SIGNAL, **fields) for link in self.links]
 
     def link_of(self, rank: int) -> ForkServerLink:
-        """Return the fork server of a rank's host."""
+        """Return the link to the fork server of a rank's host."""
         return self.links[self.placement.host_of[rank]]
 
 
 StartProcesses = Callable[[ClusterSpec, Path, OnExit], Processes]
-"""Starts what a spec asks for, in a run folder; ``place`` waits until it is there."""
+"""Starts a spec's processes, in a run folder.  ``place`` waits until the hosts are ready."""
 
 
 class LocalProcesses(Processes):
     """The fork server of this host and its children."""
 
     def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
-        """Start the fork server; a UserError says why this host cannot run such a cluster."""
+        """Start the fork server; raise UserError if this host cannot run the cluster."""
         if sys.platform != "linux":
-            raise UserError("Ranks are forked, which is safe on Linux alone: start them there.")
+            raise UserError("ddpnb forks ranks, which is safe on Linux only. Use a Linux machine.")
         self._spec = spec
         may_use_gpus = spec.device == "cuda" or (not spec.is_on_cpu and may_have_gpus())
         planned = None if may_use_gpus else self._place(num_gpus=0)
         self._planned = planned
-        # The first DDP or optimizer imports torch's compiler: a second of a core, and 66 MB.  Ranks
-        # with a core each do so at once; where they outnumber the cores it is done once for all.
+        # The first DDP or optimizer imports torch's compiler, which takes 1 s of a core and 66 MB.
+        # If there are more ranks than cores, the fork server imports the compiler once for all.
         num_on_cpu = planned.devices.count("cpu") if planned else 0
         is_crowded = num_on_cpu > num_cores()
         num_threads = planned.num_threads if planned else spec.num_threads or num_cores()
@@ -172,7 +172,7 @@ class LocalProcesses(Processes):
         self.prepared = self.server.link.request(KernelRequest.PREPARE)
 
     def place(self, progress: Callable[[str], None]) -> Placement:
-        """Place the ranks, once the GPUs are known if they may be used."""
+        """Place the ranks, after the fork server has counted the GPUs if the ranks may use them."""
         progress("importing torch")
         self.placement = self._planned or self._place(self.prepared.result(START_TIMEOUT_SECONDS))
         return self.placement
@@ -182,7 +182,7 @@ class LocalProcesses(Processes):
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
-    """Poll until something is so; a TimeoutError says ``what`` did not happen within the time."""
+    """Poll until ``is_so()``; after the time, raise a TimeoutError that begins with ``what``."""
     deadline = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > deadline:
@@ -191,9 +191,9 @@ def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 def wait_for_file(path: Path, while_waiting: Callable[[], None]) -> None:
-    """Wait until a file exists and is complete JSON; a TimeoutError if it does not appear.
+    """Wait until a file exists and is complete JSON; raise TimeoutError if it does not appear.
 
-    ``while_waiting`` is called repeatedly, and raises to give up.
+    ``while_waiting`` is called repeatedly, and raises an error to give up.
     """
 
     def is_complete() -> bool:

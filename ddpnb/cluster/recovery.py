@@ -1,8 +1,8 @@
-"""The recovery of dead ranks while the others train on (kernel).
+"""Recovers dead ranks while the other ranks continue to train (kernel).
 
-A dead rank's process is started anew, in no process group, and joins the run at its current
-step.  On several hosts none is started anew before the run ends.  Afterwards all ranks form the
-next group.
+ddpnb restarts a dead rank without a process group, and the rank joins the run at the current
+step.  On several hosts, ddpnb restarts no rank before the run ends.  After the run, all ranks
+form a new group.
 """
 
 import contextlib
@@ -19,26 +19,26 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, RejoinInfo, RunSpec
 
 KERNEL = -1
-"""The rank under which the kernel sends its own marks."""
+"""The rank number of marks that the kernel itself sends."""
 MAX_STARTS = 3
-"""How often one rank is started anew in one run."""
+"""How often ddpnb restarts a rank in one run, at most."""
 TIMEOUT_SECONDS = 60.0
-"""How long a rank that was restarted may take, after the run, to arrive and to finish."""
+"""Longest time after the run for a restarted rank to join and to finish."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RankRecovery:
-    """Brings dead ranks back into one run; hands on the events of all ranks, and marks."""
+    """Restarts dead ranks during one run; passes on the events of all ranks, and marks."""
 
     cluster: Cluster
     spec: RunSpec
     handle: Callable[[CallEvent], None]
     survives_deaths: bool
-    """Whether the run goes on when a rank other than 0 dies."""
+    """True if the run continues when a rank other than 0 dies."""
     before_joining: Callable[[int], None] = lambda _: None
     """Prepares a new process for the run, before it joins."""
     restarted: Counter[int] = field(default_factory=Counter)
-    """How many new processes each rank got during the run."""
+    """The number of restarts of each rank during the run."""
     _began_at: float = float("inf")
     _num_batches: dict[int, int] = field(default_factory=dict)
     _num_steps: dict[int, int] = field(default_factory=dict)
@@ -50,20 +50,20 @@ class RankRecovery:
     _training_again: set[int] = field(default_factory=set)
 
     def survives(self, rank: int) -> bool:
-        """Return whether the run goes on without this rank."""
+        """Return True if the run continues without this rank."""
         return self.survives_deaths and rank != 0
 
     def take(self, event: CallEvent) -> None:
-        """Take an event of the run's own call, and note a rank that has died."""
+        """Take an event of the run's original call, and note dead ranks."""
         self._note(event)
         self.handle(event)
         if isinstance(event, Lost) and self.survives(event.rank):
             self._dead.add(event.rank)
 
     def attend(self) -> None:
-        """Restart dead ranks, have those join that have started, and take their events."""
+        """Restart dead ranks, let restarted ranks join the run, and take their events."""
         for rank in sorted(self._dead):
-            if rank in self.cluster.exits:  # the exit may be reported after the loss of the call
+            if rank in self.cluster.exits:  # the call may be lost before the exit is reported
                 self._dead.discard(rank)
                 self._start(rank)
         for rank in sorted(self._starting):
@@ -78,7 +78,7 @@ class RankRecovery:
                 self._take_joined(rank, event)
 
     def end(self) -> None:
-        """Wait for ranks that are starting or have joined; kill those that do not end."""
+        """Wait for ranks that are starting or have joined; kill ranks that do not end in time."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while self._starting or any(not call.done for call in self._calls.values()):
             self.attend()
@@ -108,7 +108,7 @@ class RankRecovery:
             kind = MarkKind.KILLED if (exit_.code or 0) < 0 else MarkKind.DIED
             self._send(Mark(rank=rank, seconds=self._now(), kind=kind))
         self._training_again.discard(rank)
-        if self.cluster.spans_hosts:  # it could not join, and its host may be gone
+        if self.cluster.spans_hosts:  # the rank could not join; its host may be gone
             return
         if self.restarted[rank] < MAX_STARTS:
             self.cluster.restart_alone(rank)
@@ -121,7 +121,7 @@ class RankRecovery:
             first_step=self._num_steps.get(rank, 0),
             began_at=min(self._began_at, time.time()),
         )
-        with contextlib.suppress(UserError):  # it has died again: the next ``attend`` notes that
+        with contextlib.suppress(UserError):  # dead again: the next `attend` notes it
             self.before_joining(rank)
             self._calls[rank] = self.cluster.submit(calls.train(self.spec, rejoin_info), [rank])
 
@@ -140,11 +140,11 @@ class RankRecovery:
         self.handle(event)
 
     def _now(self) -> float:
-        """Return the training time until now."""
+        """Return the training time until now, in seconds."""
         return max(0.0, time.time() - self._began_at)
 
     def _send(self, mark: Mark) -> None:
-        """Send a mark of the kernel's own."""
+        """Send a mark from the kernel."""
         number = self._num_batches.get(KERNEL, 0)
         self._num_batches[KERNEL] = number + 1
         run_id = self.spec.run_id

@@ -1,8 +1,8 @@
-"""The loop that supervises a call until it has ended, one way or another (kernel).
+"""The loop that supervises a call until the call has ended (kernel).
 
-Ranks that wait for a failed rank are freed.  An interrupt or a timeout reaches every
-rank, also inside a collective.  A rank that does not stop even then is killed, and the
-user is notified.  ``outcome`` and ``hangs`` decide when each of this is due.
+Ranks that wait for a failed rank are released.  An interrupt or a timeout reaches every
+rank, even inside a collective.  A rank that still does not stop is killed, and the
+user is notified.  ``outcome`` and ``hangs`` decide when each action is due.
 """
 
 import signal
@@ -22,9 +22,9 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import spoken_ranks
 
 MAX_ABORTS = 5
-"""How often hanging ranks are freed before they are killed: a busy machine may need several."""
+"""How often hanging ranks are released before they are killed.  Busy machines need several."""
 END_TIMEOUT_SECONDS = 10.0
-"""How long a call with killed ranks may take to end."""
+"""Longest time for a call with killed ranks to end."""
 
 
 def _nothing(*_: object) -> None: ...
@@ -38,17 +38,17 @@ class Watch:
     call: Call
     handle: Callable[[CallEvent], None]
     tick: Callable[[], None] = _nothing
-    """Called at least every ``tick_seconds``, to draw."""
+    """Function called at least every ``tick_seconds``, to draw."""
     timeout: float | None = None
     """Seconds after which the ranks are interrupted."""
     abort_after_failure_seconds: float | None = None
-    """In place of that of the cluster's timeouts."""
+    """Replaces the value in the cluster's timeouts."""
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
-    """Shows the user a sentence before the call ends."""
+    """Function that shows the user a sentence before the call ends."""
     outcome: Outcome = field(default_factory=Outcome)
     stop_requested: bool = False
     is_stopping: bool = False
-    """Whether the ranks are being interrupted, and killed after a while."""
+    """True while the ranks are interrupted, and killed if they do not stop."""
     _monitor: Monitor = field(init=False)
     _num_aborts: int = 0
     _is_failure_shown: bool = False
@@ -57,7 +57,7 @@ class Watch:
         self._monitor = Monitor(self.cluster)
 
     def run(self) -> Outcome:
-        """Return when the call has ended on every rank.
+        """Supervise the call until it has ended on every rank.
 
         Raises:
             KeyboardInterrupt: the kernel was interrupted, and the ranks have stopped.
@@ -95,8 +95,8 @@ class Watch:
                     self.notify(notice)
         if late := self.call.speaking:
             self.notify(
-                f"What {spoken_ranks(late)} printed is not complete: the rest had not come "
-                f"{OUTPUT_TIMEOUT_SECONDS:g} s after the end."
+                f"The output of {spoken_ranks(late)} is incomplete. The rest did not arrive "
+                f"within {OUTPUT_TIMEOUT_SECONDS:g} s after the end."
             )
         if self.outcome.failures and not self._num_aborts:
             self._leave_broken_group()
@@ -108,20 +108,20 @@ class Watch:
         self.tick()
 
     def _attend_to_failure(self, now: float) -> None:
-        """Free ranks that may wait for one that failed; show the failure if others compute on."""
+        """Release ranks that may wait for a failed rank; show the failure if others still run."""
         timeouts, running = self.cluster.timeouts, self.call.running
         seconds = self.abort_after_failure_seconds or timeouts.abort_after_failure_seconds
         if self.outcome.is_waited_for(now, seconds) and not self._num_aborts:
             self._abort()
         failed_at, report_after = self.outcome.failed_at, timeouts.report_failure_after_seconds
-        causes = self.outcome.causes()  # none where all were freed from a hang
+        causes = self.outcome.causes()  # empty if a hang ended the call
         if causes and failed_at and now - failed_at > report_after and not self._is_failure_shown:
             self._is_failure_shown = True
-            others = f"{say(running, 'is')} still running. Interrupt to stop {them(running)}"
-            self.notify(sentence(f"{causes}; {others}"))
+            others = say(running, "is still running")
+            self.notify(sentence(f"{causes}; {others}. Interrupt the cell to stop {them(running)}"))
 
     def _attend_to_hang(self, now: float) -> None:
-        """Free ranks that wait for each other without end; kill them when that fails repeatedly."""
+        """Release ranks that wait for each other without end; kill them if this fails often."""
         if (hang := self._monitor.hang(self.call, self.outcome.num_collectives, now)) is None:
             return
         if not self._num_aborts:
@@ -134,15 +134,15 @@ class Watch:
     def _abort(self) -> None:
         self._num_aborts += 1
         self.cluster.abort(self.call.running)
-        self._monitor = Monitor(self.cluster)  # who was just freed needs time to notice
+        self._monitor = Monitor(self.cluster)  # released ranks need time to notice
 
     def _stop_ranks(self) -> None:
-        """Interrupt and free the ranks until they stop; kill those that do not."""
+        """Interrupt and release the ranks until they stop; kill ranks that do not stop."""
         self.is_stopping = True
         cluster, running, timeouts = self.cluster, self.call.running, self.cluster.timeouts
         kill_at = time.monotonic() + timeouts.kill_after_seconds
         while running and time.monotonic() < kill_at:
-            # A rank that received SIGSTOP could not end the cell.
+            # A rank that is suspended by SIGSTOP could not end the cell.
             cluster.processes.signal(running, signal.SIGCONT)
             cluster.interrupt(running)
             self._attend_until_done(timeouts.abort_after_interrupt_seconds)
@@ -156,14 +156,14 @@ class Watch:
 
     def _kill(self) -> None:
         running = self.call.running
-        why = "as nothing else ended the wait; variables are lost"
-        self.notify(sentence(f"{say(running, 'was')} killed, {why}"))
+        why = "because interrupting and releasing did not help. Killed ranks lose their variables"
+        self.notify(sentence(f"{say(running, 'was')} killed {why}"))
         self.cluster.kill(running)
 
     def _leave_broken_group(self) -> None:
-        """Have the next call form a new group if it would meet what one rank has called alone.
+        """Let the next call form a new group if the ranks made different numbers of collectives.
 
-        A stop or a failure may come before a collective on one rank and after it on another.
+        A stop or a failure may come before a collective on one rank and after it on another rank.
         """
         cluster, outcome = self.cluster, self.outcome
         if cluster.is_over:
@@ -176,7 +176,7 @@ class Watch:
             for answer in cluster.gather(calls.num_calls(), ranks, END_TIMEOUT_SECONDS):
                 for group, number in answer.items():
                     made.setdefault(group, set()).add(number)
-        except (RuntimeError, OSError, KeyError, UserError):  # a rank, or the cluster, has ended
+        except (RuntimeError, OSError, KeyError, UserError):  # a rank or the cluster has ended
             return
         if any(len(numbers) > 1 or None in numbers for numbers in made.values()):
             cluster.abort(ranks)

@@ -1,4 +1,4 @@
-"""What is asked of ranks other than to run a cell or to train: supervised like these (kernel)."""
+"""Supervised calls on ranks that neither run a cell nor train (kernel)."""
 
 from collections.abc import Sequence
 
@@ -19,16 +19,16 @@ def ask(
     *,
     printed: PrintedLines | None = None,
 ) -> dict[int, Result]:
-    """Return what each rank answers; a failure on one frees the others.
+    """Return each rank's answer.  If one rank fails, the others are released.
 
-    Without ``ranks`` all are asked.  ``printed`` takes what they print, which is else shown at the
-    end.
+    By default all ranks are asked.  ``printed`` collects the ranks' output.  Without ``printed``,
+    the output is shown at the end.
 
     Raises:
-        UserError: a mistake that a rank has found; or a cell runs on one of the ranks.
-        RankError: anything else that has failed on a rank.
+        UserError: a rank found a user's mistake, or one of the ranks is running a cell.
+        RankError: a rank failed in any other way.
         HangError: the ranks waited for each other without end.
-        KeyboardInterrupt: it was interrupted; the ranks have stopped.
+        KeyboardInterrupt: the call was interrupted, and the ranks have stopped.
     """
     chosen = cluster.ranks if ranks is None else tuple(ranks)
     cluster.require_idle(chosen)
@@ -59,7 +59,7 @@ def ask(
             mistakes.setdefault(failure.text, []).append(failure.rank)
     if mistakes:
         text, on = min(mistakes.items(), key=lambda item: min(item[1]))
-        raise UserError(text if len(on) == len(chosen) else f"On {spoken_ranks(on)} alone: {text}")
+        raise UserError(text if len(on) == len(chosen) else f"Only on {spoken_ranks(on)}: {text}")
     if (error := error_of(cluster, outcome)) is None:
         return outcome.returned
     own = [each for each in failures if not (each.is_consequence or each.is_death)]

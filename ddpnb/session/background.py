@@ -1,4 +1,4 @@
-"""What runs in the background: a thread attends to it while other cells run (kernel)."""
+"""Background work: a thread supervises a cell or a comparison while other cells run (kernel)."""
 
 import contextvars
 import threading
@@ -11,63 +11,63 @@ from ddpnb.session.errors import CellInterrupt, render_error
 
 
 class Background(ABC):
-    """A cell or a comparison; its output appears under the notebook cell that started it."""
+    """A cell or a comparison whose output appears under the notebook cell that started it."""
 
     def __init__(self, what: str) -> None:
         self.done = False
-        """Whether it has ended in the background, for whatever reason."""
+        """True if the background work has ended, with or without an error."""
         self.error: BaseException | None = None
-        """Why it ended early; None otherwise."""
+        """The error that ended the work early; None if there was no error."""
         self.what = what
         self.stop_requested = False
         self._value: Any = None
-        """What ``run`` has returned."""
+        """The return value of ``run``."""
         self._thread: threading.Thread | None = None
         self._started = time.strftime("%H:%M:%S")
 
     @abstractmethod
     def run(self) -> object:
-        """Attend to it until it has ended; raise its error."""
+        """Supervise the work until it has ended; raise its error."""
 
     def interrupt(self) -> None:
-        """Have it end early; may be called twice, from any thread."""
+        """Request an early end; may be called twice, from any thread."""
         self.stop_requested = True
 
     def begin(self, on_end: Callable[[Self], None] | None = None) -> Self:
-        """Attend to it in a thread; return it.
+        """Call ``run`` in a new thread and return at once.
 
-        ``on_end`` is called there at the end; by default an error is shown under the cell.
+        The thread calls ``on_end`` at the end.  By default, an error is shown under the cell.
         """
-        context = contextvars.copy_context()  # holds the cell that output belongs to
+        context = contextvars.copy_context()  # holds the cell that the output belongs to
         run = self._run_in_thread, on_end
         self._thread = threading.Thread(target=context.run, args=run, daemon=True)
         self._thread.start()
         return self
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds until the work has ended."""
         if self._thread is not None:
             self._thread.join(timeout)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait until it has ended; return a comparison's result, or raise the error.
+        """Wait until the work has ended; return a comparison's result, or raise the error.
 
-        After ``timeout`` seconds it continues, and a TimeoutError is raised.
+        After ``timeout`` seconds, raise TimeoutError.  The work then continues.
         """
         self.join(timeout)
         if not self.done:
-            raise TimeoutError(f"the {self.what} still runs after {timeout} s")
+            raise TimeoutError(f"the {self.what} is still running after {timeout} s")
         if self.error is not None:
             raise self.error
         return self._value
 
     @property
     def was_stopped(self) -> bool:
-        """Whether it ended because it was asked to, and not by an error."""
+        """True if the work ended on request, without an error."""
         return self.stop_requested and isinstance(self.error, CellInterrupt | None)
 
     def __repr__(self) -> str:
-        """Describe it in words that stay true in a saved notebook."""
+        """Return a description that stays true in a saved notebook."""
         if not self.done:
             return f"<{self.what}, started {self._started}; %ddp_status shows its state>"
         ending = "stopped" if self.was_stopped else "failed" if self.error else "finished"
@@ -78,7 +78,7 @@ class Background(ABC):
             self._value = self.run()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  wait() raises it
             self.error = error
-        self.done = True  # first, so that what follows can start another
+        self.done = True  # before `on_end`, which may start other work
         if on_end is not None:
             on_end(self)
         elif self.error is not None:

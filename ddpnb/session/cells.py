@@ -1,4 +1,4 @@
-"""A cell that runs on ranks, from its source to its last output (kernel)."""
+"""Runs a cell on ranks and shows the cell's output (kernel)."""
 
 import signal
 import sys
@@ -41,30 +41,30 @@ from ddpnb.session.errors import (
 class CellOptions:
     """The options of ``%%ddp`` and ``%ddp_run``."""
 
-    ranks: str | None = option(None, "those that run it; by default all", example="0,2-3")
-    wait: bool = option(True, "return at once; output follows as it arrives", flag="--no-wait")
-    name: str = option("", "the run that ddpnb.log in it adds to", example="NAME")
+    ranks: str | None = option(None, "ranks that run the cell; default: all", example="0,2-3")
+    wait: bool = option(True, "return at once and show output as it arrives", flag="--no-wait")
+    name: str = option("", "name of the run that stores the values of ddpnb.log", example="NAME")
     timeout: float | None = option(
-        None, "interrupt the ranks after this time", above=0, example="SECONDS"
+        None, "interrupt the ranks after this many seconds", above=0, example="SECONDS"
     )
     check: bool = option(
-        False, "compare the exact shapes of collectives across the ranks too; slow"
+        False, "also compare the exact tensor shapes of collectives across ranks; slow"
     )
     debug: int | None = option(
-        None, "stop this rank at breakpoint(), with the notebook's prompt", example="RANK"
+        None, "rank that stops at breakpoint() and gets the notebook's prompt", example="RANK"
     )
-    trace: bool = option(False, "record every collective and message, and draw the time line")
+    trace: bool = option(False, "record every collective and message, and draw a timeline")
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.debug is not None and not self.wait:
-            raise UserError("--debug needs the notebook's prompt: leave out --no-wait.")
+            raise UserError("--debug needs the notebook's prompt. Remove --no-wait.")
 
 
 class RunningCell(Background):
     """A cell that runs on ranks; its output appears under the notebook cell that started it.
 
-    ``recorder`` records what ``ddpnb.log`` publishes; None if the cell names no run.
+    ``recorder`` records the values of ``ddpnb.log``; it is None if the cell names no run.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class RunningCell(Background):
         super().__init__(f"cell on {spoken_ranks(ranks)}")
         self.ranks = ranks
         self.trace: TraceResult | None = None
-        """Of a cell that is traced, once it has ended."""
+        """The trace of a traced cell, once the cell has ended."""
         self._spec = spec
         self._cluster = cluster
         self._recorder = recorder
         self._has_prompt = True
-        """Whether the user answers what a rank asks."""
+        """True if the user can answer a rank's questions."""
         self._live: Live | None = None
         self._output = CellOutput(ranks, self._appear)
         warn_stale(cluster.ensure_group(is_checked=options.check))
         self._dead = cluster.dead
-        """The ranks that had ended before; then the others are in a group with them."""
+        """The ranks that were dead before the cell.  They still count in the process group."""
         self._watch = Watch(
             cluster=cluster,
             call=cluster.submit(calls.run_cell(spec), ranks),
@@ -98,12 +98,12 @@ class RunningCell(Background):
         )
 
     def run(self) -> None:
-        """Show the cell's output until it has ended.
+        """Show the cell's output until the cell has ended.
 
         Raises:
-            RankError: it failed on a rank.
-            CellTimeoutError: it took longer than its timeout.
-            KeyboardInterrupt: it was interrupted; the ranks have stopped.
+            RankError: the cell failed on a rank.
+            CellTimeoutError: the cell took longer than its timeout.
+            KeyboardInterrupt: the cell was interrupted, and the ranks have stopped.
         """
         error: BaseException | None = None
         try:
@@ -113,7 +113,7 @@ class RunningCell(Background):
             error = CellInterrupt(where_stopped(self._watch.outcome), self._lost)
         finally:
             if self._spec.debug_rank is not None and not self._watch.call.done:
-                self._answer(self._spec.debug_rank, None)  # it may wait for one
+                self._answer(self._spec.debug_rank, None)  # the rank may wait for an answer
             self._output.close()
             self._end_run()
             if self._spec.is_traced:
@@ -122,7 +122,7 @@ class RunningCell(Background):
             raise error from None
 
     def interrupt(self) -> None:
-        """Stop it on all its ranks."""
+        """Stop the cell on all its ranks."""
         super().interrupt()
         self._watch.stop_requested = True
 
@@ -167,7 +167,7 @@ class RunningCell(Background):
             self._live.finish(ComparisonResult(self._recorder.comparison))
 
     def _take_trace(self, *, is_value: bool) -> None:
-        """Join what the ranks recorded; show it unless it is the value of the notebook's cell."""
+        """Join the ranks' traces; display the result unless the notebook cell returns it."""
         reports = self._watch.outcome.returned.values()
         recorded = [r.trace for r in reports if isinstance(r, CellReport) and r.trace is not None]
         script, number = self._spec.script, self._spec.execution_count
@@ -194,17 +194,17 @@ class RunningCell(Background):
         failures = error.failures if isinstance(error, RankError) else ()
         if self._dead and failures and all(each.is_consequence for each in failures):
             ended = f"{say(self._dead, 'has')} ended{where}"
-            return UserError(f"Collectives need all ranks, but {ended}: {remedy(self._dead)}.")
+            return UserError(f"Collectives need all ranks, but {ended}. {remedy(self._dead)}")
         return error
 
     @property
     def _lost(self) -> Collection[int]:
-        """The ranks that the cell has cost, and that can be brought back."""
+        """The ranks that died during the cell and can be restarted."""
         return () if self._cluster.is_over else self._watch.outcome.lost
 
 
 def read_script(path: str) -> tuple[str, str]:
-    """Return a script's absolute path and its text; a UserError says why it has none."""
+    """Return a script's absolute path and text; raise UserError if it cannot be read."""
     script = Path(path).expanduser().absolute()
     try:
         return str(script), decode_source(script.read_bytes())
@@ -217,21 +217,21 @@ def read_script(path: str) -> tuple[str, str]:
 
 
 def cell_in(source: Path | str) -> str:
-    """Return a cell: the text itself, or that of a file if it is a path, or a name with ``.py``."""
+    """Return a cell's text; read it from a file if ``source`` is a path or a ``.py`` name."""
     text = str(source)
     is_file = isinstance(source, Path) or (text.endswith(".py") and "\n" not in text)
     return read_script(text)[1] if is_file else text
 
 
 def ask_user(question: str) -> str | None:
-    """Return the answer at the notebook's own prompt; None: there will be none any more."""
+    """Return the user's answer at the notebook's prompt, or None if the user cannot answer."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return input(question)
     except (KeyboardInterrupt, EOFError):
         return None
     except NotImplementedError:  # ipykernel's StdinNotImplementedError
-        print("This frontend has no prompt: the rank gets no answer.", file=sys.stderr)
+        print("This frontend has no prompt, so the rank gets no answer.", file=sys.stderr)
         return None
     finally:
         signal.signal(signal.SIGINT, handler)

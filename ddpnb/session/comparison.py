@@ -1,4 +1,4 @@
-"""The check of a comparison: what is trained, and that it can be (kernel)."""
+"""Checks a comparison and prepares its trainings (kernel)."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -24,9 +24,9 @@ from ddpnb.session.training import RunningComparison, clean_up
 
 
 def prepare(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -> RunningComparison:
-    """Check that every strategy can be trained; return the training of them all.
+    """Check that every strategy can be trained, and return the comparison, ready to run.
 
-    A UserError says what cannot be trained.
+    Raises UserError if a strategy cannot be trained.
     """
     if cluster.spans_hosts:
         check_across_hosts(spec.strategies)
@@ -35,7 +35,7 @@ def prepare(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -
     try:
         spec = replace(spec, training=with_devices(cluster, spec.training))
         specs = spec.run_specs(store.models)
-        if len(cluster.ranks) == 1:  # a rank alone never communicates
+        if len(cluster.ranks) == 1:  # a single rank never communicates
             specs = tuple(each for each in specs if not each.is_ceiling)
         if spec.functions is not None:
             spec.functions.send(cluster, cluster.ranks)
@@ -70,12 +70,12 @@ def prepare(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -
 
 
 def check_across_hosts(strategies: Sequence[str]) -> None:
-    """Refuse strategies that need the memory of one host."""
+    """Raise UserError if a strategy needs shared memory, which works on one host only."""
     for name in (parse_strategy(each).name for each in strategies):
         if name in STRATEGIES and (instead := STRATEGIES[name].across_hosts):
             raise UserError(
-                f"{name} trains in the memory of one host, and the ranks are on several: compare "
-                f"{instead}."
+                f"{name} works on one host only, but the ranks run on several hosts. Instead, "
+                f"compare {instead}."
             )
 
 
@@ -86,10 +86,10 @@ def _check_each(
     shown: Live,
     printed: PrintedLines,
 ) -> dict[str, Checked]:
-    """Check every strategy on the ranks; return what was found of those that can be trained.
+    """Check every strategy on the ranks; return the result for each strategy that can be trained.
 
-    The baseline and the ceiling that were added to the user's own classes alone may be left out:
-    these may train what no other strategy can, such as a model with two losses.
+    If the user compares only own classes, the baseline and the ceiling may fail the check.  The
+    classes may train models that no built-in strategy can, such as a model with two losses.
     """
     is_own = all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
     optional = {BASELINE, CEILING}.difference(spec.strategies) if is_own else set()
@@ -101,7 +101,7 @@ def _check_each(
             f"Checking {name}, strategy {number} of {len(by_strategy)}: the model, the data "
             f"and a step on {counted(len(cluster.ranks), 'rank')} ..."
         )
-        warn_stale(cluster.ensure_group())  # the last check may have freed slow ranks
+        warn_stale(cluster.ensure_group())  # the last check may have released slow ranks
         try:
             found = ask(cluster, calls.validate(each), printed=printed)
             _check_sizes(found)
@@ -116,40 +116,40 @@ def _check_each(
 
 
 def _check_sizes(found: Mapping[int, Checked]) -> None:
-    """Refuse a training split of different sizes on the ranks."""
+    """Raise UserError if the training split has different sizes on the ranks."""
     by_size: dict[int, list[int]] = {}
     for rank, checked in sorted(found.items()):
         by_size.setdefault(checked.num_samples, []).append(rank)
     if len(by_size) > 1:
         sizes = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
         raise UserError(
-            f"data('train') has {' and '.join(sizes)}; return the same data on every rank, "
-            "each rank trains on its own part."
+            f"data('train') has {' and '.join(sizes)}. Return the same data on every rank. "
+            "ddpnb trains each rank on its own part."
         )
 
 
 def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
-    """Refuse a target that is not measured."""
+    """Raise UserError if the comparison does not measure its target."""
     target = spec.options.target
     if target is None or not target.is_accuracy:
         return
     if spec.training.eval_every == 0:
         raise UserError(
-            f"--target accuracy={target.value:g} needs evaluations while it trains: "
-            "leave --eval-every 0 out."
+            f"--target accuracy={target.value:g} needs evaluations during training. "
+            "Remove --eval-every 0."
         )
     if not all(each.has_accuracy for each in checked):
         raise UserError(
-            f"--target accuracy={target.value:g}: this task has no held-out accuracy: its "
-            "targets are no class numbers, or it has a loss or measures of its own; let metric "
-            "return 'accuracy', or give a training loss."
+            f"--target accuracy={target.value:g} needs a held-out accuracy. This task has none, "
+            "because its targets are not class numbers, or because it defines a loss or metrics. "
+            "Return 'accuracy' from metric, or set a training loss as the target."
         )
 
 
 def with_devices(cluster: Cluster, spec: TrainingSpec) -> TrainingSpec:
-    """Return a training with its devices: its own, those of the ranks, or what a link is between.
+    """Return a training with emulated devices: from its spec, the cluster's spec or ``--link``.
 
-    A UserError says why these ranks cannot stand for them.
+    Raises UserError if these ranks cannot emulate the devices.
     """
     num_ranks = len(cluster.ranks)
     made = spec
@@ -160,22 +160,22 @@ def with_devices(cluster: Cluster, spec: TrainingSpec) -> TrainingSpec:
     if devices is None:
         described = {"--as": made.as_, "--compute": made.compute, "--device-link": made.device_link}
         for option in filter(described.get, described):
-            raise UserError(f"{option} describes emulated devices: add --devices 8xV100.")
+            raise UserError(f"{option} describes emulated devices. Add --devices 8xV100.")
         return made
     if cluster.spans_hosts:
         raise UserError(
-            "Emulated devices are ranks of one host: %ddp_start without --hosts, or leave "
-            "--devices and --link out."
+            "Emulated devices need ranks on one host, but these ranks run on several hosts. "
+            "Remove --devices and --link, or run %ddp_stop, then %ddp_start without --hosts."
         )
     if any(state.device != "cpu" for state in cluster.states):
         raise UserError(
-            "Emulated devices are ranks on CPUs, and these are on GPUs, whose time is measured: "
-            "%ddp_start --device cpu, or leave --devices and --link out."
+            "Emulated devices need ranks on CPUs, but these ranks run on GPUs. "
+            "Remove --devices and --link, or run %ddp_stop, then %ddp_start --device cpu."
         )
     if devices.num != num_ranks:
         raise UserError(
-            f"--devices {made.devices} takes {devices.num} ranks, and there are {num_ranks}: "
-            f"type %ddp_stop, then %ddp_start -n {devices.num}."
+            f"--devices {made.devices} needs {devices.num} ranks, but the cluster has "
+            f"{num_ranks}. Run %ddp_restart -n {devices.num} first."
         )
     return made
 
@@ -183,7 +183,7 @@ def with_devices(cluster: Cluster, spec: TrainingSpec) -> TrainingSpec:
 def with_compute(
     cluster: Cluster, specs: Sequence[RunSpec], printed: PrintedLines
 ) -> tuple[RunSpec, ...]:
-    """Return trainings that say how fast a device computes: measured once, the same for all."""
+    """Return trainings with the speed of an emulated device, measured once for all of them."""
     devices = specs[0].emulated if specs else None
     if devices is None or devices.compute is not None:
         return tuple(specs)

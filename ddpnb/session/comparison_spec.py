@@ -1,4 +1,4 @@
-"""What is compared, and the trainings that it takes (kernel)."""
+"""The specification of a comparison, and the list of its trainings (kernel)."""
 
 import ast
 import math
@@ -19,29 +19,29 @@ from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.variables import NotebookFunctions
 
 MAGIC = re.compile(r"([\w\s,]+=\s*)?[%!]")
-"""The beginning of a line of IPython: ``%magic``, ``!command``, ``x = !command``."""
+"""Matches lines that only IPython understands: ``%magic``, ``!command``, ``x = !command``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonSpec:
-    """What to compare: strategies, and the training that is the same for all of them."""
+    """The strategies to compare, and the training options that all strategies share."""
 
     strategies: tuple[str, ...]
     """As the user writes them: ``"ddp"`` or ``"ddp:hook=fp16"``."""
     training: TrainingSpec
     num_repeats: int = option(
-        1, "trainings of each strategy; the strategies take turns", flag="--repeats", least=1
+        1, "number of runs of each strategy; strategies alternate", flag="--repeats", least=1
     )
-    name: str = option("", "of the stored comparison; by default made of the task", example="NAME")
+    name: str = option("", "name of the stored comparison; default: the task", example="NAME")
     baseline: bool = option(
         True,
-        "do not train single, the reference of the speed-up, and no-comm, its ceiling",
+        "skip the two added runs: single (baseline) and no-comm (upper bound)",
         flag="--no-baseline",
     )
-    wait: bool = option(True, "return at once, and train in the background", flag="--no-wait")
+    wait: bool = option(True, "return at once and train in the background", flag="--no-wait")
     options: PlotOptions = EVERYTHING
     functions: NotebookFunctions | None = None
-    """What ``training.source`` stands for; None: it is a cell of its own."""
+    """The notebook's functions behind ``training.source``; None if the source is a cell."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -52,20 +52,18 @@ class ComparisonSpec:
             _check_memory(strategy, self.training)
         task = self.training.task
         if task != CELL_TASK and self.training.source.strip():
-            raise UserError(
-                f"--task {task} and a cell that defines the task: leave one of them out."
-            )
+            raise UserError(f"Use either --task {task} or a cell that defines the task, not both.")
         refuse_magics(self.training.source)
 
     def run_specs(self, models: Path | None = None) -> tuple[RunSpec, ...]:
         """Return every training; ``models`` is the folder for trained weights.
 
-        Strategies take turns, and each repeat begins with another one, so that none is favoured.
-        Each repeat has a seed of its own, which all its strategies share: weights, order of
-        samples and dropout differ between repeats, and the data do not.
+        Strategies alternate, and each repeat begins with a different strategy, for fairness.
+        Each repeat has its own seed, which all strategies share.  Weights, sample order and
+        dropout differ between repeats, but the data do not.
 
-        Where several learning rates are tried, the first repeat is trained at each of them.  The
-        others get theirs when they begin.
+        If several learning rates are tried, the first repeat trains at each rate.  Later repeats
+        get their rate when they begin.
         """
         added = [BASELINE] if self.baseline else []
         if self.baseline and not {BASELINE, CEILING}.issuperset(self.strategies):
@@ -104,14 +102,14 @@ def make_comparison(
     cell: int = 0,
     functions: NotebookFunctions | None = None,
 ) -> ComparisonSpec:
-    """Return the comparison that the user chose; a UserError says which choice is not possible.
+    """Return the comparison that the user chose; raise UserError if a choice is impossible.
 
     Args:
-        strategies: as the user writes them.
-        choices: texts or values by the options' names in Python.
-        source: the cell that defines what is trained, or stands for ``functions``.
-        cell: the ``n`` of its ``In [n]``.
-        functions: those of ``ddpnb.compare``.
+        strategies: strategies as the user writes them.
+        choices: texts or values, by the Python names of the options.
+        source: the cell that defines the task, or the cell that loads ``functions``.
+        cell: the cell's number, the ``n`` of ``In [n]``.
+        functions: the functions passed to ``ddpnb.compare``.
     """
     own = read_options(ComparisonSpec, choices)
     options = PlotOptions(**read_options(PlotOptions, choices))
@@ -125,18 +123,18 @@ def make_comparison(
 
 
 def _check_memory(strategy: str, training: TrainingSpec) -> None:
-    """Refuse a strategy that exchanges nothing a link between emulated devices could carry."""
+    """Raise UserError if a strategy on emulated devices needs shared memory."""
     name = parse_strategy(strategy).name
     given = [option for option in ("devices", "link") if getattr(training, option)]
     if given and name in STRATEGIES and STRATEGIES[name].needs_shared_memory:
         raise UserError(
-            f"{name} trains in memory that its ranks share, which no link offers: "
-            f"leave --{given[0]} out, or {name} out of the comparison."
+            f"{name} needs shared memory, so it cannot run on emulated devices. "
+            f"Remove --{given[0]}, or remove {name} from the comparison."
         )
 
 
 def refuse_magics(source: str) -> None:
-    """Refuse a comparison's cell with a line that only IPython understands."""
+    """Raise UserError if a comparison's cell has a line that only IPython understands."""
     try:
         ast.parse(source)
     except SyntaxError as error:
@@ -144,21 +142,21 @@ def refuse_magics(source: str) -> None:
         line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
         if MAGIC.match(line):
             raise UserError(
-                f"Line {number} of the cell, {line}, is no Python, which a comparison's cell "
-                "must be: move this line to a cell of its own, or to a %%ddp cell for the ranks."
+                f"Line {number} of the cell ({line}) is not Python. A comparison's cell may hold "
+                "only Python. Move this line to another cell, or to a %%ddp cell for the ranks."
             ) from None
-    except ValueError:  # a null byte, which the ranks refuse too
+    except ValueError:  # a null byte: the ranks will reject the cell
         return
 
 
 def long_enough(specs: Sequence[RunSpec], num_epochs: float) -> tuple[RunSpec, ...]:
-    """Return trainings of so many epochs, for ``--min-seconds``, or of more; print what changes."""
+    """Return trainings of at least ``num_epochs`` epochs, for ``--min-seconds``; print changes."""
     asked = max((spec.num_epochs for spec in specs), default=0.0)
     if num_epochs <= asked:
         return tuple(specs)
     rounded = math.ceil(num_epochs) if num_epochs > 10 else math.ceil(10 * num_epochs) / 10
     print(
-        f"{rounded:g} epochs in place of {asked:g}, so that each run takes "
-        f"{specs[0].min_seconds:g} s or more."
+        f"Training for {rounded:g} epochs instead of {asked:g}, so that each run takes at least "
+        f"{specs[0].min_seconds:g} s."
     )
     return tuple(replace(spec, num_epochs=float(rounded)) for spec in specs)

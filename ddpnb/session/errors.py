@@ -1,4 +1,4 @@
-"""How failures of ranks are shown: the root cause first, identical ones once (kernel)."""
+"""Show failures of ranks: the root cause first, identical failures once (kernel)."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 class RankError(Exception):
     """A cell or run failed on some ranks.
 
-    ``failures`` are those of every rank, root causes first, then in order of time.
+    ``failures`` holds the failures of all ranks: root causes first, then in order of time.
     """
 
     def __init__(self, failures: Sequence[Failure]) -> None:
@@ -30,7 +30,7 @@ class RankError(Exception):
 
     @property
     def cause(self) -> str:
-        """What happened, in a few words without advice, so that it can be stored."""
+        """The cause in a few words and without advice, to be stored with the run."""
         first = self.failures[0]
         if first.is_death:
             return f"rank {first.rank} {first.text}"
@@ -39,7 +39,7 @@ class RankError(Exception):
         return f"{first.name} on {spoken_ranks(ranks)}{text}"
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows (its protocol for exceptions that render themselves)."""
+        """Return the lines that IPython shows (its protocol for custom tracebacks)."""
         return render_failures(self.failures)
 
 
@@ -48,7 +48,7 @@ class CellTimeoutError(OneLine, TimeoutError):
 
     def __init__(self, seconds: float, where: str = "", lost: Collection[int] = ()) -> None:
         super().__init__(
-            f"the cell took longer than {seconds:g} s and was stopped on all ranks{where}; "
+            f"The cell took longer than {seconds:g} s and was stopped on all ranks{where}. "
             f"{_kept_but(lost)}"
         )
 
@@ -57,17 +57,17 @@ class CellInterrupt(OneLine, KeyboardInterrupt):
     """A cell or run was interrupted, and its ranks have stopped."""
 
     def __init__(self, where: str = "", lost: Collection[int] = ()) -> None:
-        super().__init__(f"the ranks have stopped{where}; {_kept_but(lost)}")
+        super().__init__(f"The ranks have stopped{where}. {_kept_but(lost)}")
 
 
-CellInterrupt.__name__ = "KeyboardInterrupt"  # what Jupyter's clients know
+CellInterrupt.__name__ = "KeyboardInterrupt"  # the name that Jupyter's clients know
 
 
 class HangError(OneLine, Exception):
-    """The ranks waited for each other without end, and were freed."""
+    """The ranks waited for each other without end, and ddpnb released them."""
 
     def __init__(self, hang: Hang, lost: Collection[int] = ()) -> None:
-        super().__init__(f"{hang}. They were freed; {_kept_but(lost)}.")
+        super().__init__(f"{hang}. ddpnb released the waiting ranks. {_kept_but(lost)}")
 
 
 def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | UserError | None:
@@ -81,7 +81,7 @@ def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | User
 
 
 def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
-    """Return the failures of a call, those of dead ranks among them."""
+    """Return the failures of a call, including the deaths of ranks."""
     deaths = [
         Failure(
             rank=rank,
@@ -97,12 +97,14 @@ def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
 
 
 def _kept_but(lost: Collection[int]) -> str:
-    """Say what becomes of the variables of ranks that were stopped, some of which ended by it."""
-    return f"{say(lost, 'has')} ended: {remedy(lost)}" if lost else "their variables are kept"
+    """Return the sentences on the variables of stopped ranks; the ``lost`` ranks have ended."""
+    if lost:
+        return f"However, {say(lost, 'has')} ended. {remedy(lost)}"
+    return "All variables are kept."
 
 
 def where_stopped(outcome: Outcome) -> str:
-    """Say where ranks were in a cell: ``" (ranks 0,2 in line 4, rank 1 had finished)"``."""
+    """Return the ranks' places in a cell: ``" (ranks 0,2 in line 4, rank 1 had finished)"``."""
     places: dict[str, list[int]] = {}
     for rank, report in sorted(outcome.returned.items()):
         failure = report.failure if isinstance(report, CellReport) else report
@@ -120,22 +122,22 @@ def where_stopped(outcome: Outcome) -> str:
 
 
 def render_error(error: BaseException) -> str:
-    """Return what IPython would show of an error that is not raised in a cell."""
+    """Return an error as IPython would show it if a cell had raised the error."""
     lines = error._render_traceback_() if hasattr(error, "_render_traceback_") else [repr(error)]
     return "\n".join(lines)
 
 
 def _missing_here(failure: Failure) -> str:
-    """Say how a variable that the notebook has gets to the ranks, where they lack it."""
+    """Return advice on copying a variable to the ranks, if only the notebook has the variable."""
     missing = MISSING.match(failure.text) if failure.name == NameError.__name__ else None
     shell = get_ipython()
     if missing is None or shell is None or missing[1] not in shell.user_ns:
         return ""
-    return f"; the notebook has {missing[1]}: %ddp_push {missing[1]} copies it to the ranks"
+    return f". Run %ddp_push {missing[1]} to copy {missing[1]} from the notebook to the ranks"
 
 
 def summarize(failures: Sequence[Failure]) -> str:
-    """Say in one sentence which rank failed first, and how."""
+    """Return a sentence that names the rank that failed first and its error."""
     first = failures[0]
     same = _identical_to(first, failures)
     if first.is_death:
@@ -146,16 +148,16 @@ def summarize(failures: Sequence[Failure]) -> str:
 
 
 def _deaths(dead: Sequence[Failure]) -> str:
-    """Say how each rank died, those that died alike together, and what brings them all back."""
+    """Return sentences on how the ranks died, and the command that restarts all of them."""
     ranks_of: dict[str, list[int]] = {}
     for failure in dead:
         ranks_of.setdefault(failure.text, []).append(failure.rank)
     said = [say(sorted(ranks), text) for text, ranks in ranks_of.items()]
-    return "; ".join([*said, remedy([failure.rank for failure in dead])])
+    return f"{'; '.join(said)}. {remedy([failure.rank for failure in dead])}"
 
 
 def render_failures(failures: Sequence[Failure]) -> list[str]:
-    """Return the lines that show all failures, identical ones once, consequences last."""
+    """Return the lines that show all failures: identical failures once, consequences last."""
     roots = [failure for failure in failures if not failure.is_consequence] or failures[:1]
     groups: dict[tuple[str, str, str], list[Failure]] = {}
     for failure in roots:
@@ -164,7 +166,7 @@ def render_failures(failures: Sequence[Failure]) -> list[str]:
     for same in groups.values():
         lines += [""] if lines else []
         lines.append(f"RankError: {summarize(same)}")
-        by_log = {each.traceback: each for each in same}  # each death has one of its own
+        by_log = {each.traceback: each for each in same}  # each dead rank has its own log
         for each in by_log.values() if same[0].is_death else same[:1]:
             lines += _traceback_lines(each)
     if consequences := [f for f in failures if f.is_consequence and f not in roots]:
@@ -173,7 +175,7 @@ def render_failures(failures: Sequence[Failure]) -> list[str]:
 
 
 def _traceback_lines(failure: Failure) -> list[str]:
-    """Return a failure's traceback, without its last line where that repeats the headline."""
+    """Return a failure's traceback, without the last line if that line repeats the headline."""
     lines = "\n".join(failure.traceback).splitlines()
     last = f"{failure.name}: {failure.text}".splitlines()
     if [ANSI.sub("", line) for line in lines[-len(last) :]] == last:
@@ -184,35 +186,33 @@ def _traceback_lines(failure: Failure) -> list[str]:
 
 
 def _consequence_lines(failures: Sequence[Failure]) -> list[str]:
-    """Name the ranks that failed only because another did: those that waited, and the rest."""
+    """Return the lines on ranks that failed only because another rank had failed."""
     waited = [failure.rank for failure in failures if failure.was_waiting]
     others = [failure.rank for failure in failures if not failure.was_waiting]
-    how = "waiting in a collective for it and stopped: connection closed by peer"
+    how = "released from a collective that needs the failed rank"
     lines = [f"({say(waited, 'was')} {how})"] if waited else []
-    return lines + ([f"({say(others, 'was')} stopped with it)"] if others else [])
+    why = "stopped because another rank had failed"
+    return lines + ([f"({say(others, 'was')} {why})"] if others else [])
 
 
 def _identical_to(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
-    """Return the failures that are shown as one with this one, itself included."""
+    """Return the failures that are shown together with this failure, including the failure."""
     wanted = _identity(failure)
     return [other for other in failures if _identity(other) == wanted]
 
 
 def _identity(failure: Failure) -> tuple[str, str, str]:
-    """Return what two failures share if they are shown as one.
-
-    Those that read the same are; so are mismatched calls, and deaths.
-    """
+    """Return a key that is equal for failures to show once: equal texts, mismatches, deaths."""
     if failure.breaks_group or failure.is_death:
         return failure.name, "", ""
     return failure.name, failure.text, ANSI.sub("", "\n".join(failure.traceback))
 
 
 def warn_stale(stale: Mapping[StaleVariable, Sequence[int]]) -> None:
-    """Print which variables of the ranks belong to a process group that was aborted."""
+    """Print the names of variables on the ranks that belong to an aborted process group."""
     for variable, ranks in stale.items():
         print(
-            f"`{variable.name}` on {spoken_ranks(ranks)} belongs to a process group that was "
-            f"aborted: {REMEDIES[variable.kind].format(name=variable.name)}.",
+            f"`{variable.name}` on {spoken_ranks(ranks)} belongs to an aborted process group. "
+            f"To fix this, {REMEDIES[variable.kind].format(name=variable.name)}.",
             file=sys.stderr,
         )

@@ -1,10 +1,10 @@
-"""How many samples are a comparison's models judged on, so that it takes little time?  (Kernel.)
+"""The number of samples on which a comparison evaluates its models (kernel).
 
-The check measures what judging one sample takes, and what training on one takes a worker.  From
-these and the planned samples follows, before the first run, one number for all runs: they are
-judged on the same samples.  The number is one of a few round ones, so that it hardly depends on how
-busy the machine is.  A short training of a small model is judged on everything.  On emulated
-devices it is always the same number.
+The check measures the seconds per sample of evaluation and of training.  Before the first run,
+ddpnb chooses one number of samples for all runs, so all models are evaluated on the same samples.
+The number is one of a few round numbers, so it hardly depends on how busy the machine is.
+Short trainings of small models are evaluated on all samples.  On emulated devices, the number is
+always the same.
 """
 
 import math
@@ -15,27 +15,27 @@ from statistics import median
 from ddpnb.protocol.messages import Checked, RunSpec
 
 SHARE = 0.25
-"""The most that evaluation takes, as a share of the training time that it accompanies."""
+"""Longest evaluation time, as a share of the training time."""
 FREE_SECONDS = 2.0
-"""An evaluation may take as long in any case."""
+"""Evaluation time that is always allowed, even if the training is short."""
 DEFAULT_SIZES = 10_000, 2_000
-"""Samples that the trained model, and each earlier point of its curve, are judged on by default."""
+"""Default numbers of samples: for the trained model, and for each earlier point of its curve."""
 SIZES = (2_000, 1_000, 500, 200, 100)
-"""Samples for both where that takes too long."""
+"""Numbers of samples to try, for both evaluations, if the default takes too long."""
 
 
 def budgeted(
     specs: Sequence[RunSpec], checked: Collection[Checked], num_ranks: int
 ) -> tuple[RunSpec, ...]:
-    """Return trainings whose models are judged in a quarter of the training time.
+    """Return trainings whose evaluations take at most a quarter of the training time.
 
-    First on fewer samples, then at fewer moments where the user has not said how many.
+    ddpnb first reduces the samples, then the points, unless the user chose the points.
     """
     if not specs or not checked or specs[0].eval_samples is not None:
         return tuple(specs)
     spec, one = specs[0], next(iter(checked))
     judging = median(each.seconds_per_judged for each in checked)
-    if spec.is_emulated:  # the same samples on every machine, however fast
+    if spec.is_emulated:  # the same samples on fast and slow machines
         return tuple(replace(each, eval_samples=DEFAULT_SIZES[1]) for each in specs)
     training = median(each.seconds_per_trained or 3 * judging for each in checked)
     seconds = training * spec.num_epochs * one.num_samples / num_ranks
@@ -53,8 +53,8 @@ def budgeted(
         num_points = min(num_points, max(0, int(num_affordable / size) - 2))
     num = min(size, one.num_held_out)
     note = (
-        f"Judged on {num:,} of {one.num_held_out:,} held-out samples, at {num_points + 1} moments: "
-        "so it takes about a quarter of the training time. --eval-samples sets how many."
+        f"Evaluated {num_points + 1} times on {num:,} of {one.num_held_out:,} held-out samples, to "
+        "take about a quarter of the training time. --eval-samples changes the number of samples."
     )
     return tuple(
         replace(each, eval_samples=size, num_points=num_points + 1, notes=(*each.notes, note))
@@ -63,7 +63,7 @@ def budgeted(
 
 
 def _num_points(spec: RunSpec) -> int:
-    """Return how often a model is judged before it is trained."""
+    """Return the number of evaluations before the end of training."""
     if spec.eval_every is None:
         return spec.num_points - 1
     return math.ceil(spec.num_epochs / spec.eval_every) - 1 if spec.eval_every else 0

@@ -1,4 +1,4 @@
-"""What looks inside: asks the ranks, and returns what a notebook shows (kernel)."""
+"""Inspections: ask the ranks, and return results for the notebook (kernel)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,21 +22,21 @@ from ddpnb.session.errors import warn_stale
 
 
 def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
-    """Compare what the ranks hold: by digests, then by the values of what differs first."""
+    """Compare the ranks' replicas by digests, then compare values at the first difference."""
     if len(cluster.ranks) < 2:
-        raise UserError("There is one rank, and nothing to compare it with: %ddp_restart -n 2.")
+        raise UserError("One rank has no other rank to compare with. Run %ddp_restart -n 2 first.")
     replicas = list(ask(cluster, calls.digests(tuple(names))).values())
     if not any(each.held for each in replicas):
         raise UserError(
-            "No rank has a model or an optimizer: make one in a %%ddp cell, or name what to "
-            "compare, %ddp_check x."
+            "No rank has a model or an optimizer. Create a model in a %%ddp cell, or name a "
+            "variable to compare, such as %ddp_check x."
         )
     found = [_measure(cluster, each) for each in find(replicas)]
     return ReplicaCheck(findings=with_causes(found, replicas), ranks=tuple(cluster.ranks))
 
 
 def _measure(cluster: Cluster, finding: Finding) -> Finding:
-    """Return a finding with the size of its first difference, if it has one."""
+    """Return a finding with the size of its first difference, if it has a difference."""
     if not finding.chunks:
         return finding
     ranks = finding.measured_ranks
@@ -48,44 +48,42 @@ def _measure(cluster: Cluster, finding: Finding) -> Finding:
 # -- what happens in a step of DDP? --------------------------------------------------------
 
 INSPECTED = ("task", "batch_size", "devices", "as_", "link")
-"""The options of a training that count in an inspection."""
+"""The training options that an inspection uses."""
 
 
 def training_to_inspect(
     model: str, given: Mapping[str, Any], last: TrainingSpec | None
 ) -> TrainingSpec:
-    """Return the training to inspect; of a model on the ranks, only the devices count.
+    """Return the training to inspect.  For a model on the ranks, only its devices are used.
 
-    ``given`` are fields of it: ``INSPECTED``, or a cell's.  Without any task it is ``last``, the
-    training of the latest comparison.
+    ``given`` holds fields of the training: ``INSPECTED``, or those of a cell.  Without a task,
+    return ``last``, the training of the latest comparison.
     """
     if model and not {"task", "source", "batch_size"}.isdisjoint(given):
-        raise UserError(f"Inspect {model} or a task, with its --batch-size: leave one out.")
+        raise UserError(f"Inspect either {model} or a task (with --batch-size), not both.")
     if model:
         return TrainingSpec(task="digits", **given)
     if "task" in given or "source" in given:
         return TrainingSpec(**given)
     if last is None:
         raise UserError(
-            'Name what to inspect: a model of the ranks, %ddp_inspect model --batch "x, y", '
-            "or a task, %ddp_inspect --task digits."
+            'Name a model on the ranks, such as %ddp_inspect model --batch "x, y", '
+            "or a task, such as %ddp_inspect --task digits."
         )
     return replace(last, **given)
 
 
 def inspect_step(cluster: Cluster, spec: InspectSpec, training: TrainingSpec) -> DdpInspection:
-    """Make steps of DDP on all ranks, which are idle; return what happened in them.
+    """Run steps of DDP on all ranks, which must be idle, and return the ranks' reports.
 
-    ``spec`` has no task and no devices yet: ``training`` says them.
+    ``spec`` has no task and no devices yet.  They are taken from ``training``.
 
     Raises:
-        UserError: there is no such model on some ranks, or it differs, or does not fit the batch.
+        UserError: the model is missing or different on some ranks, or does not fit the batch.
         RankError: the user's code failed in a step.
     """
     if len(cluster.ranks) == 1:
-        raise UserError(
-            "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."
-        )
+        raise UserError("A single rank sends nothing. Run %ddp_restart -n 2, then inspect again.")
     task = None if spec.model else RunSpec(run_id=new_id(), strategy="ddp", **asdict(training))
     spec = replace(spec, task=task, devices=with_devices(cluster, training).emulated)
     warn_stale(cluster.ensure_group())
@@ -93,8 +91,8 @@ def inspect_step(cluster: Cluster, spec: InspectSpec, training: TrainingSpec) ->
     shapes = {rank: list(each.parameters.items()) for rank, each in found.items()}
     if others := sorted(rank for rank, each in shapes.items() if each != shapes[0]):
         raise UserError(
-            f"{spec.title} has other parameters on {spoken_ranks(others)} than on rank 0: "
-            "DDP needs the same on every rank."
+            f"{spec.title} has other parameters on {spoken_ranks(others)} than on rank 0. "
+            "DDP needs the same parameters on every rank."
         )
     unused = {
         name: ranks

@@ -1,4 +1,4 @@
-"""Predictions: what was measured becomes the model's input (kernel)."""
+"""Predictions: converts a stored comparison into the input of the scaling model (kernel)."""
 
 import math
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ from ddpnb.scaling.predict import Question, predict
 
 NEEDED = (BASELINE, CEILING)
 FEWEST_STEPS = 4
-"""Of one size, for its median to count."""
+"""Smallest number of steps of one size for a valid median."""
 FLOAT_BYTES = 4
 
 
 def predicted(store: Store, question: Question, run: str = "") -> PredictionResult:
-    """Return a prediction, calibrated on a stored comparison: by default the last that will do."""
+    """Return a prediction, calibrated on a stored comparison (default: the last usable one)."""
     measured = measured_in(_comparison(store, run))
     return PredictionResult(predict(calibrate(measured), question))
 
 
 def measured_in(comparison: Comparison) -> Measured:
-    """Return what the model needs of a comparison; a UserError says what that lacks."""
+    """Return the model's input from a comparison; raise UserError if a run is missing."""
     summaries = {each.name: each for each in summarise(comparison) if _counts(each)}
     if missing := [name for name in NEEDED if name not in summaries]:
         raise UserError(
-            f"{comparison.name} has no {' and no '.join(missing)} that has finished, which a "
-            "prediction is calibrated on: compare without --no-baseline."
+            f"{comparison.name} has no finished run of {' or '.join(missing)}, but a prediction "
+            "needs both single and no-comm. Compare again without --no-baseline."
         )
     runs = {
         name: [run for run in each.runs if run.status is Status.FINISHED]
@@ -48,8 +48,8 @@ def measured_in(comparison: Comparison) -> Measured:
     devices = spec.emulated
     if devices and (spec.slow or spec.kill):
         raise UserError(
-            f"{comparison.name} was trained with --slow or --kill, which a prediction does not "
-            "have: compare without, or name another comparison with --run."
+            f"{comparison.name} was trained with --slow or --kill, which a prediction cannot "
+            "model. Compare without these options, or choose another comparison with --run."
         )
     fewest = 1 if devices else FEWEST_STEPS
     split = step_split(single).parts
@@ -87,8 +87,8 @@ def _comparison(store: Store, run: str) -> Comparison:
     usable = [identity for identity, found in names.items() if found.issuperset(NEEDED)]
     if not usable:
         raise UserError(
-            "No stored comparison has single and no-comm, which a prediction is calibrated on: "
-            "run %ddp_compare ddp first."
+            "No stored comparison has both single and no-comm, which a prediction needs. "
+            "Run %ddp_compare ddp first."
         )
     return store.load(usable[-1])
 
@@ -99,7 +99,7 @@ def _counts(summary: StrategySummary) -> bool:
 
 
 def _steps(runs: Sequence[RunSnapshot]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return samples, seconds and rank of every step."""
+    """Return the samples, the seconds and the rank of every step, as three arrays."""
     rows = np.concatenate([run.events for run in runs])
     parts = ("data", "forward", "backward", "communication", "optimizer", "waiting")
     seconds = np.sum([rows[part].astype(float) for part in parts], axis=0)
@@ -119,7 +119,7 @@ def _sizes(runs: Sequence[RunSnapshot], fewest: int) -> tuple[SizeClass, ...]:
 
 
 def _variation(runs: Sequence[RunSnapshot]) -> float:
-    """Return how much a rank's steps of the most frequent size vary, over their median."""
+    """Return the relative spread of a rank's step times, for the most frequent step size."""
     samples, seconds, ranks = _steps(runs)
     sizes, counts = np.unique(samples, return_counts=True)
     chosen = samples == sizes[np.argmax(counts)]
@@ -133,7 +133,7 @@ def _variation(runs: Sequence[RunSnapshot]) -> float:
 
 
 def _num_bytes(runs: dict[str, list[RunSnapshot]], num_parameters: int, num_ranks: int) -> float:
-    """Return the bytes of all gradients: from what ddp sent, else float32 of each parameter."""
+    """Return the bytes of all gradients: as measured in ddp, else 4 bytes per parameter."""
     sent = step_split(runs["ddp"]).num_bytes_sent if "ddp" in runs else math.nan
     if math.isfinite(sent) and num_ranks > 1:
         return sent * num_ranks / (2 * (num_ranks - 1))

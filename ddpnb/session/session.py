@@ -1,4 +1,4 @@
-"""All that ddpnb can do in one notebook; magics and their Python twins call it (kernel)."""
+"""The session of one notebook, which the magics and their Python twins call (kernel)."""
 
 import atexit
 import contextlib
@@ -37,16 +37,16 @@ from ddpnb.session.status import describe_running, with_notes
 from ddpnb.session.training import RunningComparison
 
 OnProgress = Callable[[str], None]
-"""Is called with a line of text at each stage of a start."""
+"""Receives a line of text at each stage of a start."""
 
 ANSWER_SECONDS = 0.3
-"""How long Tab may wait for a rank."""
+"""Longest time that Tab completion waits for a rank."""
 
 END_SECONDS = 5.0
-"""How long an interrupt waits for an end, so that the next line finds the ranks free."""
+"""Longest time that an interrupt waits for the work to end, so the ranks are free afterwards."""
 
 STOP_SECONDS = 30.0
-"""How long a comparison may take to stop before the cluster is stopped."""
+"""Longest time for a comparison to stop before the cluster is stopped."""
 
 
 class Session:
@@ -55,34 +55,34 @@ class Session:
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
         self._background: list[Background] = []
-        """Cells and a comparison that run in the background; some may have ended."""
+        """Cells and comparisons started in the background; some may have ended."""
         self.last_training: TrainingSpec | None = None
-        """Of the latest comparison: what ``inspect`` inspects by default."""
+        """The training of the latest comparison, which ``inspect`` uses by default."""
         self._asked: Call | None = None
         """The latest call of ``answer_now``."""
         self._traced: RunningCell | None = None
-        """The latest cell that was traced."""
+        """The latest traced cell."""
 
     # -- the cluster -----------------------------------------------------------------
 
     @property
     def num_ranks(self) -> int | None:
-        """The number of ranks; None if no cluster is running."""
+        """The number of ranks, or None if no cluster is running."""
         cluster = self._cluster
         return None if cluster is None or cluster.lost else len(cluster.ranks)
 
     def cluster(self, *, allow_lost: bool = False) -> Cluster:
-        """Return the cluster; raises a UserError if there is none, or its ranks are lost."""
+        """Return the cluster; raise UserError if no cluster is running or its ranks are lost."""
         if self._cluster is None:
             raise UserError(
-                "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
+                "No cluster is running. Start it with %ddp_start (in Python: ddpnb.start())."
             )
         if not allow_lost:
             self._cluster.require(())
         return self._cluster
 
     def free_cluster(self) -> Cluster:
-        """Return the cluster, in the notebook's folder; refuse while a comparison is training."""
+        """Return the cluster, in the notebook's folder; raise UserError during a comparison."""
         self._refuse_if_training()
         cluster = self.cluster()
         with contextlib.suppress(UserError):  # the folder has been removed
@@ -90,13 +90,13 @@ class Session:
         return cluster
 
     def idle_cluster(self) -> Cluster:
-        """Return the cluster; refuse while a comparison or a cell is running."""
+        """Return the cluster; raise UserError while a comparison or a cell is running."""
         cluster = self.free_cluster()
         cluster.require_idle(cluster.ranks)
         return cluster
 
     def start(self, spec: ClusterSpec, *, progress: OnProgress = lambda _: None) -> Table:
-        """Start the ranks unless a cluster is running; return the table of ranks."""
+        """Start the ranks if no cluster is running; return the table of ranks."""
         cluster = self._cluster
         if cluster is not None and cluster.lost is None:
             print(describe_running(cluster, spec))
@@ -107,7 +107,7 @@ class Session:
         return with_notes(ranks_table(cluster.states), cluster)
 
     def stop(self) -> bool:
-        """End every process of the cluster; return whether there was one."""
+        """End every process of the cluster; return True if a cluster was running."""
         if (training := self.comparison) is not None:
             training.interrupt()
             training.join(STOP_SECONDS)
@@ -136,7 +136,7 @@ class Session:
         return self.start(spec, progress=progress)
 
     def interrupt(self) -> str:
-        """Stop what runs on the ranks in the background; return a sentence about it."""
+        """Stop all background work on the ranks; return a sentence about it."""
         self.cluster(allow_lost=True)
         running = self._running
         for each in running:
@@ -155,7 +155,7 @@ class Session:
         cluster = self.free_cluster()
         chosen = parse_ranks(options.ranks, len(cluster.ranks))
         if options.debug is not None and options.debug not in chosen:
-            raise UserError(f"--debug {options.debug}: the cell does not run on that rank.")
+            raise UserError(f"--debug {options.debug}: this rank does not run the cell.")
         cluster.require(chosen)
         spec = CellSpec(
             source=source,
@@ -176,20 +176,20 @@ class Session:
 
     @property
     def last_trace(self) -> TraceResult | None:
-        """What the latest cell that was traced has recorded; None as long as there is nothing."""
+        """The trace of the latest traced cell, or None if there is no trace yet."""
         return None if self._traced is None else self._traced.trace
 
     def answer_now(self, request: Request[Result], rank: int | None = None) -> Result | None:
-        """Return what a rank answers at once; None where it is busy, dead or slow.
+        """Return a rank's immediate answer, or None if the rank is busy, dead or slow.
 
-        Without ``rank`` the first that is alive and idle is asked.
+        By default, the first idle rank is asked.
         """
         cluster, asked = self._cluster, self._asked
         if cluster is None or self.comparison is not None:
             return None
         busy = cluster.busy
         if asked is not None:
-            list(asked.events(0.0))  # it may have answered late
+            list(asked.events(0.0))  # the last call may have ended late
             busy |= asked.running
         idle = [each for each in cluster.living if each not in busy]
         rank = next(iter(idle), None) if rank is None else rank
@@ -206,7 +206,7 @@ class Session:
 
     @property
     def comparison(self) -> RunningComparison | None:
-        """The comparison that is training in the background; None if there is none."""
+        """The comparison that is training in the background, or None."""
         return next((each for each in self._running if isinstance(each, RunningComparison)), None)
 
     def compare(
@@ -217,7 +217,7 @@ class Session:
     ) -> ComparisonResult | RunningComparison:
         """Train strategies and compare them live; see ``ddpnb.compare``.
 
-        ``shown`` shows it, by default under the current cell; for ``on_end`` see ``Background``.
+        ``shown``: the display (default: under this cell).  ``on_end``: see ``Background.begin``.
         """
         self.last_training = spec.training
         running = prepare(self.idle_cluster(), self.store, spec, shown or live(spec.options))
@@ -227,7 +227,7 @@ class Session:
         return running.begin(on_end)
 
     def show_live(self) -> bool:
-        """Show the comparison that trains under the current cell too; False if there is none."""
+        """Show the training comparison also under the current cell; return False if none runs."""
         if self.comparison is None or not isinstance(self.comparison.live, LiveFigureAndTable):
             return False
         self.comparison.live.appear()
@@ -236,16 +236,16 @@ class Session:
     # -- stored runs -----------------------------------------------------------------
 
     def load(self, names: Sequence[str], options: PlotOptions = EVERYTHING) -> ComparisonResult:
-        """Return stored runs as one comparison; without names, the latest."""
+        """Return stored runs as one comparison; by default the latest comparison."""
         if not names:
             latest = max(self.store.list(), key=lambda run: run.created, default=None)
             if latest is None:
-                raise UserError("Nothing has been stored here yet: run %ddp_compare ddp first.")
+                raise UserError("No runs are stored here yet. Run %ddp_compare ddp first.")
             names = [latest.comparison_id]
         return ComparisonResult(self.store.load(*names), options)
 
     def names(self) -> tuple[str, ...]:
-        """Return every name that ``load`` takes."""
+        """Return all names that ``load`` accepts."""
         return all_names(self.store.list())
 
     @cached_property
@@ -255,7 +255,7 @@ class Session:
 
     @property
     def _running(self) -> list[Background]:
-        """What runs in the background now."""
+        """The background work that has not ended."""
         return [each for each in self._background if not each.done]
 
     def _keep(self, begun: Background) -> None:
@@ -265,16 +265,17 @@ class Session:
         cluster = self.free_cluster()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         if others := set(cluster.dead) - set(chosen):
-            raise UserError(f"{say(others, 'is dead too')}: {restart({*others, *chosen})}.")
-        progress(f"{spoken_ranks(chosen)} to join the group")
+            also = f"{say(others, 'is also dead')}, so run {restart({*others, *chosen})} instead"
+            raise UserError(f"A process group needs all ranks, but {also}.")
+        progress(f"restarting {spoken_ranks(chosen)}")
         warn_stale(cluster.bring_back(chosen))
         return with_notes(ranks_table(cluster.states), cluster)
 
     def _refuse_if_training(self) -> None:
         if self.comparison is not None:
             raise UserError(
-                "A comparison is training on the ranks: %ddp_interrupt stops it, "
-                "%ddp_status shows its progress."
+                "A comparison is training on the ranks. Run %ddp_interrupt to stop it, or "
+                "%ddp_status to see its progress."
             )
 
     def _record_cell(self, name: str, spec: CellSpec) -> Recorder:
@@ -292,11 +293,11 @@ class Session:
 
 @cache
 def this_session() -> Session:
-    """Return the session of this kernel; there is one."""
+    """Return this kernel's only session."""
     return Session()
 
 
 def this_cell_number() -> int:
-    """Return the ``n`` of the notebook cell ``In [n]`` that is running."""
+    """Return the number ``n`` of the running notebook cell ``In [n]``."""
     shell = get_ipython()
-    return 0 if shell is None else shell.execution_count - 1  # counted up before it runs
+    return 0 if shell is None else shell.execution_count - 1  # counted up before the cell runs

@@ -1,4 +1,4 @@
-"""What every rank is doing, as a table and in sentences (kernel)."""
+"""The state of every rank, as a table and in sentences (kernel)."""
 
 import socket
 import time
@@ -17,25 +17,25 @@ from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.table import Table
 
 ANSWER_SECONDS = 3.0
-"""How long a rank may take to report its position; a stopped process never does."""
+"""Longest time for a rank to report its position.  A suspended process never does."""
 
 
 def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] = ()) -> Table:
-    """Return the table of ranks, with whether each is idle, busy or gone.
+    """Return the table of ranks: each rank is idle, busy or gone.
 
-    Background work keeps the ``busy`` ranks busy; ``notes`` are further lines under the table.
+    ``busy`` ranks run background work.  ``notes`` are additional lines under the table.
     """
     doing = dict.fromkeys(cluster.ranks, "gone")
     doing |= {rank: "busy" if rank in busy else "idle" for rank in cluster.living}
     doing |= {rank: str(cluster.exits[rank]) for rank in cluster.ranks if rank in cluster.exits}
-    lost = [f"{cluster.lost}: %ddp_restart starts new ranks"] if cluster.lost else []
+    lost = [f"{cluster.lost}, so run %ddp_restart to start new ranks"] if cluster.lost else []
     caption = f"{counted(len(cluster.living), 'rank')} of {len(cluster.states)} alive"
     table = ranks_table(cluster.states, doing)
     return with_notes(replace(table, caption=caption, notes=(*lost, *notes)), cluster)
 
 
 def describe_ranks(cluster: Cluster) -> str:
-    """Say where each rank is at this moment, with the stacks of those that are busy."""
+    """Return a text on each rank's current position, with the stacks of busy ranks."""
     asked = {
         rank: [
             cluster.processes.command(rank, command)
@@ -55,7 +55,7 @@ def describe_ranks(cluster: Cluster) -> str:
             lines.append(describe_silent([rank]))
             continue
         except RuntimeError as error:
-            lines.append(f"rank {rank} cannot say where it is: {error}")
+            lines.append(f"rank {rank} cannot report its position: {error}")
             continue
         lines.append(describe(RankStatus(**where)))
         lines += ["".join(stack)] if where["is_busy"] else []
@@ -63,23 +63,23 @@ def describe_ranks(cluster: Cluster) -> str:
 
 
 def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
-    """Say that a cluster is already running; a UserError if one on other hosts is asked for."""
+    """Return a note that a cluster is running; raise UserError if ``asked`` names other hosts."""
     running = f"A cluster of {counted(len(cluster.ranks), 'rank')} is already running"
     for name in ("hosts", "engines", "profile"):
         wanted = getattr(asked, name, "")
         if wanted not in ("", getattr(cluster.spec, name, "")):
             option = f"--{name} {wanted}"
-            raise UserError(f"{running}: %ddp_stop ends it, then {option} starts another.")
+            raise UserError(f"{running}. Run %ddp_stop, then repeat %ddp_start with {option}.")
     if cluster.dead:
-        return f"{running}, but {say(cluster.dead, 'is dead')}: {remedy(cluster.dead)}."
+        return f"{running}, but {say(cluster.dead, 'is dead')}. {remedy(cluster.dead)}"
     return (
-        f"{running}, and is used as it is: %ddp_restart -n {asked.num_ranks or 2} changes the "
-        "number of ranks; for anything else %ddp_stop ends it first."
+        f"{running} and stays unchanged. Run %ddp_restart -n {asked.num_ranks or 2} to change "
+        "the number of ranks. For other changes, run %ddp_stop first."
     )
 
 
 def with_notes(table: Table, cluster: Cluster) -> Table:
-    """Add to a table that ranks on CPUs far outnumber the cores, and which features are off."""
+    """Return a table with notes on disabled features and on too many ranks for the CPU cores."""
     if cluster.lost is not None:
         return table
     notes, here = list(cluster.missing), socket.gethostname()
@@ -87,7 +87,7 @@ def with_notes(table: Table, cluster: Cluster) -> Table:
     if num > MAX_RANKS_PER_CORE * (cores := num_cores()):
         notes.insert(
             0,
-            f"{num} ranks share {counted(cores, 'core')} and take turns: what they compute is "
-            f"right, but how fast says little about {num} ranks with cores of their own",
+            f"{num} ranks share {counted(cores, 'core')} and take turns. Results are correct, "
+            f"but timings do not show the speed of {num} ranks with one core each",
         )
     return replace(table, notes=(*table.notes, *notes))

@@ -1,4 +1,4 @@
-"""The trainings of a comparison, one after the other (kernel)."""
+"""Runs the trainings of a comparison, one after the other (kernel)."""
 
 import contextlib
 import math
@@ -31,28 +31,28 @@ from ddpnb.session.machine import OtherPrograms, disturbance
 from ddpnb.session.variables import pull
 
 STOP_INTERVAL_SECONDS = 0.3
-"""Between two requests to stop; the ranks get them until they have stopped."""
+"""Time between two stop requests.  The kernel repeats them until the ranks have stopped."""
 CLEAN_UP_SECONDS = 2.0
-"""How long the ranks may take to remove what a comparison has left."""
+"""Longest time for the ranks to delete a comparison's data."""
 GRACE_SECONDS = 1.2
-"""How long the ranks may take to stop and to evaluate the model before they are interrupted."""
+"""Longest time to stop and evaluate the model before the kernel interrupts the ranks."""
 
 
 @final
 @dataclass(kw_only=True, eq=False, repr=False)
 class RunningComparison(Background):
-    """The trainings of a comparison, in order."""
+    """A comparison that is being trained: its runs, one after the other."""
 
     cluster: Cluster
     recorder: Recorder
     specs: Sequence[RunSpec]
     checked: Mapping[str, Checked]
-    """What was found of each strategy."""
+    """The result of the check of each strategy."""
     live: Live
     printed: PrintedLines
     asked: ComparisonSpec
     _result: ComparisonResult | None = None
-    """What was trained, once all has ended."""
+    """The result, once all runs have ended."""
     _next_stop_at: float = 0.0
     _interrupt_at: float = math.inf
 
@@ -60,13 +60,13 @@ class RunningComparison(Background):
         super().__init__("comparison")
 
     def run(self) -> ComparisonResult:
-        """Train everything; show and store what was trained, however it ends.
+        """Train all strategies, then show and store the results, even after an error.
 
-        A strategy that fails is left out from then on, and the others are trained.
+        If a strategy fails, its remaining runs are skipped.  The other strategies are trained.
 
         Raises:
-            RankError: a strategy failed; raised at the end, the first of several.
-            KeyboardInterrupt: it was interrupted; the ranks have stopped.
+            RankError: a strategy failed; raised at the end, for the first strategy that failed.
+            KeyboardInterrupt: the comparison was interrupted, and the ranks have stopped.
         """
         errors: dict[str, Exception] = {}
         load = OtherPrograms()
@@ -93,19 +93,19 @@ class RunningComparison(Background):
         if errors:
             (_, first), *others = errors.items()
             for name, other in others:
-                print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
+                print(f"{name} also failed: {_cause_of(other)}", file=sys.stderr)
             raise first
         return result
 
     @property
     def result(self) -> ComparisonResult:
-        """What has been trained so far."""
+        """The result of all runs so far."""
         if self._result is not None:
             return self._result
         return ComparisonResult(self.recorder.comparison, self.asked.options, self._model_of)
 
     def _at_best_rate(self, spec: RunSpec) -> RunSpec:
-        """Return a training; a later repeat has the rate that its strategy is compared at."""
+        """Return the spec; a later repeat gets its strategy's best learning rate."""
         if not spec.rates or spec.repeat == 0:
             return spec
         runs = self.recorder.comparison.runs
@@ -115,24 +115,24 @@ class RunningComparison(Background):
     def _model_of(self, run_id: str) -> Any:
         """Return a trained model, which rank 0 keeps until the next comparison."""
         if self.cluster.is_over:
-            raise UserError("The ranks that kept the model have ended: train it again.")
+            raise UserError("The ranks that kept the model have ended. Train the model again.")
         (model,) = pull(self.cluster, run_id, [0], calls.pull_model)
         return model
 
     def _send_functions(self, rank: int) -> None:
-        """Send what is trained, if it is no cell, to a rank that is started anew."""
+        """Send the notebook's functions, if they are trained, to a restarted rank."""
         if self.asked.functions is not None:
             self.asked.functions.send(self.cluster, [rank])
 
     def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
-        """Return whether the rest is trained after a strategy has failed, and print it."""
+        """Return True if training continues after a failed strategy; print what is left."""
         if not rest or self.stop_requested:
             return False
         names = ", ".join(dict.fromkeys(rest))
         if self.cluster.lost is not None:
             print(f"Not trained: {names}.", file=sys.stderr)
             return False
-        print(f"{failed} failed and is left out; still to be trained: {names}.", file=sys.stderr)
+        print(f"{failed} failed. ddpnb skips it and still trains {names}.", file=sys.stderr)
         self._replace_dead(failed)
         return True
 
@@ -181,7 +181,7 @@ class RunningComparison(Background):
         self._replace_dead(spec.strategy)
 
     def _interrupted(self, outcome: Outcome) -> tuple[Status, str]:
-        """Return how a run ended that was interrupted: it may have trained to its end before."""
+        """Return the status and note of an interrupted run, which may already be trained."""
         reports = _reports(outcome)
         if len(reports) < len(self.cluster.ranks) or any(each.was_stopped for each in reports):
             return Status.STOPPED, "interrupted"
@@ -189,7 +189,7 @@ class RunningComparison(Background):
         return Status.FINISHED, "only its evaluation was interrupted" if is_cut else ""
 
     def _replace_dead(self, strategy: str) -> bool:
-        """Start new processes for ranks that died, and print it; return whether any had."""
+        """Restart the dead ranks and print their numbers; return True if a rank was restarted."""
         dead = self.cluster.dead
         if not dead or self.cluster.lost is not None:
             return False
@@ -206,7 +206,7 @@ class RunningComparison(Background):
         return True
 
     def _tick(self, recovery: RankRecovery, watch: Watch) -> None:
-        """Draw; of a run that is stopped, have all ranks end after the same step, and judge it."""
+        """Redraw.  If a stop was requested, let all ranks end after the same step and evaluate."""
         recovery.attend()
         if self.live.is_due():
             self.live.update(self.recorder.comparison)
@@ -217,7 +217,7 @@ class RunningComparison(Background):
         if now >= self._interrupt_at:
             watch.stop_requested = True
         if now >= self._next_stop_at:
-            self._next_stop_at = now + STOP_INTERVAL_SECONDS  # before the first step it was ignored
+            self._next_stop_at = now + STOP_INTERVAL_SECONDS  # ranks ignore stops before step 1
             for rank in self.cluster.living:
                 self.cluster.processes.command(rank, RankCommand.STOP)
 
@@ -231,7 +231,7 @@ class RunningComparison(Background):
 
 
 def clean_up(cluster: Cluster) -> None:
-    """Remove what a comparison has left on the ranks that still answer."""
+    """Delete a comparison's data on the ranks that still answer."""
     if cluster.is_over:
         return
     with contextlib.suppress(UserError, RuntimeError, TimeoutError, KeyError):
@@ -240,8 +240,8 @@ def clean_up(cluster: Cluster) -> None:
 
 def _print_replaced(strategy: str, dead: Collection[int]) -> None:
     if dead:
-        now = f"a new process stands for {them(dead)} now, without variables"
-        print(f"{strategy}: {spoken_ranks(dead)} died; {now}.", file=sys.stderr)
+        now = f"ddpnb restarted {them(dead)} without variables"
+        print(f"{strategy}: {spoken_ranks(dead)} died, and {now}.", file=sys.stderr)
 
 
 def _reports(outcome: Outcome) -> list[RunReport]:

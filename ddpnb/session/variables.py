@@ -22,17 +22,17 @@ from ddpnb.session.asking import ask
 from ddpnb.session.errors import RankError
 
 PREFIX = "variables-"
-"""Names of files in the run folder begin so; each is removed as soon as its call has ended."""
+"""File name prefix in the run folder.  Each file is removed as soon as its call has ended."""
 
 
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: str | None) -> None:
-    """Copy variables to ranks; raises a UserError if one cannot be sent, and then none is."""
+    """Copy variables to ranks; raise UserError and send nothing if a variable cannot be sent."""
     chosen = parse_ranks(ranks, len(cluster.ranks))
     send(cluster, pickled(variables, dict(variables)), variables, chosen, calls.push)
 
 
 def pickled(variables: Mapping[str, object], value: object) -> list[memoryview]:
-    """Pickle for the ranks a value that is made of variables; a UserError if one cannot be."""
+    """Pickle a value made of variables; raise UserError if a variable cannot be pickled."""
     try:
         return dump(value, for_ranks=True)
     except Exception as error:
@@ -46,7 +46,7 @@ def send(
     ranks: Sequence[int],
     taken_by: Callable[[Parcel], Request[None]],
 ) -> None:
-    """Have a call on ranks take what was pickled; a UserError names what one cannot take."""
+    """Send pickled values to a call on ranks; raise UserError if a rank cannot read them."""
     what = ", ".join(names)
     with (
         new_files(cluster.folder, [""]) as path,
@@ -65,10 +65,9 @@ def pull(
     ranks: Sequence[int],
     given_by: RankCall[[str, str, Collection[str], int], Parcel] = calls.pull,
 ) -> list[Any]:
-    """Return the value of an expression on each rank; raises a UserError where one has none.
+    """Return the value of an expression on each rank; raise UserError if a rank has no value.
 
-    ``given_by`` evaluates the expression, or what it takes in its place.  It may take as long as a
-    cell may.
+    ``given_by`` is the call that evaluates the expression.  It may run as long as a cell.
     """
     with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as path:
         own = path if cluster.is_local else ""
@@ -86,7 +85,7 @@ def pull(
 def mistakes_named(what: str) -> Iterator[None]:
     """Raise a rank's error as one sentence: ``what`` with the rank's number, and the cause.
 
-    A rank's death stays what it is.
+    If a rank died, its RankError is raised unchanged.
     """
     try:
         yield
@@ -100,9 +99,9 @@ def mistakes_named(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_files(folder: Path, suffixes: Sequence[str]) -> Iterator[str]:
-    """Return a path in the run folder; files of that path with each suffix exist meanwhile.
+    """Yield a path in the run folder.  For each suffix, an empty file exists inside the block.
 
-    What has mapped one keeps its memory; who comes later finds none.
+    Afterwards the files are removed.  Existing memory mappings of the files stay valid.
     """
     path = f"{folder}/{PREFIX}{secrets.token_hex(8)}"
     files = [Path(f"{path}{suffix}") for suffix in suffixes]
@@ -116,7 +115,7 @@ def new_files(folder: Path, suffixes: Sequence[str]) -> Iterator[str]:
 
 
 def own_classes() -> tuple[str, ...]:
-    """Return the names of the classes that the notebook's cells have defined."""
+    """Return the names of the classes that the notebook's cells define."""
     variables = vars(sys.modules["__main__"]).items()
     return tuple(
         name
@@ -126,12 +125,12 @@ def own_classes() -> tuple[str, ...]:
 
 
 def explain(variables: Mapping[str, object], error: Exception) -> str:
-    """Return the sentence about the variable that cannot be pickled, and why."""
+    """Return a sentence that names the variable that cannot be pickled, and the reason."""
     name = ", ".join(variables)
     for each, value in variables.items():
         try:
             dump(value, for_ranks=True)
-        except Exception as its_own:  # noqa: BLE001  whatever a user's class raises
+        except Exception as its_own:  # noqa: BLE001  a user's class may raise anything
             name, error = each, its_own
             break
     nothing = " Nothing was sent." if len(variables) > 1 else ""
@@ -141,49 +140,49 @@ def explain(variables: Mapping[str, object], error: Exception) -> str:
 FUNCTIONS = {
     name: Option(default=None, about=about, flag=name)
     for name, about in {
-        "model": "in place of ``source``: a function that returns a new model",
-        "data": 'with ``model``: a function of ``"train"`` or ``"test"`` that returns samples',
-        "loss": "and the following, with ``model``: functions as a cell defines them",
-        "metric": "of all held-out outputs and their targets",
-        "training_step": "of model and batch",
-        "validation_step": "likewise, on held-out samples",
-        "optimizer": "of the parameters",
-        "collate_fn": "of the items of a batch",
+        "model": "function that returns a new model, instead of ``source``",
+        "data": 'function of ``"train"`` or ``"test"`` that returns samples; needs ``model``',
+        "loss": "function of outputs and targets that returns the mean loss; needs ``model``",
+        "metric": "function of all held-out outputs and their targets; needs ``model``",
+        "training_step": "function of model and batch for a training step; needs ``model``",
+        "validation_step": "function of model and held-out batch; needs ``model``",
+        "optimizer": "function that makes an optimizer for the parameters; needs ``model``",
+        "collate_fn": "function that makes a batch from a list of items; needs ``model``",
     }.items()
 }
-"""The arguments of ``ddpnb.compare`` that take functions."""
+"""The arguments of ``ddpnb.compare`` that are functions."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotebookFunctions:
-    """Functions as ``ddpnb.compare`` got them, pickled with the names that they use."""
+    """Functions passed to ``ddpnb.compare``, pickled with the variables that they use."""
 
     names: tuple[str, ...]
-    """The arguments that were given: ``("model", "data")``."""
+    """The given arguments: ``("model", "data")``."""
     parts: Sequence[memoryview]
     key: str
-    """Under which the ranks keep them, until the next comparison with functions."""
+    """The key of the functions on the ranks, until the next comparison with functions."""
     source: str
-    """The cell that stands for them, with their own text as a comment."""
+    """The generated cell that loads the functions, with their source code in comments."""
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Self | None:
-        """Return the functions among the arguments of ``compare``; None if there are none."""
+        """Return the functions among the arguments of ``compare``, or None without functions."""
         found = {name: given[name] for name in FUNCTIONS if given.get(name) is not None}
         if not found:
             return None
         for needed, example in (("model", "build_model"), ("data", "load")):
             if needed not in found:
                 raise UserError(
-                    f"compare: {next(iter(found))}= needs {needed}= beside it: give a function, "
-                    f"{needed}={example}, or all of it as source=, a cell or a file."
+                    f"compare: {next(iter(found))}= also needs {needed}=. Add a function, such as "
+                    f"{needed}={example}, or pass all code as source= (a cell or a file)."
                 )
         for name, value in found.items():
             if not callable(value):
                 raise UserError(
-                    f"compare: {name}= takes a function, not {kind_of(value)}: define {name} with "
-                    "def, and give its name."
+                    f"compare: {name}= must be a function, not {kind_of(value)}. Define {name} "
+                    "with def, and pass the function."
                 )
         key = secrets.token_hex(4)
         return cls(
@@ -194,18 +193,18 @@ class NotebookFunctions:
         )
 
     def send(self, cluster: Cluster, ranks: Sequence[int]) -> None:
-        """Have ranks keep the functions."""
+        """Send the functions to ranks, which keep them."""
         keep = partial(calls.keep_functions, self.key)
         send(cluster, self.parts, self.names, ranks, keep)
 
 
 def _cell_of(found: Mapping[str, object], key: str) -> str:
-    lines = ["# functions of the notebook, which ddpnb.compare has sent to the ranks:"]
+    lines = ["# Functions of the notebook that ddpnb.compare has sent to the ranks:"]
     for name, value in found.items():
         lines += [f"# {name}={getattr(value, '__name__', type(value).__name__)}"]
         try:
             lines += [f"#     {line}".rstrip() for line in inspect.getsource(value).splitlines()]  # type: ignore[arg-type]
-        except (OSError, TypeError):  # it has no text
+        except (OSError, TypeError):  # no source code
             continue
     module, function = NOTEBOOK_FUNCTIONS
     lines += [

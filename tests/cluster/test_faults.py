@@ -36,7 +36,7 @@ def test_a_rank_that_only_computes_goes_on_when_another_has_failed(cluster: Clus
     assert set(cell.failures) == {1}
     assert cell.notes == [
         "Rank 1 failed: ZeroDivisionError: division by zero; rank 0 is still running. "
-        "Interrupt to stop it."
+        "Interrupt the cell to stop it."
     ]
     assert rig.pull(cluster, "x", ranks=[0]) == [5]
 
@@ -215,7 +215,7 @@ def test_a_rank_that_dies_before_a_new_group_is_formed_costs_the_others_nothing(
     stopped.suspend()  # it dies while the others form the group
     threading.Timer(1.0, stopped.kill).start()
     began = time.monotonic()
-    with pytest.raises(UserError, match="Rank 1 was killed by SIGKILL: %ddp_restart --ranks 1"):
+    with pytest.raises(UserError, match=r"killed by SIGKILL\. Run %ddp_restart --ranks 1"):
         rig.run(mortal, rig.ALL_REDUCE)
     assert time.monotonic() - began < 10
     assert rig.pull(mortal, "kept", ranks=[0]) == [10]

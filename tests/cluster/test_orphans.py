@@ -72,7 +72,7 @@ def test_the_end_of_a_service_is_reported_and_nothing_outlives_it(service: Servi
         rig.wait_until(lambda: cluster.lost is not None, "word of the end")
         assert cluster.lost == f"the {service} was killed by SIGKILL"
         assert cluster.living == (() if server else (0, 1))
-        with pytest.raises(UserError, match=r"The cluster is gone: .*%ddp_restart"):
+        with pytest.raises(UserError, match=r"The cluster has ended: .*%ddp_restart"):
             rig.run(cluster, "1")
         cluster.stop()
         assert not cluster.folder.exists()

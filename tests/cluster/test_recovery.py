@@ -107,7 +107,7 @@ def test_a_killed_rank_costs_its_share_and_comes_back(cluster, tmp_path, capsys,
     assert (events["seconds"] >= came_back).sum() > 10
     assert 1 <= (events["seconds"] < came_back).sum() < 50  # the dead process's own
     assert len(set(events["step"])) == len(events)
-    assert "rank 1 died; a new process stands for it now" in capsys.readouterr().err
+    assert "rank 1 died, and ddpnb restarted it without variables" in capsys.readouterr().err
     again = deadly(cluster, tmp_path, "ddp", num_epochs=0.2).run()
     assert again.comparison.runs[0].status == "finished"
     assert total(cluster) == [2.0, 2.0]
@@ -177,8 +177,8 @@ def test_the_strategies_after_one_that_a_death_ended_are_trained(cluster, tmp_pa
     with pytest.raises(RankError, match="rank 1"):
         deadly(cluster, tmp_path, *names, num_calls=20, **options).run()
     shown = capsys.readouterr().err
-    assert "ddp failed and is left out; still to be trained: no-comm, single." in shown
-    assert "ddp: rank 1 died; a new process stands for it now" in shown
+    assert "ddp failed. ddpnb skips it and still trains no-comm, single." in shown
+    assert "ddp: rank 1 died, and ddpnb restarted it without variables" in shown
     assert pull(cluster, "1 + rank") == [1, 2]
     found = [(run.name, str(run.status)) for run in Store(tmp_path).load("cell-1").runs]
     others = [("single", "finished"), ("no-comm", "finished")]

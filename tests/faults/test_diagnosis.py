@@ -11,11 +11,11 @@ from tests.cluster.rig import run
 HANGS = {
     "a rank skips an all_reduce": (
         "if rank != 1: dist.all_reduce(x)",
-        r"ranks 0,2 wait in all_reduce \(line 1.*rank 1 finished the cell without calling it",
+        r"ranks 0,2 wait in all_reduce \(line 1.*rank 1 finished the cell without making this call",
     ),
     "a rank is left out of a barrier": (
         "if rank != 2: dist.barrier()",
-        r"ranks 0-1 wait in barrier \(line 1\); rank 2 finished the cell without calling it",
+        r"ranks 0-1 wait in barrier \(line 1\); rank 2 finished the cell without making this call",
     ),
     "recv without send": (
         "if rank == 1: dist.recv(x, 0)",

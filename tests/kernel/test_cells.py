@@ -149,7 +149,7 @@ def test_the_root_cause_comes_first_and_the_others_are_folded(unharmed: Kernel, 
         "RankError: rank 1 failed: ZeroDivisionError: division by zero"
     )
     assert "in broken()" in cell.error_text
-    assert "rank 0 was waiting in a collective" in cell.error_text.splitlines()[-1]
+    assert "rank 0 was released from a collective" in cell.error_text.splitlines()[-1]
     assert not any(word in cell.error_text for word in ("gloo", "safe_execfile"))
     assert cell.seconds < 15
 
@@ -246,7 +246,7 @@ def test_what_needs_a_rank_that_runs_a_cell_is_refused_at_once(kernel: Kernel, t
         "%ddp_show all_reduce",
     ):
         cell = kernel.run(source)
-        assert "on rank 0: wait for it" in cell.refusal
+        assert "on rank 0. Wait until it ends" in cell.refusal
         assert cell.seconds < 5
     sign.touch()
     assert kernel.run("handle.wait(20)").passed
@@ -273,7 +273,7 @@ def test_a_collective_among_the_survivors_of_a_dead_rank_says_whom_it_lacks(kern
     kernel.run("%%rank 1\nos._exit(3)")
     cell = kernel.run("%%rank 0\n\ndist.all_reduce(torch.ones(1))")
     assert cell.error == "UserError"
-    assert "rank 1 has ended (rank 0 in line 3): %ddp_restart --ranks 1" in cell.error_text
+    assert "rank 1 has ended (rank 0 in line 3). Run %ddp_restart --ranks 1" in cell.error_text
     assert kernel.run("%%rank 0\nkept").stdout == "[0] 10\n"
 
 
@@ -284,6 +284,6 @@ def test_a_rank_that_a_stop_has_cost_is_named_with_what_brings_it_back(kernel: K
         "    if rank == 1: os._exit(2)"
     )
     assert cell.error == "CellTimeoutError"
-    assert "rank 1 has ended: %ddp_restart --ranks 1" in cell.error_text
+    assert "rank 1 has ended. Run %ddp_restart --ranks 1" in cell.error_text
     kernel.run("%ddp_restart --ranks 1")
     assert kernel.run("%ddp_pull kept --ranks 0").text == "10"

@@ -10,9 +10,9 @@ from tests.kernel.client import Kernel, both
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        ("%%rank 0\n1", "start one with %ddp_start"),
-        ("%ddp_restart", "start one with %ddp_start"),
-        ("import ddpnb\nddpnb.status()", "start one with %ddp_start"),
+        ("%%rank 0\n1", "Start it with %ddp_start"),
+        ("%ddp_restart", "Start it with %ddp_start"),
+        ("import ddpnb\nddpnb.status()", "Start it with %ddp_start"),
         ("%ddp_start -n 0", "at least 1 and at most 256"),
         ("%ddp_start -n two", "'two'"),
         ("%ddp_start --hosts a:1 b:1", "unexpected argument b:1"),
@@ -47,7 +47,7 @@ def test_start_shows_a_table_and_a_second_start_says_so(bare_kernel: Kernel):
 
     for option, size in (("--hosts a:4,b:4", ""), ("--engines mpi", " -n 2")):
         elsewhere = bare_kernel.run(f"%ddp_start {option}{size}")
-        sentence = f"is already running: %ddp_stop ends it, then {option} starts another."
+        sentence = f"is already running. Run %ddp_stop, then repeat %ddp_start with {option}."
         assert sentence in elsewhere.error_text
     status = bare_kernel.run("%ddp_status")
     assert "2 ranks of 2 alive" in status.text

@@ -48,7 +48,7 @@ def with_model(kernel_of_module: Kernel) -> Kernel:
 
 @pytest.mark.parametrize("line", ["%ddp_inspect only --batch x", "%ddp_check only"])
 def test_what_one_rank_lacks_is_named(with_model: Kernel, line: str):
-    assert "On rank 1 alone: only is None" in with_model.run(line).refusal
+    assert "Only on rank 1: only is None" in with_model.run(line).refusal
 
 
 def test_a_step_of_ddp_is_shown_and_changes_nothing(with_model: Kernel):
@@ -90,7 +90,7 @@ def test_replicas_are_compared_and_a_skipped_step_is_named(with_model: Kernel):
     with_model.run("%%rank 1\nddp.module.body(x).sum().backward()\noptimizer.step()\ndel sharded")
     text = with_model.run("%ddp_check").text
     assert "optimizer has counted 1 on rank 0 and 2 on rank 1" in text
-    assert "step of body.0.weight: rank 0 against rank 1, 1 of 1 element: 1 at most" in text
+    assert "step of body.0.weight: rank 0 against rank 1, 1 of 1 element: at most 1 apart" in text
     assert verdicts(with_model, "%ddp_check")["values sharded"] == "UNKNOWN"  # is on rank 0 alone
 
 

@@ -50,11 +50,11 @@ def test_a_machine_that_slept_has_not_waited():
 def test_a_hang_says_who_waits_where_and_for_whom():
     """Others are in tests/faults, as real ranks have them."""
     assert str(Hang(waiting=BOTH, finished={2: 5, 3: 5}, idle=(4,))) == (
-        "ranks 0-1 wait in all_reduce (line 3); ranks 2-3 finished the cell with 2 calls fewer; "
+        "ranks 0-1 wait in all_reduce (line 3); ranks 2-3 finished the cell with 2 fewer calls; "
         "rank 4 does not run this cell"
     )
     other = replace(WAITING, rank=1, call="barrier", tensor="Float [3]")
     assert str(Hang(waiting=(WAITING, other))) == (
         "rank 0 waits in all_reduce (line 3), rank 1 waits in barrier (line 3, Float [3]); "
-        "they wait for different calls"
+        "the ranks wait in different calls"
     )

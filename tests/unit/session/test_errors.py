@@ -55,17 +55,17 @@ SENTENCES = [
     ),
     (
         [lost(1), closed(0, 2)],
-        "rank 1 was killed by SIGKILL; %ddp_restart --ranks 1 brings",
+        "rank 1 was killed by SIGKILL. Run %ddp_restart --ranks 1 to restart it.",
         "rank 1 was killed by SIGKILL",
     ),
     (
         [lost(1), lost(0)],
-        "ranks 0-1 were killed by SIGKILL; %ddp_restart --ranks 0-1 brings",
+        "ranks 0-1 were killed by SIGKILL. Run %ddp_restart --ranks 0-1 to restart them.",
         "rank 1 was killed by SIGKILL",
     ),
     (  # one job has ended, however many ranks it had
         [lost(0, CANCELLED), lost(1, CANCELLED)],
-        f"ranks 0-1 were {CANCELLED.removeprefix('was ')}; ",
+        f"ranks 0-1 were {CANCELLED.removeprefix('was ')}. ",
         f"rank 0 {CANCELLED}",
     ),
 ]
@@ -83,8 +83,9 @@ def test_the_sentence_names_the_cause(failures: list[Failure], sentence: str, ca
 
 
 BAD, LINE = "rank 1 failed: ValueError: bad", "Cell In[3], line 2"
-WAITED = "in a collective for it and stopped: connection closed by peer)"
-BACK = "back, the other ranks keep their variables"
+RELEASED = "released from a collective that needs the failed rank)"
+STOPPED = "stopped because another rank had failed)"
+BACK = "The other ranks keep their variables."
 MISMATCH = "CollectiveMismatchError"
 LAYOUTS = [
     (  # identical ones are shown once, whatever their colours
@@ -111,15 +112,15 @@ LAYOUTS = [
     ),
     (
         [failure(1), closed(0, 2), closed(2, 3)],
-        [BAD, LINE, "", f"(ranks 0,2 were waiting {WAITED}"],
+        [BAD, LINE, "", f"(ranks 0,2 were {RELEASED}"],
     ),
     (
         [failure(1), closed(0, 2), replace(closed(2, 3), was_waiting=False)],
-        [BAD, LINE, "", f"(rank 0 was waiting {WAITED}", "(rank 2 was stopped with it)"],
+        [BAD, LINE, "", f"(rank 0 was {RELEASED}", f"(rank 2 was {STOPPED}"],
     ),
     (  # where there are only consequences, one is shown in full
         [closed(0, 1), closed(1, 2)],
-        [f"rank 0 failed: RuntimeError: {GLOO}", LINE, "", f"(rank 1 was waiting {WAITED}"],
+        [f"rank 0 failed: RuntimeError: {GLOO}", LINE, "", f"(rank 1 was {RELEASED}"],
     ),
     (
         [
@@ -127,8 +128,8 @@ LAYOUTS = [
             lost(0, "has ended with code 3", traceback=("log of 0",)),
         ],
         [
-            "rank 1 was killed by SIGKILL; rank 0 has ended with code 3; "
-            f"%ddp_restart --ranks 0-1 brings them {BACK}",
+            "rank 1 was killed by SIGKILL; rank 0 has ended with code 3. "
+            f"Run %ddp_restart --ranks 0-1 to restart them. {BACK}",
             *("log of 1", "log of 0"),
         ],
     ),

@@ -54,7 +54,7 @@ def test_a_hub_sets_limits(monkeypatch: pytest.MonkeyPatch):
     assert placed(ClusterSpec(), 0).num_ranks == 1
     assert placed(ClusterSpec(num_threads=5), 0).num_threads == 2
     for choices in ({"num_ranks": 2}, {"devices": "8"}):
-        with pytest.raises(UserError, match="than DDPNB_MAX_RANKS allows: start 1 or"):
+        with pytest.raises(UserError, match=r"than DDPNB_MAX_RANKS allows\. Start 1 or"):
             ClusterSpec(**choices)
     with pytest.raises(UserError, match="DDPNB_MAX_RANKS"):
         on_hosts(0, 0)
@@ -111,10 +111,10 @@ def on_hosts(*num_gpus: int, **choices: str) -> Placement:
 @pytest.mark.parametrize(
     ("num_gpus", "choices", "sentence"),
     [
-        ([0], {"device": "cuda"}, "This machine has no GPU: use --device cpu"),
+        ([0], {"device": "cuda"}, "This machine has no GPU. Use --device cpu"),
         ([0], {"backend": "nccl"}, "This machine has 0 GPUs"),
         ([2], {"backend": "nccl"}, "has 2 GPUs for 3 ranks"),
-        ([3, 0], {"device": "cuda"}, "Host h1 has no GPU: use --device cpu, or leave it out"),
+        ([3, 0], {"device": "cuda"}, "Host h1 has no GPU. Use --device cpu, or remove the host"),
         ([3, 0], {}, "Host h1 has no GPU"),
         ([3, 2], {"backend": "nccl"}, "Host h1 has 2 GPUs for 3 ranks"),
     ],

@@ -42,7 +42,7 @@ WRONG = [
     (["remove --op"], lambda: CollectiveSpec(name="broadcast", ranks=(0, 1), op="max")),
     (["--root 7"], lambda: CollectiveSpec(name="reduce", ranks=(0, 1), root=7)),
     (["at most 256,000,"], lambda: CollectiveSpec(name="gather", ranks=(0,), num_bytes=4 * 10**9)),
-    (["Inspect net or a task"], lambda: api.inspect("net", task="digits")),
+    (["Inspect either net or a task"], lambda: api.inspect("net", task="digits")),
     (["--batch-size"], lambda: api.inspect("net", batch_size=8)),
     (["--batch-size", "0"], lambda: api.inspect(task="digits", batch_size=0)),
     (["--batch is for a model"], lambda: InspectSpec(batch="x")),
