@@ -67,8 +67,7 @@ class RankCall(Generic[Arguments, Result]):
 state = RankCall[[], RankState]("state")
 """Return a description of the rank's process and device."""
 form_group = RankCall[[int, bool], list[StaleVariable]]("form_group")
-"""Form a generation's process group, with torch's checks if True; return variables that hold an
-older group."""
+"""Form a generation's process group, with torch's checks if True; return stale variables."""
 num_calls = RankCall[[], dict[str, int | None]]("num_calls")
 """Return how many collectives this rank has called in each group; None: the count is uncertain."""
 

@@ -106,7 +106,7 @@ def _compensation(name: str, text: str) -> float:
 
 STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
-        about="trains on one device, the baseline of every speed-up",
+        about="training on one device, the baseline of every speed-up",
         import_path="ddpnb.rank.strategies.single:Single",
         look=Style("#717581", "solid", "s"),
         aliases=("OneDeviceStrategy",),
@@ -119,7 +119,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         },
     ),
     "dp": StrategyEntry(
-        about="torch's DataParallel; with fewer than two GPUs, CPU threads emulate it",
+        about="torch's DataParallel; without two GPUs, CPU threads emulate DataParallel",
         import_path="ddpnb.rank.strategies.data_parallel:DataParallel",
         look=Style("#e76300", "dashed", "^"),
         aliases=("DataParallel",),
@@ -150,7 +150,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         across_hosts="ddp",
     ),
     "ddp-by-hand": StrategyEntry(
-        about="ddp written by hand: flattens the gradients, then one all-reduce, then the update",
+        about="ddp written by hand: flattened gradients, one all-reduce, then the update",
         import_path="ddpnb.rank.strategies.ddp_by_hand:DdpByHand",
         look=Style("#93c4f2", "dash-dot", "8"),
     ),
@@ -160,7 +160,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Style("#2f4be0", "long-short", "$\\spadesuit$"),
         options={
             "bucket_mb": Option(
-                default=0.0, about="MB per message; 0: one message per parameter", least=0
+                default=0.0, about="MB of gradients per message; 0: one parameter each", least=0
             )
         },
     ),
@@ -170,7 +170,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Style("#a96b59", "long", "X"),
     ),
     "central": StrategyEntry(
-        about="keeps one copy of the parameters on the host, and updates them there",
+        about="one copy of the parameters, kept and updated on the host",
         import_path="ddpnb.rank.strategies.central:Central",
         look=Style("#b9ac70", "dash-dot-dot", "P"),
         aliases=("CentralStorageStrategy",),
@@ -209,14 +209,14 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="each rank trains alone; every few steps the ranks average their weights",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Style("#bd1f01", "solid", "v"),
-        options={"every": Option(default=8, about="steps between two averages", least=1)},
+        options={"every": Option(default=8, about="steps between two averagings", least=1)},
     ),
     "diloco": StrategyEntry(
         about="each rank trains alone; every few steps, a Nesterov step on the averaged change",
         import_path="ddpnb.rank.strategies.diloco:DiLoCo",
         look=Style("#f0857a", "dashed", "<"),
         options={
-            "every": Option(default=8, about="inner steps per outer step", least=1),
+            "every": Option(default=8, about="inner steps of each rank per outer step", least=1),
             "outer_lr": Option(default=0.5, about="learning rate of the outer step", above=0),
             "outer_momentum": Option(
                 default=0.5, about="Nesterov momentum of the outer step", least=0, most=0.99
@@ -266,10 +266,10 @@ TASKS: Mapping[str, Entry] = {
         options={
             "samples": Option(default=4096, least=16, about="number of images to train on"),
             "parameters": Option(
-                default=0, least=0, about="parameters of the model, to send more; 0: usual number"
+                default=0, least=0, about="number of model parameters, to send more; 0: as usual"
             ),
             "compute": Option(
-                default=0, least=0, about="extra convolutions per image, to compute longer"
+                default=0, least=0, about="extra convolutions per image, for longer computing"
             ),
         },
     ),

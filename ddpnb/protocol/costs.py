@@ -1,11 +1,10 @@
-"""The messages and bytes of each collective, for clocks, predictions and ``%ddp_show``.
+"""The messages and bytes of collectives, for clocks, predictions, ``%ddp_show``.  (Every process.)
 
 N ranks take part, and each rank gives B bytes.  In a scatter, each rank receives B bytes.  L is
 log2 N, rounded up: the number of rounds of a binomial tree.  In the tree a rank passes a message on
 to K others; the root has K = L.  Each rank has one link to all others, with a one-way latency and a
-rate in each direction.  A message of n bytes takes latency + n / rate.  Messages in one direction
-through one end of a link are sent one after another.  A collective takes as long as the messages
-on its busiest link.  (Every process.)
+rate in each direction.  A message of n bytes takes latency + n / rate.  In each direction, a link
+carries one message at a time.  A collective takes as long as the messages on its busiest link.
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 19(1), 2005 (the model, in section 3; trees, doubling); Patarasuk and Yuan,

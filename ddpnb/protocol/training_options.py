@@ -33,7 +33,7 @@ class TrainingSpec:
 
     task: str = _training(
         CELL_TASK,
-        f"{' | '.join(TASKS)}, with options as in synthetic:samples=512; by default the cell",
+        f"{' | '.join(TASKS)}, with options as in synthetic:samples=512; default: the cell's task",
         example="TASK",
     )
     source: str = ""

@@ -54,9 +54,9 @@ def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> li
 
     Args:
         value: the value to pickle.
-        for_ranks: True if the receiver is a rank.  Functions of the notebook then use the rank's
-            variables as globals, and tensors stay on their kind of device.  Otherwise functions
-            bring their globals along, and tensors arrive on the CPU.
+        for_ranks: True to give the notebook's functions the rank's variables as globals, and keep
+            tensors on their kind of device.  Otherwise functions bring their own globals along,
+            and tensors arrive on the CPU.
         classes: names of ``__main__`` classes that the receiver replaces with its own classes.
     """
     file = io.BytesIO()
@@ -114,8 +114,7 @@ def own_class(name: str) -> Any:
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
     """Reduce a tensor to the memory of its elements; copy the elements if they are not contiguous.
 
-    Torch itself reduces special tensors.  If they are on a GPU, they are copied to the CPU first,
-    unless ``stays`` is True.
+    Torch itself reduces special tensors, after a copy from the GPU to the CPU unless ``stays``.
     """
     kind, device = type(tensor), tensor.device.type
     if kind is torch.nn.Parameter:
