@@ -28,7 +28,7 @@ SMALLEST_EFFECT = 0.02
 """The smallest relative difference that a sentence mentions."""
 
 FEWEST_REPEATS = 3
-"""Repeats needed for an interval.  With two repeats it spans 12.7 standard errors to each side."""
+"""The fewest repeats for an interval; with two repeats it would span +- 12.7 standard errors."""
 
 MOST_REPEATS = 30
 """The largest number of repeats that ddpnb recommends."""

@@ -1,8 +1,8 @@
 """Computes a run's curve of at most ``MAX_POINTS`` points from one row per step.  (Kernel.)
 
 Step k of all synchronous workers is one update.  Each step of an asynchronous worker and each call
-of ``ddpnb.log`` is a separate update, and these updates are ordered by time.  Each point merges
-neighbouring updates.  Their number is a power of two, so drawn points do not move.
+of ``ddpnb.log`` is a separate update, and these updates are ordered by time.  Each point merges a
+power of two of neighbouring updates, so that drawn points do not move.
 """
 
 import math
@@ -132,10 +132,10 @@ def with_waiting(rows: Records) -> Records:
 def smoothed(curve: Curve) -> Floats:
     """Return the exponential moving average of a curve, without start-up bias.
 
-    The span is one update plus a share of the samples so far.  It is independent of the planned
-    samples.  So drawn points do not move, and short and long runs reach the same loss at the same
-    sample.  At first the span is short, so the line does not lag behind a fast fall.  If the loss
-    falls like ``1 / samples``, the line is soon only a twentieth above the points.
+    The span is one update plus a share of the samples so far, and ignores the planned samples.
+    So drawn points do not move, and short and long runs reach the same loss at the same sample.
+    At first the span is short, so the line does not lag behind a fast fall of the loss.  If the
+    loss falls like ``1 / samples``, the line is soon only a twentieth above the points.
 
     A point ``d`` samples after the previous point has the weight ``1 - exp(-d / span)``.  The sum
     is divided by the weights so far, as in Adam, so the first average equals the first point.

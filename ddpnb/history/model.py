@@ -90,7 +90,7 @@ class RunSnapshot:
     num_bad: int = 0
     """Number of losses that are NaN or infinite."""
     staleness: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """Numbers of updates with staleness 0, 1, 2 ..."""
+    """The number of updates with each staleness: 0, 1, 2 ..."""
     curve: Curve = field(default_factory=Curve)
     """The loss."""
     ranks: tuple[RankTotals, ...] = ()

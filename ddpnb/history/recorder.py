@@ -19,7 +19,7 @@ class Recorder:
     If the disk fails, the training continues: ddpnb warns once and keeps the runs in memory.
 
     Args:
-        store: the store of the runs.
+        store: the store that keeps the runs.
         name: the user's name for the comparison; empty: the task's name with a number.
         task: the task that the runs train.
         source: the cell that defines the task.

@@ -1,4 +1,4 @@
-"""Rows with one step of one worker each, for messages, the store and numpy.  (Kernel.)"""
+"""The rows of measured steps: one row for each step of each worker.  (Kernel.)"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -47,7 +47,7 @@ def rows_of(batch: EventBatch) -> Records:
 
 
 def metrics_of(rows: Records) -> dict[str, str]:
-    """Return the field of each number that the user logged, by the user's name."""
+    """Return a dict from the user's name of each logged number to the number's field."""
     fields = (rows.dtype.names or ())[len(EVENT.names or ()) :]
     return {field.removeprefix(METRIC): field for field in fields}
 

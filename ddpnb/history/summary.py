@@ -48,7 +48,7 @@ class StrategySummary:
     name: str
     comparison: str
     label: str
-    """The strategy's name, with the comparison's name if there are several, and "(emulated)"."""
+    """The name to show, with the comparison's name if there are several; marked if emulated."""
     runs: tuple[RunSnapshot, ...]
     """All repeats."""
     num_runs: int
@@ -62,7 +62,7 @@ class StrategySummary:
     tenths: tuple[float, ...]
     """Samples/s in each tenth of the only run; empty with several repeats."""
     ideal: float
-    """Samples/s of the same number of devices if each were as fast as ``single``."""
+    """Samples/s of all devices if each device were as fast as ``single``."""
     ceiling: float
     """Samples/s of ``no-comm``."""
     speed_up: float
@@ -171,7 +171,7 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 def samples_per_second(run: RunSnapshot) -> float:
     """Return all samples divided by the slowest worker's training seconds; NaN before any sample.
 
-    A ceiling's workers train for the same time, so every worker counts with the slowest's speed.
+    All workers of a ceiling train for the same time, each counted as fast as the slowest worker.
     """
     if run.is_ceiling and not run.is_running and (workers := [r for r in run.ranks if r.seconds]):
         return len(workers) * min(rank.num_samples / rank.seconds for rank in workers)
@@ -183,7 +183,7 @@ def by_repeat(
 ) -> Mapping[int, float]:
     """Return a number of each run by repeat, without numbers that are unknown or not positive.
 
-    If two runs have the same repeat, as hand-written loops have, repeats are numbered in order.
+    If runs share a repeat number, as hand-written loops do, the runs are numbered in order.
     """
     repeats: Sequence[int] = [run.repeat for run in runs]
     if len(set(repeats)) < len(repeats):
@@ -198,7 +198,7 @@ def log_ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[f
 
 
 def staleness_counts(runs: Sequence[RunSnapshot]) -> NDArray[np.int64]:
-    """Return the numbers of updates with staleness 0, 1, 2 ..., over all runs."""
+    """Return the number of updates with each staleness, 0, 1, 2 ..., over all runs."""
     counts = zip_longest(*(run.staleness for run in runs), fillvalue=0)
     return np.array([sum(each) for each in counts], dtype=np.int64)
 
@@ -365,5 +365,5 @@ def num_devices(run: RunSnapshot) -> int:
 
 
 def _counted(runs: Sequence[RunSnapshot]) -> list[RunSnapshot]:
-    """Return the finished runs, so that no failed repeat changes a mean, or else all runs."""
+    """Return the finished runs, or all runs if none finished.  A failed run changes no mean."""
     return [run for run in runs if run.status is Status.FINISHED] or list(runs)

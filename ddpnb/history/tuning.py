@@ -1,8 +1,8 @@
 """Chooses the learning rate of each strategy if several rates are tried.  (Kernel.)
 
 ``--lr 0.02,0.05,0.1`` trains each strategy once at each rate, all with the first repeat's seed.
-The comparison uses the strategy's rate with the lowest held-out loss.  The run at that rate is the
-first repeat, and the other repeats train at that rate.  A loss that is NaN or infinite never wins.
+For each strategy, the comparison uses the rate with the lowest held-out loss.  The run at that rate
+is the first repeat.  All other repeats train at that rate.  A NaN or infinite loss never wins.
 If all losses are NaN or infinite, the comparison uses the smallest rate.
 """
 

@@ -215,7 +215,7 @@ class DdpMagics(Magics):
     def ddp_panel(self, line: str) -> None:
         """Show controls for ``%ddp_compare``, which then trains in the background: ``%ddp_panel``.
 
-        After a ``%%ddp_compare`` cell, the panel also offers the latest cell's task.
+        The panel also offers the task of the latest ``%%ddp_compare`` cell.
         """
         no_arguments("%ddp_panel", line)
         if self.panel is None:

@@ -200,7 +200,7 @@ def _level(
 
 
 def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workload, Machine]:
-    """Return a machine with a link that gives ``ddp``'s rate, and limit the ranks' variation."""
+    """Return a link that gives the measured rate of ``ddp``, and a limited variation of ranks."""
     num, wanted = measured.num_ranks, measured.seconds_of("ddp")
     own = cost(work, here, num).of(work.samples(num))
     most = (wanted - step_seconds("no-comm", work, here, num)) / 2 / (own * expected_max(num))
@@ -226,7 +226,7 @@ def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workl
 
 
 def _factor(name: str, work: Workload, here: Machine, measured: Measured) -> float | None:
-    """Return measured over modelled seconds that a strategy adds to ``no-comm``; None: 1."""
+    """Return the ratio of measured to modelled seconds beyond ``no-comm``; None means 1."""
     is_fitted = measured.devices is None or name.startswith(("fsdp", "zero"))
     if name in ("single", "no-comm", "ddp") or not is_fitted:
         return None

@@ -69,7 +69,7 @@ class Workload:
     replica_seconds: float = 0.0
     """Seconds of Python code for each replica of DataParallel in a step."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """Measured over modelled seconds of each strategy's exchanges."""
+    """The ratio of measured to modelled seconds of each strategy's exchanges."""
 
     def samples(self, num_ranks: int) -> float:
         """Return the samples of one rank in a step."""
@@ -160,7 +160,7 @@ class Situation:
         return float(value)
 
     def computing(self, *, meets: bool = True) -> float:
-        """Return a rank's computing in a step; ``meets``: including the wait for all ranks."""
+        """Return a rank's seconds of computing in a step; ``meets``: also of waiting."""
         work, machine, num = self.work, self.machine, self.num_ranks
         samples = math.ceil(work.samples(num)) if meets else work.samples(num)
         own = cost(work, machine, num).of(samples)
@@ -171,7 +171,7 @@ class Situation:
         return turns + own * work.variation * expected_max(num)
 
     def backward(self, compute: float) -> float:
-        """Return the part of the computing that can hide exchanges: the last backward pass."""
+        """Return the seconds of the last backward pass, which can hide exchanges."""
         passes = compute - min(self.work.optimizer_seconds, compute)
         return self.work.backward_share * passes / self.work.num_passes
 
@@ -188,12 +188,12 @@ class Situation:
 
 
 def _single(case: Situation) -> float:
-    """Return a step of one device with the whole batch, for any number of ranks."""
+    """Return the seconds of one device with the whole batch, for any number of ranks."""
     return case.work.alone.of(case.work.samples(1))
 
 
 def _in_buckets(case: Situation, cap: float = BUCKET_BYTES) -> float:
-    """Return a step in which buckets are sent, with the rules of emulated devices' clocks."""
+    """Return the seconds of a step with buckets, by the rules of emulated devices' clocks."""
     work, compute = case.work, case.computing()
     backward = case.backward(compute)
     trained = work.num_trained_bytes or work.num_bytes
@@ -220,12 +220,12 @@ def bucket_sizes(num_bytes: float, cap: float) -> list[float]:
 
 
 def _after(case: Situation, *names: str) -> float:
-    """Return a step in which collectives with all bytes follow the computing in turn."""
+    """Return the seconds of computing and, in turn, of collectives that send all bytes."""
     return case.computing() + sum(case.exchange(name, case.size) for name in names)
 
 
 def _dp(case: Situation) -> float:
-    """Return a step that sends parameters and gradients; all other messages have no bytes."""
+    """Return the seconds of DataParallel; only parameters and gradients count with their bytes."""
     case = replace(case, machine=replace(case.machine, ranks_per_host=math.inf))  # one process
     python = case.num_ranks * case.work.replica_seconds
     sent = 2 * case.exchange("gather", case.size) + 3 * case.exchange("gather", 0.0)
@@ -233,14 +233,15 @@ def _dp(case: Situation) -> float:
 
 
 def _zero(case: Situation) -> float:
-    """Return a step of DDP plus a broadcast from each rank, together one all-gather."""
+    """Return the seconds of DDP plus a broadcast from each rank, together one all-gather."""
     return _in_buckets(case) + case.gathering()
 
 
 def _fsdp(case: Situation) -> float:
-    """Return a step of DDP plus gathers: DDP's all-reduce includes the last gather and scatter.
+    """Return the seconds of DDP plus all gathers before the last backward pass.
 
-    A forward pass can hide its gather except the first bucket, an earlier backward pass all of it.
+    DDP's all-reduce counts as the last gather and the scatter.  A forward pass can hide its gather
+    except the first bucket.  An earlier backward pass can hide its whole gather.
     """
     work, gathering = case.work, case.gathering()
     backward = case.backward(case.computing())
@@ -261,7 +262,7 @@ def _rounds(case: Situation) -> float:
 
 
 def _async(case: Situation) -> float:
-    """Return the mean step if rank 0 trains on the server's host and uses no link."""
+    """Return the mean seconds of a step; rank 0 trains beside the server and uses no link."""
     compute, link = case.computing(meets=False), case.machine.link_of(case.num_ranks)
     rate = 1 / compute + server_bound(link, case.size, compute, case.num_ranks - 1)
     return case.num_ranks / rate

@@ -117,7 +117,7 @@ class Prediction:
     points: Mapping[str, tuple[Point, ...]]
     """Predictions by strategy, for each number of ranks with at least one sample per rank."""
     stops: Mapping[str, int | None]
-    """Ranks at which doubling adds less than a tenth; None: scaling goes on to ``searched``."""
+    """Number of ranks from which doubling adds less than a tenth; None: above ``searched``."""
     searched: int
     limits: Mapping[str, str]
     """The main bottleneck of each strategy at the largest number of ranks."""
