@@ -109,7 +109,7 @@ class Call:
         self.inbox.put(Lost(rank=rank, cause=cause))
 
     def _takes(self, event: CallEvent) -> bool:
-        """Note which result or output an event ends; return False if the event is obsolete."""
+        """Update ``running`` and ``speaking`` after an event; return False if it is obsolete."""
         if isinstance(event, OutputEnded | Lost):
             self.speaking.discard(event.rank)
         if isinstance(event, Returned | Lost):
@@ -142,7 +142,7 @@ class Timeouts:
     kill_after_seconds: float = 10.0
     """Time after which an interrupted and released rank is killed."""
     poll_seconds: float = 0.8
-    """Time between the ranks' reports of their positions.  Two reports per second cost 1 %."""
+    """Time between a rank's position reports.  Two reports per second slowed training by 1 %."""
     hang_after_seconds: float = 2.0
     """Time that ranks must have waited for each other, idle, before the call counts as a hang."""
     longest_gap_seconds: float = 1.0

@@ -1,4 +1,4 @@
-"""The cluster: starts, calls, groups and ends the ranks (kernel)."""
+"""The cluster: starts, calls, restarts and ends the ranks (kernel)."""
 
 import contextlib
 import shutil
@@ -51,7 +51,7 @@ class Cluster:
         """The timeouts of supervised calls.  Tests may replace them at any time."""
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}
-        """Processes that ended without being asked to."""
+        """Processes that ended unexpectedly."""
         self.is_over = False
         """True if this kernel has ended the cluster."""
         self.supervised: list[Call] = []
@@ -123,7 +123,7 @@ class Cluster:
         return {rank for call in self.supervised for rank in call.ranks}
 
     def require_idle(self, ranks: Collection[int]) -> None:
-        """Raise a UserError if a supervised call runs on one of the ranks."""
+        """Raise UserError if a supervised call runs on one of the ranks."""
         if busy := self.busy & set(ranks):
             raise UserError(
                 f"A cell is still running on {spoken_ranks(busy)}. Wait until it ends, or run "
@@ -177,7 +177,7 @@ class Cluster:
         return self.submit(request, chosen).results(timeout)
 
     def require(self, ranks: Sequence[int]) -> None:
-        """Raise a UserError unless all of ``ranks`` are alive."""
+        """Raise UserError unless all of ``ranks`` are alive."""
         if (lost := self.lost) is not None:
             raise UserError(f"The cluster has ended: {lost}. Run %ddp_restart to start new ranks.")
         for rank in ranks:
@@ -203,7 +203,7 @@ class Cluster:
             self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT, peers)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
-        """Form a new process group if the old group was aborted, or is of another kind.
+        """Form a new process group if the old group was aborted, or ``is_checked`` differs.
 
         While a rank is dead, no group is formed, and the ranks continue without a group.  If
         ``is_checked``, torch compares the ranks' collectives at each call.

@@ -24,7 +24,7 @@ class Hang:
     """Ranks that do not run the cell at all."""
 
     def __str__(self) -> str:
-        """Return where the ranks wait, and why the other ranks do not join the call."""
+        """Return a text: where the ranks wait, and why the other ranks do not join the call."""
         places = [f"{say(ranks, 'waits')} {_place(first)}" for first, ranks in self._by_place()]
         reasons = list(dict.fromkeys(self._peers()))
         if any(status.peer is None for status in self.waiting):
@@ -53,7 +53,7 @@ class Hang:
                 yield f"rank {status.peer} {how} {part}"
 
     def _finished_how(self) -> str:
-        """Return how the finished ranks differ: by the number of missing calls, if it is known."""
+        """Return a clause on the finished ranks, with the number of missing calls if known."""
         if any(status.in_backward for status in self.waiting):
             return "finished the cell with fewer batches"
         made = self.finished.values()
@@ -87,7 +87,7 @@ class HangDetector:
 
 
 def rarity(num_ranks: int) -> float:
-    """Return the factor by which rounds of reports are rarer because of the number of ranks."""
+    """Return the factor by which the time between reports grows with the number of ranks."""
     return max(1.0, num_ranks / NUM_AT_FULL_RATE)
 
 

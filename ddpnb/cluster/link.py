@@ -42,7 +42,7 @@ class Exit:
     code: int | None
     """The exit code, the negative signal number after a signal, or None if not known."""
     cause: str = ""
-    """The end of a sentence: why the process was lost with its host, or was never started."""
+    """The cause, as a clause after the process's name, if its host was lost or it never started."""
     log: str = ""
     """The end of the process's log."""
 

@@ -18,7 +18,7 @@ MAX_THREADS = 1024
 """Largest number of threads per rank, if DDPNB_MAX_THREADS sets no smaller limit."""
 MAX_DEFAULT_CPU_RANKS = 4
 MAX_RANKS_PER_CORE = 4
-"""More CPU ranks per core than this cause a warning."""
+"""The number of CPU ranks per core above which ddpnb warns about timings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

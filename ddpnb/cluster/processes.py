@@ -31,7 +31,7 @@ from ddpnb.protocol.processes import KernelRequest, RankCommand, may_have_gpus, 
 
 STOP_TIMEOUT_SECONDS = 8.0
 RECORDED_CALLS = 64
-"""The number of collectives in torch's flight recorder on each rank, to show where it waits."""
+"""The number of collectives that torch's flight recorder keeps, to show where a rank waits."""
 
 OnExit = Callable[[Exit], None]
 """Called from another thread when a process has ended unexpectedly."""
@@ -138,7 +138,7 @@ class Processes(abc.ABC):
         return self.link_of(rank).request(KernelRequest.FORWARD, **fields)
 
     def signal(self, ranks: Collection[int], number: int) -> "list[Future[Any]]":
-        """Send a signal to the living ranks; return futures that complete when it is sent."""
+        """Send a signal to the living ranks; return futures that complete when it was sent."""
         fields = {"ranks": [*ranks], "number": number}
         return [link.request(KernelRequest.SIGNAL, **fields) for link in self.links]
 

@@ -22,7 +22,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import spoken_ranks
 
 MAX_ABORTS = 5
-"""How often hanging ranks are released before they are killed.  Busy machines need several."""
+"""Number of attempts to release hanging ranks before they are killed, for busy machines."""
 END_TIMEOUT_SECONDS = 10.0
 """Longest time for a call with killed ranks to end."""
 
@@ -42,7 +42,7 @@ class Watch:
     timeout: float | None = None
     """Seconds after which the ranks are interrupted."""
     abort_after_failure_seconds: float | None = None
-    """Replaces the value in the cluster's timeouts."""
+    """Replaces the cluster's timeout of the same name."""
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
     """Function that shows the user a sentence before the call ends."""
     outcome: Outcome = field(default_factory=Outcome)

@@ -88,8 +88,8 @@ def _check_each(
 ) -> dict[str, Checked]:
     """Check every strategy on the ranks; return the result for each strategy that can be trained.
 
-    If the user compares only own classes, the baseline and the ceiling may fail the check.  The
-    classes may train models that no built-in strategy can, such as a model with two losses.
+    If the user compares only custom strategies, the baseline and the ceiling may fail the check.
+    Custom strategies can train models that built-in strategies cannot, such as one with two losses.
     """
     is_own = all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
     optional = {BASELINE, CEILING}.difference(spec.strategies) if is_own else set()

@@ -27,7 +27,7 @@ class ComparisonSpec:
     """The strategies to compare, and the training options that all strategies share."""
 
     strategies: tuple[str, ...]
-    """As the user writes them: ``"ddp"`` or ``"ddp:hook=fp16"``."""
+    """The strategies as the user writes them: ``"ddp"`` or ``"ddp:hook=fp16"``."""
     training: TrainingSpec
     num_repeats: int = option(
         1, "number of runs of each strategy; strategies alternate", flag="--repeats", least=1

@@ -71,7 +71,7 @@ class HangError(OneLine, Exception):
 
 
 def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | UserError | None:
-    """Return the error of a call that has ended; None if it succeeded."""
+    """Return the error of a call that has ended, or None if the call succeeded."""
     if cluster.is_over and outcome.lost:
         return UserError("The cluster was stopped while this ran.")
     if outcome.hang:
@@ -196,13 +196,13 @@ def _consequence_lines(failures: Sequence[Failure]) -> list[str]:
 
 
 def _identical_to(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
-    """Return the failures that are shown together with this failure, including the failure."""
+    """Return all failures that are shown together with this failure, including the failure."""
     wanted = _identity(failure)
     return [other for other in failures if _identity(other) == wanted]
 
 
 def _identity(failure: Failure) -> tuple[str, str, str]:
-    """Return a key that is equal for failures to show once: equal texts, mismatches, deaths."""
+    """Return a key.  Failures with equal keys are shown once: equal texts, mismatches, deaths."""
     if failure.breaks_group or failure.is_death:
         return failure.name, "", ""
     return failure.name, failure.text, ANSI.sub("", "\n".join(failure.traceback))

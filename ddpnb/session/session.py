@@ -75,7 +75,7 @@ class Session:
         """Return the cluster; raise UserError if no cluster is running or its ranks are lost."""
         if self._cluster is None:
             raise UserError(
-                "No cluster is running. Start it with %ddp_start (in Python: ddpnb.start())."
+                "No cluster is running. Start a cluster with %ddp_start, or with ddpnb.start()."
             )
         if not allow_lost:
             self._cluster.require(())
@@ -227,7 +227,7 @@ class Session:
         return running.begin(on_end)
 
     def show_live(self) -> bool:
-        """Show the training comparison also under the current cell; return False if none runs."""
+        """Show the running comparison under the current cell too; return False if none runs."""
         if self.comparison is None or not isinstance(self.comparison.live, LiveFigureAndTable):
             return False
         self.comparison.live.appear()

@@ -41,7 +41,7 @@ GRACE_SECONDS = 1.2
 @final
 @dataclass(kw_only=True, eq=False, repr=False)
 class RunningComparison(Background):
-    """A comparison that is being trained: its runs, one after the other."""
+    """A comparison in progress, which trains its runs one after the other."""
 
     cluster: Cluster
     recorder: Recorder
@@ -181,7 +181,7 @@ class RunningComparison(Background):
         self._replace_dead(spec.strategy)
 
     def _interrupted(self, outcome: Outcome) -> tuple[Status, str]:
-        """Return the status and note of an interrupted run, which may already be trained."""
+        """Return the status and note of an interrupted run, whose training may be complete."""
         reports = _reports(outcome)
         if len(reports) < len(self.cluster.ranks) or any(each.was_stopped for each in reports):
             return Status.STOPPED, "interrupted"

@@ -71,7 +71,7 @@ def pull(
     """
     with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as path:
         own = path if cluster.is_local else ""
-        with mistakes_named(f"Rank {{}} cannot give {expression}"):
+        with mistakes_named(f"Rank {{}} cannot return {expression}"):
             given = given_by(expression, own, own_classes(), len(ranks))
             found = ask(cluster, given, ranks)
         try:

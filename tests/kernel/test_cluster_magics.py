@@ -10,9 +10,9 @@ from tests.kernel.client import Kernel, both
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        ("%%rank 0\n1", "Start it with %ddp_start"),
-        ("%ddp_restart", "Start it with %ddp_start"),
-        ("import ddpnb\nddpnb.status()", "Start it with %ddp_start"),
+        ("%%rank 0\n1", "Start a cluster with %ddp_start"),
+        ("%ddp_restart", "Start a cluster with %ddp_start"),
+        ("import ddpnb\nddpnb.status()", "Start a cluster with %ddp_start"),
         ("%ddp_start -n 0", "at least 1 and at most 256"),
         ("%ddp_start -n two", "'two'"),
         ("%ddp_start --hosts a:1 b:1", "unexpected argument b:1"),
