@@ -3,10 +3,10 @@
 Rank 0's own worker calls the queue directly. Each other worker sends its requests through a socket.
 At the other end, a thread of rank 0 calls the queue. If a process dies, its socket closes at once.
 
-On rank 0's host, the tensors are in shared memory, and messages through a Unix socket say which
-process may use them. The kernel's locks in a socket order memory accesses on any processor. The
-socket is in the run folder, which no other user may enter. So a process that starts later finds it
-without a collective. Workers on other hosts connect by TCP and send the tensors after the messages.
+On rank 0's host, the tensors are in shared memory. Messages through a Unix socket say which process
+may use the tensors. The kernel's locks in a socket order memory accesses on any processor. The
+socket is in the run folder, which no other user may enter. A process that starts later can find the
+socket without a collective. Workers on other hosts connect by TCP and send tensors after messages.
 """
 
 import contextlib
@@ -48,15 +48,15 @@ class RunOverError(Exception):
 
 @final
 class Client:
-    """One worker's access to the queue. On rank 0, it also creates the queue.
+    """One worker's access to the queue. Rank 0's client also creates the queue.
 
     Every call blocks until the queue lets the worker continue. If the run is over, the call raises
     ``RankLostError``. ``close`` before ``finish`` ends the run for all workers.
 
     Args:
-        worker: This worker. Every rank takes part, or one worker on rank 0's host that joins. Its
-            parameters move to memory that other ranks write, if they are on a CPU. Otherwise, new
-            values are copied to them.
+        worker: This worker. Every rank takes part, or one worker on rank 0's host that joins.
+            Parameters on a CPU move to memory that other ranks write. Parameters on another device
+            stay there, and new values are copied to the device.
         num_copies: Copies of the parameters: one for each worker, or one that all workers update.
         make_updates: Called on rank 0.
         opened: Closes threads and sockets after ``close``.
@@ -221,7 +221,7 @@ class Client:
             self._copy, self._gradients = memory.copy_of(worker.rank), memory.gradients(worker.rank)
 
     def _call(self, kind: RequestKind, weight: float = 0.0, gradients: Gradients = ()) -> Reply:
-        """Send a request to the queue. On rank 0, raise the queue's error, if it has one."""
+        """Send a request to the queue. On rank 0, raise the queue's error, if there is one."""
         if self.queue is None:
             reply = self._ask(kind, weight, gradients)
         else:

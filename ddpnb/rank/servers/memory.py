@@ -49,9 +49,9 @@ def pack(like: Sequence[Tensor]) -> PackedTensors:
 class SharedMemory:
     """Memory for the copies of all parameters, and for gradients.
 
-    The memory has no file name, so no file is left if a process dies. It is sent through a socket.
-    It needs no locks, because a worker that writes gradients waits for the reply. Its copy of the
-    parameters changes only during this wait.
+    The memory has no file name, so no file is left if a process dies. Processes send the memory
+    through a socket. No locks are needed, because a worker that writes gradients waits for the
+    reply. The worker's copy of the parameters changes only during this wait.
 
     Args:
         descriptor: File descriptor of the memory. ``close`` closes it.
@@ -87,7 +87,7 @@ class SharedMemory:
         return self.copies[rank % len(self.copies)]
 
     def gradients(self, rank: int) -> PackedTensors:
-        """Return the place for a worker's gradients. It is empty if all workers share one copy."""
+        """Return the place for a worker's gradients, empty if all workers share one copy."""
         return self._gradients[rank - 1] if self._gradients else pack([])
 
     def send(self, connection: Connection) -> None:

@@ -55,7 +55,7 @@ class Reply(NamedTuple):
     waited_seconds: float = 0.0
     """Time for which the reply had to wait for other workers."""
     lost_rank: int = NO_RANK
-    """The lost rank that ended the run. Then the reply has no parameters."""
+    """The lost rank that ended the run. A reply with a lost rank has no parameters."""
     now: float = 0.0
     """Virtual time at which an emulated worker receives the reply."""
 
@@ -126,7 +126,7 @@ class WorkQueue:
     num_prefetched: int = 0
     """Number of shards that a worker holds in addition to its current shard."""
     bound: int = NO_BOUND
-    """Steps that a worker may be ahead of the slowest. ``NO_BOUND``: any number of steps.
+    """Steps that a worker may be ahead of the slowest. ``NO_BOUND``: any number.
 
     With a bound of 0, the workers' gradients of one round make one update.
     """
@@ -160,10 +160,10 @@ class WorkQueue:
         gradients: Gradients = (),
         incarnation: object = None,
     ) -> Reply:
-        """Handle a request. An error ends the run for all workers, and rank 0 raises it.
+        """Handle a request. An error ends the run for all workers, and rank 0 raises the error.
 
-        For a step, ``weight`` is the worker's share of the global batch. ``gradients`` are
-        gradients of the mean loss. They are empty if the worker has made the update itself.
+        For a step, ``weight`` is the worker's share of the global batch, and ``gradients`` are
+        gradients of the mean loss. A worker that has made the update itself sends no gradients.
         ``incarnation`` identifies the worker's process, because an earlier process of the same rank
         may have died.
         """
@@ -190,7 +190,7 @@ class WorkQueue:
             return Reply(lost_rank=SERVER_RANK)
 
     def lose(self, rank: int, incarnation: object = None) -> Reply:
-        """Note that a worker has died. The others continue. Return a reply in case it is alive."""
+        """Note that a worker has died. The others continue. Return a reply for a living worker."""
         with self._changed:
             worker = self._workers.get(rank)
             if worker is None or worker.incarnation is incarnation:  # else already replaced

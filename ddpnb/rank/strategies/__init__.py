@@ -1,4 +1,4 @@
-"""Make a strategy from its name. Each strategy has one file here (every rank)."""
+"""Strategies, with one file for each, and a function that makes a strategy by name (every rank)."""
 
 from collections.abc import Mapping
 

@@ -6,7 +6,7 @@
 w_old is the w that the worker pulled. The gradient's staleness is the number of updates that other
 workers made since then. The weight b_i / B is the worker's share of a global batch of B samples.
 With this weight, one pass over the data moves w as far as synchronous SGD does. The weight scales
-the learning rate instead of the gradient. So it also scales weight decay and Adam's updates. The
+the learning rate instead of the gradient, so weight decay and Adam's updates are scaled too. The
 server has the only optimizer, so all workers share one momentum.
 
 Options:
@@ -26,7 +26,7 @@ Compensation: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay
   of about 50 bytes. The reply also names the next shard, so a faster worker gets more shards.
 - Bytes sent per step: P, the bytes of the gradients. The worker receives P bytes of parameters.
   Rank 0 passes its gradients without a copy. Within a host, workers use shared memory. Between
-  hosts, they use TCP.
+  hosts, workers use TCP.
 
 If a worker dies, the shards that it holds are lost. A restarted process may join, on the server's
 host. If rank 0 (the server) dies, the run ends.

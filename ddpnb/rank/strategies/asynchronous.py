@@ -73,9 +73,9 @@ class AsynchronousStrategy(Strategy):
 def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[None]:
     """Scale the learning rate of the optimizer's step in this context by a fraction.
 
-    This scales the whole update, including weight decay and Adam's division by the gradient's size.
-    Scaling the gradient would not change these two. A hook of the optimizer may set the learning
-    rate during the step. Therefore, a hook after all other hooks scales it.
+    Scaling the rate scales the whole update, including weight decay and Adam's division by the
+    gradient's size. Scaling the gradient would not scale these two. A hook of the optimizer may set
+    the learning rate during the step. Therefore, a hook after all other hooks scales the rate.
     """
     rates: list[Any] = []
 
@@ -183,8 +183,8 @@ def compensated(
 
         g  +  lambda * g * g * (w_now - w_old)
 
-    This is a Taylor expansion. The diagonal of g g^T replaces the Hessian: Zheng et al.,
-    "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017 (DC-ASGD-c).
+    The formula is a Taylor expansion, with the diagonal of g g^T instead of the Hessian: Zheng et
+    al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017 (DC-ASGD-c).
     """
     return [
         None if g is None else torch.addcmul(g, g * g, mine - theirs, value=strength)

@@ -1,7 +1,7 @@
 """The interface of a strategy: ``setup(worker)``, ``step(batch)`` and ``finish()`` (ranks).
 
 Only ``step`` has no default. By default, every rank trains a copy of the model on its slice of
-every global batch. A strategy returns numbers. It never prints, measures or publishes. A user's
+every global batch. A strategy returns numbers, and never prints, measures or publishes. A user's
 class needs no base class: see the example in ``own.py``.
 """
 
@@ -38,7 +38,7 @@ class Strategy(ABC):
     optimizer: torch.optim.Optimizer
     """The optimizer of this rank's parameters. ``setup`` creates it."""
     queue: WorkQueue | None = None
-    """The work queue of an asynchronous run, on rank 0. It hands out shards and tracks them."""
+    """The work queue on rank 0 that hands out the shards of an asynchronous run."""
 
     def plan(self, state: RankState) -> Plan:
         """Return which ranks take part. By default, all ranks train in lockstep."""
@@ -59,7 +59,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def step(self, batch: Batch) -> Tensor:
-        """Train on one batch. Return its mean loss before the update: shape (), detached."""
+        """Train on one batch. Return the mean loss before the update: shape (), detached."""
 
     def finish(self) -> nn.Module:
         """Return the trained model without wrappers. Every rank of the plan takes part.
@@ -72,8 +72,8 @@ class Strategy(ABC):
     def snapshot(self) -> State:
         """Return the current state of the model, not copied. Every rank takes part.
 
-        Exception: in an asynchronous run only rank 0 is called, while the other workers train. Its
-        state has the parameters that rank 0 read after its latest update.
+        In an asynchronous run, only rank 0 takes a snapshot, while the other workers train. Rank 0
+        returns the parameters that it read after its latest update.
         """
         state: State = self.worker.model.state_dict()
         return state
@@ -120,7 +120,7 @@ class Plan:
     """True if the trained model is the mean of all ranks' models. No worker ran a forward pass with
     these weights, so ddpnb estimates BatchNorm's statistics again."""
     finish_is_timed: bool = True
-    """True if ``finish`` is a part of the training. False if it only collects the model."""
+    """True if ``finish`` is a part of the training. False if ``finish`` only collects the model."""
     sees_exposed: bool = True
     """True if ddpnb can separate exposed communication from the rest of a step."""
     survives_deaths: bool = False
@@ -128,5 +128,5 @@ class Plan:
     num_devices: int | None = None
     """Shares of the CPU on which the workers compute. None: one share for each worker."""
     is_emulated: bool = False
-    """True if this machine cannot run the strategy, so ddpnb emulates it. A note says how."""
+    """True if this machine cannot run the strategy, so ddpnb emulates the strategy."""
     notes: tuple[str, ...] = ()

@@ -5,7 +5,7 @@
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
 update is the same as in ``ddp``, but only rank 0 makes it.
 
-Reference: ``tf.distribute.experimental.CentralStorageStrategy`` of TensorFlow. It places variables
+Reference: ``tf.distribute.experimental.CentralStorageStrategy``. TensorFlow places variables
 on the CPU and replicates the computation on all devices.
 
 - Messages per step: one reduce of all gradients to rank 0, then one broadcast of all parameters

@@ -19,11 +19,11 @@ Messages per step, with N replicas, for each of A micro-batches:
 - outputs, from the others to the first replica, and the gradients of the outputs back
 - gradients of the parameters, from the N - 1 others to the first replica
 
-Bytes per step on the first device: it sends A (N - 1) (P + U) and receives A (N - 1) S. P, U and S
-are the bytes of all parameters, buffers and gradients. Samples and outputs are not counted.
+In each step, the first device sends A (N - 1) (P + U) bytes and receives A (N - 1) S bytes. P, U
+and S are the bytes of all parameters, buffers and gradients. Samples and outputs are not counted.
 
 Copying parameters and gathering outputs are timed as communication. Summing gradients is
-communication on threads. On GPUs, it is a part of the backward pass.
+communication on threads, and a part of the backward pass on GPUs.
 """
 
 from typing import final
@@ -40,7 +40,7 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class DataParallel(Strategy):
-    """Torch's ``DataParallel`` on two or more GPUs. Otherwise, the same steps on threads."""
+    """Torch's ``DataParallel`` on two or more GPUs, or the same steps on threads."""
 
     replicas: Replicas
 

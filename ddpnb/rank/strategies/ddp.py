@@ -35,7 +35,7 @@ from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.worker import Batch, Worker
 
 DEFAULT_CAP_MB: Final = 25.0
-"""Torch's default. With it, the first bucket has only 1 MB, so that sending begins early."""
+"""Torch's default. With this size, the first bucket has 1 MB, so that sending begins early."""
 
 
 class DdpStrategy(Strategy):

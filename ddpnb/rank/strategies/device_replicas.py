@@ -59,7 +59,7 @@ class Replicas(ABC):
     def gather(self, outputs: list[Tensor]) -> Tensor:
         """Return the rows of all outputs on the first device.
 
-        Their backward pass leaves the sum of all gradients in the first replica.
+        A backward pass through these rows leaves the sum of all gradients in the first replica.
         """
 
 
@@ -73,7 +73,7 @@ class GpuReplicas(Replicas):
         return copies
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Gather the outputs with torch's function. Autograd sends gradients back through it."""
+        """Gather the outputs with torch's function, through which autograd sends gradients back."""
         with self.meter.communicating():
             gathered: Tensor = gather(outputs, self.devices[0])
         return gathered
@@ -103,7 +103,7 @@ class ThreadReplicas(Replicas):
         return self.models
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Return the rows of all outputs. Each replica's thread gets their gradient back."""
+        """Return the rows of all outputs. Each replica's thread gets the gradient of its rows."""
 
         def go_back(gradient: Tensor) -> None:
             slices = gradient.split([len(output) for output in outputs])

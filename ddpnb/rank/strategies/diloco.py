@@ -15,8 +15,8 @@ so a = 0.7 and m = 0.9 work well. After few steps, d is similar to the previous 
 gain of 7 acts like a learning rate 7 times as high. The defaults here are for H = 8 and have a gain
 of 1: the speed of ``local-sgd``, smoothed over 1 / (1 - m) = 2 rounds.
 
-If the last round has fewer than H steps, it ends with the plain mean of the weights. An outer step
-would add the whole momentum to a part of a round, and no later round would correct it.
+A last round of fewer than H steps ends with the plain mean of the weights. An outer step would add
+the whole momentum to a part of a round, and no later round would correct the error.
 
 Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
 2023, algorithm 1: ``diloco:every=500,outer_lr=0.7,outer_momentum=0.9``.

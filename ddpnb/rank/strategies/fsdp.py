@@ -4,28 +4,28 @@
 
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
 update is the same as in ``ddp``. Each rank keeps one N-th of the rows of each parameter, with their
-gradient and optimizer state. This is stage 3 of ZeRO. Ranks gather a layer's parameters before the
+gradient and optimizer state (stage 3 of ZeRO). Ranks gather a layer's parameters before the
 layer runs, and release them afterwards.
 
 Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", PVLDB
 16(12), 2023; code: ``torch.distributed.fsdp.fully_shard`` (FSDP2).
 
 Each module in a ``Sequential`` or ``ModuleList`` is a layer, at any depth of the model. All other
-parameters are gathered together, with the model. They include the parameters of a layer that shares
-a parameter with another place in the model, or occurs twice.
+parameters are gathered together, with the model. A layer is also gathered with the model if the
+layer, or one of its parameters, occurs twice in the model.
 
 - Messages per step: one all-gather of each layer's parameters before its forward pass, for each
-  micro-batch. With ``reshard``, there is one more before its backward pass. Then there is one
+  micro-batch. With ``reshard``, one more all-gather before the layer's backward pass. Finally, one
   reduce-scatter of each layer's gradients.
 - Bytes sent per step and rank, with A micro-batches: (N - 1) * (P * 2 A + G). Without ``reshard``:
   (N - 1) * (P * A + G). P is the bytes of a rank's part of the parameters, about an N-th. G is the
-  bytes of its part of the gradients: P without the frozen parameters. Torch may gather a frozen
-  layer only once, and an unused layer never. gloo's reduce-scatter is an all-reduce. Its extra
-  bytes are not counted, and neither is the norm for clipping.
+  bytes of a rank's part of the gradients: P without the frozen parameters. Torch may gather a
+  frozen layer only once, and an unused layer never. gloo's reduce-scatter is an all-reduce. The
+  extra bytes of gloo and the norm for clipping are not counted.
 
 gloo's collectives block the thread, so all their time is exposed, including waits for other ranks.
-NCCL's collectives run on separate streams. They count as hidden from start to end, even while the
-GPU waits for them, because torch does not report these waits.
+NCCL's collectives run on separate streams. NCCL's collectives count as hidden from start to end,
+because torch does not report when the GPU waits for a collective.
 """
 
 import importlib
@@ -114,8 +114,8 @@ class Fsdp(Strategy):
 def layers_of(model: nn.Module) -> list[Any]:
     """Return the modules to gather one by one.
 
-    Torch gathers a module's parameters when the module is called. So each of these modules must be
-    called by itself, for example a block of a transformer.
+    Torch gathers a module's parameters when the module is called. Therefore, only modules that are
+    certainly called by themselves are returned, such as the blocks of a transformer.
     """
     places = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
     return [layer for layer in _listed(model) if all(places[p] == 1 for p in layer.parameters())]

@@ -4,10 +4,10 @@
     w_i  <-   (w_i' + w_j') / 2            j: the partner of i in this step
 
 g_i is the gradient of the mean loss over rank i's part of the global batch. The ranks form a ring.
-In step k, each of the ranks k, k + 2, ... meets the next rank. So each rank alternates between its
-left and its right neighbour. If the number of ranks is odd, one rank is idle in each step, in turn.
-A rank waits only for its partner. Each rank has its own optimizer and momentum. The ranks' weights
-are only nearly equal, but their mean moves as in synchronous SGD. At the end, all ranks average.
+In step k, each of the ranks k, k + 2, ... meets the next rank, so ranks alternate between the left
+and right neighbour. If the number of ranks is odd, one rank is idle in each step, in turn. A rank
+waits only for its partner. Each rank has its own optimizer and momentum. The ranks' weights are
+nearly equal. Their mean moves as in synchronous SGD. All ranks end with the mean of all weights.
 
 Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
 2017 (D-PSGD). Here, the pairs change from step to step.

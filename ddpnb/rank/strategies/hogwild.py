@@ -18,7 +18,7 @@ Gradient Descent", NeurIPS 2011.
   updates and hands out the shards, so a faster worker gets more shards.
 - Bytes sent per step: P for parameters of P bytes, written to the shared memory.
 
-If a worker dies, its shards are lost, and the worker may join again. GPUs cannot share this memory.
+If a worker dies, its shards are lost, but the worker may join again. GPUs cannot share this memory.
 """
 
 from typing import final

@@ -3,8 +3,8 @@
     each step:         w_i  <-  w_i - lr * g_i(w_i)                      on each rank i
     every H-th step:   w_i  <-  (1 / N) * sum over ranks j of w_j        after that
 
-g_i is the gradient of the mean loss over rank i's part of the global batch. Momentum is local: it
-is not averaged.
+g_i is the gradient of the mean loss over rank i's part of the global batch. Momentum is
+local, and is not averaged.
 
 Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 

@@ -4,7 +4,7 @@
 
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
 update is the same as in ``ddp``. Each rank updates only its part of the parameters, a few whole
-tensors, and sends this part to the others. It keeps the optimizer's state only for its part.
+tensors, and sends this part to the others. A rank keeps the optimizer's state only for its part.
 
 Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", SC 2020; code: ``torch.distributed.optim.ZeroRedundancyOptimizer``.

@@ -82,7 +82,7 @@ class Task:
 def split_step(result: object, call: str = STEP) -> tuple[Tensor, Mapping[str, Number]]:
     """Return the loss and the other numbers in the result of a step.
 
-    If the result is a mapping other than a plain dict, only its loss is returned. An example is the
+    If the result is a mapping other than a plain dict, only the loss is returned. An example is the
     output of a transformers model. ``call`` is the name of the step in messages.
 
     Raises:

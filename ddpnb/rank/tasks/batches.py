@@ -10,7 +10,7 @@ set's ``set_epoch``. Torch's ``Join`` is not needed, because every worker has a 
 even of an uneven batch. Averages of gradients are weighted by the shards' sizes. So all synchronous
 workers make the same number of steps.
 
-A batch is a tree: tensors in dicts, tuples and lists, nested in any way. It may also contain
+A batch is a tree: tensors in dicts, tuples and lists, nested in any way. A tree may also contain
 strings, numbers and other objects. A list of strings, such as torch's ``default_collate`` makes,
 has one string for each sample.
 """
@@ -47,11 +47,11 @@ def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
 
 @dataclass(eq=False)
 class BatchSchedule:
-    """The global batches of a run. They are the same on every rank and for every strategy.
+    """The global batches of a run, which are the same on every rank and for every strategy.
 
     With N ranks, the last n mod N samples of an epoch's permutation of n samples are left out. The
     last batch may be smaller. A last batch with fewer samples than ranks is left out, so that every
-    shard has at least one sample. This happens only if N does not divide the batch size.
+    shard has at least one sample. This is possible only if N does not divide the batch size.
 
     Raises:
         UserError: The batch is smaller than the number of ranks or larger than the split.

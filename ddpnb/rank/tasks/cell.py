@@ -44,7 +44,7 @@ def cell_task(source: str, namespace: Mapping[str, object], filename: str) -> Ta
 
     Raises:
         UserError: A definition is missing or returns a wrong value.
-        Exception: Any error of the cell itself, with its own traceback.
+        Exception: The cell itself raises an error, which keeps its traceback.
     """
     scope = dict(namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)

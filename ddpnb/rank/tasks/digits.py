@@ -2,7 +2,7 @@
 
 Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998 (CC BY 4.0). The data are the 1797 digits of scikit-learn's ``load_digits``.
-``digits.npz`` stores them in the order of scikit-learn's ``train_test_split(..., test_size=0.2,
+``digits.npz`` has them in the order of scikit-learn's ``train_test_split(..., test_size=0.2,
 random_state=0, stratify=targets)``. Importing scikit-learn would take two seconds on every rank.
 """
 
@@ -40,9 +40,9 @@ def model() -> nn.Module:
     The network has no BatchNorm. BatchNorm's statistics would depend on how a batch is split among
     workers, so strategies would not train the same function.
 
-    With torch's default weights, the network learns too little in six epochs. The weights here are
-    larger: those of He et al., "Delving Deep into Rectifiers", ICCV 2015, times 0.8. Without this
-    factor, the loss is too sharp for stale gradients. Last layer: Glorot and Bengio, 2010.
+    With torch's default weights, the network learns too little in six epochs. The initial weights
+    follow He et al., "Delving Deep into Rectifiers", ICCV 2015, times 0.8. Without the factor 0.8,
+    the loss is too sharp for stale gradients. The last layer follows Glorot and Bengio, 2010.
     """
     net = nn.Sequential(
         nn.Conv2d(1, 32, kernel_size=3, padding=1),

@@ -154,7 +154,7 @@ def _dataset_of(loader: DataLoader[Any], split: str) -> Any:
 
 
 def _check_numbered(dataset: Any, split: str) -> None:
-    """Reject a stream, because its samples cannot have the same order for all strategies."""
+    """Reject a stream, because strategies could not train on its samples in the same order."""
     has_numbers = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not has_numbers or isinstance(dataset, IterableDataset | str):
         raise _wrong(split, kind_of(dataset))
@@ -177,7 +177,7 @@ def prefetching(
 ) -> Iterator[Iterator[tuple[Shard, Tree]]]:
     """Yield shards with their samples, which other processes fetch with ``fetch``.
 
-    The processes live as long as the context. They fetch samples only after the first shard is
+    The processes live as long as the context. No process fetches samples before the first shard is
     requested, so that no strategy has samples ready when the clock starts. Each process takes
     ``NUM_PREFETCHED`` requests early, even if ``requests`` is a queue that other workers also use.
     ``seed`` is the seed of the random numbers in the processes.

@@ -4,7 +4,7 @@ Images have CIFAR's shape. Each of ten classes has a random prototype. An image 
 its class plus noise, scaled to unit variance, so a model can learn the classes.
 
 You can increase communication and computation independently. Extra parameters need hardly any
-computation. Extra convolutions share their parameters, so they need hardly any communication.
+computation. Extra convolutions share parameters and so need hardly any communication.
 """
 
 import math
@@ -49,7 +49,7 @@ def data(split: str) -> Images:
 
 
 def make_images(num_train: int, num_held_out: int) -> tuple[Images, Images]:
-    """Return training and held-out images with their classes. They are the same on every rank."""
+    """Return training and held-out images with their classes, the same on every rank."""
     generator = torch.Generator().manual_seed(_DATA_SEED)
     prototypes = torch.randn(NUM_CLASSES, *IMAGE_SHAPE, generator=generator, device="cpu")
 
@@ -82,7 +82,7 @@ def model(*, parameters: int = PARAMETERS, compute: int = COMPUTE) -> nn.Module:
 
 
 class RepeatedConvolution(nn.Module):
-    """One convolution, applied several times. It adds computation, but hardly any communication."""
+    """One convolution, applied several times: more computation, hardly more communication."""
 
     def __init__(self, num_channels: int, num_times: int) -> None:
         super().__init__()
