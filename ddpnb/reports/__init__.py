@@ -1,1 +1,1 @@
-"""What is shown: pure functions of recorded runs, and the output of cells (kernel)."""
+"""Reports: figures, tables and texts from recorded runs, and the output of cells (kernel)."""

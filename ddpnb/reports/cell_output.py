@@ -1,4 +1,4 @@
-"""What all ranks show under one cell, or print during a comparison, with labels (kernel)."""
+"""The labelled output of all ranks, under one cell or during a comparison (kernel)."""
 
 import itertools
 import json
@@ -21,30 +21,30 @@ BAR_SECONDS = 0.2
 """The shortest time between two redraws of progress bars (tqdm)."""
 
 MAX_KEPT = 10_000
-"""How many pieces of output come back after another rank has cleared its own."""
+"""The number of output pieces that ddpnb can show again after another rank cleared its output."""
 
 MAX_LINES = 50
-"""How many printed lines of a comparison are shown; the others are counted."""
+"""The number of printed lines of a comparison that are shown.  Further lines are counted."""
 
 KINDS = {"display_data": "display", "execute_result": "value", "update_display_data": "update"}
-"""The kind of an item, by that of a message."""
+"""The kind of an item for each kind of message."""
 
 Message = dict[str, Any]
 
 
 @cache
 def _displays() -> Displays:
-    """Return the displays of this kernel: a cell may update one of an earlier cell."""
+    """Return the displays of this kernel, because a cell can update displays of earlier cells."""
     return Displays()
 
 
 @final
 class CellOutput:
-    """Shows what the ranks print and display, with labels, while their cell runs.
+    """Shows the printed and displayed output of the ranks, with labels, while their cell runs.
 
     Args:
         ranks: the ranks that run the cell.
-        on_clear: shows again what else stands under the cell, after ranks have cleared it.
+        on_clear: redraws everything else under the cell after a rank called clear_output().
     """
 
     def __init__(self, ranks: Iterable[int], on_clear: Callable[[], None] = lambda: None) -> None:
@@ -55,11 +55,11 @@ class CellOutput:
         self._displays = _displays()
         self._displays.begin_cell()
         self._shown: deque[Run] = deque(maxlen=MAX_KEPT)
-        """What stands under the cell, except bars; needed where a rank clears its part of it."""
+        """The output under the cell except bars, for redrawing after a rank clears its part."""
         self._clearing: set[int] = set()
-        """Ranks that clear their output as soon as they write more."""
+        """Ranks that clear their output when they write again."""
         self._cleared_at: float | None = None
-        """When the first of the ranks cleared its output, since it was last drawn."""
+        """The time of the first clear_output() by a rank since the last redraw."""
 
     def take(self, rank: int, kind: str, content: Message) -> None:
         """Add a message from a rank's output channel."""
@@ -76,30 +76,30 @@ class CellOutput:
                 self._merger.add(rank, [self._displays.item(rank, KINDS[kind], content)])
 
     def finish(self, rank: int) -> None:
-        """Note that a rank has ended the cell and all of its output has arrived."""
+        """Note that a rank has ended the cell and all its output has arrived."""
         self._merger.finish(rank)
 
     def show(self, *, at_once: bool = False) -> None:
-        """Show all that can be shown now; ``at_once``: all that has come."""
+        """Show the output that is ready, or with ``at_once`` all output that has arrived."""
         if self._cleared_at is None:
             self._emit(self._merger.take(at_once=at_once))
         else:
             is_fresh = time.monotonic() - self._cleared_at < HOLD_SECONDS
             if is_fresh and self._merger.running and not at_once:
-                return  # the other ranks may clear theirs
+                return  # the other ranks may clear their output too
             self._redraw()
         running = [labelled(on, text) for text, on in self._merger.unfinished().items()]
         self._bars.show(running, at_once=at_once)
 
     def close(self) -> None:
-        """Show the rest; may be called twice."""
+        """Show the remaining output.  Can be called twice."""
         for rank in self._ranks:
             self._merger.finish(rank)
         self.show()
         self._bars.show([], at_once=True)
 
     def _clear(self, rank: int) -> None:
-        """Drop all that a rank has written; the others' part is drawn again."""
+        """Drop the output of a rank, so that only the other ranks' output is redrawn."""
         self._clearing.discard(rank)
         self._merger.clear(rank)
         self._bars.clear(rank)
@@ -108,7 +108,7 @@ class CellOutput:
         self._cleared_at = self._cleared_at or time.monotonic()
 
     def _redraw(self) -> None:
-        """Show anew what the ranks have written since each cleared its output."""
+        """Show again what each rank has written since it cleared its output."""
         for rank in self._ranks:
             items = [item for ranks, items in self._shown if rank in ranks for item in items]
             self._merger.put_back(rank, [self._displays.current(rank, item) for item in items])
@@ -142,7 +142,7 @@ class CellOutput:
         write(stream, text)
 
     def _show_bundle(self, ranks: Sequence[int], kind: str, bundle: Mapping[str, Any]) -> None:
-        """Show a display or a cell's value under the label of its ranks."""
+        """Show a display, or the value of the cell, under the label of its ranks."""
         name, label, data = bundle.get("name"), label_of(ranks), bundle["data"]
         if kind == "update" and name is not None:
             self._displays.update(ranks, bundle)
@@ -159,12 +159,12 @@ class CellOutput:
 
 @final
 class PrintedLines:
-    """The lines that ranks print in the calls of a comparison, each once with all who print it."""
+    """The lines that ranks print during a comparison, each once with the ranks that print it."""
 
     def __init__(self) -> None:
         self._lines: dict[str, set[int]] = {}
         self._num_more: Counter[int] = Counter()
-        """Lines of each rank that are not shown."""
+        """For each rank, the number of lines that are not shown."""
         self._screens: dict[tuple[int, str], Screen] = {}
 
     def take(self, rank: int, kind: str, content: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ class PrintedLines:
         self._add(rank, screen.write(text))
 
     def end(self) -> None:
-        """End a call, and its unfinished lines; may be called twice."""
+        """End a call, which completes its unfinished lines.  Can be called twice."""
         for (rank, _), screen in self._screens.items():
             self._add(rank, screen.rest())
         self._screens.clear()
@@ -203,7 +203,7 @@ class PrintedLines:
 
 @final
 class Bars:
-    """Progress bars (tqdm) in a display of their own; their last state stays."""
+    """Progress bars (tqdm) in a separate display, which keeps their last state."""
 
     def __init__(self) -> None:
         self.finished: list[tuple[Sequence[int], str]] = []
@@ -212,7 +212,7 @@ class Bars:
         self._shown_at = 0.0
 
     def show(self, running: list[str], *, at_once: bool = False) -> None:
-        """Show the finished and the running bars, at most every ``BAR_SECONDS``."""
+        """Show the finished and the running bars, at most once per ``BAR_SECONDS``."""
         finished = [labelled(ranks, text) for ranks, text in self.finished]
         text = "\n".join(finished + running)
         now = time.monotonic()
@@ -226,17 +226,17 @@ class Bars:
         self.finished = [(ranks, text) for ranks, text in rest if ranks]
 
     def appear(self) -> None:
-        """Appear anew, below what stands under the cell now, once there is a bar."""
+        """Show the next bar in a new display, below the current output of the cell."""
         self._display, self._shown = LiveDisplay(), ""
 
 
 def labelled(ranks: Sequence[int], text: str) -> str:
-    """Return a line after the label of its ranks: ``"[0-3] hello"``."""
+    """Return a line with the label of its ranks: ``"[0-3] hello"``."""
     return f"{label_of(ranks)} {text}"
 
 
 def write(stream: str, text: str) -> None:
-    """Write to this process's stdout or stderr, so that both keep their order."""
+    """Write to this process's stdout or stderr and flush, so that both stay in order."""
     if text:
         file = sys.stderr if stream == "stderr" else sys.stdout
         file.write(text)

@@ -1,7 +1,7 @@
-"""Displays of ranks that have an id, which later output may replace (kernel).
+"""Displays with an id, which later output of the ranks can replace (kernel).
 
-Ranks that show the same share a place.  Where one of them shows something else, it gets a place
-of its own below; where they show the same again, they share the first place.
+Ranks that show the same content share one place.  If a rank then shows different content, ddpnb
+moves it to a new place below.  If the contents become equal again, the ranks share one place.
 """
 
 import json
@@ -17,10 +17,10 @@ from ddpnb.reports.live import WIDGET_VIEW, LiveDisplay
 from ddpnb.reports.merging import Item
 
 MAX_DISPLAYS = 1000
-"""How many displays can still be replaced; older ones stay as they are."""
+"""The number of displays that can still be replaced.  Older displays stay as they are."""
 
 GENERATED = re.compile(r"[0-9a-f]{32}")
-"""An id that IPython made up, which differs between ranks."""
+"""An id that IPython generated, so it differs between ranks."""
 
 Content = Mapping[str, Any]
 
@@ -29,7 +29,7 @@ NOTHING: tuple[set[int], Content] = (set(), {"data": {"text/plain": ""}})
 
 @dataclass(slots=True)
 class Place:
-    """Where the same content of one or several ranks stands, under a label."""
+    """A label, and below it the content that one or several ranks share."""
 
     ranks: set[int] = field(default_factory=set)
     bundle: Content = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Place:
     content: LiveDisplay = field(default_factory=LiveDisplay)
 
     def show(self, ranks: set[int], bundle: Content) -> None:
-        """Show a bundle of some ranks; none: show nothing."""
+        """Show a bundle for some ranks.  Without ranks, clear the place."""
         if ranks != self.ranks:
             self.ranks = ranks
             self.label.show_text(label_of(ranks) if ranks else "")
@@ -47,7 +47,7 @@ class Place:
 
 @final
 class Displays:
-    """The places of all displays with an id, of this cell and of earlier ones."""
+    """The places of all displays with an id, from this cell and earlier cells."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[tuple[int, str], str] = OrderedDict()
@@ -56,12 +56,12 @@ class Displays:
         self._num_generated: Counter[int] = Counter()
 
     def begin_cell(self) -> None:
-        """Number the ids that IPython makes up from 1 again."""
+        """Number the ids that IPython generates from 1 again."""
         self._num_cells += 1
         self._num_generated.clear()
 
     def item(self, rank: int, kind: str, content: Content) -> Item:
-        """Return a display as an item that is equal where several ranks show the same."""
+        """Return a display as an item.  Ranks that show the same content have equal items."""
         bundle = {"data": without_widget(content["data"]), "metadata": content.get("metadata")}
         if given := content.get("transient", {}).get("display_id"):
             bundle["name"] = self._name(rank, str(given))
@@ -71,7 +71,7 @@ class Displays:
         """Show a display for the first time."""
         places = self._places.setdefault(bundle["name"], [])
         for place in places:
-            place.ranks -= set(ranks)  # what an earlier display shows stays
+            place.ranks -= set(ranks)  # the content of an earlier display stays
         places[:] = [place for place in places if place.ranks]
         places.append(place := Place())
         place.show(set(ranks), bundle)
@@ -80,7 +80,7 @@ class Displays:
             self._places.popitem(last=False)
 
     def update(self, ranks: Sequence[int], bundle: Content) -> None:
-        """Replace a display; where there is none, do nothing, as Jupyter does."""
+        """Replace a display.  If there is none, do nothing, as Jupyter does."""
         places = self._places.get(bundle["name"], [])
         if places:
             self._places.move_to_end(bundle["name"])
@@ -96,14 +96,14 @@ class Displays:
                 place.show(*(group or NOTHING))
 
     def current(self, rank: int, item: Item) -> Item:
-        """Return an item as it looks now, if it is a display that was updated."""
+        """Return the item, or its current content if it is a display that was updated."""
         kind, text = item
         places = self._places.get(json.loads(text).get("name"), []) if kind == "display" else []
         bundle = next((place.bundle for place in places if rank in place.ranks), None)
         return (kind, json.dumps(bundle, sort_keys=True)) if bundle else item
 
     def _name(self, rank: int, given: str) -> str:
-        """Return one name for the ids of all ranks that belong together."""
+        """Return the name that all ranks use for the same display."""
         if not GENERATED.fullmatch(given):
             return given
         if (rank, given) not in self._names:
@@ -116,11 +116,11 @@ class Displays:
 
 
 def without_widget(data: Content) -> Content:
-    """Return a bundle without the view of a widget, which is on the rank, if there is a text."""
+    """Return a bundle without the view of a rank's widget, unless it has nothing else."""
     kept = {mime: value for mime, value in data.items() if mime != WIDGET_VIEW}
     return kept or data
 
 
 def label_of(ranks: Iterable[int]) -> str:
-    """Return e.g. ``"[0-3]"``."""
+    """Return the label of some ranks, e.g. ``"[0-3]"``."""
     return f"[{format_ranks(tuple(ranks))}]"

@@ -26,15 +26,15 @@ from ddpnb.reports.formatting import (
 from ddpnb.reports.table import Cell, Column, Table
 
 MAX_SHARE_OF_CEILING = 1.05
-"""Above this share of ``no-comm``'s speed, efficiency is not split: it is no ceiling."""
+"""A strategy above this share of ``no-comm``'s speed has its efficiency shown without parts."""
 
 
 def results_table(comparison: Comparison, target: Target | None = None) -> Table:
-    """Return one row per strategy, without the columns that hold no information.
+    """Return one row per strategy, without columns that contain no information.
 
     Args:
         comparison: the runs.
-        target: a column shows when it was reached.  None: no such column.
+        target: a column shows when each run reached this target; None adds no column.
     """
     summaries = summarise(comparison, target)
     look, rates = styles(comparison, summaries), learning_rates(comparison)
@@ -45,7 +45,7 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
         return Cell(text=summary.label, quiet=state, dot=style.colour, is_hollow=hollow)
 
     quantities = {
-        "strategy": Quantity("how the ranks share the work; docs/strategies.md", head_of),
+        "strategy": Quantity("how the ranks share the work: docs/strategies.md", head_of),
         "lr": Quantity("learning rate", lambda summary: Cell(text=rates.get(summary.key, NOTHING))),
         **quantities_of(summaries, target),
     }
@@ -65,10 +65,10 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
 
 
 def _is_redundant(name: str, cells: Sequence[Cell], summaries: Sequence[StrategySummary]) -> bool:
-    """Return whether a column says nothing that others or the title do not."""
+    """Return True if other columns or the title already tell the content of a column."""
     match name:
         case "held-out loss" if any(math.isfinite(accuracy_of(s)) for s in summaries):
-            return True  # still in to_frame()
+            return True  # to_frame() still has it
         case "memory per rank" if len({cell.text for cell in cells}) == 1:
             return True
     return all(cell.text == NOTHING for cell in cells)
@@ -79,19 +79,20 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
     rivals = [s for s in summaries if s.num_workers > 1 and not s.is_emulated]
     if quicker := [s.name for s in rivals if _outran_ceiling(s)]:
         found.append(
-            f"no-comm was measured slower than {listed(quicker)}, so its efficiency is not split: "
-            "the machine was busier then, which --repeats evens out, or no rank waits for slow ones"
+            f"no-comm was slower than {listed(quicker)}, so the table shows efficiency without its "
+            "two parts. The machine was busy during no-comm (add --repeats), or no rank waits for "
+            "slow ranks"
         )
     if any(s.is_emulated for s in summaries):
         found.append(
-            "in brackets: emulated on CPU threads, which says little about the real one's speed"
+            "numbers in brackets: emulated on CPU threads, so they say little about real speed"
         )
     if "memory per rank" in shown:
         is_known = any(s.memory.activations for s in summaries)
         is_published = not is_known and any(s.is_computed for s in summaries)
         held = "memory per rank" + ", computed for the published model" * is_published
         rest = "and activations" if is_known else "(activations are not known)"
-        found.append(f"{held}: parameters, gradients, optimizer state {rest}, where it is most")
+        found.append(f"{held}: parameters, gradients, optimizer state {rest}, on the fullest rank")
     return tuple(found)
 
 
@@ -106,7 +107,7 @@ def _speed(summary: StrategySummary) -> Cell:
 
 
 def _efficiency(summary: StrategySummary) -> Cell:
-    """Return the efficiency, and below it its parts: machine × communication."""
+    """Return the efficiency, and below it the two parts: machine × communication."""
     whole = _judged(summary, percent(summary.efficiency))
     unknown = math.isnan(summary.machine) or math.isnan(summary.share_of_ceiling)
     if unknown or _outran_ceiling(summary):
@@ -116,12 +117,12 @@ def _efficiency(summary: StrategySummary) -> Cell:
 
 
 def _outran_ceiling(summary: StrategySummary) -> bool:
-    """Return whether ``no-comm`` is no ceiling for it."""
+    """Return True if the strategy was faster than its ceiling ``no-comm``."""
     return summary.share_of_ceiling > MAX_SHARE_OF_CEILING
 
 
 def _judged(summary: StrategySummary, text: str) -> Cell:
-    """Return a number that depends on speed: in brackets, where that of the real one differs."""
+    """Return a number that depends on speed, in brackets if the strategy is emulated."""
     return Cell(text=f"({text})" if summary.is_emulated and text != NOTHING else text)
 
 
@@ -132,7 +133,7 @@ def _of(spread: Spread, shown: Callable[[float], str] = number) -> Cell:
 
 
 def _range(spread: Spread, shown: Callable[[float], str]) -> str:
-    """Return e.g. ``96.1–97.2 %``, with the unit once."""
+    """Return a range with one unit, e.g. ``96.1–97.2 %``."""
     low, high = shown(spread.low), shown(spread.high)
     return f"{low.removesuffix(' %')}–{high}" if spread.low >= 0 else f"{low} to {high}"
 
@@ -152,7 +153,7 @@ def _memory(summary: StrategySummary) -> Cell:
 
 
 def _reached(summary: StrategySummary) -> Cell:
-    """Return the seconds and samples after which the target was reached."""
+    """Return the seconds and samples until the target was reached."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
     if summary.is_ceiling or math.isnan(seconds):
         return Cell(text=NOTHING)
@@ -172,7 +173,7 @@ def _score(name: str, summary: StrategySummary) -> Cell:
 
 
 def accuracy_of(summary: StrategySummary) -> float:
-    """Return the median held-out accuracy; NaN if not known."""
+    """Return the median held-out accuracy, or NaN if it is not known."""
     return summary.scores.get("held-out accuracy", Spread()).middle
 
 
@@ -188,21 +189,21 @@ def _staleness(summary: StrategySummary) -> Cell:
 
 
 class Quantity(NamedTuple):
-    """A column after the first."""
+    """A column of the table, except the first column."""
 
     about: str
-    """What it is: shown when the pointer is on its head."""
+    """An explanation that appears when the pointer is on the column's title."""
     cell_of: Callable[[StrategySummary], Cell]
 
 
 QUANTITIES: Mapping[str, Quantity] = {
     "samples/s": Quantity(
-        "samples of all ranks / seconds of the slowest rank, warm-up left out; of repeats the "
-        "geometric mean, and the range",
+        "samples of all ranks / seconds of the slowest rank, without the warm-up. Several repeats: "
+        "geometric mean and range",
         _speed,
     ),
     "speed-up": Quantity(
-        "samples/s over those of single, the same training on one device", _speed_up
+        "samples/s / samples/s of single, the same training on one device", _speed_up
     ),
     "efficiency": Quantity(
         "speed-up / number of devices. Below it: machine (no-comm / ideal) × communication "
@@ -210,34 +211,34 @@ QUANTITIES: Mapping[str, Quantity] = {
         _efficiency,
     ),
     "exposed": Quantity("share of a step in which a rank exchanges tensors or waits", _exposed),
-    "sent per step": Quantity("by one worker", lambda s: Cell(text=size(s.split.num_bytes_sent))),
+    "sent per step": Quantity("by each worker", lambda s: Cell(text=size(s.split.num_bytes_sent))),
     "staleness": Quantity("updates by others between reading parameters and updating", _staleness),
     "samples lost": Quantity(
-        "handed out to a rank that died",
+        "samples given to a rank that died before it returned a gradient",
         lambda s: Cell(text=number(s.num_lost_samples or math.nan)),
     ),
-    "memory per rank": Quantity("bytes of the rank that holds most", _memory),
+    "memory per rank": Quantity("bytes on the rank with the most memory in use", _memory),
 }
 
 
 SCORES = {
     "final loss": "training loss at the end of the strong line",
-    "held-out loss": "mean loss on samples not trained on",
-    "held-out accuracy": "share of samples not trained on, classified right",
+    "held-out loss": "mean loss on samples that are not used for training",
+    "held-out accuracy": "share of held-out samples that are classified correctly",
 }
-"""What is measured of every model; a cell may measure more."""
+"""Scores of every model.  A cell may add other scores."""
 
 
 def quantities_of(
     summaries: Sequence[StrategySummary], target: Target | None = None
 ) -> Mapping[str, Quantity]:
-    """Return all columns after the first, with those of a target and of the cell's own metrics."""
+    """Return all columns after the first, including a target's and the cell's own metrics."""
     found = {"samples/s": QUANTITIES["samples/s"]}
     if target is not None:
-        about = f"training time and samples until {target.text} was first reached"
+        about = f"training time and samples until the run first reached {target.text}"
         found[f"to {target.text}"] = Quantity(about, _reached)
     found |= QUANTITIES
     for name in dict.fromkeys(name for summary in summaries for name in summary.scores):
-        own = "where its curve ends" if name.startswith("last ") else "the cell's own metric"
+        own = "end of the metric's curve" if name.startswith("last ") else "the cell's own metric"
         found[name] = Quantity(SCORES.get(name, own), partial(_score, name))
     return found

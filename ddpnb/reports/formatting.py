@@ -1,4 +1,4 @@
-"""Numbers as text, and the names and notes of runs (kernel)."""
+"""Formatting of numbers, and the names and notes of runs (kernel)."""
 
 import math
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.style import style_of
 
 NOTHING = "–"
-"""Shown in a table in place of an unknown number."""
+"""The text for an unknown number in a table."""
 MACHINE = ("torch", "CPU", "ranks", "hosts", "GPUs", "threads of each rank", "backend")
-"""The properties of where it ran that times depend on."""
+"""The properties of the environment that affect times."""
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -77,7 +77,7 @@ def in_units(seconds: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Return the factor from seconds to the unit that an axis of this length has, and its name."""
+    """Return the factor from seconds to the unit that fits an axis of this length, and the unit."""
     if seconds >= 10:
         return 1.0, "s"
     return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
@@ -91,9 +91,9 @@ def counted(num: int, noun: str) -> str:
 def styles(
     comparison: Comparison, summaries: Sequence[StrategySummary]
 ) -> dict[StrategyKey, Style]:
-    """Return the style of each strategy; where there are several comparisons, in darker shades.
+    """Return the style of each strategy, in darker shades for further comparisons.
 
-    The marks of an emulated one are hollow, as those of a variant are.
+    The markers of emulated strategies are hollow, like the markers of variants.
     """
     several = list(dict.fromkeys(each.comparison for each in summaries))
     made = {}
@@ -129,14 +129,14 @@ def title(comparison: Comparison) -> str:
 
 
 def emulated_devices(comparison: Comparison) -> str:
-    """Return ``"8 emulated V100, resnet50's clock"``; empty where time was measured."""
+    """Return ``"8 emulated V100, resnet50's clock"``, or ``""`` if time was measured."""
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     found = dict.fromkeys(each.text for spec in specs if (each := spec.emulated))
     return " and ".join(found)
 
 
 def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tuple[str, ...]:
-    """Return the notes that a plot needs: emulations, failures, different settings."""
+    """Return the notes below a plot: emulation, failures, different settings."""
     strategies: dict[str, list[str]] = {}
     for summary in summaries:
         for note in summary.notes:
@@ -155,14 +155,14 @@ def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tup
     if short_ones := [s.label for s in summaries if s.is_short]:
         which = "the runs" if len(short_ones) == len(summaries) else listed(short_ones)
         found.append(
-            f"{which} took less than {SHORT_SECONDS:g} s, which is too short to time: "
-            f"--min-seconds {SHORT_SECONDS:g} makes runs longer"
+            f"{which} took less than {SHORT_SECONDS:g} s, which is too short to time well: "
+            f"add --min-seconds {SHORT_SECONDS:g} for longer runs"
         )
     return tuple(found)
 
 
 def learning_rates(comparison: Comparison) -> dict[StrategyKey, str]:
-    """Return the learning rate of each strategy; empty where it was one for all."""
+    """Return the learning rate of each strategy, or ``{}`` if all strategies had the same rate."""
     specs = {key: runs[0].spec for key, runs in group_runs(comparison.runs).items()}
     rates = {key: s.learning_rate for key, s in specs.items() if s and not s.is_ceiling}
     is_one = len(set(rates.values())) == 1 and not any(s.rates for s in specs.values() if s)
@@ -170,7 +170,7 @@ def learning_rates(comparison: Comparison) -> dict[StrategyKey, str]:
 
 
 def differences(specs: Sequence[RunSpec]) -> list[str]:
-    """Return the options, named as in a magic's line, that are not the same for all runs."""
+    """Return the options that differ between runs, named as on a magic's line."""
     specs = [spec for spec in specs if not spec.is_ceiling]
     differing = [
         option.keyword.replace("_", " ")
@@ -182,7 +182,7 @@ def differences(specs: Sequence[RunSpec]) -> list[str]:
 
 
 def _at_rate(run: RunSnapshot) -> str:
-    """Return e.g. ``0.05: 0.31``, with the held-out loss or what came in its place."""
+    """Return a rate with its held-out loss, e.g. ``0.05: 0.31``, or ``0.05: diverged``."""
     rate = f"{run.spec.learning_rate:g}" if run.spec else NOTHING
     if run.status is not Status.FINISHED:
         return f"{rate}: {run.status.value}"
@@ -196,8 +196,8 @@ def listed(parts: Sequence[str]) -> str:
 
 def _choice(spec: RunSpec, name: str) -> object:
     value = getattr(spec, name)
-    if name == "seed":  # each repeat has a seed of its own
+    if name == "seed":  # each repeat has a different seed
         return spec.data_seed
-    if name == "learning_rate" and spec.rates:  # each strategy is compared at its best
+    if name == "learning_rate" and spec.rates:  # each strategy is compared at its best rate
         return spec.rates
     return value

@@ -1,7 +1,7 @@
-"""The one drawing kit: paper, axes, notes, ranks' colours, PNG and HTML bundle (kernel).
+"""The drawing kit of all figures: paper, axes, notes, ranks' colours, PNG and HTML (kernel).
 
-Figures are made without pyplot, so that none is kept.  Importing matplotlib takes 0.3 s, so it is
-imported when the first picture is drawn.
+Figures are made without pyplot, so matplotlib does not keep them.  Importing matplotlib takes
+0.3 s, so ddpnb imports it when it draws the first picture.
 """
 
 import base64
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 WIDTH, DPI, PAGE_DPI = 14.0, 100, 160
-"""Inches of a picture, and its dots an inch on a screen and in a saved page."""
+"""A picture's width in inches, and its dots per inch on a screen and in a saved page."""
 LEFT, RIGHT, TOP, FOOT = 0.3, 0.45, 0.95, 0.3
-"""Inches of paper around what is drawn; the title stands above it, the notes below."""
+"""Inches of paper around the drawing, with the title above and the notes below."""
 NOTE_HEIGHT = 0.24
 NOTE_CHARACTERS_PER_INCH = 11.2
 
@@ -42,14 +42,14 @@ RANK_COLOURS = (
     *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
     *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
 )
-"""In every picture, by rank; the eleventh rank has the first again.  From Petroff, "Accessible
-color sequences for data visualization", 2021."""
+"""Colours of the ranks in every picture.  The eleventh rank has the first colour again.  From
+Petroff, "Accessible color sequences for data visualization", 2021."""
 
 MAX_RANKS = 16
-"""Ranks that are drawn; of the others only the number is said."""
+"""The number of ranks that are drawn.  For the other ranks, a figure only gives their number."""
 
 Look = Mapping[str, Any]
-"""Matplotlib's properties of something that is drawn."""
+"""Matplotlib's properties of a drawn element."""
 
 WAITING: Look = {
     "facecolor": PAPER,
@@ -61,12 +61,12 @@ WAITING: Look = {
 
 
 def rank_colour(rank: int) -> str:
-    """Return the colour that a rank has in all pictures."""
+    """Return the colour of a rank, the same in all pictures."""
     return RANK_COLOURS[rank % len(RANK_COLOURS)]
 
 
 def ink_on(colour: str) -> str:
-    """Return the colour of text on a ground: white or dark, whichever has more contrast."""
+    """Return the text colour, white or dark, that has more contrast on a background colour."""
     return PAPER if contrast_on_white(colour) ** 2 >= contrast_on_white(INK) else INK
 
 
@@ -75,13 +75,13 @@ def ink_on(colour: str) -> str:
 
 @final
 class Sheet:
-    """A picture's paper: a title above, what is drawn in the middle, notes below.
+    """The paper of a picture: a title above, the drawing in the middle, notes below.
 
     Args:
         title: one line.
-        height: inches of what is drawn, with its ticks and labels.
+        height: height of the drawing in inches, with its ticks and labels.
         notes: sentences.
-        width: inches.
+        width: width in inches.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Sheet:
     def axes(
         self, height: float, *, down: float = 0.0, left: float = LEFT, right: float = RIGHT
     ) -> "Axes":
-        """Add axes of a height in inches, so far below the upper edge of what is drawn."""
+        """Add axes of a height in inches, ``down`` inches below the drawing's upper edge."""
         bottom = self.height - TOP - down - height
         return self.figure.add_axes(
             (
@@ -140,12 +140,12 @@ class Sheet:
 def dress(
     axes: "Axes", *, title: str = "", x_label: str = "", grid: Literal["x", "y", "both"] = "x"
 ) -> None:
-    """Give axes the look of all pictures: no frame but the x axis, pale lines behind."""
+    """Give axes the look of all pictures: no frame except the x axis, pale grid lines."""
     axes.set_facecolor("none")
     if title:
         axes.set_title(
             title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=8, y=1.0
-        )  # a fixed y: finding one takes matplotlib a third of the drawing time
+        )  # with a fixed y, because finding y takes a third of matplotlib's drawing time
     axes.set_xlabel(x_label, fontsize=SMALL_POINTS, color=MUTED, labelpad=4)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
@@ -167,18 +167,18 @@ def write(
     va: str = "center",
     **look: Any,
 ) -> "Text":
-    """Write a text whose middle is at ``y``; ``look`` is matplotlib's, such as ``ha="right"``."""
+    """Write a text with its middle at ``y``; ``look`` is for matplotlib (``ha="right"``)."""
     return axes.text(x, y, text, fontsize=points, color=colour, va=va, **look)
 
 
 def name_row(axes: "Axes", y: float, name: str, *, rank: int = -1) -> None:
-    """Name a row at the left edge of the paper, beside a patch of the rank's colour if it has one.
+    """Write a row's name at the left edge of the paper, with a patch of the rank's colour.
 
     Args:
-        axes: begin ``ROW_NAMES`` inches from the left edge.
+        axes: axes that begin ``ROW_NAMES`` inches from the left edge.
         y: the middle of the row.
         name: such as ``"rank 0"``.
-        rank: -1: it is none.
+        rank: the rank of the row, or -1 for a row without a rank, which has no patch.
     """
     look: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "va": "center"}
     look |= {"textcoords": "offset points", "annotation_clip": False}
@@ -189,13 +189,13 @@ def name_row(axes: "Axes", y: float, name: str, *, rank: int = -1) -> None:
 
 
 ROW_NAMES = 2.05
-"""Inches at the left for the names of rows and of what is in them."""
+"""Inches at the left for the names of rows and for labels of their contents."""
 
 
 def legend(axes: "Axes", looks: Mapping[str, str | Look], **place: Any) -> None:
-    """List names above axes, at the right: each with its colour, or its look as a bar.
+    """Draw a legend above axes, at the right.  Each name has a colour, or the look of a bar.
 
-    ``place`` has matplotlib's own arguments, for a legend elsewhere.
+    ``place`` passes arguments to matplotlib, for a legend in another place.
     """
     from matplotlib.patches import Patch  # noqa: PLC0415  0.3 s
 
@@ -219,16 +219,16 @@ def legend(axes: "Axes", looks: Mapping[str, str | Look], **place: Any) -> None:
     axes.legend(handles=patches, **(look | place))
 
 
-# -- what a notebook shows, and files ------------------------------------------------------
+# -- results in notebooks and files --------------------------------------------------------
 
 
 @final
 class Picture:
-    """A figure, shown as PNG in a notebook; ``figure`` is a matplotlib figure.
+    """A figure that a notebook shows as PNG; ``figure`` is a matplotlib figure.
 
     Args:
-        figure: drawn.
-        description: in a sentence or two, for who cannot see it.
+        figure: the drawn figure.
+        description: one or two sentences for readers who cannot see the figure.
     """
 
     def __init__(self, figure: "Figure", description: str) -> None:
@@ -236,7 +236,7 @@ class Picture:
         self.description = description
 
     def png(self, dpi: float = DPI) -> bytes:
-        """Return the picture with ``dpi`` dots an inch."""
+        """Return the picture as PNG with ``dpi`` dots per inch."""
         return self._saved(format="png", dpi=dpi)
 
     def svg(self) -> bytes:
@@ -249,7 +249,7 @@ class Picture:
         return buffer.getvalue()
 
     def html(self, dpi: float = DPI) -> str:
-        """Return the picture as an HTML image with its data in it."""
+        """Return the picture as an HTML image that contains its data."""
         style, data = "max-width:100%;height:auto", base64.b64encode(self.png(dpi)).decode("ascii")
         alt = escape(self.description)
         return f'<img style="{style}" alt="{alt}" src="data:image/png;base64,{data}">'
@@ -261,18 +261,18 @@ class Picture:
 
 
 class Shown:
-    """A result that a notebook shows as pictures, a table and text, and that can be saved."""
+    """A result that a notebook shows as pictures, a table and text, and that you can save."""
 
     endings: ClassVar[Mapping[str, str]] = {
         ".png": "the picture",
         ".svg": "the picture",
-        ".html": "a page that needs no other file",
+        ".html": "a page in a single file",
         ".txt": "the text",
     }
-    """Of files that can be written, and what these are."""
+    """Endings of the files that ``save`` can write, and their descriptions."""
 
     def text(self) -> str:
-        """Return all that is shown, in words."""
+        """Return the whole result as text."""
         return "" if (table := self.table()) is None else table.text()
 
     def pictures(self) -> Sequence[Picture]:
@@ -280,11 +280,11 @@ class Shown:
         return ()
 
     def table(self) -> Table | None:
-        """Return the table; None: there is none."""
+        """Return the table, or None if there is no table."""
         return None
 
     def html(self, images: str) -> str:
-        """Return what a notebook shows: pictures, table, and below pictures the text, folded."""
+        """Return the HTML for a notebook: pictures, table and, below pictures, the folded text."""
         folded = (
             '<details><summary>As text</summary><pre style="white-space:pre-wrap">'
             f"{escape(self.text())}</pre></details>"
@@ -296,29 +296,29 @@ class Shown:
         """Return the first picture; ``.figure`` is a matplotlib figure.
 
         Raises:
-            UserError: there is nothing to draw.
+            UserError: the result has no picture.
         """
         if not (pictures := self.pictures()):
             raise UserError(self.text())
         return pictures[0]
 
     def save(self, path: Path | str) -> str:
-        """Write a file in the format that its ending names, one of ``endings``.
+        """Write a file in the format of its ending, which must be one of ``endings``.
 
         Args:
-            path: missing folders are created, an existing file is replaced.
+            path: the file.  Missing folders are created, and an existing file is replaced.
 
         Returns:
-            A sentence about what was written.
+            A sentence about the written file.
 
         Raises:
-            UserError: the ending is another one, or the file cannot be written.
+            UserError: the ending is not in ``endings``, or the file cannot be written.
         """
         target = Path(path).expanduser()
         fitting = [ending for ending in self.endings if target.name.endswith(ending)]
         if not fitting:
             endings = ", ".join(self.endings)
-            raise UserError(f"{target.name} cannot be written: choose one of {endings}.")
+            raise UserError(f"{target.name} cannot be saved: end its name with one of {endings}.")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             return f"{target}: {self.write(target, max(fitting, key=len))}"
@@ -326,12 +326,12 @@ class Shown:
             raise UserError(f"{target} cannot be written: {error}.") from error
 
     def write(self, target: Path, ending: str) -> str:
-        """Write a file in a folder that there is; return what it is."""
+        """Write a file into an existing folder, and return the file's description."""
         target.write_bytes(self.content(ending))
         return f"{self.endings[ending]}."
 
     def content(self, ending: str) -> bytes:
-        """Return a file with one of ``endings``; PNG and SVG have the first picture."""
+        """Return the content of a file.  PNG and SVG contain the first picture."""
         match ending:
             case ".png":
                 return self.plot().png(PAGE_DPI)
@@ -346,7 +346,7 @@ class Shown:
         return self.text()
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return pictures, table and text together; the first picture and the text alone."""
+        """Return one HTML bundle of everything, and separately the text and the first picture."""
         pictures = self.pictures()
         bundle: dict[str, Any] = {"text/plain": self.text()}
         if html := self.html("".join(each.html() for each in pictures)):
@@ -375,7 +375,7 @@ h2 { font-size: 1.15rem; margin-top: 2rem; }
 
 
 def page(title: str, body: str) -> str:
-    """Return an HTML page that needs no other file; ``title`` is text, ``body`` is HTML."""
+    """Return an HTML page in a single file; ``title`` is text, ``body`` is HTML."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'

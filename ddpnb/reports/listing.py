@@ -19,7 +19,7 @@ from ddpnb.reports.table import Cell, Column, Table, table_row
 
 
 def ranks_table(states: Sequence[RankState], doing: Mapping[int, str] | None = None) -> Table:
-    """Return one row per rank: its process, host and device, and what it does if that is known."""
+    """Return one row per rank: its process, host, device and, if ``doing`` is given, activity."""
     ordered = sorted(states, key=lambda state: state.rank)
     return Table(
         caption=f"{counted(len(ordered), 'rank')} ready",
@@ -65,7 +65,7 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
         rows=tuple(_run_row(repeats) for repeats in by_name.values()),
         notes=(
             "steps: the sum over all workers and repeats",
-            "%ddp_plot NAME ... draws them; the part after the slash alone means the latest",
+            "%ddp_plot NAME ... draws them; only the part after the slash draws the latest run",
         ),
     )
 
@@ -99,7 +99,7 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
 
 
 HIDDEN = {"run_id", "strategy", "repeat", "is_ceiling", "source", "cell", "models", "rates"}
-"""Fields of ``RunSpec`` that are no settings of a comparison."""
+"""Fields of ``RunSpec`` that are not settings of a comparison."""
 
 
 @final
@@ -110,20 +110,20 @@ class Details(Shown):
         self.comparison = comparison
 
     def text(self) -> str:
-        """Return table and code."""
+        """Return the table and the code."""
         return f"{super().text()}\n\n{self._code()}".rstrip()
 
     def html(self, images: str) -> str:
-        """Return table and code."""
+        """Return the table and the code."""
         code = self._code()
         return super().html(images) + f"<pre>{escape(code)}</pre>" * bool(code)
 
     def _code(self) -> str:
-        """Return the cell that repeats the comparison; of a hand-written loop, its cell."""
+        """Return the cell that repeats the comparison, or the cell of a hand-written loop."""
         return magic_of(self.comparison) or self.comparison.source
 
     def table(self) -> Table:
-        """Return the settings of all runs, where they ran, and notes on what was adjusted."""
+        """Return the settings of all runs, their environment, and notes on adjustments."""
         comparison = self.comparison
         specs = comparison.specs or tuple(run.spec for run in comparison.runs if run.spec)
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(comparison.created))
@@ -146,7 +146,7 @@ class Details(Shown):
 
 
 def _models(specs: Sequence[RunSpec]) -> Iterator[tuple[str, Path]]:
-    """Yield the name of each run that saved its trained model, and the file."""
+    """Yield the name and the file of each run that saved its trained model."""
     for spec in specs:
         path = spec.model_file
         at = f" at lr {spec.learning_rate:g}" if spec.rates and spec.repeat == 0 else ""

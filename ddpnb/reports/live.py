@@ -1,4 +1,4 @@
-"""What is redrawn under a cell: a comparison while it trains, its table, progress bars (kernel)."""
+"""Displays that are redrawn under a cell: live figures, tables, progress bars (kernel)."""
 
 import base64
 import sys
@@ -24,7 +24,7 @@ Bundle = Mapping[str, Any]
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 NOTHING: Bundle = {"text/plain": "", "text/html": ""}
-COMES_BACK = "After a reload of the page: %ddp_plot"
+COMES_BACK = "If you reload the page, run %ddp_plot to show this again."
 REDRAW_SECONDS, MAX_PAUSE_SECONDS = 0.5, 2.5
 """The shortest and the longest time between two redraws."""
 MAX_SHARE = 0.05
@@ -38,21 +38,21 @@ def live(options: PlotOptions = EVERYTHING) -> "Live":
 
 
 class LiveDisplay:
-    """A display whose content can be replaced; it appears with its first content."""
+    """A display with replaceable content, which appears with its first content."""
 
     def __init__(self) -> None:
         self._handle: DisplayHandle | None = None
         self._content: Bundle = NOTHING
 
     def appear(self) -> bool:
-        """Appear under the current cell too, with the same content; False: it stands nowhere."""
+        """Show the content under the current cell too; return False if nothing was shown yet."""
         if self._handle is None:
             return False
         self._handle.display(self._content, raw=True)
         return True
 
     def show(self, bundle: Bundle, metadata: Mapping[str, Any] | None = None) -> None:
-        """Show a MIME bundle in place of the last one; outside IPython, do nothing."""
+        """Replace the content by a MIME bundle.  Outside IPython, do nothing."""
         if get_ipython() is None:
             return
         self._content = bundle
@@ -63,16 +63,16 @@ class LiveDisplay:
             self._handle.update(bundle, **options)
 
     def show_text(self, text: str) -> None:
-        """Show a text in place of the last content."""
+        """Replace the content by a text."""
         self.show({"text/plain": text})
 
     def show_table(self, table: Table | Progress) -> None:
-        """Show a table, or a line of progress, in place of the last content."""
+        """Replace the content by a table or a line of progress."""
         self.show({"text/html": table.html(), "text/plain": repr(table)})
 
 
 class Live(ABC):
-    """Shows a comparison while it trains, at its own pace."""
+    """Shows a comparison while it trains, and limits how often it redraws."""
 
     def __init__(self) -> None:
         self._next_seconds = 0.0
@@ -80,48 +80,48 @@ class Live(ABC):
 
     @abstractmethod
     def announce(self, text: str) -> None:
-        """Say what is done before there is a figure; nothing: show nothing."""
+        """Show a text about the current work before there is a figure.  ``""`` shows nothing."""
 
     @abstractmethod
     def show_progress(self, comparison: Comparison) -> None:
-        """Draw the comparison as it is now."""
+        """Draw the current state of the comparison."""
 
     @abstractmethod
     def show(self, result: ComparisonResult) -> None:
         """Draw the result."""
 
     def is_due(self) -> bool:
-        """Return whether the next redraw is due."""
+        """Return True if the next redraw is due."""
         return time.monotonic() >= self._next_seconds
 
     def update(self, comparison: Comparison) -> None:
-        """Show the comparison as it is now, before training begins too."""
+        """Show the current state of the comparison, also before training begins."""
         began = time.thread_time()
         self._guard(lambda: self.show_progress(comparison))
         pause = (time.thread_time() - began) / MAX_SHARE
         self._next_seconds = time.monotonic() + min(max(pause, REDRAW_SECONDS), MAX_PAUSE_SECONDS)
 
     def finish(self, result: ComparisonResult) -> None:
-        """Show the result in place of the progress."""
+        """Replace the progress by the result."""
         self._guard(lambda: self.show(result))
 
     def _guard(self, drawing: Callable[[], object]) -> None:
-        """Draw; where that fails, say so once and let the training go on."""
+        """Draw.  If drawing fails, print one message and let the training continue."""
         try:
             drawing()
-        except Exception as error:  # noqa: BLE001  the edge of the drawing: any library may fail
+        except Exception as error:  # noqa: BLE001  any drawing library may fail
             if not self._has_failed:
                 self._has_failed = True
                 print(
-                    f"This cannot be drawn: {summary_of(error)}. The training goes on, and its "
-                    "numbers are stored.",
+                    f"The figure cannot be drawn: {summary_of(error)}. The training continues, "
+                    "and its numbers are stored.",
                     file=sys.stderr,
                 )
 
 
 @final
 class LiveFigureAndTable(Live):
-    """A line of progress and one figure, redrawn in place; at the end sentence, figure, table."""
+    """A line of progress and a figure while training, then the sentence, figure and table."""
 
     def __init__(self, options: PlotOptions = EVERYTHING) -> None:
         super().__init__()
@@ -129,10 +129,10 @@ class LiveFigureAndTable(Live):
         self._line, self._figure, self._table = LiveDisplay(), LiveDisplay(), LiveDisplay()
 
     def appear(self, text: str = "") -> None:
-        """Appear under the current cell, also if it already stands under another.
+        """Show everything under the current cell, even if another cell already shows it.
 
         Args:
-            text: shown until there is something else.
+            text: shown until there is other content.
         """
         if not self._line.appear():
             self.announce(text)
@@ -141,7 +141,7 @@ class LiveFigureAndTable(Live):
         self._table.appear()
 
     def announce(self, text: str) -> None:
-        """Say what is done before there is a figure; nothing: show nothing."""
+        """Show a text about the current work before there is a figure.  ``""`` shows nothing."""
         self._line.show({"text/plain": text, "text/html": f"<p>{escape(text)}</p>"})
         quiet = f'<p style="{QUIET}">{COMES_BACK}</p>'
         self._figure.show({"text/plain": COMES_BACK, "text/html": quiet} if text else NOTHING)
@@ -156,7 +156,7 @@ class LiveFigureAndTable(Live):
         self._show_figure(Picture(figure, title(comparison)))
 
     def show(self, result: ComparisonResult) -> None:
-        """Show the sentence, the figure and the table of a result; note the cell they are in."""
+        """Show the sentence, figure and table of a result, and note the number of the cell."""
         shell = get_ipython()
         result.shown_in_cell = None if shell is None else shell.execution_count
         self._line.show({"text/html": result.sentence_html(), "text/plain": result.sentence()})
@@ -164,31 +164,31 @@ class LiveFigureAndTable(Live):
         self._table.show({"text/html": result.table_html(), "text/plain": repr(result)})
 
     def _show_figure(self, picture: Picture) -> None:
-        """Show a figure, with a text for frontends that show no pictures."""
+        """Show a figure, with a text for frontends that cannot show pictures."""
         png = base64.b64encode(picture.png()).decode()
         self._figure.show({"image/png": png, "text/plain": repr(picture)})
 
 
 @final
 class LiveText(Live):
-    """A line for each run as it begins; then the table."""
+    """Prints a line when a run begins, and the table at the end."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_runs = 0
 
     def announce(self, text: str) -> None:
-        """Write what is done."""
+        """Print a text about the current work."""
         if text:
             print(text, file=sys.stderr)
 
     def show_progress(self, comparison: Comparison) -> None:
-        """Name a run that has begun."""
+        """Print the name of a run that has begun."""
         runs = comparison.all_runs
         if len(runs) > self._num_runs:
             self.announce(f"run {len(runs)} of {len(comparison.specs)}: {runs[-1].name}")
         self._num_runs = len(runs)
 
     def show(self, result: ComparisonResult) -> None:
-        """Write the sentence and the table."""
+        """Print the sentence and the table."""
         print(result)

@@ -1,8 +1,8 @@
-"""The output of several ranks as one sequence, equal pieces once (kernel).
+"""Merging the output of several ranks into one sequence (kernel).
 
-Each rank's output is a sequence of items: lines, displayed figures, values.  The items of all
-ranks are merged into one sequence.  It keeps the order of every rank.  An item that is next
-on several ranks is shown once, labelled with all of them.
+Each rank's output is a sequence of items: lines, displayed figures, values.  The merged sequence
+keeps the order of every rank.  If several ranks have the same next item, the item is shown once,
+labelled with all of these ranks.
 """
 
 import re
@@ -13,33 +13,33 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 HOLD_SECONDS = 0.25
-"""How long an item waits for the same item from ranks that are still running.
+"""The time that an item waits for the same item from ranks that are still running.
 
 On the ranks, ipykernel sends printed text every 0.2 s.
 """
 
 MAX_ROWS = 64
-"""How many of a stream's last lines a progress bar can still return to."""
+"""The number of a stream's last lines that a progress bar can still return to."""
 
 MOVES = re.compile(r"(\n|\x1b\[\d*[AB])")
 """A line end, or an escape sequence that moves up (tqdm's ``position=1``) or down."""
 ERASES = re.compile(r"\x1b\[\d*[JK]")
-"""An escape sequence that erases the rest of a line, which a bar's next text replaces anyway."""
+"""An escape sequence that erases the rest of a line.  A bar's next text replaces it anyway."""
 INCOMPLETE = re.compile(r"\x1b(\[\d*)?\Z")
-"""The beginning of an escape sequence, whose end is still to come."""
+"""The beginning of an escape sequence that is not complete yet."""
 REDRAWS = re.compile(r"\x1b\[\d*[ABJK]")
-"""What moves or erases; colours do not."""
+"""An escape sequence that moves or erases, unlike a colour."""
 
 
 Item = tuple[str, str]
-"""A piece of output that is shown as a whole: its kind, and its text.
+"""A piece of output that is shown as a whole: its kind and its text.
 
 The kind is ``"stdout"``, ``"stderr"``, ``"bar"``, ``"display"``, ``"update"`` or ``"value"``.  The
-text is a line without its line end, or a display's bundle as JSON, so that two can be compared.
+text is a line without its line end, or the bundle of a display as JSON that can be compared.
 """
 
 Run = tuple[list[int], list[Item]]
-"""Ranks, and successive items of all of them."""
+"""Some ranks, and successive items that all of these ranks share."""
 
 
 class OutputMerger:
@@ -54,7 +54,7 @@ class OutputMerger:
 
     @property
     def running(self) -> set[int]:
-        """The ranks that may still write."""
+        """The ranks that can still write."""
         return {rank for rank, output in self._outputs.items() if output.is_running}
 
     def write(self, rank: int, stream: str, text: str) -> None:
@@ -65,20 +65,20 @@ class OutputMerger:
         output.add(output.screens[stream].write(text))
 
     def add(self, rank: int, items: Iterable[Item]) -> None:
-        """Add what a rank displayed, or returned as the cell's value."""
+        """Add displays of a rank, or the value that the cell returned there."""
         self._outputs[rank].add(items)
 
     def put_back(self, rank: int, items: Sequence[Item]) -> None:
-        """Add items that came before all others of a rank; they wait for no other rank."""
+        """Add items in front of all other items of a rank.  They do not wait for other ranks."""
         self._outputs[rank].items.extendleft(reversed(items))
         self._outputs[rank].since = 0.0
 
     def clear(self, rank: int) -> None:
-        """Drop what a rank has written and what has not been taken yet."""
+        """Drop the output of a rank that has not been taken yet."""
         self._outputs[rank] = RankOutput(is_running=self._outputs[rank].is_running)
 
     def finish(self, rank: int) -> None:
-        """Note that a rank writes no more; its unfinished lines are complete now."""
+        """Note that a rank has finished writing, which completes its last lines."""
         output = self._outputs[rank]
         output.is_running = False
         for screen in output.screens.values():
@@ -86,7 +86,7 @@ class OutputMerger:
         output.screens.clear()
 
     def unfinished(self) -> dict[str, list[int]]:
-        """Return the unfinished lines (progress bars) as they look now, each with its ranks."""
+        """Return the unfinished lines (progress bars) as they look now, with their ranks."""
         lines: dict[str, list[int]] = {}
         for rank, output in self._outputs.items():
             for screen in output.screens.values():
@@ -96,15 +96,15 @@ class OutputMerger:
         return lines
 
     def take(self, *, at_once: bool = False) -> list[Run]:
-        """Remove and return the items that can be shown now, each run with its ranks.
+        """Remove and return the items that can be shown now, grouped by their ranks.
 
-        ``at_once``: all of them, although other ranks may still write the same.
+        With ``at_once``, return every item, even if other ranks may still write the same item.
         """
         runs: list[Run] = []
         ahead: dict[int, Counter[Item]] = {}
         while ready := self._ready(at_once=at_once):
             first, *rest = (output.items for output in ready.values())
-            if all(items == first for items in rest):  # by far the quickest way to compare many
+            if all(items == first for items in rest):  # the fastest way to compare many ranks
                 runs.append((list(ready), list(first)))
                 for output in ready.values():
                     output.items = deque()
@@ -125,7 +125,7 @@ class OutputMerger:
         return runs
 
     def _ready(self, *, at_once: bool) -> "dict[int, RankOutput]":
-        """Return the ranks with items to show; none while waiting for the others may help."""
+        """Return the ranks with items to show, or nothing while other ranks may catch up."""
         ready = {rank: output for rank, output in self._outputs.items() if output.items}
         if len(ready) == len(self._outputs) or not ready or at_once:
             return ready
@@ -136,9 +136,9 @@ class OutputMerger:
 
 
 def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Item:
-    """Return which of the ranks' next items to show: one that no other rank has further down.
+    """Choose an item to show from the ranks' next items.
 
-    Showing such an item never splits equal items of several ranks.
+    The chosen item is not among any other rank's later items, so equal items stay together.
     """
     for item in heads.values():
         if all(head == item or not ahead[rank][item] for rank, head in heads.items()):
@@ -148,13 +148,13 @@ def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Ite
 
 @dataclass(slots=True)
 class RankOutput:
-    """One rank's output that is not shown yet."""
+    """The output of one rank that is not shown yet."""
 
     items: deque[Item] = field(default_factory=deque)
     screens: "dict[str, Screen]" = field(default_factory=dict)
     """The last lines of each stream."""
     since: float = 0.0
-    """When the oldest of ``items`` arrived, on the monotonic clock."""
+    """The time at which the oldest of ``items`` arrived, on the monotonic clock."""
     is_running: bool = True
 
     def add(self, items: Iterable[Item]) -> None:
@@ -165,7 +165,7 @@ class RankOutput:
 
 
 class Screen:
-    """The last lines of a stream as a terminal shows them: progress bars return to theirs.
+    """The last lines of a stream as a terminal shows them, so that progress bars can return.
 
     Args:
         stream: ``"stdout"`` or ``"stderr"``.
@@ -175,12 +175,12 @@ class Screen:
         self._stream = stream
         self._rows = [""]
         self._row = 0
-        """Where the next text goes."""
+        """Index of the line that receives the next text."""
         self._has_moved = False
         self._incomplete = ""
 
     def write(self, text: str) -> list[Item]:
-        """Add text; return the lines that are finished."""
+        """Add text, and return the lines that are finished."""
         text, self._incomplete = self._incomplete + text, ""
         if found := INCOMPLETE.search(text):
             text, self._incomplete = text[: found.start()], found[0]
@@ -199,7 +199,7 @@ class Screen:
         return self._finished()
 
     def rest(self) -> list[Item]:
-        """Return the remaining lines, at the end of the stream."""
+        """Return the remaining lines when the stream ends."""
         rows = self._rows if self._rows[-1] else self._rows[:-1]
         return self._items(rows)
 
@@ -210,11 +210,11 @@ class Screen:
     def _go_to(self, row: int) -> None:
         self._row = max(0, row)
         if self._row < len(self._rows):
-            self._rows[self._row] = f"\r{visible(self._rows[self._row])}\r"  # till replaced
+            self._rows[self._row] = f"\r{visible(self._rows[self._row])}\r"  # until replaced
         self._rows += [""] * (self._row + 1 - len(self._rows))
 
     def _finished(self) -> list[Item]:
-        """Remove and return the lines that nothing returns to: no bars, or above such a line."""
+        """Remove and return lines that cannot change: plain lines, and bars above a plain line."""
         above = enumerate(self._rows[: self._row], start=1)
         plain = [n for n, row in above if not is_bar(row) and (row or not self._has_moved)]
         count = max(plain[-1] if plain else 0, min(len(self._rows) - MAX_ROWS, self._row))
@@ -228,22 +228,22 @@ class Screen:
 
 
 def redraws(text: str) -> bool:
-    """Return whether text is that of a bar; plain or coloured text is not."""
+    """Return True if the text belongs to a bar, False for plain or coloured text."""
     return "\r" in text or ("\x1b" in text and REDRAWS.search(text) is not None)
 
 
 def is_bar(row: str) -> bool:
-    """Return whether carriage returns have replaced a line's text."""
+    """Return True if carriage returns have replaced the text of a line."""
     return "\r" in row.rstrip("\r")
 
 
 def visible(line: str) -> str:
-    """Return the part of a line that its carriage returns leave visible."""
+    """Return the part of a line that is visible after its carriage returns."""
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
 def shortened(row: str) -> str:
-    """Return a line of a bar without the texts that were replaced."""
+    """Return a bar's line without the texts that were replaced."""
     if not is_bar(row):
         return row
     return f"\r{visible(row)}" + "\r" * row.endswith("\r")

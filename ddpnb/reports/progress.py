@@ -21,13 +21,13 @@ class Progress:
 
     text: str
     share: float
-    """The part of the run that is done, 0 to 1."""
+    """The part of the run that is finished, from 0 to 1."""
     colour: str
     quiet: str = ""
-    """Shown after the line in a notebook, fainter."""
+    """A fainter text below the line in a notebook."""
 
     def html(self) -> str:
-        """Return the line between a bar and what is quiet."""
+        """Return the bar, the line, and the quiet text below."""
         return (
             '<div style="font-variant-numeric:tabular-nums;padding:.25em .2em;white-space:nowrap">'
             f'<progress value="{self.share:.3f}" style="width:11em;margin-right:.8em"></progress>'
@@ -42,10 +42,10 @@ class Progress:
 
 
 def progress_of(comparison: Comparison, quiet: str = "") -> Progress:
-    """Return the progress of the run that trains, and of the whole comparison.
+    """Return the progress of the current run, and of the whole comparison.
 
-    E.g. ``ddp, repeat 1 of 3: 63 % · 812 samples/s · loss 0.41 | run 2 of 12: 12 s left, about
-    2 min 5 s in all``.
+    Example: ``ddp, repeat 1 of 3: 63 % · 812 samples/s · loss 0.41 | run 2 of 12: 12 s left,
+    about 2 min 5 s in all``.
     """
     runs = comparison.all_runs
     num_planned = max(len(comparison.specs), len(runs))
@@ -94,7 +94,7 @@ def _state(run: RunSnapshot, share: float) -> str:
 
 
 def _numbers(run: RunSnapshot) -> list[str]:
-    """Return the speed and the loss, if known."""
+    """Return the speed and the loss, if they are known."""
     if run.num_events == 0 or (run.evaluating is not None and run.is_running):
         return []
     speed = samples_per_second(run)
@@ -103,7 +103,7 @@ def _numbers(run: RunSnapshot) -> list[str]:
 
 
 def _seconds_left(run: RunSnapshot, share: float) -> float | None:
-    """Return the time that the current run still needs, or None if unknown."""
+    """Return the remaining time of the current run, or None if it is unknown."""
     if run.num_events == 0 or not run.is_running or not 0 < share < 1:
         return None
     seconds = run.evaluating.seconds if run.evaluating else run.seconds
@@ -111,7 +111,7 @@ def _seconds_left(run: RunSnapshot, share: float) -> float | None:
 
 
 def _in_all(comparison: Comparison, left: float) -> str:
-    """Return the time until all runs are done, if each to come takes as long as those before."""
+    """Return the remaining time of all runs, if later runs take as long as earlier runs."""
     runs, num_to_come = comparison.all_runs, len(comparison.specs) - len(comparison.all_runs)
     if len(runs) < 2 or num_to_come <= 0:
         return ""

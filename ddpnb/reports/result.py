@@ -1,4 +1,4 @@
-"""The result of a comparison: shown in a notebook, saved and exported (kernel)."""
+"""The result of a comparison, which you can show, save and export (kernel)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 
 NUM_COLUMNS = 5
 SCORES = ("held-out accuracy", "held-out loss", "final loss")
-"""Of these columns the first that there is stands among the five."""
+"""Score columns.  The short table has the first of them that exists."""
 ORDER = ("lr", "samples/s", "speed-up", "efficiency", "exposed")
-"""What else does, after the target, the score and the cell's own scores, while there is room."""
+"""Other columns of the short table; the last two only if targets and scores leave room."""
 
 FIGURE = (
-    "Curves: the faint line is every update, the strong one a moving average; of several repeats, "
-    "each repeat and their median.",
-    "Samples per second: the outline is the ideal, devices × single; the thick stroke is the "
-    "speed of no-comm, the same training without communication; the thin line is the range.",
-    "Time of one step: the mean over ranks and steps. Hidden communication runs beside the "
-    "backward pass, and on a CPU takes a core's time; exposed is what a rank spends on "
-    "communication and waiting.",
-    "Own work by rank, memory and staleness appear where they say something; "
-    "--panels all shows every panel.",
+    "Curves: the faint line shows every update, the strong line a moving average. With several "
+    "repeats, faint lines are the repeats and the strong line is their median.",
+    "Samples per second: the outline is the ideal (devices × single). The thick mark is the speed "
+    "of no-comm, the same training without communication. The thin line is the range.",
+    "Time of one step: the mean over ranks and steps. Hidden communication overlaps with the "
+    "backward pass, but uses a core's time on a CPU. Exposed is communication and waiting "
+    "during which the rank computes nothing.",
+    "Own work by rank appears if a rank is slow or dies, memory if strategies differ in it, and "
+    "staleness if updates are stale. --panels all shows every panel.",
 )
 
 
 @final
 class ComparisonResult(Shown):
-    """The result of a comparison, of this kernel or from the store."""
+    """The result of a comparison that ran in this kernel or is stored."""
 
     endings: ClassVar = {
         ".csv": "one row per step of each worker",
-        ".html": "the report: figure, table, settings, code; it needs no other file",
+        ".html": "the report in a single file: figure, table, settings, code",
         ".png": "the figure",
         ".py": "a script for torchrun",
         ".runs.csv": "one row per run",
@@ -67,21 +67,21 @@ class ComparisonResult(Shown):
         self.comparison = comparison
         self.options = options
         self._model_of = model_of
-        """Returns the trained model of a run; None: the ranks have none of these."""
+        """A function that returns the trained model of a run, or None for a stored result."""
         self.remark = ""
-        """A sentence on how it was measured, shown below the others."""
+        """A sentence about the measurement, shown after the computed sentence."""
         self.shown_in_cell: int | None = None
-        """Number of the cell that already shows the result, so that it is not shown twice."""
+        """Number of the cell that already shows the result, to avoid showing it twice."""
 
     def table(self) -> Table:
-        """Return one row per strategy: speed, cost of communication, scores; and notes."""
+        """Return one row per strategy: speed, cost of communication, scores.  Notes follow."""
         return results_table(self.comparison, self.options.target)
 
     def plot(self, **options: Any) -> Picture:
-        """Return the figure, with the options of the comparison or with others.
+        """Return the figure, with the comparison's options or other options.
 
         Args:
-            **options: those of ``%ddp_plot``: ``log``, ``target``, ``panels``.
+            **options: the options of ``%ddp_plot``: ``log``, ``target``, ``panels``.
         """
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
@@ -93,15 +93,15 @@ class ComparisonResult(Shown):
         return [self.plot()]
 
     def sentence(self) -> str:
-        """Return what the comparison shows, as one computed sentence."""
+        """Return one computed sentence that summarises the comparison."""
         return sentence(self.comparison, self.options.target)
 
     def sentence_html(self) -> str:
-        """Return the sentences as HTML, to be shown above a figure."""
+        """Return the sentences above a figure, as HTML."""
         return "".join(f"<p>{escape(each)}</p>" for each in self._sentences())
 
     def table_html(self) -> str:
-        """Return five columns, and the others folded, as HTML to be shown below a figure."""
+        """Return the HTML below a figure: five columns, and all columns in a folded part."""
         table = self.table()
         return replace(five_columns(table), caption="").html() + how_to_read(table)
 
@@ -110,13 +110,13 @@ class ComparisonResult(Shown):
         return runs_frame(self.comparison)
 
     def model(self, strategy: str) -> Any:
-        """Return the ``torch.nn.Module`` that a strategy has trained, of several repeats the last.
+        """Return the ``torch.nn.Module`` that a strategy trained in its last repeat.
 
-        Rank 0 keeps one model of each strategy in its memory, until the next comparison.  Each
-        call copies it to the notebook, on the CPU; this imports torch.
+        Rank 0 keeps one model of each strategy in memory until the next comparison.  Each call
+        imports torch and copies the model to the CPU of the notebook.
 
         Raises:
-            UserError: it was not trained here, or rank 0 does not have it any more.
+            UserError: the model was not trained here, or rank 0 no longer has it.
         """
         trained = (run for run in self.comparison.runs if run.spec and not run.spec.is_ceiling)
         runs = {run.name: run for run in trained}
@@ -124,8 +124,8 @@ class ComparisonResult(Shown):
             raise one_of("trained model", strategy, runs)
         if self._model_of is None:
             raise UserError(
-                f"The model of {strategy} is not kept with stored runs: only the result of the "
-                "latest comparison has it, in the kernel that has trained it."
+                f"The model of {strategy} is not available, because stored runs have no models. "
+                "Only the latest comparison has models, in the kernel that trained them."
             )
         return self._model_of(runs[strategy].run_id)
 
@@ -138,18 +138,18 @@ class ComparisonResult(Shown):
         return steps_frame(self.comparison)
 
     def text(self) -> str:
-        """Return sentence, five columns and notes."""
+        """Return the sentence, five columns and the notes."""
         table = self.table()
-        notes = (*table.notes, "every column: result.table()")
+        notes = (*table.notes, "result.table() has all columns")
         shown = replace(five_columns(table), notes=notes)
         return "\n\n".join([*self._sentences(), shown.text()])
 
     def html(self, images: str) -> str:
-        """Return sentence, figure and table."""
+        """Return the sentence, the figure and the table."""
         return self.sentence_html() + images + self.table_html()
 
     def content(self, ending: str) -> bytes:
-        """Return a file with one of ``endings``, but a script."""
+        """Return the content of a file with one of ``endings``, except ``.py``."""
         match ending:
             case ".csv":
                 return str(self.steps().to_csv(index=False)).encode()
@@ -164,7 +164,7 @@ class ComparisonResult(Shown):
         return super().content(ending)
 
     def write(self, target: Path, ending: str) -> str:
-        """Write a file; return what it is, and after a script the lines that run it."""
+        """Write a file.  Return its description, and for a script also the command to run it."""
         if ending == ".py":
             return write_script(self.comparison, target)
         return super().write(target, ending)
@@ -173,17 +173,17 @@ class ComparisonResult(Shown):
         return [self.sentence(), *filter(None, [self.remark])]
 
     def _ipython_display_(self) -> None:
-        """Show nothing if the cell already shows the result; else leave it to the bundle."""
+        """Show nothing if the cell already shows the result; otherwise use the MIME bundle."""
         shell = get_ipython()
         if shell is None or shell.execution_count != self.shown_in_cell:
             raise NotImplementedError  # makes IPython use the bundle
 
 
-# -- what stands below a figure: five columns, and all else folded --------------------------
+# -- tables below a figure ------------------------------------------------------------------
 
 
 def five_columns(table: Table) -> Table:
-    """Return the columns that a class needs, without ranges and notes."""
+    """Return the five most important columns, without ranges and notes."""
     titles = [column.title for column in table.columns]
     score = next((title for title in SCORES if title in titles), "")
     own = [t for t in titles if t.startswith(("to ", "held-out ")) and t not in SCORES]
@@ -201,7 +201,7 @@ def five_columns(table: Table) -> Table:
 
 
 def how_to_read(table: Table) -> str:
-    """Return every column, formula and note as HTML that is folded until it is clicked."""
+    """Return all columns, formulas and notes as HTML that is folded until you click it."""
     whole = replace(table, notes=())
     formulas = [f"{each.title}: {each.about}" for each in table.columns if each.about]
     lists = _list("Notes", table.notes) + _list("The figure", FIGURE) + _list("Columns", formulas)

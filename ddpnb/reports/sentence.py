@@ -1,6 +1,6 @@
-"""What a comparison shows, as one sentence: first what went wrong, then speeds and scores (kernel).
+"""The result of a comparison as one sentence: first failures, then speeds and scores (kernel).
 
-What it claims of speeds is in ``history.claims``; it claims nothing of accuracies.
+``history.claims`` decides which speeds differ.  The sentence makes no claims about accuracy.
 """
 
 import math
@@ -32,11 +32,11 @@ ENDED = {Status.FAILED: "failed", Status.STOPPED: "was stopped"}
 
 
 def sentence(comparison: Comparison, target: Target | None = None) -> str:
-    """Return one sentence on speed, scores and failures, as far as they are known.
+    """Return one sentence about speed, scores and failures, as far as they are known.
 
     Args:
         comparison: the runs.
-        target: the sentence says when it was reached.  None: there is none.
+        target: the sentence says when each run reached this target, or None.
     """
     summaries = summarise(comparison, target)
     done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
@@ -46,25 +46,25 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
         _speeds(done),
         "" if target is None else _reached(done, target),
         *_scores(done),
-        *(f"{s.label} says nothing about the speed of the real one" for s in done if s.is_emulated),
+        *(f"the speed of {s.label} says nothing about real devices" for s in done if s.is_emulated),
     ]
     text = "; ".join(part for part in parts if part) or _alone(done)
     if not text:
-        return "Nothing has finished yet."
+        return "No run has finished yet."
     if devices := emulated_devices(comparison):
-        text += f"; all of it on {devices}"
+        text += f"; times are computed for {devices}"
     is_name = text.startswith(tuple(s.label for s in summaries))  # names keep their lower case
     return f"{text if is_name else text[0].upper() + text[1:]}."
 
 
 def _alone(done: Sequence[StrategySummary]) -> str:
-    """Return the speeds of runs that cannot be compared with any other."""
+    """Return the speeds of runs that cannot be compared with other runs."""
     rates = [(s.label, s.samples_per_second.middle) for s in done]
     return listed([f"{name} ran at {number(r)} samples/s" for name, r in rates if math.isfinite(r)])
 
 
 def _speeds(done: Sequence[StrategySummary]) -> str:
-    """Return each speed over that of the reference: what is shown, what is not, what is open."""
+    """Return each speed relative to the reference: claims, small differences, open questions."""
     if (ratios := ratios_of(done)) is None:
         return ""
     reference, speeds = ratios
@@ -83,47 +83,48 @@ def _speeds(done: Sequence[StrategySummary]) -> str:
     if claims:
         verbs = ["is ", *[""] * len(claims)]
         texts = [
-            f"{name} {verb}{r.middle:.2f}× {base} ({r.low:.2f} to {r.high:.2f} at {percent(LEVEL)})"
+            f"{name} {verb}{r.middle:.2f}× {base} "
+            f"({percent(LEVEL)} interval: {r.low:.2f} to {r.high:.2f})"
             for (name, r), verb in zip(claims, verbs, strict=False)
         ]
         parts.append(f"in samples/s, {listed(texts)}")
     if small:
-        least = percent(SMALLEST_EFFECT)
-        parts.append(f"no difference of {least} or more from {base} is shown for {listed(small)}")
-    parts += [f"cannot tell {name} from {base}: {_between(r)}" for name, r in rest]
+        least = f"{percent(SMALLEST_EFFECT)} or more"
+        parts.append(f"for {listed(small)}, the runs show no difference of {least} from {base}")
+    parts += [f"{name} may be faster or slower than {base}: {_between(r)}" for name, r in rest]
     return "; ".join(parts)
 
 
 def _between(ratio: Ratio) -> str:
-    """Return an interval, and how many repeats would show the ratio that was seen."""
+    """Return an interval, and the number of repeats that would confirm the ratio."""
     text = f"between {ratio.low:.2f}× and {ratio.high:.2f}×"
     if num := ratio.num_repeats_needed:
-        text += f" (about {num} repeats would show {ratio.middle:.2f}×)"
+        text += f" (about {num} repeats would be enough to show {ratio.middle:.2f}×)"
     return text
 
 
 def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bool) -> str:
-    """Return the speeds of one run or two, of which those of emulated devices do not vary."""
-    texts = [f"{name} at {r.middle:.2f}×{'' if is_computed else _span(r)}" for name, r in few]
+    """Return the speeds of one run or two runs.  Emulated devices' speeds do not vary."""
+    texts = [f"{name} reaches {r.middle:.2f}×{'' if is_computed else _span(r)}" for name, r in few]
     speeds = f"{listed(texts)} the samples/s of {base}"
     if is_computed:
         return speeds
-    runs = "one run" if {r.num_repeats for _, r in few} == {1} else "two runs at most"
-    return f"{runs}: trust large differences only; {speeds}"
+    runs = "one run each" if {r.num_repeats for _, r in few} == {1} else "at most two runs each"
+    return f"with {runs}, trust only large differences; {speeds}"
 
 
 def _span(ratio: Ratio) -> str:
-    """Return the two ratios of two repeats, or what the tenths of one run span."""
+    """Return the two ratios of two repeats, or the range over the tenths of one run."""
     if math.isnan(ratio.low):
         return ""
     ends = f"{ratio.low:.2f} to {ratio.high:.2f}"
     if ratio.num_repeats > 1:
         return f" ({ends})"
-    return f" (its tenths: {ends})" if ratio.excludes_one else f" (its tenths vary more: {ends})"
+    return f" ({ends} within the run)" if ratio.excludes_one else f" (uncertain: {ends} in the run)"
 
 
 def _reached(done: Sequence[StrategySummary], target: Target) -> str:
-    """Return when each reached the target, and which did not."""
+    """Return the time at which each strategy reached the target, and which strategies missed it."""
     reached = sorted(
         (s for s in done if math.isfinite(s.seconds_to_target.middle) and not s.is_emulated),
         key=lambda s: s.seconds_to_target.middle,
@@ -132,12 +133,12 @@ def _reached(done: Sequence[StrategySummary], target: Target) -> str:
     goal = target.text if target.is_accuracy else f"a training loss of {target.value:g}"
     parts = []
     if reached:
-        times = [f"{number(s.seconds_to_target.middle)} s by {s.label}" for s in reached]
-        parts.append(f"{goal} was reached after {listed(times)}")
+        times = [f"by {s.label} after {number(s.seconds_to_target.middle)} s" for s in reached]
+        parts.append(f"{goal} was reached {listed(times)}")
     if never:
         parts.append(f"{listed(never)} never reached {goal}")
     parts += [
-        f"{s.label} did not reach it in {s.num_missed_target} of {s.num_runs} repeats"
+        f"{s.label} did not reach {goal} in {s.num_missed_target} of {s.num_runs} repeats"
         for s in done
         if 0 < s.num_missed_target < s.num_runs
     ]
@@ -145,7 +146,7 @@ def _reached(done: Sequence[StrategySummary], target: Target) -> str:
 
 
 def _scores(done: Sequence[StrategySummary]) -> Iterator[str]:
-    """Yield each held-out score side by side, without a claim about which is better."""
+    """Yield the strategies' values of each held-out score, without a claim about the best."""
     for name, quantity in quantities_of(done).items():
         if name.startswith("held-out ") and name != "held-out loss":
             by_score: dict[str, list[str]] = {}
@@ -160,7 +161,7 @@ def _scores(done: Sequence[StrategySummary]) -> Iterator[str]:
 
 
 def _error(done: Sequence[StrategySummary]) -> str:
-    """Return what accuracies on so many samples show, if their number is known."""
+    """Return how precise the accuracies are, if the number of held-out samples is known."""
     shares = [accuracy_of(s) for s in done]
     shares = [share for share in shares if math.isfinite(share)]
     num = min((s.num_held_out for s in done if s.num_held_out), default=0)
@@ -168,6 +169,6 @@ def _error(done: Sequence[StrategySummary]) -> str:
     if num == 0 or high == low:
         return ""
     if not accuracies_differ(shares, num):
-        return f": {num:,} samples cannot tell {high} from {low}"
+        return f": {num:,} samples are too few to tell {high} from {low}"
     error = 100 * standard_error(fmean(shares), num)
     return f", with a standard error of {error:.1f} points ({num:,} samples)"

@@ -1,6 +1,6 @@
-"""How a comparison is drawn: the user's choices, and the look of each strategy (kernel).
+"""The style of figures: the user's options, and the look of each strategy (kernel).
 
-The colours, lines and markers of the strategies themselves are in ``catalogue.STRATEGIES``.
+``catalogue.STRATEGIES`` has the colours, lines and markers of the built-in strategies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from ddpnb.protocol.options import check_options, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotOptions:
-    """How a comparison is drawn."""
+    """Options for the figure of a comparison."""
 
     log: bool = option(False, "draw losses on a logarithmic axis")
     target: Target | None = option(
         None,
-        "show when each run reaches this training loss; accuracy=0.95: held-out accuracy",
+        "show when each run reaches this training loss, or accuracy=0.95 on held-out samples",
         from_text=parse_target,
         example="LOSS",
     )
@@ -29,16 +29,16 @@ class PlotOptions:
 
 
 EVERYTHING = PlotOptions()
-"""The default choices."""
+"""The default options."""
 
 INK = "#1f2329"
-"""Titles and numbers."""
+"""The colour of titles and numbers."""
 MUTED = "#5b626b"
-"""Ticks and notes."""
+"""The colour of ticks and notes."""
 RULE = "#e3e6ea"
-"""Grid lines and the frame."""
+"""The colour of grid lines and the frame."""
 PAPER = "#ffffff"
-"""The background of figures, which look the same in a light and in a dark notebook."""
+"""The background of figures, which look the same in light and dark notebooks."""
 
 PART_COLOURS = {
     "data": "#d9c7b8",
@@ -48,7 +48,7 @@ PART_COLOURS = {
     "communication": "#d1495b",
     "waiting": "#edae49",
 }
-"""The parts of a step in order: cool colours for computing, warm ones for what others cost."""
+"""The parts of a step in order: cool colours for computing, warm for communication and waiting."""
 
 MEMORY_COLOURS = {
     "parameters": "#4a7c6f",
@@ -56,7 +56,7 @@ MEMORY_COLOURS = {
     "optimizer": "#cdb65a",
     "activations": "#b79cbd",
 }
-"""The parts of what a rank holds."""
+"""The parts of a rank's memory."""
 
 FONT_POINTS = 13.0
 SMALL_POINTS = 12.0
@@ -71,11 +71,11 @@ LINES: Mapping[Dashes, str | tuple[float, tuple[float, ...]]] = {
     "dash-dot-dot": (0, (5.0, 1.4, 1.0, 1.4, 1.0, 1.4)),
     "long-short": (0, (6.0, 1.6, 2.6, 1.6)),
 }
-"""Dashes as matplotlib takes them."""
+"""Matplotlib's line styles for each kind of dashes."""
 
 
 def ink_of(style: Style) -> str:
-    """Return the colour of text, darkened until its contrast on white is 4.5 (WCAG 2.2, AA)."""
+    """Return a text colour, darkened until its contrast on white is 4.5 (WCAG 2.2, AA)."""
     colour = style.colour
     while contrast_on_white(colour) < 4.5:
         colour = _darkened(colour, 0.96)
@@ -88,7 +88,7 @@ def _darkened(colour: str, factor: float) -> str:
 
 
 def contrast_on_white(colour: str) -> float:
-    """Return the contrast ratio of a colour on white, 1 to 21, as WCAG defines it."""
+    """Return the contrast ratio of a colour on white, from 1 to 21, as WCAG defines it."""
     shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
     luminance = sum(w * s for w, s in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -103,17 +103,17 @@ SPARE_STYLES: Sequence[Style] = (
     Style("#6b3410", "dash-dot-dot", "<"),
     Style("#128a8a", "long-short", ">"),
 )
-"""For hand-written loops, and for strategies that are the user's own classes."""
+"""Styles for hand-written loops, and for strategies that are the user's own classes."""
 
 
 def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
-    """Return the style of a strategy, of a variant of one, or of a hand-written loop.
+    """Return the style of a strategy, a variant of a strategy, or a hand-written loop.
 
     Args:
-        name: the strategy's or the loop's name; with options, ``"ddp:hook=fp16"``, a variant.
-        among: all names drawn together; no two loops or variants of them look alike as long
-            as there are styles left.
-        shade: 0 for the first comparison drawn; each further one is darker.
+        name: the name of the strategy, variant (``"ddp:hook=fp16"``) or loop.
+        among: all names in the figure.  Loops and variants get different styles while there
+            are enough styles.
+        shade: 0 for the first comparison in the figure.  Each further comparison is darker.
     """
     base, _, options = name.partition(":")
     if base in STRATEGIES:
@@ -121,7 +121,7 @@ def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
     else:
         bases = {other.partition(":")[0] for other in (name, *among)} - STRATEGIES.keys()
         style = SPARE_STYLES[sorted(bases).index(base) % len(SPARE_STYLES)]
-    if options:  # a variant has other dashes than its strategy and its sisters
+    if options:  # a variant's dashes differ from its strategy's and other variants' dashes
         family = sorted({other for other in (name, *among) if other.startswith(f"{base}:")})
         free = [dashes for dashes in LINES if dashes not in ("solid", style.dashes)]
         style = style._replace(dashes=free[family.index(name) % len(free)], is_hollow=True)

@@ -1,8 +1,8 @@
 """Tables as HTML and as text (kernel).
 
-Colours and fonts come from the page, so that a table fits a light and a dark theme.  Styles are
-set on each element, because Jupyter drops the style sheets of notebooks that it does not trust.
-All text is escaped.
+The page determines colours and fonts, so a table fits a light and a dark theme.  Each element has
+its styles, because Jupyter drops the style sheets of notebooks that it does not trust.  All text
+is escaped.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ STICKY = (
     "position:sticky;left:0;z-index:1;"
     "background:var(--jp-layout-color0,var(--vscode-editor-background,Canvas));"
 )
-"""For the first column, which stays in sight while the others scroll under it."""
+"""The style of the first column, which stays visible while other columns scroll under it."""
 ROW_HEAD = f"{CELL}{STICKY}text-align:left;font-weight:600;"
 BROKEN = "min-width:13em;overflow-wrap:anywhere;white-space:normal;"
 TABLE = (
@@ -29,13 +29,13 @@ TABLE = (
 )
 CAPTION = "text-align:left;caption-side:top;padding:.3em .5em;color:inherit;font-weight:600"
 SCROLLER = "overflow-x:auto;scrollbar-width:thin;max-width:100%;margin:.4em 0;"
-"""For the element around a table, which scrolls where the table is wider than the page."""
+"""The style of the element around a table, which scrolls if the table is too wide for the page."""
 QUIET = "opacity:.72;font-size:.88em;font-weight:400;"
 RIM = "box-shadow:0 0 0 1px rgba(128,128,128,.4);"
-"""Around a dot, so that a dark one is visible on black and a pale one on white."""
+"""The rim of a dot, which makes dark dots visible on black and pale dots visible on white."""
 
 MAX_CELL_CHARACTERS = 28
-"""A longer cell is broken into lines."""
+"""The longest text of a cell on one line.  Longer text is broken into lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,11 @@ class Column:
 
     title: str
     is_number: bool = False
-    """Whether its cells are aligned at the right."""
+    """True if the cells are aligned at the right."""
     is_prose: bool = False
-    """Whether its cells are sentences, which are broken into lines."""
+    """True if the cells are sentences, which are broken into lines."""
     about: str = ""
-    """What it is: shown when the pointer is on its head."""
+    """An explanation that appears when the pointer is on the column's title."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,23 +57,23 @@ class Cell:
 
     text: str
     quiet: str = ""
-    """Shown after or below the text, fainter: a range, a unit."""
+    """A fainter text after or below the main text, such as a range or a unit."""
     dot: str = ""
     """The colour of a dot before the text, e.g. ``"#3f90da"``."""
     is_hollow: bool = False
-    """Whether the dot is an outline, like the marker of a variant."""
+    """True if the dot is an outline, like the marker of a variant."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """HTML in a notebook, text elsewhere; the first cell of a row is its head."""
+    """A table: HTML in a notebook, text elsewhere.  The first cell of a row is its heading."""
 
     caption: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
-    """Shown below the table, one a line."""
+    """Notes below the table, one per line."""
 
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows)
@@ -103,7 +103,7 @@ class Table:
         return "\n".join([self.caption, "", *lines, *(f"  {note}" for note in self.notes)])
 
     def to_frame(self) -> "pd.DataFrame":
-        """Return the table as a DataFrame; columns of nothing but numbers have numbers."""
+        """Return the table as a DataFrame.  Columns that contain only numbers become numeric."""
         import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
         frame = pd.DataFrame(
@@ -121,7 +121,7 @@ class Table:
 
 
 def table_row(*shown: Cell | str | int) -> tuple[Cell, ...]:
-    """Return a row; a text or a number becomes a cell."""
+    """Return a row of cells.  Texts and numbers become cells."""
     return tuple(each if isinstance(each, Cell) else Cell(text=str(each)) for each in shown)
 
 
@@ -139,7 +139,7 @@ def _head(column: Column, sticky: str) -> str:
     side = "right" if column.is_number else "left"
     style = f"{CELL}{sticky}text-align:{side};font-weight:600;vertical-align:bottom;"
     style += "white-space:normal;font-size:.95em"
-    whole = '<span style="white-space:nowrap">'  # else it is broken at a hyphen
+    whole = '<span style="white-space:nowrap">'  # prevents a break at a hyphen
     words = " ".join(f"{whole}{escape(word)}</span>" for word in column.title.split())
     about = f' title="{escape(column.about)}"' if column.about else ""
     return f'<th scope="col" style="{style}"{about}>{words}</th>'
@@ -158,7 +158,7 @@ def _row(columns: Sequence[Column], row: Sequence[Cell]) -> str:
 
 
 def _inner(cell: Cell, *, below: bool) -> str:
-    """Return the HTML of a cell, with its ``quiet`` part after or below the text."""
+    """Return the HTML of a cell, with the ``quiet`` text after or below the main text."""
     place = "display:block;" if below else ""
     quiet = f' <span style="{place}{QUIET}">{escape(cell.quiet)}</span>' if cell.quiet else ""
     return (dot(cell.dot, cell.is_hollow) if cell.dot else "") + escape(cell.text) + quiet

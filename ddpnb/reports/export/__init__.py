@@ -1,1 +1,1 @@
-"""Files that other tools read (kernel)."""
+"""Exported files for other tools (kernel)."""

@@ -1,6 +1,6 @@
-"""Which statements of some files a script needs, and its text (kernel).
+"""Assembly of a script's text from the statements of several files (kernel).
 
-The files are read, never imported: they run where torch is.
+The files are read and never imported, because they need torch and the kernel does not import it.
 """
 
 import ast
@@ -12,16 +12,16 @@ from typing import NamedTuple
 from ddpnb.protocol.errors import UserError
 
 WIDTH = 88
-"""Ruff's own line length."""
+"""Ruff's default line length."""
 CELL_NAMES = (
     *("model", "data", "loss", "collate_fn", "optimizer"),
     *("training_step", "validation_step", "metric"),
 )
-"""What a cell may define, and the files call."""
+"""Names that a cell can define and that the files use."""
 
 
 class Import(NamedTuple):
-    """A name that is imported: ``from module import name as bound``; or ``import module``."""
+    """An imported name: ``from module import name as bound``, or ``import module``."""
 
     module: str
     name: str
@@ -29,12 +29,12 @@ class Import(NamedTuple):
 
     @property
     def root(self) -> str:
-        """The package."""
+        """The top-level package of the module."""
         return self.module.partition(".")[0]
 
     @property
     def path(self) -> str:
-        """What the name stands for, however it is imported."""
+        """The full path of the imported object, the same for every form of import."""
         if self.name:
             return f"{self.module}.{self.name}"
         return self.root if self.bound == self.root else self.module
@@ -46,34 +46,34 @@ class Statement(NamedTuple):
     text: str
     bound: frozenset[str]
     used: frozenset[str]
-    """Global names, with those of Python itself."""
+    """Global names that the statement uses, including Python's built-ins."""
     is_block: bool
-    """Whether two blank lines surround it."""
+    """True if two blank lines surround the statement."""
 
 
 class Source(NamedTuple):
-    """A file or a cell."""
+    """The imports and statements of a file or a cell."""
 
     imports: Sequence[Import]
     statements: Sequence[Statement]
 
     @property
     def bound(self) -> set[str]:
-        """The names that its statements define."""
+        """The names that the statements define."""
         return {name for each in self.statements for name in each.bound}
 
     @property
     def unknown(self) -> set[str]:
-        """The names that it uses and neither defines nor imports."""
+        """The names that are used but neither defined nor imported."""
         used = {name for each in self.statements for name in each.used}
         return used - self.bound - {each.bound for each in self.imports}
 
 
 def parse(text: str) -> Source:
-    """Return what a text holds, but its docstring.
+    """Return the imports and statements of a text, without its docstring.
 
     Raises:
-        SyntaxError: it is not Python.
+        SyntaxError: the text is not Python.
     """
     nodes, lines = ast.parse(text).body, text.splitlines()
     imports: list[Import] = []
@@ -87,9 +87,9 @@ def parse(text: str) -> Source:
             imports += _imports(node)
             comments += [line for line in chunk if line.startswith("#")]
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if chunks:  # it describes what is above
+            if chunks:  # it describes the statement above
                 chunks[-1] += chunk
-        elif chunk or isinstance(above, ast.Import | ast.ImportFrom):  # else in the same line
+        elif chunk or isinstance(above, ast.Import | ast.ImportFrom):  # otherwise on the same line
             chunks.append([*comments, *(chunk or [ast.unparse(node)])])
             comments = []
     if chunks:
@@ -100,16 +100,16 @@ def parse(text: str) -> Source:
 def needed(
     roots: Collection[str], sources: Sequence[Source], own: Source, settings: Collection[str]
 ) -> tuple[list[Import], set[Statement], set[str]]:
-    """Return which imports, statements and names a script needs, directly or not.
+    """Return the imports, statements and names that a script needs, directly or indirectly.
 
     Args:
-        roots: the names that it begins with.
-        sources: later ones go before earlier ones.
-        own: the cell, which goes before all in the names that it may define.
-        settings: names with a value, which go before statements.
+        roots: the names that the script uses first.
+        sources: the files.  Later files override earlier files.
+        own: the cell, which overrides all files for the names that a cell can define.
+        settings: names with a value, which override statements.
 
     Raises:
-        UserError: the cell takes one of the names for something else.
+        UserError: the cell uses a needed name for something else.
     """
     defined = {name: each for file in sources for each in file.statements for name in each.bound}
     imported = {each.bound: each for file in sources for each in file.imports}
@@ -123,8 +123,8 @@ def needed(
             continue
         if name in known and (name not in imported or imported[name].path != known[name]):
             raise UserError(
-                f"The cell defines {name}, which the script needs for something else: give it "
-                "another name in the cell."
+                f"The cell defines {name}, but the script needs this name for something else. "
+                "Use another name in the cell."
             )
         found.add(name)
         if name in defined and name not in settings:
@@ -134,7 +134,7 @@ def needed(
 
 
 def imports_text(imports: Iterable[Import]) -> str:
-    """Return sorted import statements, as ruff orders and wraps them."""
+    """Return import statements that are sorted and wrapped like ruff's."""
     named: dict[tuple[int, bool, str, str], list[str]] = {}
     for each in dict.fromkeys(imports):
         kind = 0 if each.root == "__future__" else 1 if each.root in sys.stdlib_module_names else 2
@@ -163,7 +163,7 @@ def joined(statements: Sequence[Statement]) -> str:
 
 
 def _statement(text: str) -> Statement:
-    """Return a statement with its names; one blank line above it is kept."""
+    """Return a statement with its names, and keep one blank line above the statement."""
     used: set[str] = set()
     bound: set[str] = set()
     tables = [symtable.symtable(text, "", "exec")]
@@ -180,7 +180,7 @@ def _statement(text: str) -> Statement:
 
 
 def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
-    """Yield the names that are imported from other libraries than this one."""
+    """Yield the imported names, except imports from ddpnb."""
     module = getattr(node, "module", "")
     for each in node.names:
         if isinstance(node, ast.Import):
@@ -190,8 +190,8 @@ def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
             return
         elif each.name == "*":
             raise UserError(
-                f"The cell imports * from {module}, and a script must know what it has: import "
-                "the names that it uses."
+                f"The cell imports * from {module}, but a script needs the names. Import each "
+                "name that the cell uses."
             )
         else:
             yield Import(module, each.name, each.asname or each.name)

@@ -25,7 +25,7 @@ STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_byte
 
 
 def runs_frame(comparison: Comparison) -> "pd.DataFrame":
-    """Return one row per run: its settings, where it ran, its results."""
+    """Return one row per run: settings, environment, results."""
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
     frame = pd.DataFrame([_run_row(run, comparison) for run in comparison.all_runs])
@@ -35,10 +35,10 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
 
 
 def evaluations_frame(comparison: Comparison) -> "pd.DataFrame":
-    """Return one row per evaluation: the copies', then the trained model's.
+    """Return one row per evaluation: first copies of the model, then the trained model.
 
-    That one also has its loss on training samples, ``final_loss``, and what the cell's own
-    functions measured of it.
+    The trained model's row also has its loss on training samples, ``final_loss``, and the values
+    of the cell's own metrics.
     """
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
@@ -55,13 +55,13 @@ def evaluations_frame(comparison: Comparison) -> "pd.DataFrame":
 
 
 def _final_scores(run: RunSnapshot) -> dict[str, object]:
-    """Return what was measured of the trained model alone."""
+    """Return the scores that only the trained model has."""
     own = {f"held_out_{name}": value for name, value in reported_metrics(run).items()}
     return {"final_loss": run.reported("final_loss"), **own}
 
 
 def steps_frame(comparison: Comparison) -> "pd.DataFrame":
-    """Return one row per step of each worker; with a column for each of the user's own metrics."""
+    """Return one row per step of each worker, with a column for each of the user's metrics."""
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
     if not comparison.runs:
@@ -74,7 +74,7 @@ def steps_frame(comparison: Comparison) -> "pd.DataFrame":
 
 
 def _run_row(run: RunSnapshot, comparison: Comparison) -> dict[str, object]:
-    """Return a run as it is summarised among the runs of its own repeat."""
+    """Return the row of a run, summarised with the baseline and ceiling of the same repeat."""
     place, names = (run.comparison, run.repeat), {BASELINE, CEILING} - {run.name}
     beside = [
         other

@@ -1,8 +1,8 @@
-"""A comparison as a script for torchrun (kernel).
+"""Export of a comparison as a script for torchrun (kernel).
 
-The script needs only torch, and trains with DistributedDataParallel as the notebook did: the same
-initial weights, the same samples in the same order, the same steps.  It has the cell or the
-built-in task, and of the functions in ``ddpnb/rank/script`` those that its run uses.
+The script needs only torch and trains with DistributedDataParallel exactly as the notebook did:
+same initial weights, same samples in the same order, same steps.  It contains the cell or the
+built-in task, and the functions of ``ddpnb/rank/script`` that the run uses.
 """
 
 import ast
@@ -31,31 +31,31 @@ CARRIED = {
     *("task", "num_epochs", "min_seconds", "batch_size", "batch_per_worker", "learning_rate"),
     *("momentum", "seed", "accumulate", "amp", "clip", "num_data_workers"),
 }
-"""Settings that the script has; it names the others that were used."""
+"""Settings that the script supports.  A note lists other settings of the comparison."""
 
 
 def write_script(comparison: Comparison, path: Path) -> str:
-    """Write the script, and the images that the task ``digits`` reads.
+    """Write the script, and the images for the task ``digits``.
 
     Returns:
-        What the script has not, and the lines to run it.
+        Notes on differences from the notebook, and the command to run the script.
 
     Raises:
-        UserError: as ``script`` says.
+        UserError: for the reasons in ``script``.
     """
-    notes = [f"The {path} that was there is replaced."] * path.exists()
+    notes = [f"The existing file {path} was replaced."] * path.exists()
     checkpoint = Path(f"{path.stem}.pt")
-    notes += [f"It goes on from {checkpoint}: delete that to begin anew."] * checkpoint.exists()
+    notes += [f"It resumes from {checkpoint}. Delete it to start again."] * checkpoint.exists()
     path.write_text(script(comparison, path.name), encoding="utf-8")
     spec = _spec_of(comparison)
-    if parse_task(spec.task).name == "digits":  # whose images are in a file
+    if parse_task(spec.task).name == "digits":  # its images are in a file
         shutil.copy(TASKS["digits"].file.with_name("digits.npz"), path.parent)
     return "\n".join(
         [
-            "a script for torchrun, which trains with DistributedDataParallel.",
+            "a script for torchrun that trains with DistributedDataParallel.",
             *notes,
             *_notes(comparison, spec),
-            "Workers that fail are started again, from the last checkpoint:",
+            "Run it with this command, which restarts failed workers from the last checkpoint:",
             f"    {_command(comparison, str(path))}",
         ]
     )
@@ -65,11 +65,11 @@ def script(comparison: Comparison, file: str) -> str:
     """Return the text of the script.
 
     Args:
-        comparison: has a cell or a built-in task.
+        comparison: a comparison with a cell or a built-in task.
         file: the script's name.
 
     Raises:
-        UserError: the comparison has no cell, or several, or one that only a notebook can run.
+        UserError: the comparison has no cell, several cells, or a cell that needs a notebook.
     """
     spec = _spec_of(comparison)
     task = parse_task(spec.task).name
@@ -93,33 +93,33 @@ def script(comparison: Comparison, file: str) -> str:
     for source in (names, seed, own, *tasks, plain, general, guard):
         is_whole = source in (seed, own, guard)
         body += [each for each in source.statements if is_whole or each in used]
-    title = f"Train {comparison.name} as its notebook did, with DistributedDataParallel."
+    title = f"Train {comparison.name} as in its notebook, with DistributedDataParallel."
     about = "\n".join([_command(comparison, file), *_notes(comparison, spec)])
     head = f'"""{title}\n\n{about}\n"""'
     return "\n\n".join([head, imports_text([*own.imports, *imports]), joined(body)]) + "\n"
 
 
 def _command(comparison: Comparison, file: str) -> str:
-    """Return the line that runs the script.
+    """Return the command that runs the script.
 
-    Without the variable torchrun keeps its store when it starts workers again, and these find the
-    addresses of those before.
+    Without the environment variable, torchrun keeps its store when it restarts workers, so new
+    workers would find the addresses of earlier workers.
     """
     options = f"--standalone --max-restarts 3 --nproc-per-node {_num_ranks(comparison)}"
     return f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun {options} {shlex.quote(file)}"
 
 
 def _spec_of(comparison: Comparison) -> RunSpec:
-    """Return the run that the script repeats, or a run of ``ddp`` with the settings of another.
+    """Return the run that the script repeats, or a ``ddp`` run with another run's settings.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such run.
     """
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     num = len({(spec.task, spec.source) for spec in specs})
     if num != 1:
         raise UserError(
-            f"A script trains the model of one %ddp_compare: {comparison.name} has {num or 'none'}."
+            f"A script trains one model of %ddp_compare, but {comparison.name} has {num or 'none'}."
         )
     specs.sort(key=lambda spec: (spec.repeat, len(spec.strategy)))
     names = [parse_strategy(spec.strategy).name for spec in specs]
@@ -128,44 +128,44 @@ def _spec_of(comparison: Comparison) -> RunSpec:
     built_in = [spec for spec, name in zip(specs, names, strict=True) if name in STRATEGIES]
     if not built_in:
         raise UserError(
-            f"A script trains with DistributedDataParallel, and {comparison.name} trained with "
-            f"{names[0]}, a class of your own: compare ddp, too."
+            f"A script trains with DistributedDataParallel, but {comparison.name} trained with "
+            f"{names[0]}, a class of your own. Add ddp to the comparison."
         )
     return replace(built_in[0], strategy="ddp")
 
 
 def _cell(spec: RunSpec) -> Source:
-    """Return the cell that defines the task; nothing for a built-in task.
+    """Return the cell that defines the task, which is empty for a built-in task.
 
     Raises:
-        UserError: only a notebook can run it.
+        UserError: only a notebook can run the cell.
     """
     cell = body_of(spec.source) if spec.task == CELL_TASK else ""
     if f"from {NOTEBOOK_FUNCTIONS[0]} import" in cell:
         raise UserError(
-            "This comparison trained functions of the notebook, which are not stored: to export a "
-            "script, compare with source=, a cell or a file that defines them."
+            "This comparison used functions of the notebook, which are not stored. To export a "
+            "script, compare with source= and a cell or a file that defines the functions."
         )
     try:
         return parse(cell)
     except SyntaxError as error:
         raise UserError(
-            f"Line {error.lineno} of the cell is not plain Python: only a notebook can run it."
+            f"Line {error.lineno} of the cell is not plain Python, so a script cannot run it."
         ) from error
 
 
 def _check(own: Source, given: set[str]) -> None:
-    """Refuse a cell that uses names of other cells."""
+    """Raise a UserError if the cell uses names of other cells."""
     known = {*dir(builtins), "__name__", "__file__", *given} - {*CELL_NAMES}
     if others := sorted(own.unknown - known):
         raise UserError(
-            f"The cell uses {others[0]}, which it does not define, and a script has nothing of "
-            "other cells: import or define it in the cell."
+            f"The cell uses {others[0]}, but it does not define this name, and a script has no "
+            "other cells. Import or define the name in the cell."
         )
 
 
 def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str, Any]]:
-    """Return the values at the top of the script, line by line; it gets those that it uses."""
+    """Return the values for the top of the script, line by line, before unused ones are removed."""
     known, given = STRATEGIES["ddp"].options, parse_strategy(spec.strategy).options
     options = {key: each for key, each in given.items() if each != known[key].default}
     options.pop("hook", None)
@@ -189,14 +189,14 @@ def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str
 
 
 def _literal(value: Any) -> str:
-    """Return a value as ruff writes it."""
+    """Return a value as source code in ruff's format."""
     if value == math.inf:
         return 'float("inf")'
     return json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
 
 
 def _call(settings: Mapping[str, Any], sources: Sequence[Source]) -> str:
-    """Return the call that trains: of ``plain.py`` where that does, else of ``general.py``."""
+    """Return the call that trains, from ``plain.py`` if possible, otherwise ``general.py``."""
     bound = {name for source in sources for name in source.bound}
     in_parts = settings["ACCUMULATE"] > 1 or settings["AMP"] or settings["CLIP"] < math.inf
     functions = [
@@ -214,7 +214,7 @@ def _call(settings: Mapping[str, Any], sources: Sequence[Source]) -> str:
 
 
 def _is_plain(source: Source) -> bool:
-    """Return whether ``data`` returns two tensors or arrays, and all draws are torch's."""
+    """Return True if ``data`` returns two tensors or arrays, and only torch draws numbers."""
     for each in source.statements:
         for node in ast.walk(ast.parse(each.text)):
             if getattr(node, "id", getattr(node, "attr", "")) == "random":
@@ -227,20 +227,20 @@ def _is_plain(source: Source) -> bool:
 
 
 def _notes(comparison: Comparison, spec: RunSpec) -> Iterator[str]:
-    """Yield a sentence for everything in which the script differs from the notebook."""
+    """Yield a sentence for each difference between the script and the notebook."""
     if spec.strategy not in comparison.strategies:
-        yield f"{comparison.name} did not train ddp; the settings are its own."
+        yield f"{comparison.name} did not train ddp. The script trains ddp with its settings."
     missing = [option.flag for field, option in chosen(spec) if field not in CARRIED]
     missing += ["ddp:hook"] * ("hook" in parse_strategy(spec.strategy).options)
     if missing:
-        yield f"The comparison also used {', '.join(missing)}: this script does not."
+        yield f"The comparison also used {', '.join(missing)}, but this script does not."
     batch_size, used = spec.global_batch(_num_ranks(comparison)), _batch_size(comparison, spec)
     if used != batch_size:
-        yield f"The batch has {used} samples, as many for each rank, where it had {batch_size}."
+        yield f"The batch has {used} samples instead of {batch_size}, the same number on each rank."
 
 
 def _batch_size(comparison: Comparison, spec: RunSpec) -> int:
-    """Return the samples of each step, as many for each rank."""
+    """Return the samples of each step, rounded down to the same number for each rank."""
     num_ranks = _num_ranks(comparison)
     return spec.global_batch(num_ranks) // num_ranks * num_ranks
 

@@ -1,4 +1,4 @@
-"""What curves and rows share: their strategies, the look of axes, the ends of scales (kernel)."""
+"""Shared parts of curves and rows: strategies, the look of axes, the ends of scales (kernel)."""
 
 import math
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import Look, dress
 
 LABEL_CHARACTERS = 26
-"""Maximum length of a label; a longer one is shortened."""
+"""Maximum length of a label.  Longer labels are shortened."""
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-"""An axis ends at one of these times a power of ten, so that it seldom changes."""
+"""Factors for the end of an axis, times a power of ten.  Round ends seldom change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategy:
-    """One strategy of the figure."""
+    """A strategy in the figure."""
 
     style: Style
     summary: StrategySummary
@@ -31,8 +31,8 @@ def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"]) -> None:
 
     Args:
         axes: the axes.
-        title: shown above, at the left.
-        lines: the axis that has grid lines.
+        title: the title above, at the left.
+        lines: the axis with grid lines.
     """
     dress(axes, title=title, grid=lines)
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10]))
@@ -41,7 +41,7 @@ def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"]) -> None:
 
 
 def marker(style: Style) -> Look:
-    """Return the look of a strategy's marker: an outline, where it is a variant or emulated."""
+    """Return the look of a strategy's marker, an outline for variants and emulated strategies."""
     return {
         "marker": style.marker,
         "linestyle": "",

@@ -1,7 +1,7 @@
-"""One quantity of all strategies as curves: lines made from runs, and how they look (kernel).
+"""Curves of one quantity for all strategies: lines from runs, and their look (kernel).
 
-Strong lines are the moving average of one run or the median of several repeats.  Faint ones are
-every update of the run, or each repeat.
+Strong lines are the moving average of one run, or the median of several repeats.  Faint lines
+are every update of the run, or each repeat.
 """
 
 import math
@@ -24,12 +24,12 @@ from ddpnb.reports.kit import Look
 from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS, ink_of
 
 GRID_POINTS = 240
-"""Number of points of the median of repeats."""
+"""The number of points in the median of repeats."""
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
 LEADER_INCHES = (0.02, 0.07, 0.16, 0.19)
-"""Distances right of the axes: where a leader begins, bends and ends, where its label begins."""
+"""Positions right of the axes: a leader's begin, bend and end, and the begin of its label."""
 MAX_NAMED = 2
-"""The number of a strategy's marks that are named: two, as for a rank killed and replaced."""
+"""The number of events of a strategy that are named, such as a rank's death and its return."""
 
 Points = tuple[Floats, Floats]
 """The x and the y of each point."""
@@ -37,20 +37,20 @@ Points = tuple[Floats, Floats]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Line:
-    """One strategy in one panel."""
+    """The lines of one strategy in one panel."""
 
     x: Floats
     y: Floats
     faint_x: Floats
     faint_y: Floats
     bad_x: Floats = field(default_factory=lambda: np.empty(0))
-    """The points with NaN or infinite losses."""
+    """The x positions of NaN or infinite losses."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePanel:
-    """What a pair of axes shows."""
+    """The content of one panel."""
 
     title: str
     lines: Sequence[tuple[Strategy, Line]]
@@ -58,9 +58,9 @@ class CurvePanel:
     """The quantity on the x axis, ``"samples"`` or ``"seconds"``."""
     log: bool = False
     target: float | None = None
-    """The height of a line across."""
+    """The y position of a horizontal line."""
     is_share: bool = False
-    """Whether the y axis ends at 1, and begins near the lowest share."""
+    """True if the y axis ends at 1, and begins near the lowest share."""
 
 
 # -- lines ---------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class CurvePanel:
 def losses(runs: Sequence[RunSnapshot], x: str) -> Line:
     """Return the loss of some repeats by ``x``."""
     curves = [run.curve for run in runs if len(run.curve)]
-    if x == "samples":  # which a hand-written loop need not count
+    if x == "samples":  # a hand-written loop may not count samples
         curves = [curve for curve in curves if curve.samples[-1] > 0]
     ats: list[Floats] = [getattr(curve, x) for curve in curves]
     pairs = list(zip(ats, curves, strict=True))
@@ -92,7 +92,7 @@ def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
     if len(lines) < 2 or len({len(x) for x, _ in lines}) > 1:
         return line
     medians = [np.median(np.array(each), axis=0) for each in zip(*lines, strict=True)]
-    return replace(line, x=medians[0], y=medians[1])  # the n-th point of all repeats together
+    return replace(line, x=medians[0], y=medians[1])  # n-th point: median of all repeats
 
 
 def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:
@@ -109,7 +109,7 @@ def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:
 
 
 def _median(lines: Sequence[Points]) -> Points:
-    """Return the median at each x that at least half of the lines have reached."""
+    """Return the median of the lines at each x that at least half of them reach."""
     if not lines:
         return np.empty(0), np.empty(0)
     first = min(float(x[0]) for x, _ in lines)
@@ -125,7 +125,7 @@ def _median(lines: Sequence[Points]) -> Points:
 
 
 def draw_curves(axes: Axes, panel: CurvePanel) -> None:
-    """Draw each strategy's line on bare axes, with its name at the right."""
+    """Draw each strategy's line on empty axes, with the strategy's name at the right."""
     axes.set_yscale("log" if panel.log else "linear")
     prepare(axes, panel.title, lines="y")
     axes.tick_params(axis="y", length=0)
@@ -155,7 +155,7 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
 
 
 def _draw_target(axes: Axes, target: float, *, is_reached_from_below: bool) -> None:
-    """Draw a line across at ``target``, with its label at the right, far from the curves."""
+    """Draw a horizontal line at ``target``, with its label at the right, far from the curves."""
     axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
     up, va = (0.03, "bottom") if is_reached_from_below else (0.97, "top")
     look: Look = {"ha": "right", "va": va, "fontsize": SMALL_POINTS, "color": INK}
@@ -163,7 +163,7 @@ def _draw_target(axes: Axes, target: float, *, is_reached_from_below: bool) -> N
 
 
 def _can_show(line: Line, is_log: bool) -> NDArray[np.bool_]:
-    """Return which points of the strong line have a place on the y axis."""
+    """Return a mask of the strong line's points that the y axis can show."""
     return np.isfinite(line.y) & (line.y > (0 if is_log else -math.inf))
 
 
@@ -179,7 +179,7 @@ def _y_limits(panel: CurvePanel, lines: Sequence[Line]) -> tuple[float, float]:
 
 
 def _extent(line: Line, is_log: bool) -> tuple[float, float]:
-    """Return the range of the strong line, and of the faint one without its outliers."""
+    """Return the range of the strong line and of the faint line without outliers."""
     strong = line.y[_can_show(line, is_log)]
     faint = line.faint_y[np.isfinite(line.faint_y)]
     faint = faint[faint > 0] if is_log else faint
@@ -188,7 +188,7 @@ def _extent(line: Line, is_log: bool) -> tuple[float, float]:
 
 
 def _draw_labels(axes: Axes, shown: Sequence[tuple[Strategy, Line]], is_log: bool) -> None:
-    """Mark the end of each line, and write its name right of the axes, clear of the others."""
+    """Mark the end of each line, and write the names right of the axes without overlap."""
     box = axes.bbox.transformed(axes.figure.dpi_scale_trans.inverted())
     to_share = axes.transData - axes.transAxes
     at_end = [(line, np.flatnonzero(_can_show(line, is_log))[-1]) for _, line in shown]
@@ -208,14 +208,14 @@ def _draw_labels(axes: Axes, shown: Sequence[tuple[Strategy, Line]], is_log: boo
 def spread_out(
     wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0
 ) -> list[float]:
-    """Return positions near the wanted ones, between ``low`` and ``high``, in the same order.
+    """Return positions near the wanted positions, between ``low`` and ``high``, in the same order.
 
-    They are ``gap`` apart, or less where there is too little space.  Each is in the middle between
-    where it is if all move up to make room, and where it is if all move down.
+    Neighbours are ``gap`` apart, or closer if there is too little space.  Each position is the
+    middle of two layouts: in one, all positions move up to make room; in the other, down.
     """
     gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
     order, apart = np.argsort(wanted, kind="stable"), gap * np.arange(len(wanted))
-    packed = np.array(wanted)[order] - apart  # without the gaps: it need only not fall
+    packed = np.array(wanted)[order] - apart  # without gaps it must not decrease
     up, down = np.maximum.accumulate(packed), np.minimum.accumulate(packed[::-1])[::-1]
     placed = np.empty(len(wanted))
     placed[order] = np.clip((up + down) / 2, low, high - gap * (len(wanted) - 1)) + apart
@@ -223,9 +223,9 @@ def spread_out(
 
 
 def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str, up: float) -> int:
-    """Draw what happened during the run, with a note below a height; return the note's lines.
+    """Draw the events of a run and a note below height ``up``; return the note's line count.
 
-    Losses that are NaN or infinite are crosses at the top, and other events lines across.
+    NaN or infinite losses are crosses at the top.  Other events are vertical lines.
     """
     at_x: Look = {"transform": axes.get_xaxis_transform(), "color": strategy.style.colour}
     marks = {

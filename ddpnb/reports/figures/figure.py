@@ -1,4 +1,4 @@
-"""The figure of a comparison, drawn from a snapshot, live and from the store (kernel)."""
+"""The figure of a comparison, drawn from a snapshot of live or stored runs (kernel)."""
 
 from collections.abc import Sequence
 
@@ -24,27 +24,27 @@ from ddpnb.reports.kit import Sheet
 from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 
 WIDTH = 13.6
-"""So wide that text of ``SMALL_POINTS`` is at least 10 pixels high on a laptop of 1280 pixels."""
+"""The width at which ``SMALL_POINTS`` text is at least 10 pixels high on a 1280-pixel laptop."""
 TOP = 0.8
-"""For the title and the heads of the first panels; like all that follows, in inches."""
+"""Height for the title and the first panels' titles.  This and all sizes below are in inches."""
 MARGIN, HEAD = 0.17, 0.34
-"""Of the paper around the figure; for the heads of further columns."""
+"""The margin around the figure, and the height for the titles of further columns."""
 PANEL_HEIGHT, PANELS_GAP = 1.95, 0.78
-"""The gap is for the ticks of the panels above and the heads of those below."""
+"""The gap has room for the ticks of the upper panels and the titles of the lower panels."""
 LABEL_HEIGHT, LEAST_LABEL_WIDTH = 0.225, 0.74
-"""For one label at the end of a line."""
+"""Size of a label at the end of a line."""
 CHARACTER, BOLD = 0.1, 1.12
-"""Of a label, about; and how much wider it is in bold."""
+"""Approximate width of a character in a label, and the factor for bold text."""
 TICKS_WIDTH = 0.56
-"""At the left of each panel, for the numbers on its y axis."""
+"""Width at the left of each panel for the numbers on its y axis."""
 ROWS_BOTTOM = 0.86
-"""For the ticks and the legend of rows."""
+"""Height for the ticks and the legend of rows."""
 ROW_HEIGHT = 0.26
 NAMES_LEFT, NAMES_RIGHT, ROW_GAP = 0.4, 0.4, 0.3
-"""Left of the strategies' markers, right of their names, and between columns."""
+"""Space left of the strategies' markers, right of their names, and between columns."""
 MOST_COLUMNS, MOST_HELD_OUT = 4, 3
 ACROSS = {"samples": "samples", "seconds": "time, s"}
-"""What losses and scores are drawn against, and how it is called."""
+"""The quantities on the x axes of losses and scores, with their names in titles."""
 
 
 def draw(
@@ -53,12 +53,12 @@ def draw(
     *,
     is_live: bool = False,
 ) -> Figure:
-    """Return a comparison as a matplotlib figure: curves above, a row per strategy below.
+    """Return a matplotlib figure of a comparison: curves above, a row per strategy below.
 
     Args:
-        comparison: at one moment.
-        options: how it is drawn.
-        is_live: whether it trains; then what may come has its place already.
+        comparison: a snapshot of the comparison.
+        options: options for the figure.
+        is_live: True while the comparison trains, to reserve space for later results.
     """
     summaries = summarise(comparison, options.target)
     looks = styles(comparison, summaries)
@@ -113,10 +113,10 @@ def _panels(
 ) -> list[list[CurvePanel]]:
     """Return the panels with curves, band by band.
 
-    By default there are two: losses by samples, and at the end a held-out score by time.
+    By default, a finished comparison has losses by samples and a held-out score by time.
     """
     target = options.target
-    rivals = [each for each in begun if not each.summary.is_ceiling]  # that one is there for speed
+    rivals = [each for each in begun if not each.summary.is_ceiling]  # no-comm only shows speed
     loss_panels = [
         CurvePanel(
             title=f"Training loss by {called}",
@@ -153,9 +153,9 @@ def _panels(
 def _columns(
     comparison: Comparison, begun: Sequence[Strategy], options: PlotOptions, *, is_live: bool
 ) -> list[list[Column]]:
-    """Return the columns of the rows, band by band; none of a loop that measures only losses.
+    """Return the columns of the rows, band by band, or none for a loop that only logs losses.
 
-    Speed and the time of a step always; of ranks, memory and staleness what says something.
+    Speed and step time are always included; ranks, memory and staleness only if informative.
     """
     is_split = any(each.summary.split.is_known for each in begun)
     if not comparison.specs and not is_split:

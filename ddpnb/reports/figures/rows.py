@@ -1,4 +1,4 @@
-"""One row per strategy: its speed, the parts of its step, its ranks, staleness, memory (kernel)."""
+"""Rows of strategies: speed, the parts of a step, ranks, staleness and memory (kernel)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +21,18 @@ from ddpnb.reports.kit import DPI, Look, legend
 from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, ink_of
 
 BAR = 0.6
-"""Height of a bar, as a share of its row."""
+"""Height of a bar, as a share of the row's height."""
 LEGEND: Look = {
     **{"labelcolor": MUTED, "fontsize": SMALL_POINTS},
     **{"handlelength": 0.8, "labelspacing": 0.1, "columnspacing": 0.8},
 }
 MB = 1e6
 SLOW = 1.25
-"""A rank is named if its own work takes this many times as long as that of the fastest."""
+"""A rank is named if its own work takes this many times as long as the fastest rank's work."""
 MAX_SHOWN_STALENESS = 8
-"""Greater staleness is counted here."""
+"""The staleness of the last bar.  This bar also counts updates with greater staleness."""
 LEAST_DIFFERENCE = 1.5
-"""How many times as much memory is worth a column."""
+"""The memory column appears if the memory of two strategies differs by more than this factor."""
 
 HIDDEN: Look = {
     **{"facecolor": "white", "edgecolor": PART_COLOURS["communication"], "hatch": "//////"},
@@ -42,33 +42,33 @@ HIDDEN: Look = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """What a column shows of each strategy."""
+    """A column with one quantity of each strategy."""
 
     title: str
     draw: Callable[[Axes, Strategy, float], str]
-    """Draws a strategy's row around a height; returns the text at its right."""
+    """A function that draws a strategy's row around a height, and returns the text at the right."""
     reach: Callable[[Strategy], float]
-    """Returns the right end of a strategy's row; 0: it has nothing to show."""
+    """A function that returns the right end of a strategy's row, or 0 if the row is empty."""
     says: Callable[[Sequence[Strategy]], bool] = lambda _: True
-    """Returns whether it says something that all strategies do not have alike."""
+    """A function that returns True if the column is informative for these strategies."""
     share: float
-    """Width of the column, relative to the others."""
+    """Width of the column, relative to the other columns."""
     text_inches: float
-    """For the text at the right."""
+    """Width for the text at the right."""
     below: Callable[[Sequence[Strategy]], str] = lambda _: ""
-    """Returns the label below the ticks."""
+    """A function that returns the label below the ticks."""
     looks: Mapping[str, str | Look] = field(default_factory=dict)
-    """The legend below the ticks."""
+    """Names and looks in the legend below the ticks."""
 
 
 def draw_column(axes: Axes, column: Column, strategies: Sequence[Strategy], num_rows: int) -> None:
-    """Draw a column on bare axes.
+    """Draw a column on empty axes.
 
     Args:
-        axes: the lowest row is centred at the height 0.5.
-        column: what it shows.
-        strategies: those that have begun.
-        num_rows: the number of rows that there will be.
+        axes: axes with the lowest row centred at height 0.5.
+        column: the column.
+        strategies: the strategies that have begun.
+        num_rows: the final number of rows.
     """
     prepare(axes, column.title, lines="x")
     axes.spines["bottom"].set_visible(False)
@@ -97,7 +97,7 @@ def draw_column(axes: Axes, column: Column, strategies: Sequence[Strategy], num_
 def draw_name(
     figure: Figure, label: str, style: Style, at: tuple[float, float], *, is_begun: bool
 ) -> None:
-    """Draw a strategy's marker and name at the left of its row, so many inches right and up."""
+    """Draw a strategy's marker and name left of its row; ``at`` is in inches right and up."""
     width, height = figure.get_size_inches()
     x, y = at[0] / width, at[1] / height
     look = {**marker(style), "markersize": 9, "markeredgecolor": style.colour}
@@ -109,7 +109,7 @@ def draw_name(
 
 
 def _bar(axes: Axes, left: float, low: float, width: float, height: float, **look: Any) -> None:
-    """Add a bar, if it has a width."""
+    """Add a bar, if its width is positive."""
     if math.isfinite(width) and width > 0:
         whole: Look = {"linewidth": 0, "zorder": 2, **look}
         axes.add_artist(Rectangle((left, low), width, height, **whole))
@@ -119,7 +119,7 @@ def _bar(axes: Axes, left: float, low: float, width: float, height: float, **loo
 
 
 def _draw_rate(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw a bar, its range, the ideal as an outline, the ceiling as a tick."""
+    """Draw the speed as a bar with its range, the ideal as an outline, the ceiling as a mark."""
     summary, low = strategy.summary, middle - BAR / 2
     speed = summary.samples_per_second
     _bar(axes, 0, low, speed.middle, BAR, facecolor=strategy.style.colour)
@@ -166,7 +166,7 @@ RATE = Column(
 
 
 def _draw_split(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw the parts of a step; hidden communication is hatched below the backward pass."""
+    """Draw the parts of a step, with hidden communication hatched below the backward pass."""
     split, low = strategy.summary.split, middle - BAR / 2
     parts = {name: 1000 * seconds for name, seconds in split.parts._asdict().items()}
     thickness = BAR * (0.68 if parts["hidden"] > 0 else 1.0)
@@ -204,13 +204,13 @@ def _dead(strategy: Strategy) -> list[int]:
 
 
 def _is_uneven(strategy: Strategy) -> bool:
-    """Return whether a rank was slow or died."""
+    """Return True if a rank was slow or died."""
     times = slowness(strategy.summary.runs[-1].ranks)
     return bool(_dead(strategy)) or max(times.values(), default=0.0) >= SLOW
 
 
 def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw one lane per rank, as long as it trained: the slower its own work, the darker."""
+    """Draw a lane per rank, as long as the rank trained, and darker for slower own work."""
     latest = strategy.summary.runs[-1]
     times = slowness(latest.ranks)
     if len(times) < 2:
@@ -245,14 +245,14 @@ RANKS = Column(
     says=lambda strategies: any(map(_is_uneven, strategies)),
     share=0.9,
     text_inches=1.12,
-    below=lambda _: "seconds; darker: slower",
+    below=lambda _: "seconds (dark = slow)",
 )
 
 # -- staleness and memory ------------------------------------------------------------------
 
 
 def _draw_staleness(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw the number of updates by their staleness."""
+    """Draw a histogram of the updates by staleness."""
     counts = staleness_counts(strategy.summary.runs)
     if len(counts) == 0:
         return ""
@@ -264,7 +264,7 @@ def _draw_staleness(axes: Axes, strategy: Strategy, middle: float) -> str:
 
 
 def _staleness_reach(strategy: Strategy) -> float:
-    """Return the right end of the last bar, or a little more."""
+    """Return the right end of the last bar, at least 4."""
     num = len(staleness_counts(strategy.summary.runs))
     return float(min(max(num, 4), MAX_SHOWN_STALENESS + 1)) if num else 0.0
 
@@ -281,7 +281,7 @@ STALENESS = Column(
 
 
 def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw what the rank that holds most holds; a GPU's peak is an outline around it."""
+    """Draw the memory of the fullest rank, with a GPU's peak as an outline."""
     memory, low, left = strategy.summary.memory, middle - BAR / 2, 0.0
     for (part, colour), num_bytes in zip(MEMORY_COLOURS.items(), memory, strict=False):
         _bar(axes, left, low, num_bytes / MB, BAR, facecolor=colour, label=part)
@@ -291,9 +291,9 @@ def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
 
 
 def _memory_differs(strategies: Sequence[Strategy]) -> bool:
-    """Return whether a rank of one strategy holds much more than that of another.
+    """Return True if ranks of one strategy hold much more memory than ranks of another strategy.
 
-    ``single``, whose batch is whole, and the ceiling are not looked at.
+    The comparison ignores ``single``, which has the whole batch, and the ceiling.
     """
     others = [s.summary for s in strategies if not s.summary.name.startswith((BASELINE, CEILING))]
     totals = [each.memory.total for each in others if each.memory.total]

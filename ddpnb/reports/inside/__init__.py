@@ -1,1 +1,1 @@
-"""Pictures and texts of what happens inside a step: pure functions of what was recorded."""
+"""Pictures and texts of events inside a step: pure functions of recorded data (kernel)."""

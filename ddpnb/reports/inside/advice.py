@@ -1,7 +1,7 @@
-"""Which strategy suits where the ranks live, marked in the known table, and why (kernel).
+"""Advice on a strategy for the current hardware, marked in a table, with a reason (kernel).
 
-The table is the one that TensorFlow's strategies are usually taught with: one machine or several,
-and whether GPUs are connected faster to the host or to each other.
+TensorFlow's strategies are usually taught with this table: one machine or several machines, and
+GPUs with a faster connection to the host or to each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ CONNECTIONS = (
 ACROSS = ("ddp", "DistributedDataParallel over torchrun; MultiWorkerMirroredStrategy")
 CHOICES: Mapping[str, Sequence[tuple[str, str]]] = {
     "one machine": (
-        ("central", "none of its own: parameters on the CPU; CentralStorageStrategy"),
+        ("central", "no equivalent (parameters on the CPU); CentralStorageStrategy"),
         ("ddp", "DistributedDataParallel; MirroredStrategy"),
         ("ddp-shm", "DistributedDataParallel (gloo); MirroredStrategy on CPUs"),
     ),
@@ -30,17 +30,17 @@ CHOICES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("ddp", "DistributedDataParallel (gloo); MultiWorkerMirroredStrategy on CPUs"),
     ),
 }
-"""By place, one for each of the ``CONNECTIONS``: here; in PyTorch and in TensorFlow."""
+"""Choices by place and by ``CONNECTIONS``: ddpnb's name; PyTorch's and TensorFlow's names."""
 
 
 def advice(ranks: Sequence[RankState]) -> Table:
-    """Return the known table with this machine's cell marked; the caption recommends, and why."""
+    """Return the table with this machine's cell marked.  The caption has the advice and reason."""
     place = list(CHOICES)[len({each.host for each in ranks}) > 1]
     connection, reason = _connection(ranks[0])
     ours, theirs = CHOICES[place][connection]
     if len(ranks) == 1:
         ours, theirs = "single", "no wrapper; OneDeviceStrategy"
-        reason = "There is one rank, and nothing to exchange."
+        reason = "There is only one rank, so nothing is exchanged."
 
     def cell(at: tuple[str, int], name: str, quiet: str) -> Cell:
         is_here = at == (place, connection)
@@ -55,18 +55,18 @@ def advice(ranks: Sequence[RankState]) -> Table:
             for head, row in CHOICES.items()
         ),
         notes=(
-            "A cell: here; in PyTorch; in TensorFlow.  Where workers differ in speed, or come "
-            "and go: async (ParameterServerStrategy), on any machine.",
+            "Each cell has the name in ddpnb; in PyTorch; in TensorFlow.  If workers differ in "
+            "speed, join or leave, use async (ParameterServerStrategy) on any machine.",
         ),
     )
 
 
 def _connection(rank: RankState) -> tuple[int, str]:
-    """Return the column of the table, and why it is this one."""
+    """Return the index of the machine's column in the table, and the reason."""
     if rank.device == "cpu":
-        return 2, "Ranks compute on the cores and share the host's memory."
+        return 2, "Ranks compute on CPU cores and share the host's memory."
     if rank.has_peer_access is None:
-        return 1, "Each host has one GPU, with nothing but the network between them."
+        return 1, "Each host has one GPU, and only the network connects the GPUs."
     if rank.has_peer_access:
-        return 1, "GPUs of a host read each other's memory: they have peer access."
-    return 0, "GPUs of a host have no peer access: copies between them go through the host."
+        return 1, "GPUs of a host have peer access: they read each other's memory directly."
+    return 0, "GPUs of a host have no peer access, so copies between them go through the host."

@@ -1,7 +1,4 @@
-"""What happens in a step of DDP: its buckets, and what of their all-reduces hides (kernel).
-
-Pure functions of what the ranks have measured.
-"""
+"""Steps of DDP: the buckets, and the hidden and exposed parts of their all-reduces (kernel)."""
 
 import math
 import statistics
@@ -18,17 +15,17 @@ from ddpnb.reports.kit import Picture, Shown
 from ddpnb.reports.table import Column, Table, table_row
 
 MAX_BUCKETS, MAX_NAMES = 4, 3
-"""Buckets in a row of the table, and parameters that are named in a sentence."""
+"""The most buckets in a row of the table, and the most parameters named in a sentence."""
 FORMULA = (
-    "Hidden: a bucket is on its way while this rank computes.  Exposed: one is, and this rank is "
-    "idle.  An all-reduce lasts from when this rank's bucket is full until the slowest rank's has "
-    "come.  Means over ranks, medians over steps."
+    "Hidden: a bucket is sent while this rank computes.  Exposed: a bucket is sent while this "
+    "rank is idle.  An all-reduce lasts from the moment that this rank's bucket is full until the "
+    "slowest rank's bucket arrives.  Times are means over ranks and medians over steps."
 )
-QUEUED = "A bucket that is full while earlier ones are still sent is drawn from their end on."
+QUEUED = "If a bucket is full before earlier buckets are sent, its bar begins at their end."
 
 
 class Split(NamedTuple):
-    """The seconds of a step in which gradients are on their way."""
+    """Seconds of a step, of its exposed communication, and of its hidden communication."""
 
     step: float
     exposed: float
@@ -38,13 +35,13 @@ class Split(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DdpInspection(Shown):
-    """The steps of one model through DDP, on every rank; drawn from these numbers alone."""
+    """The steps of one model with DDP, on every rank."""
 
     title: str
     unused: Mapping[str, tuple[int, ...]]
-    """Parameters that had no part in the loss, and on which ranks."""
+    """Parameters that did not contribute to the loss, and the ranks where this happened."""
     reports: tuple[tuple[CapReport, ...], ...]
-    """Of each rank, on each value of ``bucket_cap_mb``: the model's own first."""
+    """Each rank's report for each value of ``bucket_cap_mb``.  The model's value is first."""
 
     @property
     def caps(self) -> tuple[CapReport, ...]:
@@ -53,21 +50,21 @@ class DdpInspection(Shown):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients of one rank."""
+        """The size of all gradients of one rank in bytes."""
         return sum(bucket.num_bytes for bucket in self.caps[0].buckets)
 
     def steps(self, index: int) -> list[list[Span]]:
-        """Return what all ranks did in each step with one of the values of ``bucket_cap_mb``."""
+        """Return the spans of all ranks in each step, for one value of ``bucket_cap_mb``."""
         of_ranks = zip(*(report[index].steps for report in self.reports), strict=True)
         return [[span for own in step for span in own] for step in of_ranks]
 
     def split(self, index: int = 0) -> Split:
-        """Return how long a step takes, and how much of its communication is exposed."""
+        """Return the duration of a step, and of its exposed and hidden communication."""
         found = [split_of(step, len(self.reports)) for step in self.steps(index)]
         return Split(*map(statistics.median, zip(*found, strict=True)))
 
     def pictures(self) -> list[Picture]:
-        """Return the median step with each value of ``bucket_cap_mb``."""
+        """Return a picture of the median step for each value of ``bucket_cap_mb``."""
         return [self._picture(index, cap.cap_mb) for index, cap in enumerate(self.caps)]
 
     def _picture(self, index: int, cap_mb: float) -> Picture:
@@ -78,10 +75,10 @@ class DdpInspection(Shown):
         return Picture(draw_timeline(title, spans, len(self.reports), notes), title)
 
     def table(self) -> Table:
-        """Return a row for each value of ``bucket_cap_mb``: what hides, and the buckets."""
+        """Return a row for each value of ``bucket_cap_mb``: communication times and buckets."""
         rows = []
         for index, cap in enumerate(self.caps):
-            head = f"{cap.cap_mb:g} MB" + (" (its own)" if index == 0 else "")
+            head = f"{cap.cap_mb:g} MB" + (" (the model's)" if index == 0 else "")
             shown = [_described(cap, bucket) for bucket in cap.buckets[:MAX_BUCKETS]]
             rest = len(cap.buckets) - len(shown)
             rows.append(
@@ -93,8 +90,8 @@ class DdpInspection(Shown):
                 )
             )
         return Table(
-            caption=f"{self.title}: {size(self.gradient_bytes)} of gradients, whose all-reduces "
-            "hide behind the backward pass or are exposed",
+            caption=f"{self.title}: {size(self.gradient_bytes)} of gradients, with all-reduces "
+            "that the backward pass hides or that are exposed",
             columns=(
                 Column(title="bucket_cap_mb"),
                 *(Column(title=each, is_number=True) for each in (*Split._fields, "buckets")),
@@ -105,29 +102,29 @@ class DdpInspection(Shown):
         )
 
     def notes(self) -> list[str]:
-        """Return which parameters had no part in the loss, if there are any."""
+        """Return a sentence about parameters that did not contribute to the loss, if any."""
         if not self.unused:
             return []
         ranks = {rank for ranks in self.unused.values() for rank in ranks}
         names = [*self.unused][:MAX_NAMES]
         rest = len(self.unused) - len(names)
         return [
-            f"No part in the loss on {spoken_ranks(sorted(ranks))}: "
+            f"Parameters without a part in the loss on {spoken_ranks(sorted(ranks))}: "
             f"{listed([*names, f'{rest} more'] if rest else names)}.  "
-            "Plain DDP would raise an error in its second step, so find_unused_parameters=True "
-            "was used here; zeros are sent for what is missing."
+            "Plain DDP would raise an error in its second step.  ddpnb therefore used "
+            "find_unused_parameters=True, which sends zeros for missing gradients."
         ]
 
 
 def _described(cap: CapReport, bucket: Bucket) -> str:
-    """Return a bucket's size, when it is full since the backward pass began, and its first name."""
+    """Return a bucket's size, when it was full after the backward pass began, and first name."""
     full = max((cap.ready_seconds.get(name, 0.0) for name in bucket.names), default=0.0)
-    when = f" at {in_units(full)}" if full else ""  # else it has no gradient
+    when = f" at {in_units(full)}" if full else ""  # 0 if no gradient is ready
     return f"{size(bucket.num_bytes)}{when} ({bucket.names[0]})"
 
 
 def split_of(spans: Sequence[Span], num_ranks: int) -> Split:
-    """Return the times of one step, as means over the ranks."""
+    """Return the times of one step as means over the ranks."""
     exposed = hidden = 0.0
     for rank in range(num_ranks):
         own = [span for span in spans if span.rank == rank and span.lane != "wait"]
@@ -139,7 +136,7 @@ def split_of(spans: Sequence[Span], num_ranks: int) -> Split:
 
 
 def _covered(spans: Sequence[Span]) -> float:
-    """Return the seconds in which there is any of the spans."""
+    """Return the seconds that the spans cover together."""
     covered, until = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.start):
         covered += max(0.0, span.end - max(span.start, until))
@@ -148,15 +145,15 @@ def _covered(spans: Sequence[Span]) -> float:
 
 
 def _length(spans: Sequence[Span]) -> float:
-    """Return from the first rank's begin to the last one's end."""
+    """Return the seconds from the first rank's start to the last rank's end."""
     begin, end = bounds(spans)
     return end - begin
 
 
 def one_by_one(spans: Sequence[Span]) -> list[Span]:
-    """Return a step in which no bucket of a rank begins before the one ahead of it has ended.
+    """Delay buckets of a step, so that each begins when the rank's previous bucket has ended.
 
-    One that overtakes another stays as it is.
+    A bucket that ends before the previous bucket stays as it is.
     """
     found, ends = [], dict[int, float]()
     for span in sorted(spans, key=lambda span: span.start):

@@ -1,4 +1,4 @@
-"""One collective as it ran: each rank's tensor before and after, time, bytes, formula (kernel)."""
+"""One collective: each rank's tensor before and after, time, bytes and formula (kernel)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 NUMBER_BYTES = 4
 PACKET_BYTES = 1400
-"""What one packet of Ethernet holds."""
+"""The content of one Ethernet packet."""
 LATENCY_FACTOR = 2.0
-"""A call that takes at most so many times as long as one of a few numbers is latency-bound."""
+"""A call is latency-bound if it takes at most this many times as long as the smallest call."""
 REDUCED = "#f6e39a"
-"""The colour of numbers made from all ranks'."""
+"""The colour of numbers that combine the numbers of all ranks."""
 BEFORE, AFTER, SENT, TIME = 1.5, 6.6, 11.3, 12.7
-"""Inches from the left: the tensors, the columns of numbers."""
+"""Positions of the tensors and of the columns of numbers, in inches from the left."""
 CELLS_WIDTH = 4.0
 MAX_CHUNKS = 16
 HEAD, ROW_HEIGHT, CELL_HEIGHT, LARGEST_CELL = 0.35, 0.5, 0.36, 0.52
@@ -41,34 +41,34 @@ HEAD, ROW_HEIGHT, CELL_HEIGHT, LARGEST_CELL = 0.35, 0.5, 0.36, 0.52
 @final
 @dataclass(frozen=True, repr=False)
 class CollectiveResult(Shown):
-    """What a collective did on each rank, which a notebook shows as a picture and as a text."""
+    """The effect of a collective on each rank, shown as a picture and as text."""
 
     spec: CollectiveSpec
     shown: Sequence[CollectiveShown]
-    """By rank, of those that took part."""
+    """Results of the ranks that took part, by rank."""
 
     @property
     def algorithm(self) -> Algorithm:
-        """How the backend carries it out."""
+        """The algorithm that the backend uses for the collective."""
         found = algorithm_of(self.spec.name, self.shown[0].backend)
         assert found is not None
         return found
 
     @property
     def num_bytes(self) -> int:
-        """B of the formulas: what a rank gives; for a scatter, what it gets."""
+        """B in the formulas: the bytes of a rank's input, or for a scatter of its output."""
         is_scatter = self.spec.name == "scatter"
         return NUMBER_BYTES * max(e.num_got if is_scatter else e.num_given for e in self.shown)
 
     def sent_by_formula(self, rank: int) -> float:
-        """Return the bytes that a rank sends by the formula."""
+        """Return the bytes that a rank sends according to the formula."""
         ranks = self.spec.ranks
         root = self.spec.from_rank if self.spec.name in ROOTED else ranks[0]
         place = (ranks.index(rank) - ranks.index(root)) % len(ranks)
         return self.algorithm.bytes_sent(self.num_bytes, len(ranks), place)
 
     def title(self) -> str:
-        """Return what was called, by how many ranks, with how much."""
+        """Return the call, the number of ranks and the size."""
         spec = self.spec
         options = [f"op={spec.op}"] if spec.name in REDUCING else []
         options += [f"root={spec.from_rank}"] if spec.name in ROOTED else []
@@ -77,18 +77,18 @@ class CollectiveResult(Shown):
         return f"{spec.name}({', '.join(options)}) on {ranks}, B = {given}"
 
     def notes(self) -> list[str]:
-        """Return the sentences below the picture: the formula, then what was measured."""
+        """Return the sentences below the picture: first the formula, then measurements."""
         num, algorithm, backend = len(self.spec.ranks), self.algorithm, self.shown[0].backend
         if num == 1:
-            return ["There is one rank: nothing is sent."]
+            return ["There is only one rank, so nothing is sent."]
         by_formula = [self.sent_by_formula(rank) for rank in self.spec.ranks]
         amounts = dict.fromkeys((size(min(by_formula)), size(max(by_formula))))
         seconds = max(each.seconds for each in self.shown)
-        measured = f"{in_units(seconds)}, the slowest rank's median of 7 calls"
+        measured = f"{in_units(seconds)} (median of 7 calls on the slowest rank)"
         counts = [each.num_bytes_sent for each in self.shown]
         if known := [each for each in counts if each is not None]:
             extra = max(sum(known) - sum(by_formula), 0)
-            measured += f"; all ranks sent {size(sum(known))}, {size(extra)} of it gloo's headers"
+            measured += f"; all ranks sent {size(sum(known))}, with {size(extra)} of gloo's headers"
         small = max(each.small_seconds for each in self.shown)
         is_quick = self.num_bytes <= PACKET_BYTES or seconds <= LATENCY_FACTOR * small
         return [
@@ -97,8 +97,8 @@ class CollectiveResult(Shown):
             "Messages one after another: "
             f"{algorithm.cost(self.num_bytes, num).number:g} = {algorithm.messages}.",
             f"Measured: {measured}.",
-            f"{'Latency' if is_quick else 'Bandwidth'}-bound at this size: with as few numbers as "
-            f"there can be it takes {in_units(small)}.",
+            f"{'Latency' if is_quick else 'Bandwidth'}-bound at this size: the smallest possible "
+            f"tensor takes {in_units(small)}.",
         ]
 
     def pictures(self) -> list[Picture]:
@@ -106,7 +106,7 @@ class CollectiveResult(Shown):
         return [Picture(draw_collective(self), self.title())]
 
     def text(self) -> str:
-        """Return the same in words."""
+        """Return the result as text."""
         lines = [self.title()]
         for each in self.shown:
             sent = size(self.sent_by_formula(each.rank))
@@ -123,7 +123,7 @@ def draw_collective(result: CollectiveResult) -> "Figure":
     """Return a figure with a row for each of up to 16 ranks: before, after, bytes, time."""
     shown = result.shown[:MAX_RANKS]
     rest = len(result.shown) - len(shown)
-    title = result.title() + (f"; {rest} of them are not drawn" if rest else "")
+    title = result.title() + (f"; {rest} ranks are not drawn" if rest else "")
     height = HEAD + ROW_HEIGHT * len(shown)
     sheet = Sheet(title, height + 0.2, result.notes())
     axes = sheet.axes(height, left=0, right=0)
@@ -158,7 +158,7 @@ def _draw_cells(
     num_numbers: int,
     colour: str = "",
 ) -> None:
-    """Draw the first of a tensor's numbers, in one colour or in those of the ranks they are of."""
+    """Draw a tensor's first numbers, in one colour or in the colours of their source ranks."""
     if not chunks:
         write(axes, x, middle, NOTHING, colour=MUTED)
         return

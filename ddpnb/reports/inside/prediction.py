@@ -1,4 +1,4 @@
-"""A prediction as a picture, a table and text (kernel)."""
+"""A prediction of throughput as a picture, a table and text (kernel)."""
 
 import math
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT, TICKS, NAMES = 10.0, 3.6, 0.5, 1.9
-"""Inches: of the picture, of its axes, of their ticks, of the names at the right."""
+"""Inches for the picture's width, the axes' height, the ticks, and the names at the right."""
 LABEL_GAP = 0.062
-"""The least distance of two names, as a share of the height of the axes."""
-CELLS = "A cell: samples/s, then the step and the efficiency against one rank alone."
+"""The smallest distance between two names, as a share of the height of the axes."""
+CELLS = "Each cell has samples/s, the time of a step, and the efficiency relative to one rank."
 
 
 @final
 @dataclass(frozen=True, repr=False)
 class PredictionResult(Shown):
-    """A prediction, shown as a picture and a table; ``prediction`` has its numbers."""
+    """A prediction, shown as a picture and a table; ``prediction`` has the numbers."""
 
     prediction: Prediction
 
     def table(self) -> Table:
-        """Return one row per strategy: throughput, step and efficiency at each number of ranks."""
+        """Return one row per strategy: throughput, step, efficiency for each number of ranks."""
         ranks, rows = self.prediction.question.ranks, []
         for name, points in self.prediction.points.items():
             at = {each.num_ranks: each for each in points}
@@ -46,7 +46,7 @@ class PredictionResult(Shown):
         )
 
     def sentence(self) -> str:
-        """Return where each strategy stops scaling, and what holds it up."""
+        """Return the number of ranks at which each strategy stops scaling, and its bottleneck."""
         parts = []
         for name, stop in self.prediction.stops.items():
             held = self.prediction.limits[name]
@@ -70,16 +70,16 @@ def _cell(found: Point | None) -> Cell:
     return Cell(text=short(found.samples_per_second), quiet=quiet)
 
 
-# -- what is assumed, in three lines -------------------------------------------------------
+# -- the assumptions, in three notes -------------------------------------------------------
 
 
 def _computing(prediction: Prediction) -> str:
-    """Return what a rank computes."""
+    """Return the assumptions about a rank's computing time."""
     measured, work, machine = prediction.found.measured, prediction.work, prediction.machine
     sent = f"{work.num_bytes / 1e6:.3g} MB of gradients"
     if prediction.question.step:
         passes = f", in {work.num_passes} micro-batches" if work.num_passes > 1 else ""
-        return f"A step on one device takes {prediction.question.step}, as given{passes}; {sent}."
+        return f"You gave a step of {prediction.question.step} on one device{passes}; {sent}."
     if measured.devices is not None:
         return f"Computed as in {measured.name}: {measured.devices.text}; {sent}."
     alone = work.alone
@@ -88,55 +88,55 @@ def _computing(prediction: Prediction) -> str:
         f"{1e6 * alone.per_sample:.3g} µs a sample on one rank; {sent}."
     )
     if measured.short:
-        line += f" Uncertain, as trained for less than 4 s: {', '.join(measured.short)}."
+        line += f" Uncertain because they took less than 4 s: {', '.join(measured.short)}."
     slower = work.together.per_sample / alone.per_sample - 1
     busiest = min(machine.on_host(max(prediction.question.ranks)), machine.cores_per_host)
     if slower > 0 and work.num_together < busiest < math.inf:
         line += (
-            f" {work.num_together} ranks slow each other by {percent(slower)}: this is taken to "
-            "grow with the ranks, up to one on each core."
+            f" {work.num_together} ranks slow each other down by {percent(slower)}. The prediction "
+            "assumes that this grows with the number of ranks, up to one rank per core."
         )
     return line
 
 
 def _between(prediction: Prediction) -> str:
-    """Return what lies between the ranks."""
+    """Return the assumptions about the links between ranks."""
     measured, question = prediction.found.measured, prediction.question
     machine, link = prediction.machine, prediction.machine.link
-    how = f"all-reduces are by {machine.algorithm}"
+    how = f"all-reduce algorithm: {machine.algorithm}"
     if not question.link and measured.devices is None:
         cores = f"{measured.cores} cores shared by all ranks" if measured.shares_cores else "GPUs"
         return f"This machine: {cores}; exchanges cost as much as over {link.text}, fitted; {how}."
-    line = "Between any two ranks"
+    line = "The link between any two ranks"
     if machine.inside is not None:
-        hosts = f"Hosts of {machine.ranks_per_host:g} ranks"
-        line = f"{hosts}, {machine.inside.text} inside; between them"
-    line += f" lies {question.link} ({link.text})" if question.link else f" lies {link.text}"
+        hosts = f"Hosts have {machine.ranks_per_host:g} ranks"
+        line = f"{hosts} with {machine.inside.text} inside; the link between hosts"
+    line += f" is {question.link} ({link.text})" if question.link else f" is {link.text}"
     line += f"; {how}."
     if question.link and not question.step and measured.devices is None:
-        line += " Each rank has a device as fast as one rank here: --step gives another's."
+        line += " Each rank's device is as fast as one rank here; --step sets another speed."
     return line
 
 
 def _batches(prediction: Prediction) -> str:
-    """Return how a batch is shared, and how evenly."""
+    """Return the assumptions about sharing a batch, and about the variation of steps."""
     work = prediction.work
     if work.is_weak:
-        line = f"Each rank has {work.batch_size:g} samples a step (weak scaling)"
+        line = f"Each rank has {work.batch_size:g} samples per step (weak scaling)"
     else:
         line = f"All ranks share batches of {work.batch_size:g} samples (strong scaling)"
     if any(work.samples(num) < 1 for num in prediction.question.ranks):
-        line += "; more ranks than samples are left out"
+        line += "; numbers of ranks above the number of samples are omitted"
     if not work.variation:
         return f"{line}. All ranks take equally long."
-    return f"{line}. Steps vary by {percent(work.variation, 1)}: all wait for the slowest rank."
+    return f"{line}. Steps vary by {percent(work.variation, 1)}, and ranks wait for the slowest."
 
 
 # -- the picture ---------------------------------------------------------------------------
 
 
 def draw(prediction: Prediction) -> "Figure":
-    """Return throughput over ranks, both logarithmic; each line has its name at its end."""
+    """Return a figure of throughput by ranks on log axes, with a name at the end of each line."""
     from ddpnb.reports.figures.curves import spread_out  # noqa: PLC0415  matplotlib: 0.3 s
 
     names, found = tuple(prediction.points), prediction.found.measured

@@ -1,4 +1,4 @@
-"""Are the replicas the same, and if not, why: judged from the ranks' digests (kernel)."""
+"""The check for equal replicas, with likely causes of differences, from digests (kernel)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,22 +17,22 @@ from ddpnb.reports.style import MUTED
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
 MAX_CHUNKS = 16
-"""Of one tensor's chunks, so many are measured, over all ranks that are measured."""
+"""At most this many chunks of one tensor are measured, summed over the measured ranks."""
 ROUNDING = 1e-5
-"""A difference of at most this share of the largest value may be one of rounding."""
+"""A difference of at most this share of the largest value may be a rounding error."""
 MAX_SHOWN = 4
-"""Groups of ranks that are named one by one."""
-NO_DDP = "no variable leads to a DDP that holds the model"
-MAY_BE_ROUNDING = "So small that it may be rounding: sums were made in another order."
+"""The most groups of ranks that are listed."""
+NO_DDP = "ddpnb found no DDP that wraps the model"
+MAY_BE_ROUNDING = "The difference is small, so it may be rounding from sums in another order."
 
 
 class Verdict(StrEnum):
-    """Whether a part is the same on all ranks; equal to its word in the table."""
+    """The result for a part, equal to the words in the table."""
 
     SAME = "✓ same"
     DIFFERENT = "✗ different"
     FACT = "· different"
-    """By design."""
+    """The part differs by design."""
     UNKNOWN = "– not compared"
 
 
@@ -41,7 +41,7 @@ COLOURS = {Verdict.SAME: "#2b7a3d", Verdict.DIFFERENT: "#d1495b"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What was found in one part of what one name stands for."""
+    """The comparison of one part of an object, such as the gradients of ``model``."""
 
     name: str
     part: Part = Part.VALUES
@@ -52,19 +52,19 @@ class Finding:
     cause: str = ""
 
     tensor: str = ""
-    """The first that is not the same on all ranks; what follows is about it."""
+    """The first tensor that differs between ranks.  All fields below are about this tensor."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Ranks with the same values, one group for each; empty: no tensor differs."""
+    """Groups of ranks with the same values; empty if no tensor differs."""
     lacking: tuple[int, ...] = ()
-    """Ranks that have no such tensor."""
+    """Ranks without this tensor."""
     texts: tuple[str, ...] = ()
-    """What each group has in place of equal shapes, such as ``"float32 [2]"``."""
+    """The type and shape in each group, such as ``"float32 [2]"``, if they are not equal."""
     chunks: tuple[int, ...] = ()
-    """Those to be measured; empty: there is nothing to measure."""
+    """The chunks to measure; empty if there is nothing to measure."""
     num_elements: int = 0
     num_measured: int = 0
     num_unequal: int = 0
-    """Of the elements measured."""
+    """The number of measured elements that differ."""
     largest: float = math.nan
     """The largest distance between two ranks' elements."""
     scale: float = math.nan
@@ -72,7 +72,7 @@ class Finding:
 
     @property
     def label(self) -> str:
-        """Which part of what."""
+        """The name of the part in the table."""
         return self.name if self.part is Part.VALUES else f"{self.part} of {self.name}"
 
     @property
@@ -82,7 +82,7 @@ class Finding:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the difference may come from sums in another order."""
+        """True if the difference may come from sums in another order."""
         return self.largest <= ROUNDING * self.scale
 
 
@@ -92,7 +92,7 @@ def find(replicas: Sequence[RankReplica]) -> tuple[Finding, ...]:
     for name in dict.fromkeys(name for each in replicas for name in each.held):
         held = {each.rank: each.held[name] for each in replicas if name in each.held}
         if len(held) < len(replicas):
-            cause = f"Only {spoken_ranks(tuple(held))} ran the code that makes it."
+            cause = f"Only {spoken_ranks(tuple(held))} ran the code that creates it."
             found.append(Finding(name=name, cause=cause))
             continue
         for part in Part:
@@ -120,7 +120,7 @@ def _compare(name: str, part: Part, held: Mapping[int, Held]) -> Finding:
 
 
 def _grouped(finding: Finding, tensors: Mapping[int, TensorDigest | None]) -> Finding:
-    """Return a finding with what each rank has of its first tensor that differs."""
+    """Return a finding with the ranks grouped by the first tensor that differs."""
     groups: dict[TensorDigest, list[int]] = {}
     lacking: list[int] = []
     for rank, each in sorted(tensors.items()):
@@ -143,11 +143,11 @@ def _grouped(finding: Finding, tensors: Mapping[int, TensorDigest | None]) -> Fi
 
 
 def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
-    """Return a finding with the size of its first difference.
+    """Return a finding with the size of the first difference.
 
     Args:
-        finding: one with chunks.
-        values: those in its chunks, of each of its ``measured_ranks``.
+        finding: a finding with chunks.
+        values: the values in the chunks, for each of the ``measured_ranks``.
     """
     stacked = np.stack(values)
     with np.errstate(all="ignore"):
@@ -174,7 +174,7 @@ def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
 def with_causes(
     findings: Sequence[Finding], replicas: Sequence[RankReplica]
 ) -> tuple[Finding, ...]:
-    """Return the findings, each with a sentence on what has probably led to it."""
+    """Return the findings with their likely causes."""
     skipped = _skipped_step(replicas)
     found = []
     for finding in findings:
@@ -190,15 +190,15 @@ def with_causes(
 def _cause(
     finding: Finding, held: Sequence[Held], findings: Sequence[Finding], skipped: str
 ) -> str:
-    """Return the likely cause in a sentence or two; empty where nothing differs."""
+    """Return the likely cause in a sentence or two, or ``""`` if nothing differs."""
     is_ddp = all(each.is_ddp for each in held)
     match finding.verdict, finding.part:
         case Verdict.UNKNOWN, _:
-            return "Each rank holds another shard by design." if finding.num_sharded else ""
+            return "Each rank holds a different shard by design." if finding.num_sharded else ""
         case Verdict.SAME, Part.GRADIENTS if not is_ddp:
             return (
-                f"The same, and {NO_DDP}: the code adds them up (is the sum divided by the number "
-                "of ranks?), or all ranks train on the same samples (no DistributedSampler)."
+                f"They are equal, but {NO_DDP}. Either your code sums them (does it divide by the "
+                "number of ranks?), or all ranks train on the same samples (no DistributedSampler)."
             )
         case Verdict.SAME, _:
             return ""
@@ -211,71 +211,71 @@ def _cause(
         case _, Part.BUFFERS:
             return _of_buffers(finding, is_ddp=is_ddp)
         case _, Part.STATE if finding.lacking:
-            return f"{spoken_ranks(finding.lacking).capitalize()} has made no step yet."
+            return f"{spoken_ranks(finding.lacking).capitalize()} made no optimizer step yet."
         case _, Part.STATE:
-            return skipped or "It is made of gradients, which differ, or have differed."
-    return "Each rank has computed its own, from its own samples or random numbers."
+            return skipped or "It is computed from gradients, which differ now or differed before."
+    return "Each rank computed its values from its own samples or random numbers."
 
 
 def _of_parameters(
     finding: Finding, gradients: Verdict | None, skipped: str, *, is_ddp: bool
 ) -> str:
     if finding.texts or finding.lacking:
-        return "The ranks have built different models."
+        return "The ranks built different models."
     if skipped:
         return skipped
     if is_ddp and gradients is Verdict.DIFFERENT:
-        return "Steps were made with gradients that DDP had not averaged."
+        return "The optimizer made steps with gradients that DDP had not averaged."
     if is_ddp and finding.is_rounding:
         return MAY_BE_ROUNDING
     if is_ddp:
         return (
-            "DDP averages gradients, not weights: after it had copied rank 0's, a rank "
-            "skipped a step, or changed its own weights (load_state_dict, if rank == 0)."
+            "DDP averages gradients, not weights. After DDP copied rank 0's weights, a rank "
+            "skipped a step or changed its weights (load_state_dict, if rank == 0)."
         )
     if gradients is None:
         return (
-            f"No gradients yet, and {NO_DDP}: each rank has drawn its own initial weights; seed "
-            "all alike first, or wrap the model in DDP, which copies rank 0's."
+            f"There are no gradients yet, and {NO_DDP}. Each rank drew its own initial weights. "
+            "Set the same seed on all ranks, or wrap the model in DDP, which copies rank 0's."
         )
     if gradients is Verdict.SAME:
         return (
-            f"The gradients are the same now, and {NO_DDP}: the weights began apart (a seed), or "
-            "a rank skipped a step."
+            f"The gradients are the same now, but {NO_DDP}. Either the initial weights differed "
+            "(different seeds), or a rank skipped a step."
         )
-    return f"Nothing averages the gradients, as {NO_DDP}: each rank trains by itself."
+    return f"The gradients are not averaged, because {NO_DDP}. Each rank trains independently."
 
 
 def _of_gradients(finding: Finding, *, is_ddp: bool) -> str:
     if finding.lacking:
         return (
-            f"{spoken_ranks(finding.lacking).capitalize()} made no backward pass, or called "
+            f"{spoken_ranks(finding.lacking).capitalize()} ran no backward pass, or called "
             "zero_grad() before the check."
         )
     if not is_ddp:
-        return f"Nothing averages them, as {NO_DDP}: each rank's are those of its own samples."
+        return f"The gradients come from each rank's own samples, because {NO_DDP}."
     if finding.is_rounding:
         return MAY_BE_ROUNDING
     return (
-        "The last backward pass was made under no_sync() or by the module inside DDP, or a rank "
-        "changed its gradients afterwards, as clipping by its own norm does."
+        "The last backward pass ran under no_sync() or through the module inside DDP, or a rank "
+        "changed its gradients afterwards, for example by clipping with its own norm."
     )
 
 
 def _of_buffers(finding: Finding, *, is_ddp: bool) -> str:
     if not _is_statistic(finding.tensor):
-        return "Each rank has updated it by itself; DDP averages gradients alone."
+        return "Each rank updated its own copy, because DDP averages only gradients."
     if finding.verdict is Verdict.FACT:
-        why = "by design: DDP sends rank 0's before the next forward pass. Save and evaluate those"
+        why = "by design, DDP sends rank 0's before each forward pass. Save and evaluate rank 0's"
     elif is_ddp:
-        why = "DDP was made with broadcast_buffers=False, so rank 0's are never sent"
+        why = "DDP has broadcast_buffers=False, so it never sends rank 0's statistics"
     else:
-        why = f"nothing sends rank 0's, as {NO_DDP}"
-    return f"BatchNorm's statistics are of each rank's own samples: {why}."
+        why = f"{NO_DDP}, so rank 0's statistics are not sent"
+    return f"Each rank computes BatchNorm's statistics from its own samples: {why}."
 
 
 def _is_by_design(finding: Finding, held: Sequence[Held]) -> bool:
-    """Return whether these are statistics that DDP sends before the next forward pass."""
+    """Return True for statistics that DDP sends before the next forward pass."""
     return finding.part is Part.BUFFERS and all(
         each.is_ddp
         and each.syncs_buffers
@@ -285,12 +285,12 @@ def _is_by_design(finding: Finding, held: Sequence[Held]) -> bool:
 
 
 def _is_statistic(buffer: str) -> bool:
-    """Return whether a buffer is one of BatchNorm's, by its name."""
+    """Return True if a buffer's name is one of BatchNorm's."""
     return buffer.endswith(("running_mean", "running_var", "num_batches_tracked"))
 
 
 def _skipped_step(replicas: Sequence[RankReplica]) -> str:
-    """Return the sentence about optimizers that have made different numbers of steps."""
+    """Return a sentence about an optimizer with different numbers of steps, or ``""``."""
     for name in dict.fromkeys(name for each in replicas for name in each.num_steps):
         counts: dict[int, list[int]] = {}
         for each in replicas:
@@ -301,22 +301,22 @@ def _skipped_step(replicas: Sequence[RankReplica]) -> str:
     return ""
 
 
-# -- what is shown -------------------------------------------------------------------------
+# -- the result ----------------------------------------------------------------------------
 
 
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ReplicaCheck(Shown):
-    """Whether the ranks hold the same: a table in a notebook, text elsewhere."""
+    """The result of comparing replicas: a table in a notebook, text elsewhere."""
 
     findings: tuple[Finding, ...]
-    """With causes."""
+    """The findings, with causes."""
     ranks: tuple[int, ...]
-    """Those that were compared."""
+    """The ranks that were compared."""
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing that was compared differs."""
+        """True if no compared part differs, except by design."""
         return not self._labels(Verdict.DIFFERENT)
 
     def _labels(self, verdict: Verdict) -> list[str]:
@@ -326,7 +326,7 @@ class ReplicaCheck(Shown):
         """Return the result in a sentence."""
         where = spoken_ranks(self.ranks)
         if len(self._labels(Verdict.UNKNOWN)) == len(self.findings):
-            return f"Nothing on {where} can be compared."
+            return f"No part can be compared on {where}."
         if different := self._labels(Verdict.DIFFERENT):
             return f"The replicas on {where} differ: {listed(different)}."
         by_design = self._labels(Verdict.FACT)
@@ -334,7 +334,7 @@ class ReplicaCheck(Shown):
         return f"The replicas are the same on {where}{but}."
 
     def table(self) -> Table:
-        """Return one row per part: whether it is the same, the first difference, its cause."""
+        """Return one row per part, with the result, the first difference and its likely cause."""
         rows = []
         for each in self.findings:
             colour = COLOURS.get(each.verdict, MUTED)
@@ -353,7 +353,7 @@ class ReplicaCheck(Shown):
         )
 
     def text(self) -> str:
-        """Return the same for a terminal: a line per part, and what differs below."""
+        """Return the result for a terminal: a line per part, with differences below."""
         lines = [self.sentence(), ""]
         width = max((len(each.label) for each in self.findings), default=0)
         for each in self.findings:
@@ -368,22 +368,22 @@ def _count(finding: Finding) -> str:
 
 
 def described(finding: Finding) -> str:
-    """Return where the first difference is, between whom, and how large it is."""
+    """Return the first difference: its tensor, its ranks and its size."""
     parts = []
     if finding.groups:
         parts.append(f"{finding.tensor}: {_between(finding)}{_size(finding)}")
     if finding.num_sharded:
         what = counted(finding.num_sharded, "tensor")
-        parts.append(f"{what} sharded, or without values: not comparable")
+        parts.append(f"{what} cannot be compared (sharded or without values)")
     return "; ".join(parts)
 
 
 def _between(finding: Finding) -> str:
-    """Return who has what: ``"ranks 0,2 against rank 1"``, ``"float32 [2] on rank 0 and ..."``."""
+    """Return the groups: ``"ranks 0,2 against rank 1"``, ``"float32 [2] on rank 0 and ..."``."""
     if finding.lacking:
         return f"missing on {spoken_ranks(finding.lacking)}"
     if len(finding.groups) > MAX_SHOWN:
-        return f"{len(finding.groups)} different ones on {spoken_ranks(sum(finding.groups, ()))}"
+        return f"{len(finding.groups)} different values on {spoken_ranks(sum(finding.groups, ()))}"
     groups = [spoken_ranks(ranks) for ranks in finding.groups]
     if finding.texts:
         return listed([f"{text} on {who}" for text, who in zip(finding.texts, groups, strict=True)])
@@ -391,15 +391,15 @@ def _between(finding: Finding) -> str:
 
 
 def _size(finding: Finding) -> str:
-    """Return how many of the elements that were measured differ, and by how much."""
+    """Return the number of measured elements that differ, and the largest difference."""
     if not finding.num_measured:
         return ""
     if finding.num_unequal == 0:
-        return ", equal in all elements that were measured"
+        return ", equal in all measured elements"
     of = f"{finding.num_measured:,} element{'s' if finding.num_measured > 1 else ''}"
     if finding.num_measured < finding.num_elements:
         of += f" measured, of {finding.num_elements:,}"
     largest = "some are NaN or infinite"
     if math.isfinite(finding.largest):
-        largest = f"{finding.largest:.3g} at most, among values up to {finding.scale:.3g}"
+        largest = f"at most {finding.largest:.3g} apart, among values up to {finding.scale:.3g}"
     return f", {finding.num_unequal:,} of {of}: {largest}"

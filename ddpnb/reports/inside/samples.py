@@ -1,4 +1,4 @@
-"""Which rank gets which samples, as a picture and text (kernel)."""
+"""The samples that each rank gets, as a picture and a table (kernel)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_CELLS = 40
-"""Cells of a row in the picture."""
+"""The most cells in a row of the picture."""
 MAX_LISTED = 24
-"""Samples that the table lists for each rank."""
+"""The most samples that the table lists for each rank."""
 
 LABELS, SUMMARIES, ROW, TICKS = 1.2, 2.6, 0.42, 0.45
-"""Inches: for the rows' names at the left and for their summaries at the right; of a row."""
+"""Inches for the rows' names at the left, their summaries at the right, a row, and the ticks."""
 MAX_CELL, GAP = 0.6, 0.02
 POINTS = 10.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What was handed out in one epoch."""
+    """The samples that one epoch hands out."""
 
     label: str
     num_cells: int
     handed_out: tuple[Indices, ...]
-    """To each rank, in its order."""
+    """The samples of each rank, in the rank's order."""
 
     def owners(self) -> dict[int, list[int]]:
-        """Return the ranks that get each shown cell; one that gets it twice is there twice."""
+        """Return the ranks that get each shown cell, twice if a rank gets the cell twice."""
         end = min(self.num_cells, MAX_CELLS)
         owners: dict[int, list[int]] = {cell: [] for cell in range(end)}
         for rank, indices in enumerate(self.handed_out):
@@ -63,18 +63,18 @@ class Row:
         return np.flatnonzero(self._counts() > 1)
 
     def absent(self) -> Indices:
-        """Return the samples that nobody gets."""
+        """Return the samples that no rank gets."""
         return np.flatnonzero(self._counts() == 0)
 
     def _counts(self) -> Indices:
         return np.bincount(np.concatenate(self.handed_out), minlength=self.num_cells)
 
     def is_like(self, other: "Row") -> bool:
-        """Return whether another row hands out the same, in the same order."""
+        """Return True if another row hands out the same samples in the same order."""
         return all(map(np.array_equal, self.handed_out, other.handed_out))
 
     def shares(self) -> str:
-        """Return how many each rank gets: ``"8 each"``, ``"3 to 5 each"``."""
+        """Return the number of samples per rank: ``"8 each"``, ``"3 to 5 each"``."""
         sizes = [len(each) for each in self.handed_out]
         low, high = min(sizes), max(sizes)
         return f"{low:,} each" if low == high else f"{low:,} to {high:,} each"
@@ -83,13 +83,13 @@ class Row:
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Handout(Shown):
-    """Who gets what: as a picture by sample, as a table in the order in which each rank gets it."""
+    """The ranks' samples: a picture by sample, and a table in each rank's order."""
 
     title: str
     rows: tuple[Row, ...]
-    """One for each epoch."""
+    """One row for each epoch."""
     notes: tuple[str, ...]
-    """Sentences for below."""
+    """Sentences below the picture and the table."""
 
     def pictures(self) -> list[Picture]:
         """Return the picture."""
@@ -113,14 +113,14 @@ class Handout(Shown):
 
 
 def _numbers(indices: Indices) -> str:
-    """Return the first of some numbers, and how many more there are."""
+    """Return the first numbers as text, and the number of further numbers."""
     shown = " ".join(map(str, indices[:MAX_LISTED]))
     num_more = len(indices) - MAX_LISTED
     return shown if num_more <= 0 else f"{shown} ... ({num_more:,} more)"
 
 
 def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
-    """Return what the ranks' samplers hand out."""
+    """Return the samples that the ranks' samplers hand out."""
     kind = found[0].kind
     seen = [int(epoch.max(initial=0)) + 1 for each in found for epoch in each.epochs]
     num_samples = max(*seen, *(each.num_samples for each in found))
@@ -147,22 +147,22 @@ def _sampler_notes(
     whole = np.sort(first.handed_out[0])
     if len(found) > 1 and all(np.array_equal(np.sort(e), whole) for e in first.handed_out):
         notes.append(
-            f"Every rank gets the same samples, {len(found)} times the same work: "
-            "a DistributedSampler shares them out."
+            f"Every rank gets the same samples, so they do the same work {len(found)} times. "
+            "Use a DistributedSampler to share the samples."
         )
     elif len(found) > 1 and (num := len(first.repeated())):
-        why = "padding, so that all ranks get equally many"
+        why = "padding gives all ranks the same number of samples"
         if not found[0].has_set_epoch:
-            why = "each rank draws by itself; a DistributedSampler shares them out"
+            why = "each rank draws independently; use a DistributedSampler to share the samples"
         notes.append(f"{counted(num, 'sample')} handed out more than once: {why}.")
     if num := len(first.absent()):
-        notes.append(f"{counted(num, 'sample')} of {first.label} left out.")
+        notes.append(f"{counted(num, 'sample')} left out in {first.label}.")
     if not found[0].has_set_epoch:
-        notes.append("It has no set_epoch: what it draws at random is an example of an epoch.")
+        notes.append("The sampler has no set_epoch, so a random order is only an example.")
     elif len(rows) > 1 and all(row.is_like(first) for row in rows):
-        why = "without set_epoch(epoch) it is not shuffled anew" if spec.shuffle else "not shuffled"
+        why = "only set_epoch(epoch) shuffles again" if spec.shuffle else "there is no shuffling"
         if spec.expression:
-            why = "it is not shuffled, or nobody has called its set_epoch(epoch) so far"
+            why = "it does not shuffle, or your code has not called its set_epoch(epoch) yet"
         notes.append(f"Every epoch is the same: {why}.")
     return notes
 
@@ -171,11 +171,11 @@ def _sampler_notes(
 
 
 def draw(handout: Handout) -> "Figure":
-    """Return the picture: a row of cells for each epoch, coloured and numbered by rank."""
+    """Return a figure with a row of cells for each epoch, coloured and numbered by rank."""
     rows = handout.rows
     num_columns = min(max(row.num_cells for row in rows), MAX_CELLS)
     num_ranks = len(rows[0].handed_out)
-    key = "The number in a cell is its rank's.  Pale: handed out more than once.  ×: left out."
+    key = "A cell's number is its rank.  Pale: handed out more than once.  ×: left out."
     height = ROW * len(rows)
     sheet = Sheet(handout.title, height + TICKS, [key])
     axes = sheet.axes(height, left=LABELS)
@@ -205,7 +205,7 @@ def draw(handout: Handout) -> "Figure":
 def _draw_cell(
     axes: "Axes", left: float, middle: float, width: float, owners: Sequence[int]
 ) -> None:
-    """Draw a cell in its rank's colour: pale where several get it, dashed where none does."""
+    """Draw a cell in its rank's colour, or pale for several ranks, or dashed for no rank."""
     colour = rank_colour(owners[0]) if len(owners) == 1 else RULE if owners else PAPER
     text = ",".join(map(str, owners)) if len(owners) <= 2 else f"{len(owners)}×"
     x, wide, high = left + GAP, width - 2 * GAP, ROW - 4 * GAP

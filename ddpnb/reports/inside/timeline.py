@@ -1,7 +1,7 @@
-"""What ranks did, drawn on one time line (kernel).
+"""The ranks' activity on one time line (kernel).
 
-A rank has a row for each kind of thing that it did; computing and waiting share one.  Where all
-ranks of a group make the same call, those that come early are hatched until the last one has come.
+A rank has a row for computing and waiting, and a row for communication.  If all ranks of a group
+make the same call, the bar of an early rank is hatched until the last rank makes the call.
 """
 
 import math
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROW_HEIGHT, MAX_ROWS_HEIGHT, TICKS_HEIGHT = 0.36, 8.0, 0.75
-"""Inches of a row; of all rows, beyond which they become lower; of ticks and label."""
+"""Inches for a row, for all rows at most, and for ticks and their label."""
 CHARACTER_WIDTH = 0.082
-"""Inches of a character in a bar's name."""
+"""Width in inches of a character in a bar's name."""
 PIXELS = (WIDTH - ROW_NAMES - RIGHT) * DPI
-"""The length of the axis of time."""
+"""Length of the time axis in pixels."""
 SMALL = SMALL_POINTS - 2.5
 MAX_COLOURS = 9
-"""Names in the legend."""
+"""The most names in the legend."""
 COLOURS = {
     "forward": PART_COLOURS["forward"],
     "backward": PART_COLOURS["backward"],
@@ -54,16 +54,16 @@ OTHER_COLOURS = (
     *("#2b7a78", "#8d8d99", "#4f6db8", "#a05195", "#c97b2a"),
     *("#6a994e", "#7a5c9e", "#b5654a", "#386641"),
 )
-"""Of everything else, in the order in which it comes."""
+"""Colours of all other kinds of spans, in order of their first span."""
 
 Bar = tuple[Span, float]
-"""A span, and until when it waits for the last rank to make the same call."""
+"""A span, and the time until which it waits for the last rank to make the same call."""
 
 
 def draw_timeline(
     title: str, spans: Sequence[Span], num_ranks: int, notes: Sequence[str]
 ) -> "Figure":
-    """Return a figure with a band for each of up to 16 ranks, time from left to right."""
+    """Return a figure with a band for each of up to 16 ranks, and time from left to right."""
     begin, end = bounds(spans)
     scale, unit = time_unit(end - begin)
     spans = [
@@ -104,11 +104,11 @@ def draw_timeline(
 
 
 def last_arrivals(spans: Sequence[Span]) -> list[float]:
-    """Return for each span until when it waited for the last rank to make the same call.
+    """Return for each span the time until which it waited for the last rank's matching call.
 
-    The k-th call of one rank in a group meets the k-th call of each other rank there; a ``send``
-    meets the receiver's ``recv``.  A span that did not wait, or of which the others' calls are not
-    known, has its own start.
+    The k-th call of a rank in a group matches the k-th call of each other rank there.  A ``send``
+    matches the receiver's ``recv``.  The result is the span's start if the span did not wait, or
+    if the other ranks' calls are not known.
     """
     found = [span.start for span in spans]
     numbers: Counter[Any] = Counter()
@@ -126,20 +126,20 @@ def last_arrivals(spans: Sequence[Span]) -> list[float]:
         last = spans[indices[-1]].start
         for index in indices:
             span = spans[index]
-            if span.name != "send" and last <= span.end:  # else it has not waited for the last
+            if span.name != "send" and last <= span.end:  # otherwise it did not wait
                 found[index] = last
     return found
 
 
 def bounds(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return the first start and the last end; a moment apart where nothing takes time."""
+    """Return the first start and the last end, which differ by at least 1 µs."""
     begin = min((span.start for span in spans), default=0.0)
     end = max((span.end for span in spans), default=0.0)
     return begin, end if end > begin else begin + 1e-6
 
 
 def _rows(rank: int, bars: Sequence[Bar]) -> dict[str, list[Bar]]:
-    """Return the rows of a rank, one at least, with their bars."""
+    """Return the rows of a rank with their bars, at least one row."""
     rows: dict[str, list[Bar]] = {"compute": [], "exchange": []}
     for span, until in bars:
         if span.rank == rank:
@@ -149,19 +149,19 @@ def _rows(rank: int, bars: Sequence[Bar]) -> dict[str, list[Bar]]:
 
 
 def _colours(spans: Sequence[Span]) -> dict[str, str]:
-    """Return the colour of each kind of span that is no waiting."""
+    """Return the colour of each kind of span except waiting."""
     kinds = dict.fromkeys(_kind(span) for span in spans if span.lane != "wait")
     others = cycle(OTHER_COLOURS)
     return {kind: COLOURS.get(kind) or next(others) for kind in kinds}
 
 
 def _kind(span: Span) -> str:
-    """Return a span's name in the legend: ``"bucket"`` for all buckets."""
+    """Return a span's name in the legend, which is ``"bucket"`` for all buckets."""
     return "bucket" if span.name.startswith("bucket") else span.name
 
 
 def _draw_row(axes: "Axes", top: float, bars: list[Bar], colours: Mapping[str, str]) -> None:
-    """Draw bars, each at least a pixel wide; one that shows less than half a new pixel is not."""
+    """Draw bars at least a pixel wide, except bars that would add less than half a pixel."""
     pixel = axes.get_xlim()[1] / PIXELS
     height = (top + 0.08, 0.84)
     solid: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -182,7 +182,7 @@ def _draw_row(axes: "Axes", top: float, bars: list[Bar], colours: Mapping[str, s
             hatched.append((span.start, until - span.start))
         _write_name(axes, span, until, min(span.end, next_start), top + 0.52, ink_on(colour))
     for colour, places in solid.items():
-        # an edge as wide as a thin bar would hide it
+        # an edge would hide a thin bar
         edge = PAPER if min(width for _, width in places) > 4 * pixel else "none"
         axes.broken_barh(places, height, facecolor=colour, edgecolor=edge, linewidth=0.4, zorder=2)
     axes.broken_barh(hatched, height, zorder=3, **WAITING)
@@ -191,7 +191,7 @@ def _draw_row(axes: "Axes", top: float, bars: list[Bar], colours: Mapping[str, s
 def _write_name(
     axes: "Axes", span: Span, start: float, end: float, middle: float, ink: str
 ) -> None:
-    """Write a span's name into its bar, with its size and line where there is room."""
+    """Write a span's name into its bar, with its size and line if they fit."""
     inches = (end - start) / axes.get_xlim()[1] * PIXELS / DPI
     named = f"{span.name} {size(span.num_bytes)}" if span.num_bytes else span.name
     for text in (f"{named}, {span.line}" if span.line else named, named, span.name):

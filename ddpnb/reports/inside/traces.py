@@ -1,4 +1,4 @@
-"""A cell's trace as users hold it: picture, text, file for Perfetto (kernel)."""
+"""The trace of a cell as a picture, a text and a file for Perfetto (kernel)."""
 
 import json
 from collections.abc import Sequence
@@ -12,22 +12,22 @@ from ddpnb.reports.inside.timeline import bounds, draw_timeline, last_arrivals
 from ddpnb.reports.kit import Picture, Shown
 
 MAX_LINES = 40
-"""Spans that the text lists."""
-BARS = "A bar lasts from a call until its exchange is complete; between bars a rank computes."
+"""The number of spans in the text."""
+BARS = "A bar lasts from a call until its exchange is complete.  Between bars, the rank computes."
 SEVERAL_CLOCKS = (
-    "The hosts' clocks are compared by the time of day, which may be milliseconds apart."
+    "Hosts are aligned by their clocks' time of day, so their times may be off by milliseconds."
 )
-ON_GPU = "NCCL's bars end when a call is queued on the GPU, not when it is done there."
+ON_GPU = "NCCL's bars end when the call is queued on the GPU, not when the exchange is complete."
 NOTHING = (
-    "No rank called a collective, sent or received in this cell, so there is nothing to draw: "
-    "call dist.all_reduce, or train with DDP, under %%ddp --trace."
+    "No rank used a collective, send or recv in this cell, so there is nothing to draw.  Call "
+    "dist.all_reduce, or train with DDP, in a cell with %%ddp --trace."
 )
 
 
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TraceResult(Shown):
-    """The trace of one cell, which a notebook shows as a picture and as a text."""
+    """The trace of one cell, shown as a picture and as text."""
 
     endings: ClassVar = {".json": "open it at ui.perfetto.dev or chrome://tracing", **Shown.endings}
 
@@ -35,21 +35,21 @@ class TraceResult(Shown):
     num_ranks: int
     spans: Sequence[Span]
     notes: tuple[str, ...] = ()
-    """Sentences for below the picture."""
+    """Sentences below the picture."""
 
     def pictures(self) -> list[Picture]:
-        """Return the time line, if there is something to draw."""
+        """Return the time line, or nothing if there are no spans."""
         if not self.spans:
             return []
         figure = draw_timeline(self.title, self.spans, self.num_ranks, self.notes)
         return [Picture(figure, self.title)]
 
     def text(self) -> str:
-        """Return the first spans, one a line: when, who, what, how long, how much, and where."""
+        """Return the first spans, one per line: start, rank, call, duration, size, group, line."""
         if not self.spans:
             return NOTHING
         begin, end = bounds(self.spans)
-        duration = f"{in_units(end - begin)} from the first call to the last end"
+        duration = f"{in_units(end - begin)} from the start of the first call to the last end"
         lines = [f"{self.title}: {duration}", *self.notes]
         calls = sorted(
             zip(self.spans, last_arrivals(self.spans), strict=True),
@@ -62,7 +62,7 @@ class TraceResult(Shown):
         return "\n".join(lines)
 
     def content(self, ending: str) -> bytes:
-        """Return a file; Perfetto's is a trace in Chrome's format."""
+        """Return the content of a file, for Perfetto a trace in Chrome's format."""
         if ending == ".json":
             return json.dumps(chrome_trace(self)).encode()
         return super().content(ending)
@@ -87,14 +87,14 @@ def joined(
     ranks: Sequence[int] = (),
     backend: str = "gloo",
 ) -> TraceResult:
-    """Return what several ranks recorded as one trace.
+    """Join the recorded spans of several ranks into one trace.
 
     Args:
-        title: above the picture.
-        recorded: by the ranks of which it is known.
-        hosts: where each rank of the cluster is.
-        ranks: those that ran the cell; empty: all.
-        backend: of the default group.
+        title: the title above the picture.
+        recorded: the spans of each rank that reported them.
+        hosts: the host of each rank of the cluster.
+        ranks: the ranks that ran the cell; empty for all ranks.
+        backend: the backend of the default group.
     """
     are_several = len(set(hosts)) > 1
     spans = []
@@ -106,11 +106,11 @@ def joined(
         notes.append(SEVERAL_CLOCKS)
     missing = sorted(set(ranks or range(len(hosts))) - {each.rank for each in recorded})
     if missing:
-        notes.append(f"Nothing is known of rank {format_ranks(missing)}.")
+        notes.append(f"There are no records of rank {format_ranks(missing)}.")
     if num_dropped := sum(each.num_dropped for each in recorded):
-        notes.append(f"{num_dropped:,} later calls are missing: a trace has each rank's first.")
+        notes.append(f"A trace keeps each rank's first calls; {num_dropped:,} calls are missing.")
     if num_open := sum(each.num_open for each in recorded):
-        notes.append(f"{counted(num_open, 'call')} had not ended when the cell did.")
+        notes.append(f"{counted(num_open, 'call')} had not ended when the cell ended.")
     if backend == "nccl":
         notes.append(ON_GPU)
     return TraceResult(title=title, num_ranks=len(hosts), spans=spans, notes=tuple(notes))
@@ -120,11 +120,11 @@ def joined(
 
 
 def chrome_trace(trace: TraceResult) -> dict[str, Any]:
-    """Return a trace in Chrome's trace event format, as torch's profiler exports its own.
+    """Return a trace in Chrome's trace event format, like a trace of torch's profiler.
 
-    Each rank is a process with a thread, or several where its spans overlap.  A span's arguments
-    have torch's names where it has one.  The time that a call waits for the last rank is a span
-    inside it.
+    Each rank is a process with a thread, or several threads if its spans overlap.  A span's
+    arguments have torch's names if torch has a name.  The time that a call waits for the last
+    rank is a span inside the call's span.
     """
     begin, _ = bounds(trace.spans)
     events: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""What asynchronous workers read and write: versions, staleness, the bound (kernel).
+"""Versions that asynchronous workers read and write, their staleness and its bound (kernel).
 
-The server reports with each gradient which version it has made and how stale the gradient was, so
-which version it was computed with is known too.
+For each gradient, the server reports the new version and the gradient's staleness.  These two
+numbers determine the version that the worker had read.
 """
 
 import math
@@ -38,37 +38,37 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_UPDATES = 36
-"""Gradients that are drawn, all workers together; of many workers, three of each."""
+"""The number of gradients that are drawn, but at least three per worker."""
 SHOWN_WAIT_SECONDS = 1e-4
-"""Draw a wait for others that lasts longer than this."""
+"""Waits for other workers are drawn if they last longer than this."""
 ROW, LEAST_ROW, ROWS_HEIGHT, TICKS_HEIGHT = 0.44, 0.26, 3.6, 0.75
-"""Inches: of a worker's row, with many workers, of all rows about; of an axis' ticks and label."""
+"""Inches for a worker's row, for its smallest height, for all rows, and for ticks and label."""
 SMALL = SMALL_POINTS - 2.5
 SENDS = PART_COLOURS["communication"]
 
 Updates = Any
-"""A record array with a row for each update: of which ``version``, by a gradient of which ``rank``
-that was computed with which version (``read``); when that worker's step had its ``start`` and
-``end``, when its gradient was ``pushed`` and ``written`` by the server, and when the bound
-``released`` the worker, in seconds of training; and the ``staleness``."""
+"""A record array with a row for each update: the new ``version``, the ``rank`` of the gradient,
+the version that the worker had ``read``, and the ``staleness``.  Other fields are times in seconds
+of training: ``start`` and ``end`` of the worker's step, and the moments when the gradient was
+``pushed``, when the server had ``written`` it, and when the bound ``released`` the worker."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class AsyncInspection(Shown):
-    """What the workers of one asynchronous run have read and written."""
+    """The versions that the workers of one asynchronous run have read and written."""
 
     title: str
     updates: Updates
-    """In the order of the versions."""
+    """The updates, in the order of the versions."""
     num_ranks: int
     bound: int
-    """Steps that a worker may be ahead of the slowest; -1: any number."""
+    """The number of steps that a worker may be ahead of the slowest worker, or -1 for no bound."""
     marks: tuple[Mark, ...] = ()
     notes: tuple[str, ...] = ()
 
     def window(self) -> Updates:
-        """Return the updates that are drawn: about a death, else after the first few."""
+        """Return the updates that are drawn: around a death, otherwise after the first steps."""
         num = max(MAX_UPDATES, 3 * min(self.num_ranks, MAX_RANKS))
         first = 2 * self.num_ranks
         if deaths := [mark.seconds for mark in self.marks if mark.kind.is_death]:
@@ -77,22 +77,22 @@ class AsyncInspection(Shown):
         return self.updates[first : first + num]
 
     def about(self, rank: int) -> str:
-        """Return how many gradients of a worker there are, drawn or not, and how stale."""
+        """Return the number of a worker's gradients, drawn or not, and their mean staleness."""
         own = self.updates.staleness[self.updates.rank == rank]
         mean = own.mean() if len(own) else math.nan
         return f"{counted(len(own), 'gradient')}, mean staleness {number(mean, 2)}"
 
     def words(self) -> list[str]:
-        """Return what the updates show, one sentence or two each."""
+        """Return sentences about staleness, the bound and events of the run."""
         usual = 0 if self.bound == 0 else self.num_ranks - 1
         said = [
-            "Staleness: updates by others between a worker's read and the use of its gradient; "
-            f"with {counted(self.num_ranks, 'equally fast worker')} about {usual}."
+            "Staleness: updates by other workers between a worker's read and its own update, "
+            f"about {usual} with {counted(self.num_ranks, 'equally fast worker')}."
         ]
         if self.bound >= 0:
             said.append(
-                f"The bound: a worker that is more than {counted(self.bound, 'step')} ahead "
-                "of the slowest waits."
+                f"The bound: a worker waits if it is more than {counted(self.bound, 'step')} ahead "
+                "of the slowest worker."
             )
         for mark in self.marks:
             if mark.kind is not MarkKind.OTHER:
@@ -104,21 +104,21 @@ class AsyncInspection(Shown):
         return [Picture(draw_versions(self), self.title)]
 
     def text(self) -> str:
-        """Return a line for each worker, and what the updates show."""
+        """Return a line for each worker, and the sentences below."""
         workers = [f"rank {rank}: {self.about(rank)}" for rank in range(self.num_ranks)]
         return "\n".join([self.title, *workers, *self.words()])
 
 
 def async_inspection(comparison: Comparison) -> AsyncInspection:
-    """Return what the workers of a run have read and written; the last one, if there are several.
+    """Return the versions of the comparison's last ``async`` run.
 
     Raises:
-        UserError: no run in the comparison is of async.
+        UserError: the comparison has no run of ``async``.
     """
     runs = [run for run in comparison.runs if parse_strategy(run.name).name == "async"]
     if not runs:
         names = ", ".join(dict.fromkeys(run.name for run in comparison.runs)) or "no run"
-        raise UserError(f"Versions are those of async, and {comparison.name} has {names}.")
+        raise UserError(f"Only async has versions, but {comparison.name} contains {names}.")
     run = runs[-1]
     task = f" on {comparison.task}" if comparison.task not in ("", "cell") else ""
     return AsyncInspection(
@@ -132,7 +132,7 @@ def async_inspection(comparison: Comparison) -> AsyncInspection:
 
 
 def updates_of(run: RunSnapshot) -> Updates:
-    """Return a run's updates, in the order of the versions that they made."""
+    """Return the updates of a run, in the order of their versions."""
     rows = run.events
     exchanged, waited = rows["communication"], rows["waiting"]
     pushed = rows["seconds"] - exchanged - waited
@@ -144,7 +144,7 @@ def updates_of(run: RunSnapshot) -> Updates:
         "staleness": staleness,
         "start": pushed - sum(rows[part] for part in COMPUTED),
         "pushed": pushed,
-        "written": pushed + exchanged / 2,  # about
+        "written": pushed + exchanged / 2,  # an estimate
         "released": pushed + waited,
         "end": rows["seconds"],
     }
@@ -153,11 +153,11 @@ def updates_of(run: RunSnapshot) -> Updates:
     return updates[np.lexsort((updates.written, updates.version))]
 
 
-# -- drawn ---------------------------------------------------------------------------------
+# -- the picture ---------------------------------------------------------------------------
 
 
 def draw_versions(inspection: AsyncInspection) -> "Figure":
-    """Return two panels of up to 16 workers: who computed when; how stale each gradient was."""
+    """Return two panels of up to 16 workers: computing times, and each gradient's staleness."""
     ranks = range(min(inspection.num_ranks, MAX_RANKS))
     shown = inspection.window()
     shown = shown[shown.rank < len(ranks)]
@@ -176,7 +176,7 @@ def draw_versions(inspection: AsyncInspection) -> "Figure":
 def _draw_lanes(
     axes: "Axes", inspection: AsyncInspection, shown: Updates, ranks: Sequence[int]
 ) -> None:
-    """Draw the server above, with a dot for each version; a row for each worker below."""
+    """Draw the server above, with a dot for each version, and a row for each worker below."""
     begin, end = float(shown.start.min()), float(shown.end.max())
     scale, unit = time_unit(end - begin)
     length = (end - begin) * scale
@@ -218,8 +218,8 @@ def _draw_lanes(
 def _draw_arrows(
     axes: "Axes", inspection: AsyncInspection, shown: Updates, ranks: Sequence[int]
 ) -> None:
-    """Draw an arrow for each gradient, from the version read to the one that it updated."""
-    dress(axes, x_label="version: an arrow from the one that was read to the one that was updated")
+    """Draw an arrow for each gradient, from the version read to the version updated."""
+    dress(axes, x_label="version (arrows lead from the version read to the version updated)")
     low, high = shown.read.min(), shown.version.max()
     axes.set(ylim=(len(ranks), 0), yticks=[])
     axes.set_xlim(low - 0.6, high + 0.6 + 0.25 * (high - low))  # room for a text

@@ -99,7 +99,8 @@ def test_a_cell_without_collectives_is_one_sentence():
 def test_what_is_not_known_is_said_and_clocks_of_several_hosts_are_brought_together():
     open_one = RankSpans(rank=0, spans=(call(0, 1, 2),), num_open=1)
     notes = joined("Cell 1", [open_one], hosts=HERE).notes
-    assert notes[1:3] == ("Nothing is known of rank 1.", "1 call had not ended when the cell did.")
+    records = "There are no records of rank 1."
+    assert notes[1:3] == (records, "1 call had not ended when the cell ended.")
     assert len(joined("Cell 1", [open_one], hosts=HERE, ranks=[0]).notes) == len(notes) - 1
     recorded = [
         RankSpans(rank=0, spans=(call(0, 100.0, 101.0),), clock_at=1000.0),

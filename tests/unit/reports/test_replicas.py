@@ -67,27 +67,27 @@ def test_the_first_difference_is_named_with_its_size():
     assert finding.groups == ((0, 2), (1,))
     assert (finding.tensor, finding.num_unequal, finding.num_elements) == ("2.weight", 3, 16)
     assert finding.largest == pytest.approx(0.25)
-    shown = "2.weight: ranks 0,2 against rank 1, 3 of 16 elements: 0.25 at most"
+    shown = "2.weight: ranks 0,2 against rank 1, 3 of 16 elements: at most 0.25 apart"
     assert shown in result.text()
     assert shown in result.table().html()
 
 
 def test_causes():
-    assert "drawn its own initial weights" in cause(
+    assert "drew its own initial weights" in cause(
         checked([trained(seed, num_steps=0) for seed in (0, 1)], "model"), Part.PARAMETERS
     )
     apart = [trained(data_seed=seed) for seed in (0, 1)]
     result = checked(apart, "model", "optimizer")
-    assert "Nothing averages the gradients" in cause(result, Part.PARAMETERS)
+    assert "The gradients are not averaged" in cause(result, Part.PARAMETERS)
     assert "own samples" in cause(result, Part.GRADIENTS)
-    assert "nothing sends rank 0's" in cause(result, Part.BUFFERS)
+    assert "rank 0's statistics are not sent" in cause(result, Part.BUFFERS)
     assert "which differ" in cause(result, Part.STATE)
     skipped = [trained(num_steps=3), trained(num_steps=2)]
     text = "A rank skipped a step: optimizer has counted 2 on rank 1 and 3 on rank 0."
     assert cause(checked(skipped, "model"), Part.PARAMETERS) == text  # not named, and yet known
     namespaces = [trained(), trained()]
     namespaces[1]["model"].zero_grad()
-    assert "Rank 1 made no backward pass" in cause(checked(namespaces, "model"), Part.GRADIENTS)
+    assert "Rank 1 ran no backward pass" in cause(checked(namespaces, "model"), Part.GRADIENTS)
 
 
 def test_what_ddp_leaves_apart_by_design_is_no_fault():
@@ -115,7 +115,7 @@ def test_tensors_of_any_kind():
     }
     assert checked([{"d": same}, {"d": {**same, "zero": torch.tensor([-0.0])}}], "d").is_same
     for one, other, said in (
-        (torch.ones(3), torch.tensor([1.0, 2, 1]), "rank 0 against rank 1, 1 of 3 elements: 1 at"),
+        (torch.ones(3), torch.tensor([1.0, 2, 1]), "rank 1, 1 of 3 elements: at most 1 apart"),
         (torch.zeros(2), torch.zeros(3), "float32 [2] on rank 0 and float32 [3] on rank 1"),
         (torch.ones(1), torch.tensor([float("nan")]), "some are NaN or infinite"),
     ):
@@ -140,7 +140,7 @@ def test_a_large_tensor_is_measured_in_part_and_says_so():
     other = torch.zeros(size)
     other[3 * CHUNK_ELEMENTS] = 2.0
     only = checked([{"t": torch.zeros(size)}, {"t": other}], "t")
-    assert "1 of 65,536 elements measured, of 2,621,440: 2 at most" in only.text()
+    assert "1 of 65,536 elements measured, of 2,621,440: at most 2 apart" in only.text()
 
 
 @pytest.mark.parametrize(

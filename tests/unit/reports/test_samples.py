@@ -27,7 +27,7 @@ def test_padding_repeats_samples_and_drop_last_leaves_some_out():
     assert padded.rows[0].owners()[0] == [0, 2]
     assert padded.rows[0].shares() == "8 each"
     assert padded.table().rows[2][1].text == "2 6 10 14 18 22 26 0"
-    assert "2 samples handed out more than once: padding" in padded.notes[0]
+    assert "2 samples handed out more than once: padding gives" in padded.notes[0]
     dropped = handed_out(4, SamplerSpec(num_samples=30, drop_last=True))
     assert dropped.rows[0].absent().tolist() == [28, 29]
     drawn = [each.get_text() for each in dropped.plot().figure.axes[0].texts]
@@ -36,7 +36,7 @@ def test_padding_repeats_samples_and_drop_last_leaves_some_out():
 
 def test_set_epoch_shuffles_anew_and_its_absence_is_said():
     in_order = handed_out(2, SamplerSpec(num_samples=20, sets_epoch=False))
-    assert "Every epoch is the same: not shuffled." in in_order.notes
+    assert "Every epoch is the same: there is no shuffling." in in_order.notes
     spec = SamplerSpec(num_samples=20, shuffle=True)
     shuffled = handed_out(2, spec)
     assert not shuffled.rows[1].is_like(shuffled.rows[0])
@@ -45,14 +45,14 @@ def test_set_epoch_shuffles_anew_and_its_absence_is_said():
     assert shuffled.rows[2].handed_out[1].tolist() == list(sampler)
     stuck = handed_out(2, replace(spec, sets_epoch=False))
     assert stuck.rows[1].is_like(stuck.rows[0])
-    assert "without set_epoch(epoch) it is not shuffled anew" in stuck.notes[0]
+    assert "only set_epoch(epoch) shuffles again" in stuck.notes[0]
 
 
 def test_a_loader_whose_epoch_nobody_sets_repeats_itself():
     sampler = DistributedSampler(range(20), num_replicas=2, rank=0)
     forgotten = handed_out(2, SamplerSpec(expression="sampler"), sampler=sampler)
     assert forgotten.rows[1].is_like(forgotten.rows[0])
-    assert "set_epoch(epoch) so far" in forgotten.notes[-1]
+    assert "set_epoch(epoch) yet" in forgotten.notes[-1]
     sampler.set_epoch(1)
     called = handed_out(2, SamplerSpec(expression="sampler"), sampler=sampler)
     assert not called.rows[1].is_like(called.rows[0])
@@ -67,7 +67,7 @@ def test_a_loader_is_read_without_consuming_it():
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(generator.get_state(), own)
     assert len(handout.rows[0].handed_out[0]) == 18  # whole batches alone
-    assert "Every rank gets the same samples, 2 times the same work" in handout.notes[0]
+    assert "Every rank gets the same samples, so they do the same work 2 times" in handout.notes[0]
     sampler = DistributedSampler(data, num_replicas=2, rank=0)
     sampler.set_epoch(7)
     batches = BatchSampler(sampler, 4, drop_last=False)

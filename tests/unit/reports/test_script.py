@@ -145,8 +145,8 @@ def test_a_built_in_task_is_written_with_its_options_and_files(tmp_path: Path, m
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "digits.npz"}
     Path("train.pt").touch()
     again = write_script(comparison_of(PLAIN), tmp_path / "train.py")
-    assert "train.py that was there is replaced" in again
-    assert "goes on from train.pt" in again
+    assert "train.py was replaced" in again
+    assert "resumes from train.pt" in again
 
 
 @pytest.mark.parametrize(

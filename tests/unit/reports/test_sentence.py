@@ -14,25 +14,26 @@ from tests.unit.history.test_summary import repeated
 @pytest.mark.parametrize(
     ("rates", "said"),
     [
-        ({}, "Nothing has finished yet."),
+        ({}, "No run has finished yet."),
         ({"ddp": (100,)}, "ddp ran at 100 samples/s."),
         (
             {"single": (100,), "ddp": (142,)},
-            "One run: trust large differences only; ddp at 1.42× the samples/s of single.",
+            "With one run each, trust only large differences; "
+            "ddp reaches 1.42× the samples/s of single.",
         ),
         (
             {"single": (100, 100), "ddp": (101, 201)},
-            "Two runs at most: trust large differences only; "
-            "ddp at 1.42× (1.01 to 2.01) the samples/s of single.",
+            "With at most two runs each, trust only large differences; "
+            "ddp reaches 1.42× (1.01 to 2.01) the samples/s of single.",
         ),
         (
             {"single": (100, 110, 90), "ddp": (150, 210, 110)},
-            "Cannot tell ddp from single: between 0.87× and 2.64× "
-            "(about 4 repeats would show 1.52×).",
+            "ddp may be faster or slower than single: between 0.87× and 2.64× "
+            "(about 4 repeats would be enough to show 1.52×).",
         ),
         (
             {"zero": (1, 1, 1), "ddp": (2, 2, 2)},
-            "In samples/s, ddp is 2.00× zero (2.00 to 2.00 at 95 %).",
+            "In samples/s, ddp is 2.00× zero (95 % interval: 2.00 to 2.00).",
         ),
         (
             {
@@ -41,9 +42,9 @@ from tests.unit.history.test_summary import repeated
                 "hogwild": (45, 50, 45),
                 "zero": (50.7, 48.7, 45.6),
             },
-            "In samples/s, ddp is 1.97× single (1.69 to 2.30 at 95 %); "
-            "no difference of 2 % or more from single is shown for zero; "
-            "cannot tell hogwild from single: between 0.70× and 1.37×.",
+            "In samples/s, ddp is 1.97× single (95 % interval: 1.69 to 2.30); "
+            "for zero, the runs show no difference of 2 % or more from single; "
+            "hogwild may be faster or slower than single: between 0.70× and 1.37×.",
         ),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
@@ -59,14 +60,14 @@ def test_trouble_comes_first_and_emulation_last():
     runs[0].end(Status.STOPPED)
     found = sentence(compared(*runs, fake_run("dp", num_steps=20)))
     assert found.startswith("async's loss became NaN or infinite; single was stopped; ")
-    assert found.endswith("dp (emulated) says nothing about the speed of the real one.")
+    assert found.endswith("; the speed of dp (emulated) says nothing about real devices.")
 
 
 @pytest.mark.parametrize(
     ("num", "end"),
     [
         (0, ""),
-        (360, ": 360 samples cannot tell 96.1 % from 94.7 %"),
+        (360, ": 360 samples are too few to tell 96.1 % from 94.7 %"),
         (10_000, ", with a standard error of 0.2 points (10,000 samples)"),
     ],
 )
@@ -91,7 +92,9 @@ def reaching(losses: tuple[float, ...]) -> str:
 
 
 def test_when_a_target_was_reached_is_said_and_who_missed_it():
-    reached = "a training loss of 0.5 was reached after 4.00 s by zero"
+    reached = "a training loss of 0.5 was reached by zero after 4.00 s"
     assert reached in reaching((0.1,) * 5).lower()
-    assert "zero did not reach it in 2 of 5 repeats" in reaching((0.1, 0.1, 0.1, 0.9, 0.9))
+    assert "zero did not reach a training loss of 0.5 in 2 of 5 repeats" in reaching(
+        (0.1, 0.1, 0.1, 0.9, 0.9)
+    )
     assert "zero never reached a training loss of 0.5" in reaching((0.9,) * 5)

@@ -69,7 +69,7 @@ def test_the_scores_in_text():
     dp = next(line for line in text.splitlines() if line.startswith("dp "))
     speed = r"\([\d,]+\) +\(1\.\d\d×\) +\(\d\d %\)"
     assert re.search(rf"dp \(emulated\) +{speed}", dp)
-    assert "in brackets: emulated on CPU threads" in text
+    assert "numbers in brackets: emulated on CPU threads" in text
     assert re.search(r"async .* 1 / 3 .* 94\.7 %", text)
 
 
@@ -228,7 +228,7 @@ def test_emulated_devices_are_named_wherever_results_are():
     named = "2 emulated V100, resnet50's clock, over 1 Gbit/s and 0.5 ms"
     emulated, without = (Comparison(comparison_id="1", name="c", runs=r) for r in (over, runs))
     assert f"{named}; losses are real" in results_table(emulated).text()
-    assert sentence(emulated).endswith(f"; all of it on {named}.")
+    assert sentence(emulated).endswith(f"; times are computed for {named}.")
     assert "emulated" not in results_table(without).text() + sentence(without)
     assert list(runs_frame(emulated)["devices"]) == ["2xV100"] * 2
 
@@ -255,4 +255,4 @@ def test_efficiency_is_parted_but_not_by_a_ceiling_that_other_programs_have_slow
     assert ddp.text.endswith(" %")
     assert not ddp.quiet
     assert all("×" in each.quiet for each in (dp, async_))
-    assert "no-comm was measured slower than ddp, so its efficiency is not split" in table.text()
+    assert "no-comm was slower than ddp, so the table shows efficiency without" in table.text()
