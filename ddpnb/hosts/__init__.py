@@ -1,1 +1,1 @@
-"""Ranks on other hosts: the processes there, and how the kernel starts, reaches and ends them."""
+"""Ranks on other hosts: starts, connects and ends the processes on these hosts."""

@@ -1,8 +1,8 @@
-"""The agent of a host: the fork server of the ranks there (agent).
+"""The agent of a host, which is the fork server of the host's ranks (agent).
 
-The relay of its host starts it, and passes the kernel's JSON frames on to it.  Before it imports
-torch, it reports what this host has and whether it reaches the other hosts.  When its pipe closes,
-it ends all its ranks, like any fork server.
+The relay of the host starts the agent, and passes the kernel's JSON frames on to the agent.  Before
+the agent imports torch, it reports the host's properties and whether it reaches the other hosts.
+When the agent's pipe closes, the agent ends all its ranks, as every fork server does.
 """
 
 import contextlib
@@ -33,24 +33,24 @@ from ddpnb.protocol.processes import KernelRequest, atomic_write, num_cores
 
 @dataclass(kw_only=True, slots=True)
 class Agent:
-    """What an agent does that a fork server on the kernel's own host need not."""
+    """The requests that only an agent answers, and the fork server that the agent extends."""
 
     server: forkserver.Forkserver
     sockets: str
-    """Where ssh has forwarded the controller's to, less their numbers; empty: nowhere."""
+    """The path, without numbers, of the controller's sockets that ssh forwards; may be empty."""
     listener: socket.socket | None = None
-    """Where other hosts probe whether they reach this one."""
+    """The socket to which other hosts connect to check that they reach this host."""
     master: socket.socket | None = None
-    """Keeps the port at which rank 0, if it is here, will listen."""
+    """The socket that reserves rank 0's port; None if rank 0 is on another host."""
 
     def check(
         self, *, home: str, interface: str, others: list[str], port: int | None
     ) -> dict[str, Any]:
-        """Describe this host, and let the other hosts probe it.
+        """Describe this host, and open a port that the other hosts probe.
 
-        Without an ``interface`` the network between the hosts is that by which ssh came here, or,
-        on the kernel's own host, that which leads to ``others``.  ``port`` is kept for rank 0; 0
-        stands for any, None for none: rank 0 is elsewhere.
+        Without an ``interface``, ddpnb uses the network over which ssh reached this host.  On the
+        kernel's own host, ddpnb uses the network that leads to ``others``.  ``port`` is reserved
+        for rank 0; 0 means any free port, and None means that rank 0 is on another host.
         """
         known = interfaces()
         address = next(iter(known.get(interface, [])), "") if interface else address_of_ssh()
@@ -59,7 +59,7 @@ class Agent:
             address = next(filter(None, far), address)
         if address:
             self.listener = socket.create_server((address, 0))
-            self.listener.setblocking(False)  # who has connected may be gone
+            self.listener.setblocking(False)  # a client may disconnect before `accept`
             self.master = None if port is None else reserve_port(address, port)
             self.server.more_ends += filter(None, (self.listener, self.master))
             self.server.selector.register(self.listener, selectors.EVENT_READ, refuse)
@@ -76,9 +76,9 @@ class Agent:
         }
 
     def prepare(self, *, environment: dict[str, str], connection: dict[str, Any]) -> int:
-        """Write the engines' connection file; import torch; return the number of GPUs.
+        """Write the engines' connection file, import torch, and return the number of GPUs.
 
-        Torch finds this environment.  Forwarded sockets get the names that the file gives them.
+        Torch sees ``environment``.  Links give forwarded sockets the connection file's names.
         """
         profile = self.server.folder / "profile"
         (profile / "security").mkdir(parents=True)
@@ -93,13 +93,13 @@ class Agent:
 
 
 def refuse(listener: socket.socket) -> None:
-    """Close what connects to the listener: that it could is all there is to know."""
+    """Accept a connection and close it; the probing host only checks that it can connect."""
     with contextlib.suppress(OSError):
         listener.accept()[0].close()
 
 
 def main(kernel_fd: str, folder: str, sockets: str) -> None:
-    """Be the agent of the kernel to which the relay's pipe leads."""
+    """Run the agent for the kernel at the other end of the relay's pipe."""
     server = forkserver.Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
     server.folder.mkdir(mode=0o700)
     agent = Agent(server=server, sockets=sockets)

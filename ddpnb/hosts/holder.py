@@ -1,8 +1,8 @@
-"""ipyparallel's launcher, as a process that ends with the kernel (kernel's host).
+"""A process with ipyparallel's launcher, which ends with the kernel (kernel's host).
 
-``python -m ddpnb.hosts.holder`` has a launcher start relays in place of engines: by Slurm, MPI,
-PBS, LSF, SGE or HTCondor, as its argument and the profile's ``ipcluster_config.py`` say.  It ends
-them when its standard input closes.  Its standard error has what went wrong.
+``python -m ddpnb.hosts.holder`` lets a launcher start relays instead of engines, through Slurm,
+MPI, PBS, LSF, SGE or HTCondor.  The argument and the profile's ``ipcluster_config.py`` choose the
+launcher.  The relays end when this process's standard input closes.  Errors go to standard error.
 """
 
 import asyncio
@@ -26,23 +26,23 @@ SLURM = """#!/bin/sh
 #SBATCH --nodes={{n}} --ntasks-per-node=1 --cpus-per-task={num_ranks}
 srun --no-kill --nodes={{n}} --mem=0 --cpu-bind=none --mpi=none {{program_and_args}}
 """
-"""One program on each node, which may use all that the job has there; it outlives other nodes."""
+"""The job of one program per node, which may use all of the job's cores and survives lost nodes."""
 MPI = ["--map-by", "ppr:1:node", "--bind-to", "none"]
-"""One program on each host, which may use all of its cores."""
+"""The arguments for one program per host, which may use all cores of the host."""
 
 
 async def main(
     *, profile: str, engines: str, num: int, num_ranks: int, folder: str, words: list[str]
 ) -> None:
-    """Start the relays on ``num`` hosts and wait for the kernel.
+    """Start the relays on ``num`` hosts, and wait until the kernel or the job ends.
 
-    ``num_ranks`` are to be on each.  The launcher writes its batch script into ``folder``.
-    ``words`` are the relay's command line; the last one is the file with keys.
+    Each host will run ``num_ranks`` ranks.  The launcher writes its batch script into ``folder``.
+    ``words`` is the relay's command line; the last word is the path of the file with keys.
     """
     file = Path(words[-1])
     try:
         launcher = make_launcher(profile, engines, folder, words)
-        # One program on each host, unless the profile says how.
+        # One program on each host, unless the profile has its own template or arguments.
         if isinstance(launcher, launchers.SlurmEngineSetLauncher):
             launcher.default_template = SLURM.format(num_ranks=num_ranks)
         elif isinstance(launcher, launchers.MPIEngineSetLauncher):
@@ -52,15 +52,15 @@ async def main(
         ended = asyncio.ensure_future(end_of(launcher))
         await asyncio.wait([ended, kernel], return_when=FIRST_COMPLETED)
     finally:
-        file.unlink(missing_ok=True)  # the kernel may have been killed
+        file.unlink(missing_ok=True)  # a killed kernel cannot remove it
     if not ended.done():
         await result_of(launcher.stop())
     print(launcher.get_output(remove=True), file=sys.stderr, flush=True)
-    os._exit(ended.done())  # the thread that waits for the kernel would go on
+    os._exit(ended.done())  # the thread that waits for the kernel would keep the process alive
 
 
 async def end_of(launcher: Any) -> None:
-    """Wait until what a launcher has started has ended; of batch systems, Slurm is asked."""
+    """Wait until the launcher's programs have ended; for Slurm, ask ``squeue`` regularly."""
     over = asyncio.Event()
     launcher.on_stop(lambda _: over.set())
     while not over.is_set():
@@ -74,13 +74,13 @@ async def end_of(launcher: Any) -> None:
 
 
 def make_launcher(profile: str, engines: str, folder: str, words: list[str]) -> Any:
-    """Return ipyparallel's launcher; raises ValueError where nothing says which."""
+    """Return ipyparallel's launcher; raise ValueError if neither profile nor option names one."""
     options = {"engines": engines} if engines else {}
     cluster = ipp.Cluster(profile=profile or "default", log_level=logging.WARNING, **options)
     if not engines and "engine_launcher_class" not in cluster.config.get("Cluster", {}):
         raise ValueError(
-            f"{cluster.profile_dir}/ipcluster_config.py names no launcher: set "
-            "c.Cluster.engine_launcher_class there, or add --engines slurm"
+            f"{cluster.profile_dir}/ipcluster_config.py names no launcher; set "
+            "c.Cluster.engine_launcher_class in this file, or add --engines slurm"
         )
     return cluster.engine_launcher_class(
         work_dir=folder,
@@ -95,7 +95,7 @@ def make_launcher(profile: str, engines: str, folder: str, words: list[str]) -> 
 
 
 async def result_of(answer: Any) -> None:
-    """Wait for what some launchers return as a coroutine."""
+    """Wait for an answer, which some launchers return as a coroutine."""
     if inspect.isawaitable(answer):
         await answer
 

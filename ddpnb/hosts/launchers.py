@@ -1,8 +1,8 @@
-"""Hosts that a launcher of ipyparallel gives: Slurm, MPI, PBS, LSF, SGE, HTCondor (kernel).
+"""Starts hosts through a launcher of ipyparallel: Slurm, MPI, PBS, LSF, SGE, HTCondor (kernel).
 
-The launcher starts relays in place of engines.  A process of its own holds it (``holder.py``), and
-ends what it started when this process is gone.  What the relays need to come here is in a file of
-the user's home, which the hosts share.
+The launcher starts relays instead of engines.  The launcher runs in a separate process
+(``holder.py``), which ends the relays when this process ends.  A file in the user's home, which all
+hosts share, tells the relays how to connect to this process.
 """
 
 import json
@@ -24,24 +24,24 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import atomic_write
 
 WAIT_SECONDS = 600.0
-"""How long hosts may take to come, if nothing else is said."""
+"""The default limit for the time until all hosts are connected."""
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 2.0
 STOP_SECONDS = 60.0
-"""How long a launcher may take to end what it started."""
+"""The limit for the time in which a launcher ends its programs."""
 STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
-"""Without it, a profile with an error in it is read as an empty one, with local engines."""
+"""Makes an error in a profile fatal; otherwise traitlets reads the profile as empty."""
 
 
 class LaunchedHosts:
-    """The relays that one launcher has started."""
+    """The relays that one launcher starts."""
 
     def __init__(self, spec: HostsSpec, folder: Path) -> None:
-        """Have the launcher start relays; ``wait`` waits for them."""
+        """Make the launcher start relays; ``wait`` waits for them."""
         if spec.profile and spec.profile not in profiles():
             raise UserError(
-                f"There is no profile {spec.profile} of ipyparallel, but {', '.join(profiles())}: "
-                f"`ipython profile create --parallel --profile={spec.profile}` makes one."
+                f"ipyparallel has no profile {spec.profile}, only {', '.join(profiles())}. Create "
+                f"one with `ipython profile create --parallel --profile={spec.profile}`."
             )
         assert spec.num_ranks is not None
         self._what = f"profile {spec.profile}" if spec.profile else f"--engines {spec.engines}"
@@ -50,7 +50,7 @@ class LaunchedHosts:
         self._seconds = WAIT_SECONDS if spec.timeout is None else spec.timeout
         self._log = folder / "launcher.log"
         self.address = own_address(spec.interface)
-        """Where engines reach the controller."""
+        """The address at which engines reach the controller."""
         self.router = Router(f"tcp://{self.address}:{free_ports(self.address, 1)[0]}")
         self._file = Path.home() / f".ddpnb-{secrets.token_hex(8)}.json"
         atomic_write(self._file, json.dumps(self.router.place()).encode(), mode=0o600)
@@ -65,23 +65,23 @@ class LaunchedHosts:
         with self._log.open("wb") as errors:
             self._holder = subprocess.Popen(
                 [sys.executable, "-m", "ddpnb.hosts.holder", json.dumps(order)],
-                stdin=subprocess.PIPE,  # it closes with this process, however that ends
+                stdin=subprocess.PIPE,  # closes when this process ends for any reason
                 stdout=errors,
                 stderr=errors,
                 env=os.environ | STRICT,
-                start_new_session=True,  # interrupts are for the kernel
+                start_new_session=True,  # interrupts must reach only the kernel
             )
 
     def wait(self, progress: Callable[[str], None]) -> list[RemoteHost]:
-        """Wait until all hosts are there; return them in the order of their names."""
+        """Wait until all hosts are connected; return them in the order of their names."""
         deadline, next_report = time.monotonic() + self._seconds, 0.0
         relays: set[str] = set()
         while len(relays) < self._num:
             here = f"{len(relays)} of {self._num}"
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{here} hosts of {self._what} have come within {self._seconds:g} s: give them "
-                    "longer with --timeout."
+                    f"{here} hosts of {self._what} connected within {self._seconds:g} s. To wait "
+                    "longer, add --timeout."
                 )
             if self._holder.poll() is not None:
                 raise UserError(self._explain_end(here))
@@ -90,24 +90,24 @@ class LaunchedHosts:
                 next_report = time.monotonic() + min(REPORT_SECONDS, self._seconds / 4)
             time.sleep(POLL_SECONDS)
             if lost := relays - (relays := set(self.router.relays)):
-                raise UserError(f"{len(lost)} hosts of {self._what} were lost again.")
+                raise UserError(f"{len(lost)} hosts of {self._what} disconnected while starting.")
         self._file.unlink(missing_ok=True)
         found = sorted((relay.host, name) for name, relay in self.router.relays.items())
         return [RemoteHost(name=host, size=self._size, relay=name) for host, name in found]
 
     def start_again(self, host: RemoteHost) -> None:
-        """Refuse: a launcher starts all of its hosts or none."""
+        """Raise UserError, because a launcher cannot start a single host again."""
         raise UserError(
-            f"Host {host.name} is lost with what {self._what} has started there: start anew with "
-            "%ddp_restart."
+            f"Host {host.name} was lost, and {self._what} cannot start a single host again. "
+            "Restart all ranks with %ddp_restart."
         )
 
     def explain(self, host: RemoteHost) -> str:
-        """Return the sentence on why a host's agent has ended before it was of use."""
-        return f"Host {host.name} of {self._what} was lost: its connection or its agent has ended."
+        """Return a sentence that explains why a host's agent ended during the start."""
+        return f"Host {host.name} of {self._what} was lost: its connection or its agent ended."
 
     def stop(self) -> None:
-        """Have the launcher end what it started."""
+        """Make the launcher end its programs."""
         self.router.stop()
         self._file.unlink(missing_ok=True)
         assert self._holder.stdin is not None
@@ -119,26 +119,26 @@ class LaunchedHosts:
             self._holder.wait()
 
     def _explain_end(self, here: str) -> str:
-        """Return the sentence on why the launcher has ended, from what it has written."""
+        """Return a sentence that explains the launcher's end with the last line of its log."""
         text = self._log.read_text(errors="replace")
         lines = [line.strip(" -.") for line in text.splitlines() if "srun: error" not in line]
-        end = next(filter(None, reversed(lines)), "it wrote nothing")
-        return f"The launcher of {self._what} has ended, with {here} hosts there: {end}."
+        end = next(filter(None, reversed(lines)), "it printed no message")
+        return f"The launcher of {self._what} ended when {here} hosts were connected: {end}."
 
 
 def own_address(interface: str) -> str:
-    """Return this host's address for the others, or that of an interface, which a user names."""
+    """Return this host's address for other hosts, on the user's interface if there is one."""
     if not interface:
         return next(iter(public_ips()), "127.0.0.1")
     if found := interfaces().get(interface, []):
         return found[0]
     raise UserError(
-        f"This host has no interface {interface} with an IPv4 address; --interface names one that "
-        "this host and all others have."
+        f"This host has no interface {interface} with an IPv4 address. Choose an --interface that "
+        "all hosts have."
     )
 
 
 def profiles() -> list[str]:
-    """Return the names of the user's profiles."""
+    """Return the names of the user's IPython profiles."""
     folders = Path(get_ipython_dir()).glob("profile_*")
     return sorted(each.name.removeprefix("profile_") for each in folders)

@@ -1,4 +1,4 @@
-"""Addresses, ports and software of this host; whether it reaches others (kernel, agents)."""
+"""Addresses, ports and software of this host, and probes of other hosts (kernel, agents)."""
 
 import contextlib
 import importlib.metadata
@@ -14,11 +14,11 @@ import psutil
 from ddpnb.protocol.processes import ephemeral_ports
 
 PROBE_SECONDS = 3.0
-"""How long a connection to another host may take."""
+"""The limit for the time to connect to another host."""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that all hosts share, without importing anything; empty: none is here."""
+    """Return the versions that must agree on all hosts, without imports; empty: not installed."""
     found = {"Python": platform.python_version().rpartition(".")[0]}
     for package in ("ddpnb", "torch"):
         try:
@@ -37,15 +37,15 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def address_of_ssh() -> str:
-    """Return the one of this host's addresses by which ssh has reached it, if it has."""
-    parts = os.environ.get("SSH_CONNECTION", "").split()  # in a batch job it may be another host's
+    """Return the address over which ssh reached this host, or the loopback address without ssh."""
+    parts = os.environ.get("SSH_CONNECTION", "").split()  # may be another host's in a batch job
     address = parts[2].removeprefix("::ffff:") if len(parts) == 4 else ""
     is_own = any(address in found for found in interfaces().values())
     return address if is_own else "127.0.0.1"
 
 
 def route_to(address: str) -> str:
-    """Return the address of this host on the way to another; empty where there is no way."""
+    """Return the address from which this host reaches another address; empty if unreachable."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
         return str(probe.getsockname()[0])
@@ -53,14 +53,14 @@ def route_to(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is of use on its own host only."""
+    """Return True if an address works only within its host."""
     return ipaddress.ip_address(address or "127.0.0.1").is_loopback
 
 
 def reserve_port(address: str, port: int = 0) -> socket.socket:
-    """Keep a port, by default any free one, from being handed out, until the socket is closed.
+    """Reserve a port, by default any free port, until the returned socket is closed.
 
-    A process that asks for it by number, with SO_REUSEADDR, may listen there.
+    Another process can still listen at the port if it gives the number and SO_REUSEADDR.
     """
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,10 +69,10 @@ def reserve_port(address: str, port: int = 0) -> socket.socket:
 
 
 def free_ports(address: str, num: int) -> list[int]:
-    """Return free ports of an address, of those that the system does not hand out by itself.
+    """Return free ports of an address outside the range that the system assigns automatically.
 
-    So none is taken before the controller listens, and ``Group.abort``, which closes connections
-    between ranks, can distinguish them from those to the controller.
+    So the ports stay free until the controller listens.  ``Group.abort`` closes connections between
+    ranks; the ports distinguish connections to the controller, which stay open.
     """
     every, others = range(10_000, 65_536), ephemeral_ports()
     candidates = [port for port in every if port not in others] or list(every)
@@ -88,7 +88,7 @@ def free_ports(address: str, num: int) -> list[int]:
 
 
 def probe(others: Sequence[tuple[str, int]]) -> tuple[int, str] | None:
-    """Connect to addresses; return the number of the first that fails, and its error."""
+    """Connect to addresses; return the index of the first that fails with its error, or None."""
     for number, address in enumerate(others):
         try:
             socket.create_connection(address, PROBE_SECONDS).close()

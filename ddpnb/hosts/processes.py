@@ -1,8 +1,8 @@
 """The processes of a cluster on several hosts (kernel).
 
-The kernel's own host has a fork server with the controller alone.  Each host has an agent, which is
-the fork server of its ranks, and a relay, which leads to it.  A host that is named twice in ssh's
-configuration, or is the kernel's own, is one like any other.
+The fork server on the kernel's host starts only the controller.  Each host has an agent, which is
+the fork server of the host's ranks, and a relay, which connects the agent to the kernel.  The
+kernel's own host, and a second name of a host in ssh's configuration, count as ordinary hosts.
 """
 
 import json
@@ -36,21 +36,21 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KernelRequest, working_folder
 
 MAX_CLOCK_SECONDS = 5.0
-"""How far a host's clock may be off: times of runs and of checkpoints are compared."""
+"""The largest difference of a host's clock; ddpnb compares times of runs and of checkpoints."""
 
 
 def start_cluster(spec: ClusterSpec, progress: Callable[[str], None] = lambda _: None) -> Cluster:
-    """Start ranks on this host, or on those that the spec names; see ``Cluster.start``."""
+    """Start ranks on this host, or on the hosts that the spec names; see ``Cluster.start``."""
     is_remote = isinstance(spec, HostsSpec) and spec.is_remote
     start_processes: StartProcesses = HostProcesses if is_remote else LocalProcesses
     return Cluster.start(spec, progress, start_processes)
 
 
 class HostProcesses(Processes):
-    """A fork server with the controller on this host, and the agents of the others."""
+    """A fork server with the controller on this host, and an agent on each host with ranks."""
 
     def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
-        """Start the controller, and have relays started; a UserError says why they cannot be."""
+        """Start the controller and the relays; raise UserError if they cannot be started."""
         assert isinstance(spec, HostsSpec)
         self._spec = spec
         self._folder = folder
@@ -60,7 +60,7 @@ class HostProcesses(Processes):
         self._is_placed = False
         self._environment: dict[str, str] = {}
         self.prepared = Future()
-        self.prepared.set_result(0)  # the ranks are the agents'
+        self.prepared.set_result(0)  # the agents start the ranks
         self._starter = (LaunchedHosts if spec.is_launched else SshHosts)(spec, folder)
         try:
             address = self._starter.address
@@ -71,7 +71,7 @@ class HostProcesses(Processes):
             raise
 
     def place(self, progress: Callable[[str], None]) -> Placement:
-        """Wait for the hosts, check them, have them import torch, and place the ranks."""
+        """Wait for the hosts, check them, let their agents import torch, and place the ranks."""
         for host in self._starter.wait(progress):
             self._connect(host)
             self._hosts.append(host)
@@ -97,11 +97,11 @@ class HostProcesses(Processes):
 
     @property
     def links(self) -> Sequence[ForkServerLink]:
-        """The agent of each host."""
+        """The connection to the agent of each host."""
         return [host.link for host in self._hosts]
 
     def prepare(self, rank: int) -> None:
-        """Have a rank's host ready to start it: with an agent anew, if its own has ended."""
+        """Prepare a rank's host to start the rank; start the agent again if the agent has ended."""
         host = self._hosts[self.placement.host_of[rank]]
         if not host.link.is_over.is_set():
             return
@@ -128,7 +128,7 @@ class HostProcesses(Processes):
             self._starter.stop()
 
     def _connect(self, host: RemoteHost) -> None:
-        """Begin to read what a host's agent reports."""
+        """Connect to a host's agent, and start to read its reports."""
         relay = self._starter.router.relays.get(host.relay)
         if relay is None:
             raise UserError(self._starter.explain(host))
@@ -137,7 +137,7 @@ class HostProcesses(Processes):
         )
 
     def _note_end(self, host: RemoteHost) -> None:
-        """Note the end of all ranks of a host with that of its agent."""
+        """Report the end of all ranks of a host, because the host's agent has ended."""
         if not self._is_placed:
             return
         cause = f"was lost with host {host.name}: its connection or its agent ended"
@@ -152,12 +152,12 @@ class HostProcesses(Processes):
         /,
         **fields: object,
     ) -> list[Any]:
-        """Have agents carry out a request, all at once; return the answer of each."""
+        """Send a request to all agents at the same time; return the answer of each agent."""
         asked = [host.link.request(operation, **fields) for host in hosts]
         return [self._result(*pair, seconds) for pair in zip(hosts, asked, strict=True)]
 
     def _result(self, host: RemoteHost, answer: "Future[Any]", seconds: float) -> Any:
-        """Wait for an answer; a UserError says why there is none."""
+        """Wait for an agent's answer; raise UserError if the agent does not answer."""
         try:
             return answer.result(seconds)
         except TimeoutError:
@@ -165,10 +165,10 @@ class HostProcesses(Processes):
         except RuntimeError as error:
             if host.link.is_over.is_set():
                 raise UserError(self._starter.explain(host)) from None
-            raise UserError(f"Host {host.name} could not be used: {error}") from error
+            raise UserError(f"Host {host.name} cannot be used: {error}") from error
 
     def _check(self, hosts: Sequence[RemoteHost]) -> None:
-        """Have agents describe their hosts; raises a UserError where one is not fit."""
+        """Ask agents to describe their hosts; raise UserError if a host cannot be used."""
         interface = self._spec.interface
         others = [relay.reached for relay in self._starter.router.relays.values()]
         others += [self._starter.address] if self._starter.address else []
@@ -182,7 +182,7 @@ class HostProcesses(Processes):
             check_host(host, self._home, interface)
 
     def _prepare(self, hosts: Sequence[RemoteHost]) -> None:
-        """Have agents import torch, and engines find the controller."""
+        """Let agents import torch, and send them the connection file of the controller."""
         path = self._folder / "profile/security/ipcontroller-engine.json"
         wait_for_file(path, self._require_controller)
         fields = {"environment": self._environment, "connection": json.loads(path.read_text())}
@@ -191,7 +191,7 @@ class HostProcesses(Processes):
             host.report["num_gpus"] = num_gpus
 
     def _check_links(self) -> None:
-        """Raise a UserError unless each host reaches each other one."""
+        """Raise UserError unless each host reaches every other host."""
         hosts = self._hosts
         where = [(host.report["address"], host.report["port"]) for host in hosts]
         found = self._ask(hosts, KernelRequest.PROBE, others=where)
@@ -200,29 +200,29 @@ class HostProcesses(Processes):
                 number, error = failed
                 raise UserError(
                     f"Host {host.name} does not reach host {hosts[number].name} at its address "
-                    f"{where[number][0]} ({error.lower()}): open the ports between the hosts, or "
+                    f"{where[number][0]} ({error.lower()}). Open the ports between the hosts, or "
                     "choose another network with --interface."
                 )
 
     def _require_controller(self) -> None:
         if self.server.link.is_over.is_set():
-            raise RuntimeError("the fork server has ended while the controller started")
+            raise RuntimeError("the fork server ended while the controller was starting")
 
 
 def check_host(host: RemoteHost, home: Path, interface: str) -> None:
-    """Raise a UserError if a host cannot be used."""
+    """Raise UserError if a host cannot be used."""
     name, report = host.name, host.report
     for package, here in versions().items():
         there = report["versions"][package] or "none"
         if there != here:
             raise UserError(
-                f"Host {name} has {package} {there}, and this one {here}: install the same "
-                "version, or name another Python with --python."
+                f"Host {name} has {package} {there}, but this host has {here}. Install the same "
+                "version, or choose another Python with --python."
             )
     if not report["has_home"]:
-        raise UserError(f"Host {name} has no folder {home}, where cells are to run: make it.")
+        raise UserError(f"Host {name} has no folder {home}, which cells need. Create the folder.")
     if abs(off := report["clock"]) > MAX_CLOCK_SECONDS:
-        raise UserError(f"The clock of host {name} is off by {off:+.0f} s: run NTP on both.")
+        raise UserError(f"The clock of host {name} is off by {off:+.0f} s. Run NTP on both hosts.")
     if interface and not report["address"]:
         known = ", ".join(report["interfaces"])
-        raise UserError(f"Host {name} has no interface {interface} with IPv4; it has: {known}.")
+        raise UserError(f"Host {name} has no interface {interface} with IPv4, only {known}.")

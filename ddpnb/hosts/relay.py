@@ -1,12 +1,12 @@
-"""The relay of a host: it starts the agent there, and passes its frames on (relay).
+"""The relay of a host: starts the agent, and passes frames between agent and kernel (relay).
 
-ssh or a launcher of ipyparallel starts ``python -m ddpnb.hosts.relay``.  It connects to the kernel,
-over a Unix socket that ssh forwards or over TCP.  Where to, and the keys, it reads from its
-standard input, or from the file that is its first argument.  ZMQ and its threads stay out of the
-agent, which forks.
+ssh or a launcher of ipyparallel starts ``python -m ddpnb.hosts.relay``.  The relay connects to the
+kernel over TCP or over a Unix socket that ssh forwards.  It reads the kernel's address and the keys
+from standard input, or from the file in its first argument.  The relay keeps ZMQ and ZMQ's threads
+out of the agent, because the agent forks.
 
-When the connection is lost, however the kernel has ended, the relay closes the agent's pipe, which
-ends the ranks.  When the agent has ended, the relay kills what it left and removes its files.
+When the connection to the kernel is lost, the relay closes the agent's pipe, which ends the ranks.
+When the agent ends, the relay kills its remaining processes and removes its files.
 """
 
 import contextlib
@@ -31,21 +31,21 @@ from ddpnb.hosts.wire import COME_MS, Word, keep_alive
 from ddpnb.protocol.processes import PIPE_SECONDS, RUN_FOLDER, limit_waits, parent_folder
 
 SHARED_SECONDS = 10.0
-"""How long a file of another host may take to appear on a disk that both share."""
+"""The limit for the time until a file from another host appears on a shared disk."""
 END_SECONDS = 10.0
-"""How long an agent may take to end its ranks once its pipe is closed."""
+"""The limit for the time in which an agent ends its ranks after its pipe is closed."""
 TASK_VARIABLES = (
     *("OMPI_", "PMIX_", "PMI_"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP"),
 )
-"""Variables, or their beginnings, by which libraries would take a rank for the launcher's task."""
+"""The prefixes of variables that would make libraries treat a rank as a task of the launcher."""
 
 
 def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:
-    """Run an agent until it or the kernel has gone; return whether the kernel ever answered.
+    """Run an agent until the agent or the kernel ends; return True if the kernel ever answered.
 
-    See ``Router.place`` for what ``place`` has.
+    ``Router.place`` describes ``place``.
     """
     name = place["name"] or secrets.token_hex(8)
     folder = parent_folder() / f"{RUN_FOLDER}{name}"
@@ -79,7 +79,7 @@ def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             agent.wait(END_SECONDS)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(agent.pid, signal.SIGKILL)  # it, or what it has left
+            os.killpg(agent.pid, signal.SIGKILL)  # the agent or its remaining processes
         agent.wait()
         shutil.rmtree(folder, ignore_errors=True)
         send(kernel, Word.END)
@@ -89,12 +89,12 @@ def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:
 def pass_on(
     pipe: Connection, kernel: "zmq.Socket[bytes]", end_of_kernel: "zmq.Socket[bytes]"
 ) -> bool:
-    """Pass frames on until the agent or the kernel has gone; return whether that ever answered."""
+    """Pass frames on until agent or kernel ends; return True if the kernel ever answered."""
     is_known, deadline = False, time.monotonic() + COME_MS / 1000
     poller = zmq.Poller()
     for each in (kernel, end_of_kernel, pipe.fileno()):
         poller.register(each, zmq.POLLIN)
-    with contextlib.suppress(EOFError, OSError):  # the agent has ended, or does not read
+    with contextlib.suppress(EOFError, OSError):  # the agent has ended or does not read
         while is_known or time.monotonic() < deadline:
             ready = dict(poller.poll(1000))
             if end_of_kernel in ready:
@@ -112,23 +112,23 @@ def pass_on(
 
 
 def send(kernel: "zmq.Socket[bytes]", word: Word, content: bytes = b"") -> None:
-    """Send the kernel a message, unless it is lost."""
+    """Send the kernel a message; drop the message if the kernel is lost."""
     with contextlib.suppress(zmq.Again):
         kernel.send_multipart([word, content], zmq.NOBLOCK)
 
 
 def read_place(path: str) -> dict[str, Any]:
-    """Return the kernel's place from a file, which may have yet to appear, or standard input."""
+    """Return the kernel's address and keys from a file, which may appear later, or from stdin."""
     deadline = time.monotonic() + SHARED_SECONDS
     while path and not os.path.exists(path):
         if time.monotonic() > deadline:
-            sys.exit(f"no file with keys, {path}")
+            sys.exit(f"the file with keys, {path}, did not appear")
         time.sleep(0.05)
     return dict(json.loads(Path(path).read_text() if path else sys.stdin.readline()))
 
 
 def main(path: str = "", *_: str) -> None:
-    """Be the relay; launchers may add words of their own to the line."""
+    """Run the relay; ignore further arguments, which some launchers add."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))

@@ -1,4 +1,4 @@
-"""Where relays connect: one thread between their socket and a pipe for each agent (kernel)."""
+"""The router: one thread between the socket of all relays and a pipe for each agent (kernel)."""
 
 import hmac
 import json
@@ -18,53 +18,53 @@ from ddpnb.hosts.wire import LOST_MS, Word, keep_alive
 from ddpnb.protocol.processes import limit_waits
 
 PROBE_SECONDS = 1.0
-"""How often it is checked whether relays are connected."""
+"""The seconds between two checks that the relays are connected."""
 STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relay:
-    """A relay that has come."""
+    """A connected relay."""
 
     host: str
-    """What its host calls itself."""
+    """The host's name for itself."""
     reached: str
-    """The address by which ssh has reached it, if it has."""
+    """The address over which ssh reached the host; the loopback address without ssh."""
     pipe: Connection
-    """Leads to its agent."""
+    """The kernel's end of the pipe to the agent."""
     end: Connection
     """The router's end of the pipe."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RemoteHost:
-    """One host, as the kernel sees it."""
+    """The kernel's data about one host."""
 
     name: str
-    """As the user wrote it, or as it calls itself."""
+    """The user's name for the host, or the host's name for itself."""
     size: int | None
-    """How many ranks are to be there; None: as many as fit."""
+    """The number of ranks to start on the host; None: ddpnb chooses the number."""
     relay: str
-    """The name of its relay in the router."""
+    """The name of the host's relay in the router."""
     link: ForkServerLink = field(init=False)
-    """To its agent."""
+    """The connection to the host's agent."""
     report: dict[str, Any] = field(default_factory=dict)
-    """What it has; ``clock`` is by how many seconds it is ahead."""
+    """The agent's report; ``clock`` is the number of seconds by which the host's clock is ahead."""
 
 
 class Router:
-    """Lets relays in that have the token, and connects a pipe with the agent of each."""
+    """Accepts relays that have the token, and connects a pipe to the agent of each relay."""
 
     def __init__(self, endpoint: str) -> None:
         self.relays: dict[str, Relay] = {}
-        """Those that are connected, by name."""
+        """The connected relays by name."""
         self._token = secrets.token_hex(32)
         self._endpoint = endpoint
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._key, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.curve_server = True
-        self._socket.router_mandatory = True  # to send to a relay that is lost is an error then
+        self._socket.router_mandatory = True  # sending to a lost relay raises an error
         keep_alive(self._socket, LOST_MS)
         self._socket.bind(endpoint)
         self._control, theirs = Pipe()
@@ -74,10 +74,10 @@ class Router:
         self._thread.start()
 
     def place(self, *, name: str = "", endpoint: str = "", sockets: str = "") -> dict[str, Any]:
-        """Return what a relay needs to come; whoever reads it may come too.
+        """Return the address and keys for a relay; any process with them can connect.
 
-        Without a name it chooses one.  It connects to ``endpoint``, by default where this host
-        listens.  ssh has forwarded the controller's sockets to ``sockets`` and their numbers.
+        Without a name, the relay chooses a name.  The relay connects to ``endpoint``, by default
+        this router's address.  ``sockets`` is the path of ssh's forwarded sockets without numbers.
         """
         return {
             "name": name,
@@ -89,13 +89,13 @@ class Router:
         }
 
     def stop(self) -> None:
-        """Disconnect from all relays, which ends them; may be called twice."""
+        """Disconnect all relays, which ends them; may be called twice."""
         self._control.close()
         self._thread.join(STOP_SECONDS)
 
     def _serve(self, control: Connection) -> None:
         next_probe, ready = 0.0, set[object]()
-        while control.fileno() not in ready:  # it has been closed then
+        while control.fileno() not in ready:  # ready: `stop` has closed the other end
             poller = zmq.Poller()
             ends = {relay.end.fileno(): name for name, relay in self.relays.items()}
             for each in (self._socket, control, *ends):
@@ -104,7 +104,7 @@ class Router:
             if self._socket in ready:
                 try:
                     self._receive(*self._socket.recv_multipart())
-                except Exception:  # noqa: BLE001  the edge of the thread: others go on
+                except Exception:  # noqa: BLE001  the edge of the thread; other relays continue
                     traceback.print_exc()
             for fd, name in ends.items():
                 if fd in ready and name in self.relays:
@@ -119,7 +119,7 @@ class Router:
         self._context.term()
 
     def _receive(self, identity: bytes, word: bytes, content: bytes) -> None:
-        """Take a message of a relay, or of a stranger."""
+        """Process a message from a relay, or from an unknown process."""
         name = identity.decode(errors="replace")
         if word == Word.HELLO and name not in self.relays:
             hello = json.loads(content)
@@ -134,29 +134,29 @@ class Router:
         elif word == Word.FRAME and name in self.relays:
             try:
                 self.relays[name].end.send_bytes(content)
-            except OSError:  # the kernel has closed its end, or does not read
+            except OSError:  # the kernel has closed its end or does not read
                 self._end(name)
 
     def _pass_on(self, name: str) -> None:
-        """Send a frame of the kernel, or its end, to the agent."""
+        """Send a frame from the kernel to the agent; end the agent if the pipe is closed."""
         try:
             self._send(name, Word.FRAME, self.relays[name].end.recv_bytes())
         except (EOFError, OSError):
             self._end(name)
 
     def _end(self, name: str) -> None:
-        """Have an agent end, which nobody needs any more."""
+        """End an agent that the kernel no longer needs."""
         self._send(name, Word.END)
         self._drop(name)
 
     def _send(self, name: str, word: Word, content: bytes = b"") -> None:
-        """Send a message to a relay, or drop one that is lost."""
+        """Send a message to a relay; remove the relay if it is lost."""
         try:
             self._socket.send_multipart([name.encode(), word, content])
         except zmq.ZMQError:
             self._drop(name)
 
     def _drop(self, name: str) -> None:
-        """Forget a relay, and have the kernel read the end of its pipe."""
+        """Remove a relay, and close its pipe so that the kernel notices."""
         if (relay := self.relays.pop(name, None)) is not None:
             relay.end.close()

@@ -1,4 +1,4 @@
-"""Hosts that the user names, over ssh (kernel)."""
+"""Starts relays over ssh on the hosts that the user names (kernel)."""
 
 import contextlib
 import json
@@ -18,20 +18,20 @@ from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
 
 COME_SECONDS = 30.0
-"""How long a host may take to start its relay and agent."""
+"""The limit for the time in which a host starts its relay and agent."""
 END_SECONDS = 5.0
-"""How long ssh may take to end once its relay is asked to."""
+"""The limit for the time in which ssh ends after its relay is told to end."""
 SSH = (
     "ssh",
     "-T",  # no terminal
-    "-a",  # whatever the user's configuration says, the host gets no use of the user's keys
+    "-a",  # no agent forwarding, even if the user's configuration turns it on
     "-x",
-    *("-o", "BatchMode=yes"),  # no question that nobody would answer
+    *("-o", "BatchMode=yes"),  # no questions, because nobody can answer them
     *("-o", "StrictHostKeyChecking=yes"),
     *("-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=5"),  # a host without power is noticed after 15 to 20 s
+    *("-o", "ServerAliveInterval=5"),  # ssh notices a dead host after 15 to 20 s
     *("-o", "ServerAliveCountMax=3"),
-    *("-o", "ControlPath=none"),  # a shared connection would keep the forwarded sockets
+    *("-o", "ControlPath=none"),  # a shared connection would keep the forwarded sockets open
     *("-o", "ExitOnForwardFailure=yes"),
     *("-o", "LogLevel=ERROR"),
 )
@@ -42,38 +42,38 @@ python={python}
 [ -n "$python" ] || {{ python={same}; [ -x "$python" ] || python=python3; }}
 "$python" -m ddpnb.hosts.relay
 """
-"""Runs in a shell on the host, which removes the sockets that sshd leaves behind."""
+"""The script for the host's shell, which removes the sockets that sshd leaves behind."""
 REASONS = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "it has another host key than in your known_hosts: check the new key, then remove the old "
-        "one as `ssh {host}` says",
+        "its host key differs from the key in your known_hosts. Check the new key, then remove the "
+        "old key as `ssh {host}` advises",
     ),
-    ("ost key", "its host key is not known: check it, then connect once with `ssh {host}`"),
-    ("Permission denied", "it does not let you in: set up a key for `ssh {host}`"),
-    ("port forwarding failed", "its sshd needs AllowStreamLocalForwarding yes"),
-    ("no answer at", "it does not reach the kernel: does its sshd forward Unix sockets?"),
-    ("No module named", "its Python has {line}: install ddpnb {version}, or give --python"),
+    ("ost key", "its host key is not known. Connect once with `ssh {host}` and check the key"),
+    ("Permission denied", "it rejects your login. Set up a key for `ssh {host}`"),
+    ("port forwarding failed", "its sshd needs the setting AllowStreamLocalForwarding yes"),
+    ("no answer at", "it does not reach the kernel. Check that its sshd forwards Unix sockets"),
+    ("No module named", "its Python has {line}. Install ddpnb {version}, or add --python"),
 )
-"""What ssh, the relay or the agent may write, and what it means."""
+"""Fragments of messages from ssh, relay and agent, each with an explanation for users."""
 
 
 class SshHosts:
-    """One ssh for each host, which starts the relay there and forwards its sockets."""
+    """One ssh process for each host, which starts the relay and forwards the relay's sockets."""
 
     address = ""
-    """Where engines reach the controller: not at an address of this host, but at those sockets."""
+    """Empty, because engines reach the controller through ssh's sockets, not at an address."""
 
     def __init__(self, spec: HostsSpec, folder: Path) -> None:
-        """Start them; ``wait`` waits for the relays."""
+        """Start an ssh process for each host; ``wait`` waits for the relays."""
         if shutil.which("ssh") is None:
-            raise UserError("There is no ssh on this host: install OpenSSH's client for --hosts.")
+            raise UserError("--hosts needs ssh on this host. Install the OpenSSH client.")
         self._folder = folder
         self._python = spec.python
         self._ssh: dict[str, subprocess.Popen[bytes]] = {}
         self._hosts: list[RemoteHost] = []
         self.router = Router(f"ipc://{folder / 'relays'}")
-        for n in range(1, NUM_SOCKETS + 1):  # ssh's -R takes no colon, which the names have
+        for n in range(1, NUM_SOCKETS + 1):  # ssh's -R does not accept the colon in these names
             (folder / f"engine-{n}").symlink_to(folder / f"profile/socket:{n}")
         try:
             for name, size in parse_hosts(spec.hosts).items():
@@ -83,23 +83,23 @@ class SshHosts:
             raise
 
     def wait(self, progress: Callable[[str], None]) -> list[RemoteHost]:
-        """Wait until all hosts are there."""
+        """Wait until all hosts are connected, and return them."""
         progress("connecting to the hosts")
         for host in self._hosts:
             self._wait_for(host)
         return self._hosts
 
     def start_again(self, host: RemoteHost) -> None:
-        """Start a relay by a new connection."""
+        """Start a host's relay again through a new ssh process."""
         self._ssh[host.name].kill()
         self._ssh[host.name].wait()
         host.relay = self._start(host.name)
         self._wait_for(host)
 
     def explain(self, host: RemoteHost) -> str:
-        """Return the sentence on why a host's agent has ended before it was of use."""
+        """Return a sentence that explains why a host's agent ended during the start."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._ssh[host.name].wait(1.0)  # it ends soon after its relay, and has written all then
+            self._ssh[host.name].wait(1.0)  # ssh ends soon after its relay and completes the log
         text = self._log(host.name).read_text(errors="replace")
         lines = text.strip().splitlines() or ["ssh has ended"]
         for found, reason in REASONS:
@@ -110,7 +110,7 @@ class SshHosts:
         return f"Host {host.name} cannot be used: {lines[-1].strip().removesuffix('.')}."
 
     def stop(self) -> None:
-        """Disconnect from the relays, with which each ssh ends."""
+        """Disconnect the relays, which ends their ssh processes."""
         self.router.stop()
         deadline = time.monotonic() + END_SECONDS
         for ssh in self._ssh.values():
@@ -121,7 +121,7 @@ class SshHosts:
                 ssh.wait()
 
     def _start(self, name: str) -> str:
-        """Start the ssh of a host; return the name that its relay will have."""
+        """Start the ssh process of a host; return the name that the host's relay will have."""
         relay = secrets.token_hex(8)
         there = f"/tmp/ddpnb-{relay}"
         here = {"relay": "relays"} | {n: f"engine-{n}" for n in range(1, NUM_SOCKETS + 1)}
@@ -136,12 +136,12 @@ class SshHosts:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # interrupts are for the kernel
+                start_new_session=True,  # interrupts must reach only the kernel
             )
         self._ssh[name] = ssh
         place = self.router.place(name=relay, endpoint=f"ipc://{there}.relay", sockets=there)
         assert ssh.stdin is not None
-        with contextlib.suppress(OSError), ssh.stdin:  # it has ended, as waiting for it says
+        with contextlib.suppress(OSError), ssh.stdin:  # ssh may have ended; `_wait_for` notices
             ssh.stdin.write(json.dumps(place).encode() + b"\n")
         return relay
 
@@ -159,8 +159,8 @@ class SshHosts:
 
 
 def silent(host: str, seconds: float) -> str:
-    """Return the sentence on a host that does not answer."""
+    """Return the sentence about a host that does not answer."""
     return (
-        f"Host {host} has not answered within {seconds:g} s: it is too slow, or its connection "
-        "was lost."
+        f"Host {host} did not answer within {seconds:g} s. Either the host is too slow, or its "
+        "connection was lost."
     )

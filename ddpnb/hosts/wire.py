@@ -1,33 +1,33 @@
-"""What crosses between the kernel and the relay of a host, over CurveZMQ (both ends)."""
+"""The protocol between the kernel and a host's relay, over CurveZMQ (kernel, relay)."""
 
 from enum import Enum
 
 import zmq
 
 LOST_MS = 15_000
-"""After so long without a heartbeat, which ZMQ's own thread answers, the other end is lost."""
+"""The longest time without a heartbeat of a live end; ZMQ's own thread answers heartbeats."""
 COME_MS = 15_000
-"""How long a new connection may take to be of use, and a stranger may hold one."""
+"""The limit for the time to set up a new connection, which unknown processes may also open."""
 
 NUM_SOCKETS = 12
-"""Sockets or ports of the controller that engines reach; ipyparallel has eight."""
+"""The number of the controller's sockets or ports for engines; ipyparallel needs eight."""
 
 
 class Word(bytes, Enum):
-    """The first part of a message; the second is its content."""
+    """The first part of a message; the second part is the content."""
 
     HELLO = b"hello"
-    """Relay: its agent has been started; a JSON object says where, and has the token."""
+    """From the relay: the agent has been started.  The content has the host and the token."""
     FRAME = b"frame"
-    """Both: a frame of the agent's pipe."""
+    """From both ends: a frame of the agent's pipe."""
     END = b"end"
-    """Kernel: close the agent's pipe.  Relay: the agent has ended and nothing of it is left."""
+    """From the kernel: close the agent's pipe.  From the relay: all of the agent has ended."""
     PROBE = b"probe"
-    """Kernel: the relay is known; this cannot be sent to one that is lost."""
+    """From the kernel: the relay is accepted.  Sending this to a lost relay fails."""
 
 
 def keep_alive(end: "zmq.Socket[bytes]", lost_ms: int) -> None:
-    """Have a lost connection noticed, and no message dropped because there are many."""
+    """Make ZMQ notice a lost connection, and queue any number of messages without dropping some."""
     end.heartbeat_ivl, end.heartbeat_timeout, end.heartbeat_ttl = lost_ms // 3, lost_ms, lost_ms
     end.handshake_ivl = COME_MS
     end.sndhwm = end.rcvhwm = 0

@@ -46,15 +46,15 @@ def test_another_version_of_a_package(tmp_path, package):
     installed = tmp_path / f"{package}-0.0.9.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text(f"Name: {package}\nVersion: 0.0.9\n")
-    sentence = rf"Host a has {package} 0\.0\.9, and this one [\d.]+: install the same version"
+    sentence = rf"Host a has {package} 0\.0\.9, but this host has [\d.]+. Install the same version"
     refused(tmp_path, sentence, f"PYTHONPATH={tmp_path}:$PYTHONPATH")
 
 
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("PYTHONPATH=", "Host a .* no module named ddpnb.*: install ddpnb"),
-        ("PYTHONPATH=$PYTHONPATH", "Host a .* no module named zmq: install ddpnb"),
+        ("PYTHONPATH=", "Host a .* no module named ddpnb.*Install ddpnb"),
+        ("PYTHONPATH=$PYTHONPATH", "Host a .* no module named zmq. Install ddpnb"),
     ],
 )
 def test_a_python_without_packages(tmp_path, setting, sentence):
@@ -67,8 +67,8 @@ def test_a_python_without_packages(tmp_path, setting, sentence):
     [
         ({"hosts": "nobody:1"}, "Host nobody cannot be used: .* Connection refused"),
         ({"hosts": "stranger:1"}, "Host stranger .* host key is not known"),
-        ({"hosts": "impostor:1"}, "Host impostor .* another host key than"),
-        ({"hosts": "locked:1"}, "Host locked .* set up a key"),
+        ({"hosts": "impostor:1"}, "Host impostor .* its host key differs"),
+        ({"hosts": "locked:1"}, "Host locked .* Set up a key"),
         ({"hosts": "a:1", "python": "/nowhere/python"}, "Host a .*/nowhere/python: not found"),
         ({"hosts": "a:1", "interface": "net7"}, "Host a has no interface net7 .* lo, net0"),
         ({"hosts": "a:1", "device": "cuda"}, "Host a has no GPU"),

@@ -152,7 +152,7 @@ srun --mem=0 --cpu-bind=none --mpi=none {program_and_args}
 
 def test_a_job_that_waits_for_ever_ends_at_the_timeout(slurm, profile):
     before, said = jobs(), []
-    with pytest.raises(UserError, match="0 of 2 hosts of profile site have come within 2 s"):
+    with pytest.raises(UserError, match="0 of 2 hosts of profile site connected within 2 s"):
         start_cluster(HostsSpec(profile=profile(SLURM), timeout=2.0, **TWO_EACH), said.append)
     assert "waiting for the hosts of profile site: 0 of 2" in said
     rig.wait_until(lambda: jobs() <= before, "the job's end")
@@ -212,12 +212,12 @@ NOWHERE = "c.Cluster.engine_launcher_class = 'nowhere'\n"
 @pytest.mark.parametrize(
     ("config", "spec", "sentence"),
     [
-        ("", {"profile": "site"}, "names no launcher: set c.Cluster.engine_launcher_class"),
-        (NOWHERE, {"profile": "site"}, "profile site has ended, with 0 of 2"),
-        ("1 / 0\n", {"profile": "site"}, "hosts there: ZeroDivisionError: division by zero"),
-        ("", {"profile": "other"}, "There is no profile other of ipyparallel, but .*site: "),
+        ("", {"profile": "site"}, "names no launcher; set c.Cluster.engine_launcher_class"),
+        (NOWHERE, {"profile": "site"}, "profile site ended when 0 of 2"),
+        ("1 / 0\n", {"profile": "site"}, "were connected: ZeroDivisionError: division by zero"),
+        ("", {"profile": "other"}, "ipyparallel has no profile other, only .*site. Create"),
         ("", {"engines": "local", "python": "/usr/bin/python3"}, "0 of 2.*No module named"),
-        ("", {"engines": "slurm", "python": "/nowhere/python"}, "with 0 of 2.*/nowhere/python"),
+        ("", {"engines": "slurm", "python": "/nowhere/python"}, "when 0 of 2.*/nowhere/python"),
         ("", {"engines": "local", "interface": "net7"}, "This host has no interface net7"),
     ],
 )

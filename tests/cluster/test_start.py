@@ -27,7 +27,7 @@ THREADS = max(1, num_cores() // 2)
 def test_a_folder_that_was_removed_is_named(tmp_path, monkeypatch, folders: list[Path]):
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
-    with pytest.raises(UserError, match="folder no longer exists. Change to another folder with %cd"):
+    with pytest.raises(UserError, match=r"folder no longer exists\. Change .* with %cd"):
         Cluster.start(ClusterSpec(num_ranks=1, device="cpu"))
     assert not folders
 
