@@ -1,1 +1,1 @@
-"""The exercises of the lessons, and how ``%ddp_exercise`` checks them."""
+"""The exercises of the lessons, and the checks of ``%ddp_exercise``."""

@@ -1,4 +1,4 @@
-"""``%ddp_exercise``: where an exercise is checked, and what the student reads (kernel)."""
+"""Check an exercise for ``%ddp_exercise``, and write the student's message (kernel)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,22 +11,22 @@ from ddpnb.session.errors import CellTimeoutError, HangError, RankError
 from ddpnb.session.session import this_session
 
 SECONDS = 20.0
-"""Longest check on the ranks; then they are stopped, and keep their variables."""
+"""Time limit of a check on the ranks.  After it, the ranks stop and keep their variables."""
 
 
 def check_exercise(number: str, variables: Mapping[str, Any]) -> str:
-    """Check an exercise, with a supervised call where it concerns code on the ranks.
+    """Check an exercise, with a supervised call on the ranks if it concerns code on the ranks.
 
     Args:
-        number: of the lesson and the exercise, ``"3.2"``.
-        variables: of the notebook.
+        number: the numbers of the lesson and the exercise, such as ``"3.2"``.
+        variables: the notebook's variables.
 
     Returns:
-        A sentence that it is solved.
+        A message that the exercise is solved.
 
     Raises:
-        UserError: it is not; with a hint.
-        RankError: what the student wrote raised on a rank.
+        UserError: the exercise is not solved.  The message has a hint.
+        RankError: the student's code raised an error on a rank.
     """
     if number not in HINTS:
         raise one_of("exercise", number, HINTS)
@@ -36,7 +36,9 @@ def check_exercise(number: str, variables: Mapping[str, Any]) -> str:
         else:
             _on_ranks(number)
     except Hint as hint:
-        raise UserError(f"Exercise {number} is not solved yet: {hint}") from None
+        raise UserError(
+            f"Exercise {number} is not solved yet. {hint} Hint: {HINTS[number]}"
+        ) from None
     return f"Exercise {number} is solved."
 
 
@@ -44,7 +46,7 @@ def _in_notebook(number: str, variables: Mapping[str, Any]) -> None:
     try:
         check(CHECKS[number], variables)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Hint(f"{type(error).__name__}: {error}. {HINTS[number]}") from None
+        raise Hint(f"Its check raised {type(error).__name__}: {error}.") from None
 
 
 def _on_ranks(number: str) -> None:
@@ -52,10 +54,10 @@ def _on_ranks(number: str) -> None:
     try:
         this_session().run_cell(source, CellOptions(timeout=SECONDS))
     except (HangError, CellTimeoutError) as error:
-        raise Hint(f"{error} {HINTS[number]}") from None
+        raise Hint(str(error)) from None
     except RankError as error:
         first = error.failures[0]
         if first.name == Hint.__name__:
             raise Hint(first.text) from None
-        print(f"Exercise {number} is not solved yet. {HINTS[number]}")
+        print(f"Exercise {number} is not solved yet. Hint: {HINTS[number]}")
         raise

@@ -1,7 +1,7 @@
-"""What an exercise is: a check of what a student wrote, and hints.  (Kernel and ranks.)
+"""The hints of all exercises, and the call of an exercise's check.  (Kernel and ranks.)
 
-A check is a function whose parameters are named as what the student had to define.  It raises
-``Hint`` where that is wrong.
+A check is a function.  Its parameters have the names that the student had to define.  The check
+raises ``Hint`` if the student's solution is wrong.
 """
 
 import inspect
@@ -11,37 +11,37 @@ from typing import Any
 Check = Callable[..., None]
 
 HINTS = {
-    "1.1": "Divide two speeds; eight devices could reach eight times the speed of one.",
+    "1.1": "Divide two speeds. Eight devices could reach eight times the speed of one.",
     "1.2": "Train the same strategies again, and change one option.",
-    "2.1": "Where every rank sends first, none receives: dist.isend returns at once.",
-    "2.2": "Gather on rank 0, add there, broadcast; or send around the ring N - 1 times.",
-    "3.1": "All-reduce p.grad of each parameter p, then divide by the number of ranks.",
-    "3.2": "torch.randperm with a generator seeded by the epoch is the same on all ranks.",
-    "3.3": "Join the gradients into one tensor, reduce it, and copy the parts back.",
-    "4.1": "Run all backward passes but the last inside net.no_sync(), and divide each loss.",
-    "4.2": "DistributedDataParallel has an option for parameters that take no part in a step.",
-    "5.1": "Every row of steps() is one update of one worker; its staleness is a column.",
+    "2.1": "If every rank sends first, no rank receives. dist.isend returns at once.",
+    "2.2": "Gather on rank 0, add there and broadcast. Or send around the ring N - 1 times.",
+    "3.1": "All-reduce p.grad of each parameter p, then divide it by the number of ranks.",
+    "3.2": "If you seed torch.randperm's generator with the epoch, all ranks get the same order.",
+    "3.3": "Join the gradients with torch.cat, reduce the result, and copy the parts back.",
+    "4.1": "Divide each loss. Run every backward pass except the last inside net.no_sync().",
+    "4.2": "DistributedDataParallel has an option for parameters that a step does not use.",
+    "5.1": "Each row of steps() is one update of one worker. The staleness is a column.",
     "5.2": "Divide the learning rate by the staleness, but never by less than one.",
     "6.1": "All-reduce each parameter and divide it, under torch.no_grad().",
-    "6.2": "Give torch.optim.Adam this rank's parameters; after its step, each owner broadcasts.",
-    "7.1": "Read the table of the prediction: one column for each number of ranks.",
-    "7.2": "Rank 0 writes to another name and renames it with os.replace; all ranks read.",
-    "8.1": "Repeat some samples, or leave some out, until each rank has as many batches.",
-    "8.2": "A forward pass of a DDP model may exchange buffers: call what it wraps, net.module.",
+    "6.2": "Give torch.optim.Adam this rank's parameters. After its step, each owner broadcasts.",
+    "7.1": "Read the table of the prediction. It has one column for each number of ranks.",
+    "7.2": "Rank 0 writes to another name and renames the file with os.replace. All ranks read.",
+    "8.1": "Repeat or leave out samples until every rank has the same number of batches.",
+    "8.2": "A forward pass of a DDP model may exchange buffers. Call the inner model, net.module.",
 }
-"""What helps with each exercise, whatever went wrong."""
+"""A hint for each exercise that helps with any mistake."""
 
 
 class Hint(Exception):  # noqa: N818 - students read it
-    """A solution is wrong; the text says where to look, and is no solution."""
+    """A solution is wrong.  The text says what was expected and found, but not the solution."""
 
 
 def check(exercise: Check, variables: Mapping[str, Any]) -> None:
-    """Check what a student defined.
+    """Call an exercise's check with the variables that the student defined.
 
     Args:
         exercise: the check.
-        variables: of the notebook, or of a rank.
+        variables: the variables of the notebook or of a rank.
 
     Raises:
         Hint: a variable is missing, or its value is wrong.
@@ -50,16 +50,12 @@ def check(exercise: Check, variables: Mapping[str, Any]) -> None:
     missing = [name for name in names if variables.get(name, ...) is ...]
     if missing:
         raise Hint(
-            f"{' and '.join(missing)} is not defined here: fill in the cell above and run it."
+            f"{' and '.join(missing)} is not defined here. Fill in the cell above and run it."
         )
     exercise(*(variables[name] for name in names))
 
 
 def expect(right: bool, hint: str) -> None:
-    """Give a hint unless something is right.
-
-    Raises:
-        Hint: it is wrong.
-    """
+    """Raise ``Hint`` unless the student's result is right."""
     if not right:
         raise Hint(hint)

@@ -1,4 +1,4 @@
-"""Exercises about results: checked in the notebook (kernel)."""
+"""Checks of the exercises about results, which run in the notebook (kernel)."""
 
 import math
 from typing import Any
@@ -6,60 +6,57 @@ from typing import Any
 from ddpnb.course.exercises import Check, expect
 
 CLOSE = 0.02
-"""Relative error of a number that a student computes from a table."""
+"""Largest relative error of a number that a student computes from a table."""
 
 
 def efficiency(efficiency: float, race: Any) -> None:
-    """The speed of ddp over that of as many single devices."""
+    """Check the speed of ``ddp``, divided by the speed of N devices that each train ``single``."""
     frame = race.to_frame().set_index("strategy")
     speed = frame["samples_per_second"]
     expect(
         not math.isclose(efficiency, speed["ddp"] / speed["single"], rel_tol=CLOSE),
-        "that is the speed-up; efficiency is its share of what all devices could reach.",
+        f"Expected the efficiency of ddp, found its speed-up {efficiency:.3g}.",
     )
     expected = speed["ddp"] / (frame["num_devices"]["ddp"] * speed["single"])
     expect(
         math.isclose(efficiency, expected, rel_tol=CLOSE),
-        "take samples/s of ddp and of single from the table, and the number of devices.",
+        f"Expected the efficiency of ddp in the race, found {efficiency:.3g}.",
     )
 
 
 def bigger_batch(race: Any, bigger: Any) -> None:
-    """With a larger global batch ``ddp`` is more efficient than in the race."""
+    """Check that ``ddp`` is more efficient with a larger global batch than in the race."""
     ours, theirs = (each.to_frame().set_index("strategy") for each in (bigger, race))
-    expect("ddp" in ours.index, "train ddp, to compare it with the race's.")
-    expect(
-        ours["batch_size"]["ddp"] > theirs["batch_size"]["ddp"],
-        "the global batch has to be larger than in the race.",
-    )
-    expect(
-        ours["efficiency"]["ddp"] > theirs["efficiency"]["ddp"],
-        "ddp is no more efficient than in the race: change the batch alone.",
-    )
+    expect("ddp" in ours.index, f"Expected a run of ddp, found {', '.join(ours.index)}.")
+    batch, old_batch = ours["batch_size"]["ddp"], theirs["batch_size"]["ddp"]
+    expect(batch > old_batch, f"Expected a global batch above {old_batch}, found {batch}.")
+    share, old_share = ours["efficiency"]["ddp"], theirs["efficiency"]["ddp"]
+    expect(share > old_share, f"Expected an efficiency above {old_share:.0%}, found {share:.0%}.")
 
 
 def mean_staleness(mean_staleness: float, stale: Any) -> None:
-    """The mean staleness of the updates of ``async``."""
+    """Check the mean staleness of the updates of ``async``."""
     steps = stale.steps()
     values = steps[steps["strategy"] == "async"]["staleness"]
     expect(
         not math.isclose(mean_staleness, steps["staleness"].fillna(0).mean(), rel_tol=CLOSE),
-        "take the rows of async alone: other strategies have no staleness.",
+        f"Expected the mean over the steps of async, found {mean_staleness:.3g}, the mean of all.",
     )
     expect(
         math.isclose(mean_staleness, values.mean(), rel_tol=CLOSE),
-        "average the column staleness over the steps of async.",
+        f"Expected the mean staleness over the steps of async, found {mean_staleness:.3g}.",
     )
 
 
 def enough_ranks(enough_ranks: int, forecast: Any) -> None:
-    """The smallest number of ranks on which ``ddp`` is ten times as fast as on one."""
+    """Check the smallest number of ranks on which ``ddp`` is ten times as fast as on one rank."""
     points = forecast.prediction.points["ddp"]
     single = next((each.samples_per_second for each in points if each.num_ranks == 1), math.nan)
     fast = [each.num_ranks for each in points if each.samples_per_second >= 10 * single]
-    expect(bool(fast), "predict 1 rank and more of them: none here is ten times as fast as one.")
+    expect(bool(fast), "Expected a ten times faster ddp, found none. Predict 1 rank and more.")
     expect(
-        enough_ranks == min(fast), "take the smallest number that is at least ten times as fast."
+        enough_ranks == min(fast),
+        f"Expected the smallest number of ranks that is fast enough, found {enough_ranks}.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Exercises about code: checked on the ranks, all of which take part.  (On a rank.)"""
+"""Checks of the exercises about code.  Every rank runs the check.  (On a rank.)"""
 
 import copy
 import os
@@ -13,70 +13,66 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpnb.course.exercises import HINTS, Check, Hint, expect
+from ddpnb.course.exercises import Check, Hint, expect
 from ddpnb.course.exercises import check as check_variables
 
 Model = nn.Module
 
 
 def check(number: str, variables: dict[str, Any]) -> None:
-    """Check an exercise on every rank; the twin of ``%ddp_exercise`` there.
+    """Check an exercise for ``%ddp_exercise``.  Every rank calls it.
 
     Raises:
         Hint: the solution is wrong.
-        Exception: what the student's own code raised.
+        Exception: the student's own code raised an error.
     """
-    expect(dist.get_world_size() > 1, "it needs two ranks or more: %ddp_restart -n 2.")
+    expect(dist.get_world_size() > 1, "It needs two ranks or more, found 1. Run %ddp_restart -n 2.")
     try:
         check_variables(CHECKS[number], variables)
     except (AttributeError, TypeError, ValueError) as error:
         if traceback.extract_tb(error.__traceback__)[-1].filename != __file__:
             raise
-        raise Hint(f"it does not return what it should ({error}). {HINTS[number]}") from None
+        raise Hint(f"The check cannot use the returned value: {error}.") from None
 
 
 # --- lesson 2: ranks and collectives
 
 
 def send_around(send_around: Callable[[Tensor], Tensor]) -> None:
-    """Each rank returns what its left neighbour passed in."""
+    """Check that each rank returns the tensor of its left neighbour."""
     rank, size = _place()
     got = send_around(torch.full((1000,), float(rank)))
-    expect(isinstance(got, Tensor), "return the tensor that has arrived.")
+    expect(isinstance(got, Tensor), f"Expected the tensor that arrived, found {got}.")
     left = float((rank - 1) % size)
-    expect(bool((got == left).all()), f"rank {rank} should return what rank {left:g} sent.")
+    found = got.unique().tolist()
+    expect(bool((got == left).all()), f"Expected the value {left:g} on rank {rank}, found {found}.")
 
 
 def sum_by_hand(sum_by_hand: Callable[[Tensor], Tensor]) -> None:
-    """An all-reduce, built from other calls."""
+    """Check an all-reduce that the student built from other calls."""
     rank, size = _place()
     mine = torch.arange(5.0) + 10 * rank
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
         got = sum_by_hand(mine.clone())
-    expect(not calls.called, "without dist.all_reduce: build it from other calls.")
+    expect(not calls.called, f"Expected no call of dist.all_reduce, found {calls.call_count}.")
     expected = size * torch.arange(5.0) + 10 * sum(range(size))
-    expect(isinstance(got, Tensor), "return the sum.")
-    expect(
-        torch.allclose(got, expected), f"rank {rank} has {got.tolist()}, not {expected.tolist()}."
-    )
+    expect(isinstance(got, Tensor), f"Expected the sum as a tensor, found {got}.")
+    expect(torch.allclose(got, expected), f"Expected {expected} on rank {rank}, found {got}.")
 
 
 # --- lesson 3: gradients averaged by hand
 
 
 def average_gradients(average_gradients: Callable[[Model], None]) -> None:
-    """After it every rank has the mean of all gradients."""
+    """Check that every rank has the mean of all gradients."""
     _check_averaged(average_gradients)
 
 
 def average_at_once(average_at_once: Callable[[Model], None]) -> None:
-    """The same, with one all-reduce."""
+    """Check that every rank has the mean of all gradients after one all-reduce."""
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
         _check_averaged(average_at_once)
-    expect(
-        calls.call_count == 1,
-        f"it calls all_reduce {calls.call_count} times; torch.cat makes one of them.",
-    )
+    expect(calls.call_count == 1, f"Expected one call of all_reduce, found {calls.call_count}.")
 
 
 def _check_averaged(average: Callable[[Model], None]) -> None:
@@ -89,17 +85,18 @@ def _check_averaged(average: Callable[[Model], None]) -> None:
     for number, parameter in enumerate(model.parameters()):
         found = parameter.grad
         if found is None:
-            raise Hint("a gradient is gone: change p.grad in place.")
+            raise Hint(f"Expected a gradient in p.grad on rank {rank}, found None.")
         is_own = torch.allclose(found, torch.full_like(found, float(rank + number)))
-        expect(not is_own or rank == mean, f"rank {rank} still has its own gradient.")
+        expect(not is_own or rank == mean, f"Rank {rank} still has its own gradient, not the mean.")
         is_sum = torch.allclose(found, torch.full_like(found, size * (mean + number)))
-        expect(not is_sum, "that is the sum of the gradients; DDP's update is their mean.")
+        expect(not is_sum, "Expected the mean of the gradients, but the result is the sum.")
         is_mean = torch.allclose(found, torch.full_like(found, mean + number))
-        expect(is_mean, f"gradient {number} of rank {rank} is not the mean over the ranks.")
+        got = found.flatten()[0].item()
+        expect(is_mean, f"Expected the mean {mean + number:g} on rank {rank}, found {got:g}.")
 
 
 def my_indices(my_indices: Callable[[int, int], Sequence[int]]) -> None:
-    """The samples of this rank in an epoch: disjoint, complete, another order each epoch."""
+    """Check this rank's samples: disjoint, complete, and in a different order in each epoch."""
     num_samples, (_, size) = 10 * dist.get_world_size(), _place()
     orders = []
     for epoch in (0, 1, 0):
@@ -107,22 +104,24 @@ def my_indices(my_indices: Callable[[int, int], Sequence[int]]) -> None:
         parts: list[Any] = [None] * size
         dist.all_gather_object(parts, mine)
         dealt = sorted(index for part in parts for index in part)
+        again = sorted({index for index in dealt if dealt.count(index) > 1})
         expect(
-            len(dealt) == len(set(dealt)),
-            f"in epoch {epoch} several ranks got the same sample: permute alike on all ranks "
-            "(seed a generator), then take every N-th from this rank's place on.",
+            not again,
+            f"Expected each sample once in epoch {epoch}, found {again} more than once. "
+            "Rank r can take every N-th sample of the order, from sample r on.",
         )
-        expect(dealt == list(range(num_samples)), f"in epoch {epoch} no rank got some samples.")
+        complete = dealt == list(range(num_samples))
+        expect(complete, f"Expected all {num_samples} samples in epoch {epoch}, found {dealt}.")
         orders.append(parts)
-    expect(orders[0] == orders[2], "the same epoch has another order the next time: seed it.")
-    expect(orders[0] != orders[1], "epochs 0 and 1 have the same order: the seed lacks the epoch.")
+    expect(orders[0] == orders[2], "Expected the same order in epoch 0 each time, found another.")
+    expect(orders[0] != orders[1], "Expected two orders for epochs 0 and 1, found the same order.")
 
 
 # --- lesson 4: inside DistributedDataParallel
 
 
 def accumulate(accumulate: Callable[[Model, Sequence[Any], Callable[..., Tensor]], None]) -> None:
-    """Several backward passes, one exchange, the gradient of the whole batch."""
+    """Check that several backward passes make one exchange and the whole batch's gradient."""
     rank, _ = _place()
     model = _model()
     net = DistributedDataParallel(copy.deepcopy(model))
@@ -142,23 +141,24 @@ def accumulate(accumulate: Callable[[Model, Sequence[Any], Callable[..., Tensor]
         for _ in range(3)
     ]
     accumulate(net, batches, nn.functional.cross_entropy)
-    expect(bool(exchanges), "no gradient was exchanged: the last backward pass has to.")
-    expect(exchanges.count(0) == 1, "each backward pass sends all gradients; only the last should.")
+    found = exchanges.count(0)
+    expect(found == 1, f"Expected one exchange of the gradients, in the last pass, found {found}.")
     reference = copy.deepcopy(model)
     inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
     nn.functional.cross_entropy(reference(inputs), targets).backward()
     for ours, theirs in zip(net.module.parameters(), reference.parameters(), strict=True):
         if theirs.grad is None or ours.grad is None:
-            raise Hint("call backward() for each batch.")
+            raise Hint("Expected a gradient for each parameter, found None. Call backward().")
         dist.all_reduce(theirs.grad)
         mean = theirs.grad / dist.get_world_size()
         is_sum = torch.allclose(ours.grad, 3 * mean, atol=1e-6)
-        expect(not is_sum, "that is the gradient of the sum: divide each loss by len(batches).")
-        expect(torch.allclose(ours.grad, mean, atol=1e-6), "the gradient is not that of one batch.")
+        expect(not is_sum, "Expected the gradient of the mean loss, found the sum of gradients.")
+        is_mean = torch.allclose(ours.grad, mean, atol=1e-6)
+        expect(is_mean, "Expected the gradient of all batches together, found another gradient.")
 
 
 def wrap(wrap: Callable[[Model], Model]) -> None:
-    """DDP for a model of which each step uses only a part."""
+    """Check that DDP trains a model if each step uses only a part of it."""
 
     class TwoHeads(nn.Module):
         def __init__(self) -> None:
@@ -170,7 +170,8 @@ def wrap(wrap: Callable[[Model], Model]) -> None:
             return torch.as_tensor(head(x))
 
     net = wrap(TwoHeads())
-    expect(isinstance(net, DistributedDataParallel), "return the wrapped model.")
+    name = type(net).__name__
+    expect(isinstance(net, DistributedDataParallel), f"Expected a wrapped model, found {name}.")
     for step in range(3):
         net.zero_grad()
         net(torch.ones(2, 8), step % 2).sum().backward()
@@ -180,17 +181,17 @@ def wrap(wrap: Callable[[Model], Model]) -> None:
 
 
 def step_size(step_size: Callable[[float, int], float]) -> None:
-    """Staleness-aware learning rate: lr / max(1, staleness) (Zhang et al., IJCAI 2016)."""
-    expect(step_size(0.1, 0) == 0.1, "a fresh gradient (staleness 0) has the whole rate.")
-    expect(step_size(0.1, 1) == 0.1, "so has one of staleness 1.")
-    expect(abs(step_size(0.1, 4) - 0.025) < 1e-9, "with staleness 4 a quarter of it is left.")
+    """Check the learning rate lr / max(1, staleness) (Zhang et al., IJCAI 2016)."""
+    for staleness, rate in ((0, 0.1), (1, 0.1), (4, 0.025)):
+        got = step_size(0.1, staleness)
+        expect(abs(got - rate) < 1e-9, f"Expected {rate} for staleness {staleness}, found {got}.")
 
 
 # --- lesson 6: less communication, less memory
 
 
 def average_weights(average_weights: Callable[[Model], None]) -> None:
-    """One average of local SGD: every rank has the mean of all weights."""
+    """Check one average of local SGD: every rank has the mean of all weights."""
     rank, size = _place()
     model = _model()
     with torch.no_grad():
@@ -199,15 +200,13 @@ def average_weights(average_weights: Callable[[Model], None]) -> None:
     average_weights(model)
     mean = sum(range(size)) / size
     for parameter in model.parameters():
-        expect(parameter.is_leaf, "the parameters have to stay parameters: change them in place.")
-        expect(
-            torch.allclose(parameter, torch.full_like(parameter, mean)),
-            f"rank {rank} has {parameter.flatten()[0].item():g} in place of the mean, {mean:g}.",
-        )
+        expect(parameter.is_leaf, "Expected parameters changed in place, found a computed tensor.")
+        is_mean, got = torch.allclose(parameter, torch.full_like(parameter, mean)), parameter.mean()
+        expect(is_mean, f"Expected the mean {mean:g} on rank {rank}, found {got:g}.")
 
 
 def sharded_adam(ShardedAdam: Callable[..., Any]) -> None:  # noqa: N803 - the student's class
-    """Adam with its state shared out over the ranks: ZeRO, stage 1 (arXiv 1910.02054)."""
+    """Check an Adam with its state split between the ranks: ZeRO, stage 1 (arXiv 1910.02054)."""
     rank, size = _place()
     layers = [nn.Linear(8, 8) for _ in range(2 * size)]
     torch.manual_seed(0)
@@ -230,20 +229,19 @@ def sharded_adam(ShardedAdam: Callable[..., Any]) -> None:  # noqa: N803 - the s
     ):
         expect(
             torch.allclose(mine, other, atol=1e-6),
-            f"after three steps parameter {number} of rank {rank} is not what Adam makes of it: "
-            "its owner has to broadcast it.",
+            f"Expected Adam's parameter {number} on rank {rank} after three steps, found another.",
         )
     states = [held for held in _tensors_of(ours) if held.numel() > 1]
     kept = sum(held.numel() for held in states)
     whole = 2 * sum(parameter.numel() for parameter in model.parameters())
     expect(
         kept <= whole * (1 / size + 0.1),
-        f"rank {rank} keeps {kept / whole:.0%} of Adam's state; its own share is {1 / size:.0%}.",
+        f"Expected {1 / size:.0%} of Adam's state on rank {rank}, found {kept / whole:.0%}.",
     )
 
 
 def _tensors_of(holder: Any) -> Iterator[Tensor]:
-    """Yield the state of every optimizer that an object has, or is."""
+    """Yield the state of an object if it is an optimizer, and of every optimizer that it has."""
     held = [holder, *vars(holder).values()]
     for optimizer in {id(each): each for each in held}.values():
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -258,12 +256,13 @@ def checkpoints(
     save_checkpoint: Callable[[str, Model, int], None],
     load_checkpoint: Callable[[str, Model], int],
 ) -> None:
-    """A checkpoint that a killed rank cannot spoil; rank 0 writes, all ranks read."""
+    """Check that rank 0 writes a checkpoint, all ranks read it, and no kill can spoil it."""
     rank, _ = _place()
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     path, model = os.path.join(folder[0], "checkpoint.pt"), _model()
-    expect(load_checkpoint(path, model) == 0, "without a file the first step is 0.")
+    step = load_checkpoint(path, model)
+    expect(step == 0, f"Expected step 0 from load_checkpoint without a file, found {step}.")
     dist.barrier()
     with mock.patch.object(torch, "save", wraps=torch.save) as saved:
         save_checkpoint(path, model, 7)
@@ -271,40 +270,43 @@ def checkpoints(
     wrote = [
         str(call.args[1] if len(call.args) > 1 else call.kwargs["f"]) for call in saved.mock_calls
     ]
-    expect(rank == 0 or not wrote, f"rank {rank} writes the file too; one is enough.")
-    expect(os.path.exists(path), "there is no file after save_checkpoint.")
-    expect(path not in wrote, "a rank that is killed while it writes leaves half a file: rename.")
+    expect(rank == 0 or not wrote, f"Expected only rank 0 to write, found rank {rank} writing too.")
+    expect(os.path.exists(path), "Expected a file after save_checkpoint, found none.")
+    expect(path not in wrote, "Expected a write to another name, found a write to the file itself.")
     other = _model(seed=1)
-    expect(load_checkpoint(path, other) == 7, "load_checkpoint should return the step.")
+    step = load_checkpoint(path, other)
+    expect(step == 7, f"Expected the saved step, 7, from load_checkpoint, found {step}.")
     same = zip(model.parameters(), other.parameters(), strict=True)
-    expect(all(torch.equal(a, b) for a, b in same), "the weights are not those that were saved.")
+    expect(all(torch.equal(a, b) for a, b in same), "Expected the saved weights, found others.")
 
 
 # --- lesson 8: what goes wrong
 
 
 def evaluate_on_rank_0(evaluate_on_rank_0: Callable[..., Any]) -> None:
-    """A forward pass of a DDP model on one rank alone, for which none waits."""
+    """Check that rank 0 evaluates a DDP model without any other rank."""
     rank, _ = _place()
     net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     loss = evaluate_on_rank_0(net, torch.ones(4, 8))
-    expect(net.training, "leave the model as it was: net.train() after net.eval().")
-    expect((loss is None) == (rank != 0), "rank 0 returns the mean, the others None.")
+    expect(net.training, "Expected training mode after the call, found it off. Call net.train().")
+    expected = "None" if rank else "the mean"
+    expect((loss is None) == (rank != 0), f"Expected {expected} on rank {rank}, found {loss}.")
     net(torch.ones(4, 8)).sum().backward()
 
 
 def even_batches(even_batches: Callable[[int, int], Sequence[Sequence[int]]]) -> None:
-    """As many batches on every rank, where the samples do not divide evenly."""
+    """Check that all ranks have the same number of batches if the samples do not divide evenly."""
     _, size = _place()
     for num_samples in (7 * size + 1, 8 * size):
         mine = [[int(index) for index in batch] for batch in even_batches(num_samples, 2)]
         parts: list[Any] = [None] * size
         dist.all_gather_object(parts, mine)
-        counts = {len(part) for part in parts}
-        expect(len(counts) == 1, f"of {num_samples} samples ranks make {sorted(counts)} batches.")
+        counts = sorted({len(part) for part in parts})
+        expect(len(counts) == 1, f"Expected equal numbers of batches on all ranks, found {counts}.")
         seen = {index for part in parts for batch in part for index in batch}
-        expect(len(seen) >= num_samples - 2 * size, "too many samples are left out.")
-        expect(bool(seen) and max(seen) < num_samples, "there is no such sample.")
+        least, last = num_samples - 2 * size, max(seen, default=num_samples)
+        expect(len(seen) >= least, f"Expected {least} or more samples, found {len(seen)}.")
+        expect(last < num_samples, f"Expected samples 0 to {num_samples - 1}, found sample {last}.")
 
 
 CHECKS: dict[str, Check] = {
