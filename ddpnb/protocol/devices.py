@@ -174,8 +174,8 @@ def count_devices(text: str) -> tuple[int, str, int]:
     found = _DEVICES.fullmatch(text)
     if found is None:
         raise UserError(
-            f"{text!r} does not describe devices: write a number of devices (8) or of cards "
-            "(8xV100), and add the number of hosts after a slash (16xV100/2)."
+            f"{text!r} does not describe devices. Write a number of devices (8) or of cards "
+            "(8xV100). Add the number of hosts after a slash (16xV100/2)."
         )
     if not 1 <= int(found[1]) <= MAX_DEVICES:
         raise UserError(f"--devices {text}: ddpnb can emulate 1 to {MAX_DEVICES} devices.")
@@ -194,7 +194,7 @@ def parse_devices(
     num, card, num_hosts = count_devices(text)
     if card and not (model or compute):
         raise UserError(
-            f"--devices {text} needs a model's compute time: add --as {' | '.join(MODELS)}, or "
+            f"--devices {text} needs a model's compute time. Add --as {' | '.join(MODELS)}, or "
             "write the time as --compute 0.4ms/sample,2ms."
         )
     published = _published(model, card) if model else None
@@ -219,7 +219,7 @@ def parse_compute(text: str) -> Compute:
     whole = parse_quantity(one_pass, SECONDS) if comma else 0.0
     if not (each > 0 and whole >= 0):
         raise UserError(
-            f"--compute {text}: write the time of a sample and of a pass as 0.4ms/sample,2ms."
+            f"--compute {text} is not valid. Write times of a sample and a pass, 0.4ms/sample,2ms."
         )
     return Compute(each, whole)
 
@@ -229,7 +229,7 @@ def _published(model: str, card: str) -> Compute:
         raise one_of("model for --as", model, MODELS)
     known = MODELS[model].compute
     if not card:
-        raise UserError(f"--as {model} needs a card: add --devices 8x{next(iter(known))}.")
+        raise UserError(f"--as {model} needs a card. Add --devices 8x{next(iter(known))}.")
     if card not in known:
         raise UserError(f"ddpnb has no figures of {model} on {card}, only on {', '.join(known)}.")
     return known[card]

@@ -18,7 +18,7 @@ class OneLine(BaseException):
 
 
 class UserError(OneLine, Exception):
-    """A mistake that the user can correct; the message is one sentence and says how."""
+    """A mistake that the user can correct; the message says how."""
 
 
 def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:

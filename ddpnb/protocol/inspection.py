@@ -40,7 +40,7 @@ class InspectSpec:
         check_options(self)
         beside = [each for each in ("batch", "loss") if getattr(self, each)]
         if beside and not self.model:
-            raise UserError(f"--{beside[0]} is for a model: name the model, or remove the option.")
+            raise UserError(f"--{beside[0]} is for a model. Name the model, or remove the option.")
         if self.model and not self.batch:
             raise UserError(
                 f"Name the model's input on the ranks too: %ddp_inspect {self.model} --batch x."

@@ -57,7 +57,7 @@ def _parse(kind: str, text: str, entries: Mapping[str, Entry]) -> Choice:
     options = entries[name].options
     for key in given:
         if not options:
-            raise UserError(f"{name} has no options: remove {key!r}.")
+            raise UserError(f"{name} has no options. Remove {key!r}.")
         if key not in options:
             raise UserError(f"{name} has no option {key!r}; {advice(key, options)}")
     return Choice(
@@ -73,7 +73,7 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
         raise UserError(f"Write options as {name}:option=value,option=value, not {text}.")
     given = {key: value for key, _, value in pairs}
     if len(given) < len(pairs):
-        raise UserError(f"{text} sets an option twice: remove one of the two values.")
+        raise UserError(f"{text} sets an option twice. Remove one of the two values.")
     return name, given
 
 
@@ -102,13 +102,13 @@ def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
             ranks |= set(numbers[:1000])  # a typing error may name far more ranks than exist
         except ValueError:
             raise UserError(
-                f"{text!r} does not name ranks: write numbers and ranges, such as 0,2-3."
+                f"{text!r} does not name ranks. Write numbers and ranges, such as 0,2-3."
             ) from None
     if not ranks:
-        raise UserError(f"{text!r} is an empty range: write the smaller number first, as in 0-3.")
+        raise UserError(f"{text!r} is an empty range. Write the smaller number first, as in 0-3.")
     if missing := sorted(rank for rank in ranks if rank >= world_size):
         raise UserError(
-            f"There is no rank {format_ranks(missing)}: the ranks are "
+            f"There is no rank {format_ranks(missing)}. The ranks are "
             f"{format_ranks(range(world_size))}."
         )
     return tuple(sorted(ranks))
@@ -200,8 +200,8 @@ def parse_slow(text: str) -> Slow:
     if rank.isdecimal() and 0 < seconds <= MAX_SECONDS:
         return Slow(rank=int(rank), seconds=seconds, text=f"{1e3 * seconds:g} ms slower")
     raise UserError(
-        f"--slow {text}: write a rank with a factor (1:3x, above 1x and up to {MAX_FACTOR:g}x), "
-        "or with a time per step (1:50ms, above 0 and up to a day)."
+        f"--slow {text} is not valid. Write a rank and a factor above 1x, up to {MAX_FACTOR:g}x "
+        "(1:3x), or a rank and a time per step, up to a day (1:50ms)."
     )
 
 
@@ -214,7 +214,7 @@ def parse_kills(texts: Iterable[str]) -> dict[int, float]:
         if not (rank.isdecimal() and 0 <= seconds <= MAX_SECONDS):
             raise UserError(f"--kill {text}: write a rank and a time up to a day, such as 1@5s.")
         if int(rank) in kills:
-            raise UserError(f"--kill names rank {rank} twice: write each rank once.")
+            raise UserError(f"--kill names rank {rank} twice. Write each rank once.")
         kills[int(rank)] = seconds
     return kills
 
@@ -281,7 +281,7 @@ def parse_link(text: str) -> LinkSpec:
     if not (rate > 0 and 0 <= latency <= MAX_LATENCY_SECONDS):
         named = closest(text, LINKS) or f"one of {', '.join(LINKS)}"
         raise UserError(
-            f"There is no link {text!r}: write a rate and a latency (1Gbit,0.5ms), or {named}."
+            f"There is no link {text!r}. Write a rate and a latency (1Gbit,0.5ms), or {named}."
         )
     return LinkSpec(bits_per_second=rate, latency_seconds=latency)
 

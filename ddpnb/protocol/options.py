@@ -101,7 +101,7 @@ class Option:
             parts += each.split(",") if isinstance(each, str) else [each]
         values = tuple(self._read_one(name, part) for part in parts)
         if twice := [value for value in values if values.count(value) > 1]:
-            raise UserError(f"{name} has the value {twice[0]} twice: write each value once.")
+            raise UserError(f"{name} has the value {twice[0]} twice. Write each value once.")
         if len(values) > self.most_values or (self.default and not values):
             raise UserError(f"{name} takes 1 to {self.most_values} values, not {len(values)}.")
         return values
@@ -210,9 +210,9 @@ def as_kind(name: str, value: object, kind: type) -> Any:
         try:
             return kind(value)
         except OverflowError:
-            raise UserError(f"{name} is too large: write a smaller number.") from None
+            raise UserError(f"{name} is too large. Write a smaller number.") from None
     if kind is str and isinstance(value, type):
-        raise UserError(f"{name} takes a text, not a class: write the name {value.__name__!r}.")
+        raise UserError(f"{name} takes a text, not a class. Write the name {value.__name__!r}.")
     is_short = isinstance(value, str | Real) and len(repr(value)) < 40
     shown = repr(value) if is_short else kind_of(value)
     raise UserError(f"{name} takes {words}, not {shown}.")

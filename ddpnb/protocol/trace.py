@@ -86,11 +86,11 @@ class CollectiveSpec:
             raise one_of("collective", self.name, (*SHOWN, TRACE))
         check_options(self)
         if self.op != "sum" and self.name not in REDUCING:
-            raise UserError(f"{self.name} does not reduce tensors: remove --op.")
+            raise UserError(f"{self.name} does not reduce tensors. Remove --op.")
         if self.root is not None and self.name not in ROOTED:
-            raise UserError(f"{self.name} has no root: remove --root.")
+            raise UserError(f"{self.name} has no root. Remove --root.")
         if self.root is not None and self.root not in self.ranks:
-            raise UserError(f"--root {self.root} does not take part: choose a rank that does.")
+            raise UserError(f"--root {self.root} does not take part. Choose a rank that does.")
 
     @property
     def from_rank(self) -> int:

@@ -155,7 +155,7 @@ class TrainingSpec:
         parse_task(self.task)
         if self.task == CELL_TASK and not self.source.strip():
             raise UserError(
-                "Nothing to train: define model() and data(split) in the cell, "
+                "There is nothing to train. Define model() and data(split) in the cell, "
                 f"or name a task with --task ({', '.join(TASKS)})."
             )
         check_options(self)
@@ -165,10 +165,10 @@ class TrainingSpec:
         if self.emulated is not None and self.min_seconds:  # the devices are parsed
             raise UserError(
                 "--min-seconds needs measured times, but the times of emulated devices are "
-                "computed: remove it, and set the length of the training with --epochs."
+                "computed. Remove --min-seconds, and set the length of the training with --epochs."
             )
         if self.link and self.devices == MEASURED:
-            raise UserError("--link needs emulated devices: remove --devices real.")
+            raise UserError("--link needs emulated devices. Remove --devices real.")
         if self.link:
             parse_link(self.link)
 
@@ -217,7 +217,7 @@ def make_training_spec(choices: Mapping[str, Any], **others: Any) -> TrainingSpe
     if all(choices.get(name) is not None for name in ("batch_size", "batch_per_worker")):
         raise UserError(
             "--batch-size fixes the global batch, but --batch-per-worker makes it grow with the "
-            "number of workers: remove one of the two options."
+            "number of workers. Remove one of the two options."
         )
     fields = read_options(TrainingSpec, choices)
     if rates := fields.pop("learning_rate", ()):

@@ -138,7 +138,7 @@ WRONG = {
         "A choice of --lr applies only to the default optimizer, but the cell defines optimizer",
     ),
     "sizes": ("96, 4", "96 + rank, 4", "has 96 samples on rank 0 and 97 samples on rank 1"),
-    "ranks": ("--epochs 1", "--slow 7:3x", "There is no rank 7: the ranks are 0-1"),
+    "ranks": ("--epochs 1", "--slow 7:3x", "There is no rank 7. The ranks are 0-1"),
 }
 """Mistakes that are found in the line, on the ranks, and beside what they found."""
 

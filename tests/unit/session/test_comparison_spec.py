@@ -139,7 +139,9 @@ def test_a_wrong_comparison_is_one_sentence(words: str, named: list[str]):
 
 def test_a_comparison_has_one_task():
     for given in ({}, {"source": "  \n"}, {"task": "digits", "source": CELL}):
-        with pytest.raises(UserError, match="--task digits" if "task" in given else "Nothing to"):
+        with pytest.raises(
+            UserError, match="--task digits" if "task" in given else "nothing to train"
+        ):
             ComparisonSpec(training=TrainingSpec(**given), strategies=("ddp",))
 
 
