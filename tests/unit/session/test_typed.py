@@ -39,7 +39,7 @@ WRONG = [
     (["pull", "'expression'"], lambda: api.pull()),
     (["start", "'n'"], lambda: api.start(2, n=3)),
     (["did you mean all_reduce"], lambda: CollectiveSpec(name="all_redduce", ranks=(0, 1))),
-    (["remove --op"], lambda: CollectiveSpec(name="broadcast", ranks=(0, 1), op="max")),
+    (["Remove --op"], lambda: CollectiveSpec(name="broadcast", ranks=(0, 1), op="max")),
     (["--root 7"], lambda: CollectiveSpec(name="reduce", ranks=(0, 1), root=7)),
     (["at most 256,000,"], lambda: CollectiveSpec(name="gather", ranks=(0,), num_bytes=4 * 10**9)),
     (["Inspect either net or a task"], lambda: api.inspect("net", task="digits")),
