@@ -1,4 +1,4 @@
-"""Cells that tests train, and parts of them."""
+"""Comparison cells for tests, and parts of such cells."""
 
 MODEL = "import torch\nfrom torch import nn\ndef model(): return nn.Linear(4, 3)\n"
 DATA = "def data(split): return torch.randn(20, 4), torch.randint(3, (20,))\n"
@@ -56,7 +56,7 @@ def training_step(model, batch):
     assert len(batch["names"]) == len(batch["y"])
     return nn.functional.cross_entropy(model(batch["words"], batch["starts"]), batch["y"])
 """
-"""Items of different length, which only the cell can collate."""
+"""The items differ in length, so only the cell's ``collate_fn`` can collate them."""
 
 DATASET = f"""{NET}
 class Own(torch.utils.data.Dataset):
@@ -79,7 +79,7 @@ class Block(nn.Module):
         return self.run(inputs)
 model = Block
 """
-"""Its layers are called by a function that holds this very module, and it has a lock."""
+"""The module has a lock, and a function that refers to the module itself."""
 
 TUPLES = (
     CELL.replace("long()", "float()")
@@ -189,12 +189,12 @@ class Meets:
     def finish(self): pass
 """
 )
-"""Its ranks share a folder, and their batches add up to a global one."""
+"""Asserts that the ranks share a folder, and that their batches add up to a global batch."""
 
 HEAVY = CELL.replace("16), nn.ReLU(),", "256), *[nn.Linear(256, 256), nn.Tanh()] * 100,").replace(
     "Linear(16", "Linear(256"
 )
-"""Computing takes far longer than anything else in its steps."""
+"""Computation takes far longer than the rest of a step."""
 
 COMPARED = """%%ddp_compare ddp --epochs 1 --batch-size 32 --name lines
 import torch
@@ -208,4 +208,4 @@ def data(split):
     inputs = torch.randn(96, 4, generator=generator)
     return inputs, (inputs.sum(1) > 0).long()
 """
-"""What is typed in a notebook; tests replace parts of it."""
+"""A cell as you type it in a notebook. Tests replace parts of this cell."""

@@ -1,4 +1,4 @@
-"""Which tests run in one process with pytest-xdist; interrupts reach the tests."""
+"""Groups tests into processes for pytest-xdist, and lets interrupts reach the tests."""
 
 import importlib.util
 import os
@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-# Needs the packages of an extra: make compat.
+# tests/compat needs the packages that `make compat` installs.
 collect_ignore = [] if importlib.util.find_spec("lightning") else ["compat"]
 
 
 def pytest_configure() -> None:
-    """Take interrupts also where they are ignored at the start, as under ``nohup make test &``.
+    """Handle SIGINT even if pytest was started to ignore it, as under ``nohup make test &``.
 
-    Python installs no handler then, and neither does any process that a test starts.
+    Otherwise Python installs no handler, neither here nor in the processes that tests start.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -23,20 +23,20 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, None, None]:
-    """Have an interrupt that a test lets through end this test, where it would end all others."""
+    """Fail only the current test if it raises KeyboardInterrupt, instead of ending the session."""
     try:
         yield
     except KeyboardInterrupt:
-        if "PYTEST_XDIST_WORKER" not in os.environ:  # the user's own
+        if "PYTEST_XDIST_WORKER" not in os.environ:  # the user's own interrupt
             raise
         pytest.fail("KeyboardInterrupt")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests in one process, which starts the file's clusters once.
+    """Run all tests of a file in one process, so that the file's clusters start only once.
 
-    ``--dist loadgroup`` would do, but pytest 9.2 ignores it (pytest-xdist, issue 1386).
+    ``--dist loadgroup`` would do the same, but pytest 9.2 ignores it (pytest-xdist, issue 1386).
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -48,12 +48,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def group_of(nodeid: str) -> str:
-    """Return which tests run in the same process as this one, one after the other."""
+    """Return the name of a test's group. A group's tests run in one process, one by one."""
     path, name = nodeid.split("::", 1)
     starts_its_own = name.startswith("test_a_lesson_runs")
-    if path.startswith("tests/unit/") or starts_its_own:  # any process runs any of them
+    if path.startswith("tests/unit/") or starts_its_own:  # a group of one test
         return nodeid
-    for folder in ("tests/browser/", "tests/compat/"):  # one Chromium, one kernel
+    for folder in ("tests/browser/", "tests/compat/"):  # share a Chromium or a kernel
         if path.startswith(folder):
             return folder
     return path

@@ -1,4 +1,4 @@
-"""The lessons as files: what they contain, and how they are run."""
+"""Functions that read, shorten and run the lessons."""
 
 import os
 import re
@@ -22,14 +22,14 @@ def code_of(path: Path) -> list[NotebookNode]:
 
 
 def shortened(source: str) -> str:
-    """Return a cell that trains a third as long, but for one that has to wait for a kill."""
+    """Divide a cell's epochs by three, except in a cell that waits for ``--kill``."""
     if "--kill" in source:
         return source
     return re.sub(r"--epochs (\d+)", lambda found: f"--epochs {max(1, int(found[1]) // 3)}", source)
 
 
 def executed(path: Path, folder: Path) -> NotebookNode:
-    """Run a lesson, shortened, in a folder of its own, from top to bottom."""
+    """Run a shortened lesson from top to bottom. ``folder`` replaces the project folder."""
     (folder / "data").mkdir()
     (folder / "notebooks").mkdir()
     notebook = read(path)
@@ -39,7 +39,7 @@ def executed(path: Path, folder: Path) -> NotebookNode:
     resources = {"metadata": {"path": str(folder / "notebooks")}}
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("PYTEST_")]:
-            patch.delenv(name)  # ipykernel hides what child processes print where it sees one
+            patch.delenv(name)  # with them, ipykernel hides the output of child processes
         NotebookClient(notebook, timeout=200, resources=resources).execute()
     nbformat.validate(notebook)
     return notebook

@@ -1,7 +1,7 @@
-"""Twenty-five faults put into a copy of the product, each of which the tests must catch.
+"""Puts twenty-five faults into a copy of ddpnb, one at a time. The tests must catch each fault.
 
-``python -m tests.mutants`` makes them one after the other, ``python -m tests.mutants 3 7`` only
-these two.
+``python -m tests.mutants`` makes all faults one after the other. ``python -m tests.mutants 3 7``
+makes only faults 3 and 7.
 """
 
 import os
@@ -22,31 +22,31 @@ rank/strategies/ring_by_hand.py
 + _ = shift > 1 or _exchange(mine, theirs, rank, world_size)
 tests/rank/test_conformance.py -k 'several and ring-by-hand'
 
-accumulated parts of unequal size count alike
+micro-batches of unequal size have the same weight
 rank/worker.py
 - share = micro_batch.num_samples / batch.num_samples
 + share = 1 / len(micro_batches)
 tests/rank/test_conformance.py -k 'several and central'
 
-the outer momentum of DiLoCo is not Nesterov's
+DiLoCo's outer optimizer uses plain momentum instead of Nesterov's
 rank/strategies/diloco.py
 - nesterov=self.outer_momentum > 0
 + nesterov=False
 tests/rank/test_periodic.py -k nesterov
 
-gathered gradients of unequal shares count alike
+gradients of shards of unequal size have the same weight
 rank/strategies/asynchronous.py
 - add_(gradient, alpha=weight)
 + add_(gradient)
 tests/rank/test_conformance.py -k async
 
-a stale gradient is corrected away from the new parameters
+the correction of a stale gradient has the wrong sign
 rank/strategies/asynchronous.py
 - mine - theirs, value=strength
 + theirs - mine, value=strength
 tests/unit/rank/test_servers.py
 
-a shard that a dead worker held is lost twice
+a dead worker's shard counts as lost twice
 rank/servers/queue.py
 - self.lost_shards.extend(worker.shards)
 + self.lost_shards.extend(worker.shards * 2)
@@ -58,25 +58,25 @@ rank/collectives/sums.py
 + for rank in around[1:3]:
 tests/rank/test_shared_sum.py
 
-calls with tensors of other types count as the same
+calls with tensors of different types count as equal
 rank/collectives/mismatch.py
 - f"{name} {kind}".encode()
 + name.encode()
 tests/faults/test_collective_checks.py -k 'nothing_is_lost and type'
 
-a call counts the bytes of its tensor, not of its messages
+a call counts the bytes of its tensor instead of its messages
 rank/collectives/table.py
 - round(self.messages.num_bytes)
 + self.num_bytes
 tests/rank/test_trace.py -k every_call
 
-an emulated all-reduce is one message too long
+an emulated all-reduce has one message too many
 protocol/costs.py
 - an all-gather", "2 (N - 1)"
 + an all-gather", "2 N - 1"
 tests/rank/test_laboratory.py -k 'its_messages and ddp-2'
 
-every epoch has the order of the first
+every epoch uses the first epoch's order
 rank/tasks/batches.py
 - permutation(self.num_in_split, self.seed + epoch)
 + permutation(self.num_in_split, self.seed)
@@ -88,37 +88,37 @@ rank/tasks/cell.py
 + scope = namespace
 tests/unit/rank/test_validation.py -k users_variables
 
-a loss that is a sum over the samples is let through
+ddpnb accepts a loss that is a sum over the samples
 rank/training/model_checks.py
 - loss_of(times=2)
 + loss_of()
 tests/unit/rank/test_validation.py -k 'each_mistake and sum'
 
-a last batch that is smaller weighs as much in a score
+a smaller last batch has the weight of a full batch in a score
 rank/training/evaluation.py
 - + value * len(indices)
 + + value * num_chosen / 2
 tests/rank/test_tasks.py -k every_sample_counts
 
-a rank that sleeps reports that it waits in a call
+a sleeping rank reports that it waits in a call
 rank/status.py
 -         call=call,
 +         call=call or 'sleep',
 tests/faults/test_diagnosis.py -k sleeps
 
-a receive that nobody sends to is never found
+ddpnb never finds a receive that no rank sends to
 cluster/hangs.py
 - return is_there and
 + return is_there and now.peer is None and
 tests/faults/test_diagnosis.py -k recv
 
-ranks of the second host are counted on from the first
+local ranks on the second host continue the first host's numbers
 cluster/placement.py
 - str(rank - neighbours[0])
 + str(rank)
 tests/unit/session/test_plan.py
 
-a rank that a signal killed seems to have exited
+a rank that was killed by a signal seems to have exited
 launcher/forkserver.py
 - yield member, os.waitstatus_to_exitcode(status)
 + yield member, abs(os.waitstatus_to_exitcode(status))
@@ -130,13 +130,13 @@ session/comparison_spec.py
 + names[position]
 tests/unit/session/test_comparison_spec.py -k repeat
 
-a magic takes the beginning of an option for all of it
+a magic accepts abbreviated options
 magics/arguments.py
 - parser.allow_abbrev = False
 + parser.allow_abbrev = True
 tests/unit/session/test_comparison_spec.py -k wrong_line
 
-an update's loss is the mean over ranks, not samples
+an update's loss is the mean over ranks instead of samples
 history/curve.py
 - np.bincount(step, weighted, num_steps)[made] / samples
 + np.bincount(step, rows["loss"], num_steps)[made] / np.bincount(step)[made]
@@ -148,13 +148,13 @@ history/claims.py
 + (1 - LEVEL) / 2
 tests/unit/history/test_claims.py
 
-a line that one rank has more splits the lines of all
+an extra line of one rank splits the merged lines of the other ranks
 reports/merging.py
 - not ahead[rank][item] for
 + True for
 tests/unit/reports/test_output.py
 
-a speed that was emulated stands without brackets
+an emulated speed is shown without brackets
 reports/findings.py
 - f"({text})" if summary.is_emulated
 + text if summary.is_emulated
@@ -166,12 +166,12 @@ protocol/costs.py
 + begin = last_ready
 tests/unit/test_costs.py -k one_link
 """
-"""What each is, its file below ``ddpnb``, the text before and after, and arguments of pytest: a
-file, and after ``-k`` which of its cases."""
+"""Per mutant: a description, a file in ``ddpnb``, the text before and after, and the arguments of
+pytest (a test file, and a selection of its tests after ``-k``)."""
 
 
 def main() -> None:
-    """Print which test catches each mutant; fail where none does."""
+    """Print which test catches each mutant. Exit with 1 if no test catches a mutant."""
     chosen = sys.argv[1:]
     missed = 0
     for number, mutant in enumerate(MUTANTS.split("\n\n"), start=1):
@@ -185,7 +185,7 @@ def main() -> None:
 
 
 def first_failure(file: str, before: str, after: str, tests: str) -> str:
-    """Return the first test that fails with a mutant; empty where none does."""
+    """Return the first test that fails with a mutant, or an empty text if no test fails."""
     before, after = before.removeprefix("- "), after.removeprefix("+ ")
     with tempfile.TemporaryDirectory(prefix="ddpnb-mutant-") as folder:
         for name in ("ddpnb", "tests"):

@@ -1,4 +1,4 @@
-"""Programs that tests run, some of which pip does not install."""
+"""Programs that tests run. pip does not install all of them."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import pytest
 
 
 def find_program(names: list[str], reason: str) -> str:
-    """Return the path of the first program that is installed; skip where there is none."""
+    """Return the path of the first installed program. Skip the test if none is installed."""
     for name in names:
         if (path := shutil.which(name)) is not None:
             return path
@@ -20,7 +20,7 @@ def find_program(names: list[str], reason: str) -> str:
 
 
 def skip_or_fail(reason: str) -> NoReturn:
-    """Skip the test on a user's machine; fail it in CI, which installs every package."""
+    """Skip the test on a user's machine. Fail it in CI, because CI installs every package."""
     if os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
@@ -28,7 +28,7 @@ def skip_or_fail(reason: str) -> NoReturn:
 
 @contextlib.contextmanager
 def daemon(words: list[str], **options: Any) -> Iterator["subprocess.Popen[bytes]"]:
-    """A program that is ended when it is needed no more; killed, where it does not end."""
+    """Run a program. Terminate it at the end, and kill it if it is still alive after 20 s."""
     process = subprocess.Popen(words, **options)
     try:
         yield process
@@ -43,14 +43,14 @@ def daemon(words: list[str], **options: Any) -> Iterator["subprocess.Popen[bytes
 
 @contextlib.contextmanager
 def python(source: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """A Python process, and the first line that it prints."""
+    """Run a Python process. Yield the process and the first line that it prints."""
     words, pipe = [sys.executable, "-c", source], subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as process:
         yield process, process.stdout.readline()
 
 
 def printed(source: str) -> str:
-    """What a Python process prints that ends well."""
+    """Run a Python process that must succeed, and return its output."""
     words = [sys.executable, "-c", source]
     ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     return ended.stdout

@@ -1,4 +1,4 @@
-"""One Chromium and one JupyterLab for all files here, each of which has a folder of its own."""
+"""One Chromium and one JupyterLab for all test files here. Each file uses its own subfolder."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +20,12 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def lab_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What JupyterLab serves."""
+    """The folder that JupyterLab serves."""
     return tmp_path_factory.mktemp("lab")
 
 
 @pytest.fixture(scope="package")
 def lab_address(chromium: Browser, lab_folder: Path) -> Iterator[str]:
-    """JupyterLab's address, to be formatted with a ``path`` below its folder."""
+    """JupyterLab's address, to be formatted with a ``path`` in the served folder."""
     with lab_server(lab_folder) as address:
         yield address

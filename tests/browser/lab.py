@@ -1,4 +1,4 @@
-"""A real JupyterLab and a real Chromium that looks at it."""
+"""A real JupyterLab server, and pages of a real Chromium that show it."""
 
 import contextlib
 import json
@@ -34,27 +34,27 @@ SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
 def wait_for_kernel(page: Page) -> None:
-    """Wait for the kernel: before, a command to run cells does nothing, whatever the page says."""
+    """Wait for the kernel, because JupyterLab ignores commands to run cells without a kernel."""
     page.wait_for_function(KERNEL_IS_THERE, timeout=90_000)
 
 
 def open_notebook(page: Page, address: str, path: str) -> None:
-    """Open a notebook below the folder of JupyterLab."""
+    """Open a notebook from JupyterLab's folder."""
     page.goto(address.format(path=path))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
     page.wait_for_selector(".jp-NotebookPanel-toolbar")
-    page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
+    page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's notifications
 
 
 def find_chromium() -> str:
-    """Return the path of Chromium; where there is none, skip, but fail in CI."""
+    """Return Chromium's path. If Chromium is not installed, skip the test, or fail it in CI."""
     names = ["chromium", "chromium-browser", "google-chrome"]
     return find_program(names, "Chromium is not installed (apt-get install chromium)")
 
 
 @contextlib.contextmanager
 def lab_server(folder: Path) -> Iterator[str]:
-    """Serve JupyterLab on ``folder``; yields the address of its ``/lab`` with a token."""
+    """Run JupyterLab on ``folder``. Yield the address of its ``/lab``, with a token."""
     token = secrets.token_hex(16)
     runtime = folder / ".runtime"
     words = [
@@ -82,7 +82,7 @@ def lab_server(folder: Path) -> Iterator[str]:
 
 
 def address_of(process: subprocess.Popen[bytes], runtime: Path) -> str:
-    """Return a server's address once it answers."""
+    """Wait until the server answers, and return its address."""
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         assert process.poll() is None, "JupyterLab ended while starting"

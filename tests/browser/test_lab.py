@@ -1,4 +1,4 @@
-"""The first lesson in a real JupyterLab, as a teacher would run it."""
+"""The first lesson runs in a real JupyterLab, as in class."""
 
 import json
 import re
@@ -17,21 +17,21 @@ from tests.lessons import SOLUTIONS, shortened
 
 LESSON = SOLUTIONS[0]
 RACE = 4
-"""The number of the cell that compares, among code cells, from 1."""
+"""Position of the cell that compares, among the code cells, counted from 1."""
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def folder(lab_folder: Path) -> Path:
-    """A folder with the lesson, without outputs."""
+    """A folder that has the lesson without outputs."""
     made = lab_folder / "lesson"
     (made / "notebooks").mkdir(parents=True)
     (made / "data").mkdir()
     lesson = nbformat.read(LESSON, as_version=4)
     for cell in lesson.cells:
-        if cell.cell_type == "code":  # what is found below them later has been made here
+        if cell.cell_type == "code":  # so that all later outputs come from this test
             cell.outputs, cell.execution_count = [], None
-            if "--name race" not in cell.source:  # which is to be seen while it trains
+            if "--name race" not in cell.source:  # the test watches this cell train
                 cell.source = shortened(cell.source)
     nbformat.write(lesson, made / "notebooks" / LESSON.name)
     return made
@@ -39,7 +39,7 @@ def folder(lab_folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def lesson(chromium: Browser, lab_address: str, folder: Path) -> Iterator[Page]:
-    """The lesson, open in JupyterLab in a folder of its own."""
+    """The lesson, open in JupyterLab."""
     page = chromium.new_page(viewport={"width": 1366, "height": 768})
     open_notebook(page, lab_address, f"lesson/notebooks/{LESSON.name}")
     wait_for_kernel(page)
@@ -57,20 +57,20 @@ def use_theme(page: Page, name: str) -> None:
 
 
 def figure_of(page: Page, cell: Locator) -> Locator:
-    """Wait for a cell's figure, and fail with what the notebook says where none comes."""
+    """Wait for a cell's figure. If no figure appears, fail with the notebook's outputs."""
     picture = cell.locator(".jp-RenderedImage img")
     failed = page.locator('[data-mime-type="application/vnd.jupyter.error"]')
     try:
         picture.or_(failed).first.wait_for(timeout=180_000)
     except TimeoutError:
         said = "\n\n".join(page.locator(".jp-OutputArea").all_inner_texts())
-        pytest.fail(f"no figure came; the outputs so far:\n{said}")
+        pytest.fail(f"no figure appeared; the outputs so far:\n{said}")
     assert not failed.count(), failed.first.inner_text()
     return picture
 
 
 def command(page: Page, name: str, **arguments: object) -> None:
-    """Run one of JupyterLab's own commands."""
+    """Run one of JupyterLab's commands."""
     script = "([name, args]) => { window.jupyterapp.commands.execute(name, args) }"
     page.evaluate(script, [name, arguments])
 
@@ -89,7 +89,7 @@ def test_the_figure_grows_in_sight_and_the_table_stands_at_the_end(lesson: Page)
     def check_size() -> None:
         box = picture.bounding_box()
         assert box["height"] <= 520
-        assert SMALL_POINTS / 72 / WIDTH * box["width"] >= 10, "the smallest text can be read"
+        assert SMALL_POINTS / 72 / WIDTH * box["width"] >= 10, "the smallest text must be readable"
 
     race.evaluate("cell => cell.scrollIntoView({block: 'start'})")
     seen: dict[str | None, str] = {}
@@ -103,7 +103,7 @@ def test_the_figure_grows_in_sight_and_the_table_stands_at_the_end(lesson: Page)
             screenshot(lesson, "lesson-while-training")
         lesson.wait_for_timeout(200)
     assert len(seen) >= 3, "the figure did not change while training"
-    assert len(set(seen.values())) == 1, "the figure changed its size while training"
+    assert len(set(seen.values())) == 1, "the figure's size changed while training"
     race.locator("table").first.wait_for(timeout=10_000)
     check_size()
     race.get_by_text("How to read this").click()
@@ -122,7 +122,7 @@ def test_no_cell_fails_and_the_cluster_stops_and_it_is_readable_in_the_dark(less
     race.locator("table").first.scroll_into_view_if_needed()
     colour = race.locator("table").first.evaluate("element => getComputedStyle(element).color")
     numbers = re.findall(r"\d+", colour)[:3]
-    assert sum(map(int, numbers)) / 3 > 150, "the table's text must be light on a dark ground"
+    assert sum(map(int, numbers)) / 3 > 150, "the table's text must be light in the dark theme"
     screenshot(lesson, "lesson-dark")
 
 
@@ -139,7 +139,7 @@ def test_a_saved_notebook_shows_figure_and_table_without_a_kernel(
     saved["metadata"]["kernelspec"] = {"name": "gone", "display_name": "gone", "language": ""}
     (folder / "notebooks" / "saved.ipynb").write_text(json.dumps(saved))
     open_notebook(lesson, lab_address, "lesson/notebooks/saved.ipynb")
-    if (dialog := lesson.locator(".jp-Dialog")).count():  # it asks for a kernel
+    if (dialog := lesson.locator(".jp-Dialog")).count():  # JupyterLab asks for a kernel
         dialog.get_by_role("button", name="No Kernel").click()
     race = lesson.locator(".jp-CodeCell").nth(RACE - 1)
     picture = race.locator(".jp-RenderedImage img")

@@ -1,4 +1,4 @@
-"""The panel in a real JupyterLab, with the keyboard alone."""
+"""The panel in a real JupyterLab can be used with only the keyboard."""
 
 import re
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from tests.browser.lab import open_notebook, wait_for_kernel
 from tests.browser.test_lab import command, screenshot
 
 PANEL = 1
-"""The cell that shows the panel, from 0."""
+"""Index of the cell that shows the panel."""
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
 def page(chromium: Browser, lab_folder: Path, lab_address: str) -> Iterator[Page]:
-    """A notebook with the panel, open in JupyterLab."""
+    """A notebook that shows the panel, open in JupyterLab."""
     (lab_folder / "panel" / "data").mkdir(parents=True)
     sources = ["%load_ext ddpnb", "%ddp_panel"]
     notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
@@ -44,7 +44,7 @@ def cell(page: Page, index: int) -> Locator:
 
 
 def focused(page: Page) -> str:
-    """What a screen reader would name what has the focus."""
+    """Return the name that a screen reader would read for the focused element."""
     return str(
         page.evaluate(
             """() => {
@@ -61,7 +61,7 @@ def tab_to(page: Page, name: str) -> None:
         if focused(page) == name:
             return
         page.keyboard.press("Tab")
-    raise AssertionError(f"no Tab leads to {name}; the focus is at {focused(page)}")
+    raise AssertionError(f"Tab does not reach {name}; the focus is on {focused(page)}")
 
 
 def test_it_trains_by_keyboard_alone_until_it_is_stopped(page: Page) -> None:

@@ -1,4 +1,4 @@
-"""Tables in a real Chromium: what fits, and what stays in sight where it does not."""
+"""Tables fit an output in a real Chromium, and a wider table keeps its names visible."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from ddpnb.reports.style import PlotOptions
 from tests.unit.history.fake_runs import fake_comparison, header, spec, stored
 
 OUTPUT_PIXELS = 828
-"""Width of an output in a JupyterLab of 1280 pixels, with the file browser open."""
+"""Width of an output if JupyterLab is 1280 pixels wide and its file browser is open."""
 LOOK = "<meta charset=utf-8><style>body { margin: 0; font: 14px/1.4 sans-serif }</style>"
 TARGET = Target(value=0.3)
 RESULT = ComparisonResult(
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def page(chromium: Browser) -> Iterator[Page]:
-    """An empty page as wide as an output."""
+    """An empty page that is as wide as an output."""
     page = chromium.new_page(viewport={"width": OUTPUT_PIXELS, "height": 900})
     yield page
     page.close()
@@ -72,4 +72,4 @@ def test_one_long_name_or_failure_leaves_the_stored_runs_readable(page: Page):
     page.set_content(LOOK + runs_table(runs).html())
     assert page.evaluate("document.querySelector('table').offsetWidth") <= OUTPUT_PIXELS
     heights = [row.bounding_box()["height"] for row in page.locator("tbody tr").all()]
-    assert max(heights[1:]) < 60, "those that have finished take two lines at most"
+    assert max(heights[1:]) < 60, "a finished run takes at most two lines"

@@ -9,14 +9,14 @@ from tests.cluster.two_hosts import TwoHosts, two_hosts
 
 @pytest.fixture(scope="package")
 def forked() -> Iterator[Cluster]:
-    """Two ranks, for all tests."""
+    """Two ranks that all tests of the package share."""
     with started(2, environment=DYNAMO) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def cluster(forked: Cluster) -> Cluster:
-    """Two living ranks: one that a test killed is a new process."""
+    """Two living ranks. Ranks that an earlier test killed are restarted first."""
     if forked.dead:
         forked.bring_back(forked.dead)
     return forked

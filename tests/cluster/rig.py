@@ -1,4 +1,4 @@
-"""What the tests of a real cluster share."""
+"""Functions and values that the tests of a real cluster share."""
 
 import contextlib
 import socket
@@ -39,24 +39,24 @@ dist.all_reduce(total)
 
 _EIGHTHS = {name: seconds / 8 for name, seconds in asdict(Timeouts()).items()}
 EIGHTH = replace(Timeouts(**_EIGHTHS), kill_after_seconds=Timeouts().kill_after_seconds)
-"""Supervision that waits an eighth as long; not less, though, before it kills, on any machine."""
+"""An eighth of the usual timeouts, except for the time before a rank is killed."""
 
 ENDLESS_SECONDS = 100.0
-"""No cell of a test takes longer, on however busy a machine."""
+"""Longer than any cell of a test takes, even on a busy machine."""
 
 DYNAMO = {"DDPNB_PRELOAD": "torch._dynamo"}
-"""The fork server imports what each rank's first step or first DDP would import: over a second."""
+"""The fork server imports torch._dynamo, which each rank would import for over a second."""
 
 
 def allow_mpi(patch: pytest.MonkeyPatch) -> None:
-    """Have Open MPI run as root too; skips where it is missing."""
+    """Allow Open MPI to run as root. Skip the test if Open MPI is not installed."""
     find_program(["mpiexec"], "needs openmpi-bin")
     patch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
     patch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
 
 
 def shown(process: psutil.Process) -> bytes:
-    """Return what ``ps e`` shows of a process, as long as it runs."""
+    """Return a process's command line and environment, or nothing if the process has ended."""
     folder = Path(f"/proc/{process.pid}")
     try:
         return (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
@@ -65,7 +65,7 @@ def shown(process: psutil.Process) -> bytes:
 
 
 def waits_for(sign: Path) -> str:
-    """Source that waits until a file is there, for a minute at most."""
+    """Return source code that waits until a file exists, for at most a minute."""
     return (
         "import time\nfrom pathlib import Path\nended_at = time.monotonic() + 60\n"
         f"while not Path({str(sign)!r}).exists() and time.monotonic() < ended_at: time.sleep(.01)\n"
@@ -79,7 +79,7 @@ def started(
     environment: Mapping[str, str] = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[Cluster]:
-    """A cluster of one's own, to break: on this host, or on those that the options name."""
+    """Start a cluster that the test may break, on this host or on the hosts in ``options``."""
     spec = HostsSpec(num_ranks=num_ranks, device="cpu", **options)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
@@ -93,12 +93,12 @@ def started(
 
 @dataclass(slots=True, kw_only=True)
 class Ended:
-    """How a cell ended."""
+    """A cell that runs or has ended, with its output."""
 
     watch: Watch
     printed: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """Sentences shown to the user before the end."""
+    """Sentences that the user sees before the cell ends."""
     seconds: float = 0.0
 
     @property
@@ -111,7 +111,7 @@ class Ended:
 
     @property
     def hang(self) -> str:
-        """Why the ranks waited for each other without end; empty if they did not."""
+        """The sentence about the hang, empty if the cell did not hang."""
         return str(self.watch.outcome.hang or "")
 
 
@@ -124,7 +124,7 @@ def begin(
     is_checked: bool = False,
     on_event: Callable[[CallEvent], None] = lambda _: None,
 ) -> Ended:
-    """Send a cell to ranks; ``finish`` attends to it."""
+    """Send a cell to ranks. Call ``finish`` to supervise the cell until it ends."""
     cluster.ensure_group(is_checked=is_checked)
     printed: dict[int, str] = {}
 
@@ -148,7 +148,7 @@ def begin(
 
 
 def finish(cell: Ended) -> Ended:
-    """Attend to a cell until it ends; one that does not is stopped, and the test fails."""
+    """Supervise a cell until it ends. If the cell does not end, stop it and fail the test."""
     began = time.monotonic()
     seen: list[str] = []
     timer = threading.Timer(ENDLESS_SECONDS, stop_endless, (cell.watch, seen))
@@ -164,7 +164,7 @@ def finish(cell: Ended) -> Ended:
 
 
 def stop_when(is_so: Callable[[], bool], cell: Ended) -> Ended:
-    """Attend to a cell, and ask for its end once something is so."""
+    """Supervise a cell, and ask it to stop as soon as a condition holds."""
 
     def stop() -> None:
         wait_until(is_so, "ranks in the cell", timeout=60)
@@ -175,7 +175,7 @@ def stop_when(is_so: Callable[[], bool], cell: Ended) -> Ended:
 
 
 def stop_endless(watch: Watch, seen: list[str]) -> None:
-    """Note what the ranks do, and what they have used and moved, then stop them."""
+    """Record the status of the ranks twice, one second apart, then stop the ranks."""
     for _ in range(2):
         asked = {
             rank: watch.cluster.processes.command(rank, RankCommand.STATUS)
@@ -189,7 +189,7 @@ def stop_endless(watch: Watch, seen: list[str]) -> None:
 
 
 def run(cluster: Cluster, source: str, **options: Any) -> Ended:
-    """Run a cell to its end."""
+    """Run a cell until it ends."""
     return finish(begin(cluster, source, **options))
 
 
@@ -198,7 +198,7 @@ def pull(cluster: Cluster, expression: str, ranks: Sequence[int] | None = None) 
 
 
 def total(cluster: Cluster) -> list[float]:
-    """What all ranks have of an all-reduce of ones."""
+    """Sum a one of each rank by all-reduce, and return each rank's result."""
     run(cluster, ALL_REDUCE)
     return pull(cluster, "total.item()")
 
@@ -206,7 +206,7 @@ def total(cluster: Cluster) -> list[float]:
 def prepared(
     cluster: Cluster, folder: Path, *strategies: str, num_repeats: int = 1, **options: Any
 ) -> RunningComparison:
-    """A comparison of these strategies alone, about to train, which is stored in a folder."""
+    """Prepare a comparison of only these strategies. ``folder`` stores its runs."""
     spec = ComparisonSpec(
         strategies=strategies,
         training=TrainingSpec(**options),
@@ -217,13 +217,13 @@ def prepared(
 
 
 def processes_of(cluster: Cluster) -> list[psutil.Process]:
-    """The fork server and all that descends from it."""
+    """Return the fork server, its children and all their descendants."""
     server = psutil.Process(cluster.processes.server.pid)
     return [server, *server.children(recursive=True)]
 
 
 def controller_of(cluster: Cluster) -> psutil.Process:
-    """The controller of a local cluster."""
+    """Return the controller of a local cluster."""
     ranks = {state.pid for state in cluster.states}
     children = psutil.Process(cluster.processes.server.pid).children()
     (found,) = (each for each in children if each.pid not in ranks and is_alive(each))
@@ -238,10 +238,10 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> float:
-    """Wait for a condition; return how many seconds that took."""
+    """Wait for a condition, and return how many seconds the wait took."""
     began = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < timeout, f"not within {timeout:g} s: {what}"
+        assert time.monotonic() - began < timeout, f"waited {timeout:g} s for: {what}"
         time.sleep(0.01)
     return time.monotonic() - began
 
@@ -249,12 +249,12 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = 30.0) 
 def wait_until_gone(processes: Sequence[psutil.Process], timeout: float = 30.0) -> None:
     deadline = time.monotonic() + timeout
     while left := [process for process in processes if is_alive(process)]:
-        assert time.monotonic() < deadline, f"still there after {timeout:g} s: {left}"
+        assert time.monotonic() < deadline, f"alive after {timeout:g} s: {left}"
         time.sleep(0.01)
 
 
 def admits(place: tuple[str, int]) -> bool:
-    """Return whether anyone is let in at an address; who is not waits in vain."""
+    """Return True if an address accepts connections within two seconds."""
     try:
         with socket.create_connection(place, timeout=2):
             return True
@@ -263,7 +263,7 @@ def admits(place: tuple[str, int]) -> bool:
 
 
 def knock(places: list[tuple[str, int]], times: int = 10_000) -> None:
-    """Connect to addresses as strangers do: silent, with garbage, with another protocol."""
+    """Connect to addresses as a stranger: send nothing, garbage, or another protocol."""
     places = [place for place in places if admits(place)]
     assert places
     contents = (b"", b"\0" * 64, b"GET / HTTP/1.0\r\n\r\n")

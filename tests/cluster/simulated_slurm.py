@@ -1,4 +1,4 @@
-"""Slurm for tests: Debian's daemons with two nodes, which are both this machine."""
+"""Slurm for tests: Debian's daemons with two nodes. Both nodes are this machine."""
 
 import contextlib
 import os
@@ -46,7 +46,7 @@ PartitionName=main Nodes=n1,n2 Default=YES State=UP
 
 @contextlib.contextmanager
 def simulated_slurm() -> Iterator[None]:
-    """Run Slurm with nodes ``n1`` and ``n2``, as this process's; skips where it is missing."""
+    """Run Slurm with nodes ``n1`` and ``n2``. Skip the test if Slurm is not installed."""
     places = ["/usr/sbin", os.environ["PATH"]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", os.pathsep.join(places))
@@ -95,7 +95,7 @@ def munge_options(folder: Path) -> list[str]:
 
 
 def jobs() -> set[str]:
-    """The numbers of jobs in the queue, or running."""
+    """Return the numbers of the jobs that are queued or running."""
     return {*answer("squeue", "--noheader", "--format=%i").split()}
 
 

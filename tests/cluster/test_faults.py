@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 @pytest.fixture
 def unharmed(cluster: Cluster) -> Iterator[Cluster]:
-    """Two ranks that meet after the test, and have kept their variables."""
+    """Two ranks that must still sum and must have kept their variables after the test."""
     rig.run(cluster, f"{IMPORTS}\nkept = rank")
     yield cluster
     assert rig.total(cluster) == [2.0, 2.0]
@@ -63,7 +63,7 @@ def test_an_interrupt_reaches_every_rank(unharmed: Cluster, source: str):
 
 
 def test_ranks_are_interrupted_where_the_kernel_was_started_to_ignore_it():
-    """As ``nohup jupyter lab &`` starts it: what it starts inherits that."""
+    """``nohup jupyter lab &`` starts such a kernel, and its children would ignore SIGINT too."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with rig.started(1) as cluster:
@@ -101,7 +101,7 @@ def test_an_interrupt_loses_no_message_at_whatever_moment_it_comes(unharmed: Clu
         unharmed.interrupt(unharmed.ranks)
     for delay_ms in range(30):
         cell = rig.begin(unharmed, "x = 1")
-        time.sleep(delay_ms / 4000)  # the moment is what varies here
+        time.sleep(delay_ms / 4000)  # each interrupt comes at another moment
         unharmed.interrupt(unharmed.ranks)
         cell.watch.timeout = 30.0
         rig.finish(cell)
@@ -113,12 +113,12 @@ def test_an_interrupt_loses_no_message_at_whatever_moment_it_comes(unharmed: Clu
 WITHOUT_LINE = """def between(): {statement}
 between.__code__ = between.__code__.replace(co_linetable=b"\\xff" * 9)
 if rank: between()"""
-"""Fails at an instruction that belongs to no line, as an interrupt may come at one."""
+"""Fails at an instruction without a line number. An interrupt can come at such a moment."""
 
 
 def test_an_error_between_two_lines_is_shown_as_any_other(cluster: Cluster):
     cell = rig.run(cluster, WITHOUT_LINE.format(statement="raise KeyboardInterrupt"))
-    assert not cell.lost  # IPython cannot format it
+    assert not cell.lost  # although IPython cannot format the traceback
     (failure,) = cell.failures.values()
     assert (failure.name, failure.line) == ("KeyboardInterrupt", 3)
     assert failure.traceback[-1] == failure.name
@@ -127,7 +127,7 @@ def test_an_error_between_two_lines_is_shown_as_any_other(cluster: Cluster):
 
 @pytest.fixture
 def mortal(cluster: Cluster) -> Iterator[Cluster]:
-    """Two living ranks, the second of which a test ends."""
+    """Two living ranks for a test that ends rank 1."""
     yield cluster
     assert cluster.living == (0,)
 
@@ -194,7 +194,7 @@ def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(
     def take(event: CallEvent) -> None:
         if isinstance(event, Output):
             seen.add(event.rank)
-            if seen == {0, 1}:  # both wait for this
+            if seen == {0, 1}:  # both ranks wait for this file
                 sign.touch()
 
     cell = rig.begin(
@@ -203,7 +203,7 @@ def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(
         on_event=take,
     )
     rig.finish(cell)
-    assert cell.seconds < 40, "what was printed came when the wait was over"
+    assert cell.seconds < 40, "the output arrived only after the wait"
     for text in cell.printed.values():
         assert text == "first\n" + "x" * 1_600_000 + "\nlast\n"
 
@@ -212,7 +212,7 @@ def test_a_rank_that_dies_before_a_new_group_is_formed_costs_the_others_nothing(
     rig.run(mortal, "import torch, torch.distributed as dist\nkept = rank + 10")
     assert rig.run(mortal, "if rank != 1: dist.barrier()").hang
     stopped = psutil.Process(mortal.states[1].pid)
-    stopped.suspend()  # it dies while the others form the group
+    stopped.suspend()  # the rank dies while the other rank forms the group
     threading.Timer(1.0, stopped.kill).start()
     began = time.monotonic()
     with pytest.raises(UserError, match=r"killed by SIGKILL\. Run %ddp_restart --ranks 1"):

@@ -1,4 +1,4 @@
-"""Is a host that ddpnb cannot use named before anything starts?"""
+"""Hosts that ddpnb cannot use are named before anything starts."""
 
 import secrets
 import sys
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("hosts")
 
 
 def refused(folder: Path, sentence: str, setting: str, python: str = sys.executable) -> None:
-    """Start a rank on host a with a Python of another environment, which is refused."""
+    """Check that ddpnb rejects host a if its Python has another environment."""
     program = folder / "python"
     program.write_text(f'#!/bin/sh\nexec env {setting} {python} "$@"\n')
     program.chmod(0o755)
@@ -36,7 +36,7 @@ def refused(folder: Path, sentence: str, setting: str, python: str = sys.executa
     ],
 )
 def test_another_python_and_another_clock(tmp_path, lines, sentence):
-    """The host's Python says what they would."""
+    """The host's Python reports another version, or a clock that is off by 600 s."""
     (tmp_path / "sitecustomize.py").write_text(lines)
     refused(tmp_path, sentence, f"PYTHONPATH={tmp_path}:$PYTHONPATH")
 

@@ -1,4 +1,4 @@
-"""Do ranks on two hosts, started over ssh, work and end like those of one?"""
+"""Ranks on two hosts, started over ssh, work and end like ranks on one host."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ from tests.cluster.two_hosts import TwoHosts, files_of
 from tests.programs import python
 
 SECONDS = 30.0
-"""Nobody waits longer here, on however busy a machine; it takes 5 s on an idle one."""
+"""The longest wait on a busy machine. On an idle machine the wait takes 5 s."""
 
 VARIABLES = [
     "RANK",
@@ -58,7 +58,7 @@ DIFFERENT = {
     "a call left out": "if rank < 2: dist.barrier()\ndist.all_reduce(torch.ones(7))",
     "long tensors": "dist.all_reduce(torch.ones(100_000 if rank < 2 else 300_000))",
 }
-"""Host a's ranks make another call than those of host b."""
+"""Cells in which the ranks on host a and the ranks on host b make different calls."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def two_each(hosts) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(two_each) -> Iterator[Cluster]:
-    """Four ranks on two hosts, which meet after each test; it shows what dead ones wrote."""
+    """Four ranks on two hosts. After each test, dead ranks' logs are printed and all ranks sum."""
     yield two_each
     for rank in two_each.dead:
         print(f"rank {rank}:", two_each.exits[rank].log)
@@ -117,7 +117,7 @@ def test_strangers_change_nothing(cluster, hosts):
     rig.knock([(hosts.address("a"), port) for port in ports], times=1000)
     assert rig.total(cluster) == [4.0] * 4
     cluster.abort(cluster.ranks)
-    cluster.ensure_group()  # which the store, too, still serves
+    cluster.ensure_group()  # the store still answers too
 
 
 TRAINED = {"source": CELL, "num_epochs": 2, "batch_size": 40}
@@ -130,7 +130,7 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
     assert [each.status for each in comparison.runs] == ["finished"] * 5
     assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
     assert single.header.num_devices == 2
-    assert single.header.num_threads == 2  # those of all ranks of its host
+    assert single.header.num_threads == 2  # the threads of all ranks on its host
     assert comparison.environment["hosts"] == "a:2,b:2"
 
 
@@ -159,7 +159,7 @@ def test_a_rank_that_leaves_a_call_out_is_named(cluster):
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_the_ranks_are_of_use_after_calls_that_do_not_match_across_hosts(cluster, case):
     rig.run(cluster, "import torch, torch.distributed as dist")
-    if case == "call":  # found before it is made, where asked to
+    if case == "call":  # --check finds the mismatch before the call runs
         ended = rig.run(cluster, DIFFERENT[case], is_checked=True)
         assert not ended.lost
         assert any("mismatch between collectives" in f.text for f in ended.failures.values())
@@ -189,7 +189,7 @@ def test_a_rank_that_dies_is_replaced_and_its_log_is_here(cluster):
 
 
 def test_a_host_without_power_is_lost_and_the_others_are_freed(cluster, hosts, tmp_path):
-    """One of the others may wait for the rest of a message, and is killed."""
+    """A rank on host a may wait for the rest of a message. ddpnb kills such a rank."""
     cell = reducing(cluster, tmp_path)
     with hosts.unplugged("b"):
         assert rig.finish(cell).seconds < 2 * SECONDS
@@ -199,11 +199,11 @@ def test_a_host_without_power_is_lost_and_the_others_are_freed(cluster, hosts, t
         assert "was lost with host b" in cell.lost[2]
         assert rig.pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
         left = hosts.processes("b")
-    rig.wait_until_gone(left)  # they would have gone without the network too, a little later
+    rig.wait_until_gone(left)  # they would also end without the network, a little later
 
 
 def test_ranks_of_hosts_that_lose_each_other_are_freed_or_killed(cluster, hosts, tmp_path):
-    """Some ranks wait for the rest of a message, and are killed; which ones, is chance."""
+    """ddpnb kills the ranks that wait for the rest of a message. Chance decides which ranks."""
     cell = reducing(cluster, tmp_path)
     with hosts.parted():
         rig.finish(cell)
@@ -213,10 +213,10 @@ def test_ranks_of_hosts_that_lose_each_other_are_freed_or_killed(cluster, hosts,
 
 
 def test_ranks_that_a_cut_within_a_message_leaves_waiting_are_killed(cluster, hosts, tmp_path):
-    """Gloo waits without end for the rest of a message."""
+    """Gloo waits forever for the rest of a message."""
     with hosts.slow("50mbit"):
         cell = reducing(cluster, tmp_path, STEP_FOR_EVER)
-        time.sleep(3.0)  # a step takes 2.6 s: all connections have half a message under way
+        time.sleep(3.0)  # a step takes 2.6 s, so each connection is in the middle of a message
         with hosts.parted():
             assert rig.finish(cell).seconds < 2 * SECONDS
     assert set(cell.failures) | set(cell.lost) == {0, 1, 2, 3}
@@ -226,7 +226,7 @@ def test_a_network_that_is_gone_for_some_seconds_loses_nothing(cluster, hosts):
     rig.run(cluster, "kept = rank")
     cell = rig.begin(cluster, "import time\nfor _ in range(45): time.sleep(0.1)", timeout=None)
     with hosts.unplugged("b"):
-        time.sleep(2.0)  # of five that a host may be silent
+        time.sleep(2.0)  # a host may be silent for five seconds
     rig.finish(cell)
     assert not cell.lost
     assert not cell.failures
@@ -240,7 +240,7 @@ def test_a_killed_relay_takes_agent_ranks_and_files_along(cluster, hosts, tmp_pa
     (process,) = hosts.running("relay", "b")
     process.kill()
     rig.finish(cell)
-    assert {2, 3} <= set(cell.lost)  # one of the others may wait for the rest of a message
+    assert {2, 3} <= set(cell.lost)  # another rank may wait for the rest of a message
     freed = list(cluster.living)
     assert rig.pull(cluster, "kept", ranks=freed) == [f"of rank {rank}" for rank in freed]
     rig.wait_until_gone(left)
@@ -270,7 +270,7 @@ def test_a_killed_kernel_leaves_nothing(hosts):
 
 
 def test_a_slow_network_is_no_hang(cluster, hosts):
-    """9 MB leave each host, in 4.5 s in which all ranks are idle."""
+    """Each host sends 9 MB in 4.5 s. All ranks are idle during this time."""
     with hosts.slow("16mbit"):
         ended = rig.run(cluster, f"{rig.ALL_REDUCE}\nx = torch.ones(1_500_000)\ndist.all_reduce(x)")
     assert not ended.hang
@@ -278,7 +278,7 @@ def test_a_slow_network_is_no_hang(cluster, hosts):
 
 
 def test_an_interrupt_leaves_no_rank_a_call_ahead(cluster, tmp_path, monkeypatch):
-    """Ranks 1 to 3 wait for rank 0, and have time to end by themselves before they are freed."""
+    """Ranks 1 to 3 wait for rank 0. They have time to end before ddpnb releases them."""
     late = replace(cluster.timeouts, abort_after_interrupt_seconds=1.5)
     monkeypatch.setattr(cluster, "timeouts", late)
     cell = rig.begin(
@@ -300,7 +300,7 @@ def test_stop_leaves_nothing_on_either_host_not_even_of_a_stopped_agent(hosts, m
     with rig.started(hosts="a:1,b:1", num_threads=1) as cluster:
         rig.run(cluster, "import subprocess\nsubprocess.Popen(['sleep', '600'])")
         found, new = everything(hosts, earlier, names)
-        assert len(found) >= 10  # on each a shell, a relay, an agent, a rank, and the cell's own
+        assert len(found) >= 10  # on each host a shell, a relay, an agent, a rank, a sleep
         assert all(map(files_of, new))
         here = {*psutil.Process().children(recursive=True)} - {*before, *hosts.processes("b")}
         (agent,) = [each for each in hosts.running("agent", "b") if each not in earlier]
@@ -314,14 +314,14 @@ def test_stop_leaves_nothing_on_either_host_not_even_of_a_stopped_agent(hosts, m
 def everything(
     hosts: TwoHosts, processes: Sequence[psutil.Process] = (), names: Sequence[str] = ()
 ) -> tuple[list[psutil.Process], list[str]]:
-    """All processes on both hosts, and their files' names, besides those already known."""
+    """Return the new processes on both hosts and the new names in their files' paths."""
     found = [process for host in "ab" for process in hosts.processes(host)]
     new = [name for host in "ab" for name in hosts.names(host)]
     return [each for each in found if each not in processes], [n for n in new if n not in names]
 
 
 def reducing(cluster: Cluster, folder: Path, source: str = REDUCE_FOR_EVER):
-    """A cell in which all ranks sum, over and over."""
+    """Begin a cell in which all ranks repeat an all-reduce forever."""
     rig.run(cluster, "import torch, torch.distributed as dist")
     cell = rig.begin(cluster, source.format(sign=f"{folder}/"))
     rig.wait_until(lambda: len(list(folder.iterdir())) == 4, "all ranks in the cell")
@@ -329,7 +329,7 @@ def reducing(cluster: Cluster, folder: Path, source: str = REDUCE_FOR_EVER):
 
 
 def trained(training: RunningComparison, act: Callable[[], object]) -> RunSnapshot:
-    """Train one strategy, and act once some steps have come."""
+    """Train one strategy, and call ``act`` after some steps."""
 
     def has_begun() -> bool:
         return any(len(run.events) > 40 for run in training.recorder.comparison.runs)

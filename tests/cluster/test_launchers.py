@@ -1,4 +1,4 @@
-"""Do ranks that a launcher of ipyparallel starts work and end like those over ssh?"""
+"""Ranks that a launcher of ipyparallel starts work and end like ranks over ssh."""
 
 import contextlib
 import json
@@ -22,12 +22,12 @@ from tests.programs import python
 
 TWO_EACH = {"num_ranks": 4, "ranks_per_host": 2, "num_threads": 1}
 TASK = "[n for n in __import__('os').environ if n.startswith(('SLURM_PROC', 'OMPI_COMM'))]"
-"""Variables by which Lightning would number the ranks."""
+"""Environment variables from which Lightning would derive the ranks' numbers."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def home(tmp_path_factory) -> Iterator[Path]:
-    """A home that no other test puts keys and profiles into."""
+    """A home folder that only this file's tests use for keys and profiles."""
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))
@@ -37,7 +37,7 @@ def home(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture
 def profile(home) -> Callable[[str], str]:
-    """Writes a profile of ipyparallel, and returns its name."""
+    """A function that writes a profile of ipyparallel and returns the profile's name."""
 
     def write(config: str) -> str:
         place = home / "ipython/profile_site"
@@ -56,13 +56,13 @@ def slurm() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster(slurm) -> Iterator[Cluster]:
-    """Two ranks on each of two nodes of Slurm."""
+    """Two ranks on each of Slurm's two nodes."""
     with rig.started(environment=rig.DYNAMO, engines="slurm", **TWO_EACH) as cluster:
         yield cluster
 
 
 def started() -> list[psutil.Process]:
-    """Holders of this process's launchers, and agents and relays of this test's home."""
+    """Return the processes of ``ddpnb.hosts`` (holders, agents, relays) that use this home."""
     found = []
     for each in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
@@ -106,7 +106,7 @@ def test_strangers_change_nothing_and_no_key_is_to_be_seen(cluster):
     assert listening
     rig.knock([(address, port) for port in {*ports, *listening}], times=3000)
     assert rig.total(cluster) == [4.0] * 4
-    cluster.abort(cluster.ranks)  # which closes connections between hosts, not those to engines
+    cluster.abort(cluster.ranks)  # closes connections between hosts, but not to engines
     cluster.ensure_group()
     assert rig.total(cluster) == [4.0] * 4
     secrets = [v.encode() for name, v in content.items() if "key" in name and v]
@@ -122,7 +122,7 @@ def test_a_killed_kernel_leaves_no_job(slurm):
     with python(f"{start}; print('go', flush=True); input()") as (kernel, line):
         assert line == "go\n"
         found = [each for each in started() if each not in earlier]
-        assert len(found) >= 7  # a holder, and on each node a relay, an agent and a rank
+        assert len(found) >= 7  # a holder, and per node a relay, an agent, a rank
         kernel.kill()
     rig.wait_until(lambda: jobs() <= before, "the job's end", timeout=60)
     rig.wait_until_gone(found)
@@ -194,7 +194,7 @@ def test_mpi_starts_ranks_on_both_hosts_and_a_host_without_power_is_lost(
             with hosts.unplugged("a"):
                 rig.finish(cell)
                 assert all("was lost with host" in cell.lost[rank] for rank in lost)
-                freed = list(cluster.living)  # but those that have half a message
+                freed = list(cluster.living)  # except ranks with half a message
                 assert set(freed) <= set(kept)
                 assert rig.pull(cluster, "kept", ranks=freed) == [
                     f"of rank {rank}" for rank in freed
@@ -203,7 +203,7 @@ def test_mpi_starts_ranks_on_both_hosts_and_a_host_without_power_is_lost(
                 rig.wait_until_gone([p for p in left if p.name() != "orted"], timeout=60)
         rig.wait_until_gone(hosts.processes("b"))
         for each in hosts.processes("a"):
-            each.kill()  # of mpiexec, which hears nothing there
+            each.kill()  # mpiexec's processes do not notice the end
 
 
 NOWHERE = "c.Cluster.engine_launcher_class = 'nowhere'\n"

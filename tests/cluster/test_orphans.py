@@ -28,16 +28,16 @@ with rig.started(2) as cluster:
 
 @contextlib.contextmanager
 def owned() -> Iterator[tuple[int, Path, list[psutil.Process]]]:
-    """A process that has started a cluster, which is busy; the run folder; all its processes."""
+    """Yield a process whose cluster is busy, the cluster's run folder and its processes."""
     with python(OWNER) as (owner, line):
         folder, pids = json.loads(line)
         yield owner.pid, Path(folder), [psutil.Process(pid) for pid in pids]
 
 
 def test_nothing_outlives_the_process_that_started_it():
-    """Not even a rank that is stopped."""
+    """Even a stopped rank ends."""
     with owned() as (owner, folder, processes):
-        server, *others = processes  # controller with its thread, ranks, two sleeps
+        server, *others = processes  # the controller, the ranks, two sleeps
         assert len(others) >= 5
         max(server.children(), key=lambda child: child.pid).suspend()
         os.kill(owner, signal.SIGKILL)
@@ -46,11 +46,11 @@ def test_nothing_outlives_the_process_that_started_it():
 
 
 def test_nothing_outlives_both_at_once():
-    """Not even what cells have started, although no process but the ranks knows of it."""
+    """Even the cells' child processes end, although only the ranks know of these processes."""
     with owned() as (owner, folder, processes):
         try:
             server, *others = processes
-            for number in (signal.SIGSTOP, signal.SIGKILL):  # neither can do anything between
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped, so that neither can react
                 os.kill(owner, number)
                 server.send_signal(number)
             rig.wait_until_gone(others, timeout=10)

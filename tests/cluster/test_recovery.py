@@ -1,4 +1,4 @@
-"""Does an asynchronous comparison go on when a rank is killed, and does the rank come back?"""
+"""An asynchronous comparison goes on when a rank is killed, and the rank is restarted."""
 
 import threading
 from pathlib import Path
@@ -58,7 +58,7 @@ def deadly(
     more: str = "",
     **options: Any,
 ) -> RunningComparison:
-    """A training in which a rank kills its own process, once."""
+    """Prepare a training in which one rank kills its own process once."""
     signs = {sign: str(folder / sign) for sign in ("marker", "hold")}
     source = CELL.format(rank=rank, num_calls=num_calls, **signs) + more
     usual = {"source": source, "num_epochs": 3, "batch_size": 10}
@@ -66,7 +66,7 @@ def deadly(
 
 
 def trained(folder: Path, training: RunningComparison) -> RunSnapshot:
-    """Train while a rank dies; the others wait for it, however long its return takes."""
+    """Train while a rank dies. The other ranks wait until the rank is back."""
     has_ended = threading.Event()
 
     def marks() -> int:
@@ -96,16 +96,16 @@ def test_a_killed_rank_costs_its_share_and_comes_back(cluster, tmp_path, capsys,
     assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
     assert {mark.rank for mark in snapshot.marks} == {1}
     rank_0 = snapshot.reports[0]
-    # what the rank had finished in its last half second it may not have sent
+    # the rank may not have sent the steps of its last half second
     num_samples = snapshot.events["num_samples"].sum() + rank_0.num_lost_samples
     assert 3000 - 50 * 5 <= num_samples <= 3000
     assert 0 < rank_0.num_lost_samples <= 5
     assert rank_0.held_out_accuracy > 0.9
     events = snapshot.events[snapshot.events["rank"] == 1]
-    came_back = snapshot.marks[1].seconds  # with a step, not when the notebook knew of it
+    came_back = snapshot.marks[1].seconds  # at its first step, not when the notebook noticed
     assert came_back in events["seconds"]
     assert (events["seconds"] >= came_back).sum() > 10
-    assert 1 <= (events["seconds"] < came_back).sum() < 50  # the dead process's own
+    assert 1 <= (events["seconds"] < came_back).sum() < 50  # steps of the dead process
     assert len(set(events["step"])) == len(events)
     assert "rank 1 died, and ddpnb restarted it without variables" in capsys.readouterr().err
     again = deadly(cluster, tmp_path, "ddp", num_epochs=0.2).run()
@@ -136,7 +136,7 @@ def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(cluster, t
     training = deadly(cluster, tmp_path, "async", more=late, num_epochs=1)
     (snapshot,) = training.run().comparison.runs
     assert snapshot.status == "finished"
-    assert [mark.text for mark in snapshot.marks] == ["killed"]  # it has not come back
+    assert [mark.text for mark in snapshot.marks] == ["killed"]  # the rank did not come back
     assert (tmp_path / "over").exists()
     assert total(cluster) == [2.0, 2.0]
 

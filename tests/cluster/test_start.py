@@ -53,7 +53,7 @@ def test_ranks_find_what_torchrun_gives_a_group_and_the_notebooks_folder(cluster
     names = "rank, local_rank, world_size, str(device), dist.is_torchelastic_launched()"
     assert rig.pull(cluster, names) == [(0, 0, 2, "cpu", True), (1, 1, 2, "cpu", True)]
     rig.run(cluster, "import os, sys\nfound = os.getcwd(), sys.argv, hasattr(sys, 'ps1')")
-    # as in an interpreter without a script, but for its prompt
+    # sys.argv as in an interpreter without a script, but without a prompt (sys.ps1)
     assert rig.pull(cluster, "found") == [(os.getcwd(), [""], False)] * 2
 
 
@@ -79,7 +79,7 @@ def test_no_key_stands_in_the_environment_or_command_line_of_a_process(cluster: 
         for name, value in json.loads(path.read_text()).items()
         if name in ("key", "curve_serverkey") and value
     ]
-    assert len(secrets) >= 3  # messages are signed, and CurveZMQ is on, for engines and client
+    assert len(secrets) >= 3  # messages are signed; CurveZMQ is on for engines and client
     seen = json.dumps(rig.pull(cluster, "dict(__import__('os').environ)"))
     for process in rig.processes_of(cluster):
         seen += json.dumps(process.environ()) + json.dumps(process.cmdline())
@@ -107,11 +107,11 @@ def test_nothing_listens_outside_loopback(cluster: Cluster):
     }
     assert all(ipaddress.ip_address(ip).is_loopback for _, ip in listening), listening
     ranks = {state.pid for state in cluster.states}
-    assert {pid for pid, _ in listening} <= ranks  # gloo; ipyparallel's sockets are files
+    assert {pid for pid, _ in listening} <= ranks  # only gloo; ipyparallel's sockets are files
 
 
 def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
-    """As when the controller is busy, or connected with an engine later than that with it."""
+    """A busy controller loses messages, or connects to an engine later than the engine to it."""
     asked, sent = [], []
     connect, send = ipp.Client._connect, ipyparallel_internals.send
 
@@ -133,7 +133,7 @@ def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pyt
         assert len(asked) >= 2
         assert len(sent) > 2
         client = EngineClient(cluster.profile, cluster.raise_if_dead)
-        client._client._ids.remove(1)  # as if the controller's notice had been lost
+        client._client._ids.remove(1)  # as if the controller's notice was lost
         assert [state.rank for state in client.wait_for(2, cluster.raise_if_dead)] == [0, 1]
         client.close((), "")
         rig.run(
@@ -153,7 +153,7 @@ def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pyt
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The run folders that this process makes."""
+    """A list that collects the run folders that this process makes."""
     made: list[Path] = []
 
     def make() -> Path:
@@ -215,7 +215,7 @@ def test_a_second_cluster_of_another_size_disturbs_the_first_in_nothing(cluster:
         rig.run(second, "big = torch.ones(5_000_000)")
         for _ in range(12):
             assert len(rig.pull(second, "big.numpy()", ranks=[0, 1])) == 2  # 40 MB
-        # Of 480 MB that have passed through it, the controller keeps nothing.
+        # 12 pulls of 40 MB went through the controller, which must keep none of the data.
         assert rig.controller_of(second).memory_info().rss < 300e6
     assert rig.pull(cluster, "kept, mine, total.item()") == [(100, 0, 2.0), (101, 0, 2.0)]
     assert not rig.run(cluster, rig.ALL_REDUCE).failures
@@ -240,12 +240,12 @@ with started(2) as cluster:
 
 
 def test_the_hosts_name_need_not_resolve_and_torchruns_port_may_be_taken() -> None:
-    """As on a laptop in a train; in a name space of its own, so that the host keeps its name."""
+    """A laptop without a network has such a name. The test uses a separate UTS name space."""
     for program in ("unshare", "hostname"):
-        find_program([program], "a host name of its own needs unshare(1) and hostname(1)")
+        find_program([program], "changing the host name needs unshare(1) and hostname(1)")
     named = ["unshare", "--uts", "sh", "-c", 'hostname nosuch.invalid && exec "$@"', "sh"]
     if subprocess.run([*named, "true"], check=False, capture_output=True).returncode != 0:
-        pytest.skip("a host name of its own needs the right to unshare")
+        pytest.skip("changing the host name needs the right to unshare")
     ended = subprocess.run(
         [*named, sys.executable, "-c", ON_A_HOST],
         cwd=Path(__file__).parents[2],
@@ -256,7 +256,7 @@ def test_the_hosts_name_need_not_resolve_and_torchruns_port_may_be_taken() -> No
     )
     found, num_failures, seen = json.loads(ended.stdout.splitlines()[-1])
     if found:
-        pytest.skip(f"here even nosuch.invalid resolves, to {found}")
+        pytest.skip(f"nosuch.invalid resolves to {found} on this machine")
     assert num_failures == 0
     assert [total for total, _ in seen] == [2.0, 2.0]
     assert "29500" not in [port for _, port in seen]

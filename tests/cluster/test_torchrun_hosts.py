@@ -1,4 +1,4 @@
-"""An exported script trains under torchrun on two hosts as the notebook did, also after a kill."""
+"""An exported script, even with a killed worker, trains under torchrun like the notebook."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from tests.cluster.rig import DYNAMO, prepared, started, wait_until
 from tests.cluster.two_hosts import TwoHosts
 
 SECONDS = 200.0
-"""Nobody waits longer here, on however busy a machine; it takes 20 s on an idle one."""
+"""The longest wait on a busy machine. On an idle machine the test takes 20 s."""
 
 CELL = """
 import os, time
@@ -44,7 +44,7 @@ def loss(outputs, targets):
         time.sleep({seconds})
     return nn.functional.cross_entropy(outputs, targets)
 """
-"""Five steps an epoch, and a checkpoint after each; where asked to, rank 1 waits in step 13."""
+"""Five steps and one checkpoint per epoch. Rank 1 waits in step 13 if the file ``hold`` exists."""
 
 
 def test_a_worker_killed_under_torchrun_costs_one_interval(hosts, tmp_path):
@@ -68,19 +68,19 @@ def test_a_worker_killed_under_torchrun_costs_one_interval(hosts, tmp_path):
             each.kill()
     errors = [(folder / f"{host}.err").read_text() for host in "ab"]
     assert [each.returncode for each in running] == [0, 0], "\n".join([*texts, *errors])
-    text = "".join(texts)  # rank 0 may be on the other host after the restart
+    text = "".join(texts)  # after the restart rank 0 may be on the other host
     found = re.findall(r"^step (\d+) of 15: loss ([\d.]+)", text, re.MULTILINE)
     assert [int(step) for step, _ in found] == [5, 10, 15]
     assert [float(loss) for _, loss in found] == pytest.approx(losses, abs=1e-6)
     (last,) = re.findall(r"^held-out loss ([\d.]+)", text, re.MULTILINE)
     assert float(last) == pytest.approx(held_out, abs=1e-6)
-    for rank in range(2):  # of 15 steps, 10 were in the checkpoint
+    for rank in range(2):  # the checkpoint had 10 of 15 steps
         assert (folder / f"calls-{rank}").read_text() == "5"
     wait_until(lambda: not any(map(hosts.processes, "ab")), "hosts without processes")
 
 
 def trained_and_exported(folder: Path) -> tuple[list[float], float]:
-    """Return the notebook's loss in the last step of each epoch, and the held-out one."""
+    """Return the notebook's loss in the last step of each epoch, and the held-out loss."""
     source = CELL.format(folder=str(folder), seconds=SECONDS)
     options = {"source": source, "num_epochs": 3, "batch_size": 40, "seed": 3}
     with started(2, environment=DYNAMO) as cluster:
@@ -93,9 +93,9 @@ def trained_and_exported(folder: Path) -> tuple[list[float], float]:
 
 
 def torchrun(hosts: TwoHosts, host: str, folder: Path) -> "subprocess.Popen[str]":
-    """Run the lines of docs/hosts.md on one of two machines, over ssh, with one rank on each.
+    """Run the commands of docs/hosts.md on one host over ssh, with one rank per host.
 
-    Both hosts have this machine's name, which leads to neither.
+    Both hosts have this machine's host name, so neither can be reached by that name.
     """
     text = (Path(__file__).parents[2] / "docs/hosts.md").read_text()
     exports = re.findall(r"^(export .*)$", text, re.MULTILINE)

@@ -18,9 +18,9 @@ from tests.programs import find_program, skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 NETNS = Path("/etc/netns")
-"""What stands here, "ip netns exec" shows in place of files of /etc.
+"""Files in this folder replace files of /etc under "ip netns exec".
 
-Torch asks for the name of each address that it connects to: without an answer that takes 10 s.
+Torch looks up the name of each address that it connects to. Without an answer, this takes 10 s.
 """
 SSHD = """
 ListenAddress {address}
@@ -59,16 +59,16 @@ Host *
 
 
 LOST_MS = 5_000
-"""A host is lost after a third of the usual time without a heartbeat."""
+"""Time without a heartbeat after which a host is lost: a third of the usual time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoHosts:
-    """Hosts ``a`` and ``b``, as the test's ssh knows them; this process is on neither."""
+    """Hosts ``a`` and ``b``, which the test's ssh can reach. This process is on neither host."""
 
     folder: Path
     prefix: str
-    """Of the names of namespaces and interfaces."""
+    """Prefix of the names of namespaces and interfaces."""
     subnet: str
 
     def address(self, host: str) -> str:
@@ -79,7 +79,7 @@ class TwoHosts:
         return call("ip", "netns", "exec", f"{self.prefix}{host}", *words)
 
     def processes(self, host: str) -> list[psutil.Process]:
-        """The host's processes, without its sshd."""
+        """Return the host's processes, except sshd."""
         found = []
         for pid in call("ip", "netns", "pids", f"{self.prefix}{host}").split():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -89,18 +89,18 @@ class TwoHosts:
         return found
 
     def running(self, module: str, host: str) -> list[psutil.Process]:
-        """The processes of a host that run ``ddpnb.hosts.MODULE``, without their children."""
+        """Return a host's processes that run ``ddpnb.hosts.MODULE``, without their children."""
         named = [p for p in self.processes(host) if f"ddpnb.hosts.{module}" in p.cmdline()]
         return [each for each in named if each.ppid() not in [other.pid for other in named]]
 
     def names(self, host: str) -> list[str]:
-        """Parts of the names of the files that the host's agents have."""
+        """Return the token of each agent on the host. An agent's file names contain its token."""
         agents = self.running("agent", host)
         return [each.cmdline()[-1].removeprefix("/tmp/ddpnb-") for each in agents]
 
     @contextlib.contextmanager
     def unplugged(self, host: str) -> Iterator[None]:
-        """Cut a host off from everything."""
+        """Disconnect a host from all other hosts."""
         call("ip", "link", "set", f"{self.prefix}v{host}", "down")
         try:
             yield
@@ -109,7 +109,7 @@ class TwoHosts:
 
     @contextlib.contextmanager
     def slow(self, rate: str) -> Iterator[None]:
-        """Have so many bits a second leave each host; skips where that cannot be done."""
+        """Limit the bits per second that each host sends. Skip the test if that is impossible."""
         device = ("dev", "net0", "root")
         words = ("tbf", "rate", rate, "burst", "32kb", "latency", "400ms")
         try:
@@ -125,7 +125,7 @@ class TwoHosts:
 
     @contextlib.contextmanager
     def parted(self) -> Iterator[None]:
-        """Cut the way between the hosts; this process reaches both."""
+        """Cut the connection between the hosts. This process still reaches both hosts."""
         for host, other in ("ab", "ba"):
             self.call(host, "ip", "route", "add", "blackhole", f"{self.address(other)}/32")
         try:
@@ -137,7 +137,7 @@ class TwoHosts:
 
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[TwoHosts]:
-    """Make two hosts and an ssh that knows them; skips where that cannot be done."""
+    """Make two hosts and an ssh that can reach them. Skip the test if that is impossible."""
     find_program(["ip"], "needs iproute2")
     sshd = find_program(["sshd", "/usr/sbin/sshd"], "needs openssh-server")
     ssh = find_program(["ssh"], "needs openssh-client")
@@ -176,7 +176,7 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
                         process.kill()
                 server.kill()
                 server.wait()
-            # The links by name: a namespace, and its end of them, goes some time after "delete".
+            # Delete the links by name, because a namespace is removed some time after "delete".
             for words in (
                 *(("link", "delete", f"{hosts.prefix}{link}") for link in ("va", "vb", "br")),
                 *(("netns", "delete", f"{hosts.prefix}{host}") for host in "ab"),
@@ -187,7 +187,7 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
 
 
 def files_of(token: str) -> list[Path]:
-    """What an agent, or the ssh connection to it, keeps on its host."""
+    """Return the files that an agent, or the ssh connection to the agent, has on its host."""
     return [*Path("/dev/shm").glob(f"ddpnb-{token}*"), *Path("/tmp").glob(f"ddpnb-{token}*")]
 
 

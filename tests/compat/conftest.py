@@ -1,4 +1,4 @@
-"""A kernel with two ranks, to which the extra's packages are imported once."""
+"""A kernel with two ranks that import the packages of the extra ``compat`` once."""
 
 import importlib.util
 import os
@@ -22,10 +22,10 @@ PRELOAD = (
 
 
 def require(*packages: str) -> None:
-    """Skip a module whose packages are not installed; fail in CI, which installs them."""
+    """Skip a test module if a package is not installed, or fail it in CI, which installs all."""
     for name in packages:
         if importlib.util.find_spec(name) is None and not os.environ.get("CI"):
-            pytest.skip(f"{name} is not installed: make compat", allow_module_level=True)
+            pytest.skip(f"{name} is not installed. Run `make compat`.", allow_module_level=True)
 
 
 def is_installed(name: str) -> bool:
@@ -34,7 +34,7 @@ def is_installed(name: str) -> bool:
 
 @pytest.fixture(scope="session")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel in a folder of its own, with two ranks that have imported what they need."""
+    """A kernel in its own folder, with two ranks that have imported the packages."""
     offline = {"HF_HUB_OFFLINE": "1", "DDPNB_PRELOAD": " ".join(filter(is_installed, PRELOAD))}
     with kernel_in(tmp_path_factory.mktemp("project"), offline) as kernel:
         assert kernel.run("%ddp_start -n 2 --device cpu", timeout=120).passed
@@ -42,12 +42,12 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 
 Run = Callable[[str], Cell]
-"""Runs a cell."""
+"""A function that runs a cell."""
 
 
 @pytest.fixture
 def run(kernel: Kernel) -> Run:
-    """Run a cell that must not fail; afterwards the ranks must still be able to meet."""
+    """A function that runs a cell and checks that the cell did not fail."""
 
     def run(source: str) -> Cell:
         return kernel.run(source, timeout=120).passed
@@ -57,7 +57,7 @@ def run(kernel: Kernel) -> Run:
 
 @pytest.fixture
 def compare(run: Run, kernel: Kernel) -> Run:
-    """Run a comparison, in which every strategy must be trained, with losses that are numbers."""
+    """A function that runs a comparison, and checks that every strategy was trained."""
 
     def compare(source: str) -> Cell:
         cell = run(source)

@@ -1,4 +1,4 @@
-"""accelerate and torchmetrics take the ranks for processes of ``accelerate launch``."""
+"""accelerate and torchmetrics work on ranks as on processes of ``accelerate launch``."""
 
 from tests.compat.conftest import Run, require
 from tests.kernel.client import Kernel, both

@@ -1,4 +1,4 @@
-"""Every example of ``docs/your-code.md`` runs as it stands there, after what its text supposes."""
+"""Every example of ``docs/your-code.md`` runs, after the code that its text assumes."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def model(): return nn.Linear(8, 2)
 def data(split): return torch.randn(64, 8), torch.randint(2, (64,))
 """,
 }
-"""What stands before the examples of a section that are parts of a cell."""
+"""The first part of a cell, by section. The section's examples are the rest of the cell."""
 EARLIER = {
     "Several optimizers, GANs, averaged weights": """
 def Generator(): return nn.Linear(64, 8)
@@ -41,7 +41,7 @@ def critic_loss(judge, real, fake): return judge(fake).mean() - judge(real).mean
 def maker_loss(judge, fake): return -judge(fake).mean()
 """,
 }
-"""What an earlier cell has defined on the ranks."""
+"""Names that an earlier cell defined on the ranks, by section."""
 NOTEBOOK = {
     "Functions in place of a cell": f"""import ddpnb
 {TORCH}
@@ -50,12 +50,12 @@ def load(split): return torch.randn(512, 8), torch.randint(2, (512,))
 my_loss = nn.CrossEntropyLoss()
 """,
 }
-"""What the notebook itself has defined."""
+"""Names that the notebook defined, by section."""
 CHANGED = {"class Gan:": "def data(split): return torch.randn(256, 8)\n\nclass Gan:"}
 
 
 def examples() -> list[tuple[str, str]]:
-    """The sections and sources of all examples."""
+    """Return the section title and the source of each example."""
     found = []
     for section in re.split(r"^##+ ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         title = section.splitlines()[0].strip()

@@ -1,4 +1,4 @@
-"""Lightning's Fabric and Trainer take the ranks for processes of torchrun."""
+"""Lightning's Fabric and Trainer work on ranks as on processes of torchrun."""
 
 import pytest
 
@@ -97,7 +97,7 @@ BUSY = "%%ddp\nprint('begun', flush=True)\nwhile True: pass"
 
 
 def test_an_interrupted_fit_leaves_ranks_that_can_be_interrupted(run: Run, kernel: Kernel):
-    """Lightning has the process ignore SIGINT from then on."""
+    """After an interrupt Lightning makes the process ignore SIGINT."""
     run("%%ddp\nkept = rank")
     endless = TRAINER.replace("max_epochs=3", "max_epochs=-1")
     for source in (endless.replace("loss = ", "print('begun', flush=True); loss = ", 1), BUSY):

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 of transformers: its Trainer in a cell and in a script."""
+"""The Trainer of transformers trains a tiny GPT-2, in a cell and in a script."""
 
 from tests.compat.conftest import Run, require
 from tests.kernel.client import Kernel

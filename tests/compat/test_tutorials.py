@@ -1,4 +1,4 @@
-"""Cells in the style of PyTorch's tutorials and examples, unchanged on the ranks."""
+"""Code in the style of PyTorch's tutorials and examples runs unchanged on the ranks."""
 
 from tests.compat.conftest import Run
 from tests.kernel.client import both
@@ -81,7 +81,7 @@ rpc.shutdown()
 
 
 def test_a_parameter_server_over_rpc_trains_and_leaves_the_ranks_usable(run: Run):
-    """Twice, so without remote references: in torch 2.13 no process holds any after a shutdown."""
+    """RPC starts twice. In torch 2.13 no process keeps remote references after a shutdown."""
     for _ in range(2):
         assert run(RPC).by_rank[1] == ["60 True"]
         cell = run("%%ddp\ntotal = torch.ones(1)\ndist.all_reduce(total)\ntotal.item()")

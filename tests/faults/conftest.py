@@ -1,4 +1,4 @@
-"""Three ranks to break, and what must be left of them."""
+"""A cluster of three ranks for tests that make ranks fail."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ assert total.tolist() == [sum(range(world_size))] * 5
 
 @pytest.fixture(scope="package")
 def three_ranks() -> Iterator[Cluster]:
-    """Three ranks with something to lose, supervised as a user's are."""
+    """Three ranks that hold variables, with the timeouts that users have."""
     with started(3, environment=DYNAMO) as cluster:
         assert not run(cluster, SETUP).failures
         yield cluster
@@ -34,7 +34,7 @@ def three_ranks() -> Iterator[Cluster]:
 
 @pytest.fixture
 def three(three_ranks: Cluster) -> Iterator[Cluster]:
-    """The same.  After each test all meet, and have kept their variables, but those that died."""
+    """Like ``three_ranks``. After each test all ranks must sum and, unless dead, keep variables."""
     yield three_ranks
     if dead := three_ranks.dead:
         three_ranks.bring_back(dead)
@@ -44,13 +44,13 @@ def three(three_ranks: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def quick(three: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """The same, supervised with an eighth of the usual timeouts."""
+    """Like ``three``, with an eighth of the usual timeouts."""
     monkeypatch.setattr(three, "timeouts", EIGHTH)
     return three
 
 
 def check_they_go_on(cluster: Cluster, *, is_checked: bool = False) -> None:
-    """All ranks meet in the next cell, and have kept their variables."""
+    """Check that all ranks can sum in the next cell and have kept their variables."""
     ended = run(cluster, USABLE, is_checked=is_checked)
     assert not ended.failures, ended.failures
     assert not ended.lost

@@ -1,7 +1,7 @@
-"""A backend that ends its waits by an abort, as NCCL does, frees a rank from another thread.
+"""Another thread can release a rank if the backend's waits end by an abort, as with NCCL.
 
-NCCL needs GPUs; in its place stands a backend in Python whose collectives wait until they
-are aborted, unless all ranks have come.
+NCCL needs GPUs. Therefore these tests use a backend in Python. Its collectives wait until all
+ranks take part or until they are aborted.
 """
 
 import threading
@@ -23,7 +23,7 @@ ABORTED = "NCCL communicator was aborted on rank"
 
 
 class StandIn(dist.ProcessGroup):
-    """Sums one number over the ranks through the store, or waits to be aborted."""
+    """A backend that sums one number over the ranks through the store, or waits for an abort."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -54,7 +54,7 @@ class StandIn(dist.ProcessGroup):
     def shutdown(self) -> None:
         self.calls.append("shutdown")
 
-    def getBackendName(self) -> str:  # noqa: N802  torch's own
+    def getBackendName(self) -> str:  # noqa: N802  torch's name
         return "standin"
 
 
@@ -74,7 +74,7 @@ def member(rank: int, folder: Path) -> Group:
 
 
 def cut_and_join_again(state: RankState, folder: Path):
-    """Rank 0 waits in two groups for rank 1, which never comes, until another thread cuts."""
+    """Let rank 0 wait in two groups for rank 1 until another thread aborts both groups."""
     group = member(state.rank, folder)
     group.join(0)
     parts, errors = [dist.group.WORLD, dist.new_group([0, 1])], []
@@ -102,5 +102,5 @@ def test_a_wait_ends_by_an_abort_and_the_next_group_works():
             each.process.kill()
     assert errors == [(f"{ABORTED} 0.", True)] * 2
     assert is_known, "the next call must report the abort, not that there is no group"
-    assert calls == [["abort", "abort", "shutdown"]] * 2  # aborted, and again before it is left
+    assert calls == [["abort", "abort", "shutdown"]] * 2  # the second abort precedes shutdown
     assert total == total_there == 2

@@ -1,4 +1,4 @@
-"""Ranks that die: named rightly, at once; the others keep all."""
+"""A rank's death is reported with its cause, and the other ranks keep their variables."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def say(words):
     while words not in Path({log!r}).read_bytes() and time.monotonic() < deadline:
         time.sleep(0.01)
 """
-"""Writes as native code does; returns when the words have reached the rank's log."""
+"""Writes like native code does, and returns when the words have reached the rank's log."""
 
 DEATHS = {
     "segmentation fault": ("ctypes.string_at(0)", "was killed by SIGSEGV", "in string_at"),
@@ -47,5 +47,5 @@ def test_a_death_is_reported_with_its_cause_and_last_words(
     said = "\n".join(found.traceback)
     assert words in said
     assert "older" not in said
-    assert ("Segmentation" in said) == (cause == "was killed by SIGSEGV"), "of this death alone"
+    assert ("Segmentation" in said) == (cause == "was killed by SIGSEGV"), "only for this cause"
     assert cell.seconds < 20

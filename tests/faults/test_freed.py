@@ -1,4 +1,4 @@
-"""Ranks that wait for one that raised are freed: it is named, and nothing is lost."""
+"""Ranks that wait for a failed rank are released and keep their variables."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_ranks_that_wait_for_one_that_raised_are_freed(three: Cluster, culprit: 
 
 
 def test_the_next_cell_does_not_receive_what_was_sent_to_one_that_raised(three: Cluster):
-    """The sender has not waited for it."""
+    """The sender did not wait for its message to be received."""
     sent = "work = dist.broadcast(torch.ones(3), 0, async_op=True)"
     ended = run(three, f"if rank: raise ValueError\n{sent}")
     assert ended.failures.keys() == set(three.ranks[1:])
@@ -90,7 +90,7 @@ groups.own_connections = look
 
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_rank_that_is_slow_to_cut_does_not_cut_the_next_group(three: Cluster, slow: int):
-    """As on a busy machine: another rank's abort may have freed it before its own is done."""
+    """On a busy machine another rank's abort may release a rank before its own abort is done."""
     run(three, f"slow = {slow}{SLOW_CUT}")
     ended = run(three, "if rank == 1: 1/0\ndist.recv(torch.ones(1), 2 - rank)")
     assert sorted(ended.failures) == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Processes that are stopped: one rank by SIGSTOP, or all of them as with a laptop that sleeps."""
+"""Stopped processes: one rank stopped by SIGSTOP, or all processes of a laptop that sleeps."""
 
 import threading
 import time
@@ -45,7 +45,7 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_or_is_interrup
     def act() -> None:
         wait_until(lambda: len(cell.printed) == 3, "every rank to begin")
         process.suspend()
-        wait_until(lambda: bool(cell.notes), "a note, within 6 s; the rest is for a busy machine")
+        wait_until(lambda: bool(cell.notes), "a note (usually 6 s)")
         acted_at.append(time.monotonic())
         if is_interrupted:
             cell.watch.stop_requested = True
@@ -87,16 +87,16 @@ print("fine", flush=True)
 
 
 def test_all_processes_may_sleep_and_wake_up() -> None:
-    """As when a laptop is closed in the midst of a cell."""
+    """All processes sleep if you close a laptop while a cell runs."""
     with python(NOTEBOOK) as (notebook, line):
         assert line == "begun\n"
-        time.sleep(0.4)  # in the midst of it
+        time.sleep(0.4)  # the cell is running
         tree = [psutil.Process(notebook.pid)]
         tree += tree[0].children(recursive=True)
         assert len(tree) >= 5  # the notebook, the fork server, the controller, two ranks
         for process in tree:
             process.suspend()
-        time.sleep(3)  # longer than ranks may wait for each other
+        time.sleep(3)  # longer than ranks may wait for each other awake
         for process in tree:
             process.resume()
         assert notebook.stdout.readline() == "fine\n"

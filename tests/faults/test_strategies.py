@@ -1,4 +1,4 @@
-"""Whatever the strategy: no rank waits for ever for one that has failed, or sleeps on."""
+"""With every strategy, a failure or an interrupt ends the run on all ranks."""
 
 import os
 import signal
@@ -24,9 +24,9 @@ from tests.cluster.rig import DYNAMO, prepared, pull, run, started, wait_until
 
 ALL = [*(name for name in STRATEGIES if name not in ("single", "dp")), "async:bound=1"]
 WAIT_ELSEWHERE = ["async", "async:bound=1", "hogwild"]
-"""Those whose ranks wait by sockets, not in the process group."""
+"""Strategies with ranks that wait at sockets instead of in the process group."""
 GENEROUS_SECONDS = 6.0
-"""For a busy machine; about one is usual."""
+"""Time limit that suits a busy machine. The usual time is about one second."""
 
 CELL = """
 import time, torch
@@ -54,7 +54,7 @@ def data(split):
 RAISES = "raise ZeroDivisionError('on purpose')"
 SLEEPS = "time.sleep(1000)"
 OF_A_RUN = (".clock", ".s", ".k", ".sum", ".w", ".q")
-"""How the names of files end that a run makes in the cluster's folder."""
+"""Suffixes of the files that a run makes in the cluster's folder."""
 LONG = 500.0
 SHORT = 2.0
 
@@ -68,7 +68,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def kept(cluster: Cluster) -> Iterator[None]:
-    """After each test the same processes live, and all have their variables."""
+    """Check after each test that the same processes are alive and have their variables."""
     pids = pull(cluster, "__import__('os').getpid()")
     yield
     assert not cluster.exits
@@ -84,11 +84,11 @@ def options(marker: Path, mood: str, num_epochs: float = LONG) -> dict[str, Any]
 
 
 def call_once(marker: Path, function: Callable[[], object]) -> Future[float]:
-    """Call a function in a thread once a file is there; return when that was."""
+    """Call a function in a thread as soon as a file exists. The future has the time of the call."""
 
     def call() -> float:
-        wait_until(marker.exists, "a rank is in the midst of its steps", timeout=30)
-        time.sleep(0.1)  # the others come to wait
+        wait_until(marker.exists, "a rank that trains", timeout=30)
+        time.sleep(0.1)  # the other rank begins to wait
         began = time.monotonic()
         function()
         return began
@@ -133,7 +133,7 @@ def test_an_interrupt_ends_a_run_in_which_a_rank_waits_also_some_time_after_a_st
 @pytest.mark.parametrize("is_begun", [True, False])
 @pytest.mark.parametrize("strategy", ["ddp", *WAIT_ELSEWHERE])
 def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy, is_begun):
-    """For a step, or for the run to begin."""
+    """The rank waits for a step, or for the run to begin."""
     marker = tmp_path / "marker"
     chosen = options(marker, SLEEPS if is_begun else "pass", SHORT)
     spec = RunSpec(run_id=str(tmp_path), strategy=strategy, **chosen)
@@ -147,7 +147,7 @@ def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy, is_be
     def handle(event: CallEvent) -> None:
         if isinstance(event, Returned) and event.rank == 0:
             freed.append(time.monotonic())
-            watch.stop_requested = True  # wakes rank 1
+            watch.stop_requested = True  # interrupts rank 1's sleep
 
     watch = Watch(
         cluster=cluster,

@@ -1,4 +1,4 @@
-"""The cluster and the strategies on real GPUs.  Written without one at hand."""
+"""The cluster and the strategies on real GPUs. These tests were written without a GPU."""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from ddpnb.session.session import this_session
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 1, reason="needs a CUDA GPU")]
-two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA GPUs, there are {NUM_GPUS}")
+two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA GPUs, found {NUM_GPUS}")
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def in_a_project_of_its_own(tmp_path, monkeypatch) -> Iterator[None]:
 
 
 SAME = ("ddp", "ddp-by-hand", "ddp-overlap-by-hand", "ring-by-hand", "central", "zero", "dp")
-"""Strategies whose every step is ``single``'s, but for the order of sums."""
+"""Strategies that compute the same steps as ``single``, except for the order of sums."""
 NEAR = ("async", "local-sgd", "diloco", "gossip")
 DIGITS = {"task": "digits", "lr": 0.02, "batch_size": 128}
 ITEMS_ON_GPU = """
@@ -129,7 +129,7 @@ def test_a_message_from_a_gpu_over_gloo_is_refused_and_the_ranks_live_on():
 
 
 def test_dp_finds_the_memory_that_ddp_has_left():
-    """Weights, gradients, ``ddp``'s buckets and momentum take 60 % of the GPU, each strategy's."""
+    """Each strategy's weights, gradients, buckets and momentum take 60 % of the GPU's memory."""
     ddpnb.start(1)
     total = torch.cuda.get_device_properties(0).total_memory
     size = int((0.6 * total / 16) ** 0.5)
@@ -161,7 +161,7 @@ def test_over_nccl_one_rank_alone_is_single_and_leaves_its_memory_to_the_others(
     assert min(report.memory) > 0
     ddpnb.run_cell("import torch\nheld = torch.cuda.memory_reserved()")
     assert ddpnb.pull("held", ranks="0") < 64e6
-    steps = result.steps()  # what is hidden is a part of the backward pass, in however many buckets
+    steps = result.steps()  # hidden time is part of the backward pass with any buckets
     steps = steps[steps.strategy == "ddp:bucket_cap_mb=0.01"]
     assert (steps.hidden_seconds <= steps.backward_seconds + 1e-4).all()
     halves = final_losses(ddpnb.compare("ddp", epochs=2, amp="bf16", **DIGITS))
@@ -178,7 +178,7 @@ def test_items_on_the_gpu_are_trained_on_but_not_loaded_by_other_processes():
 
 
 def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock_which_stands_still_while_paused():
-    """Also after an hour: milliseconds, as float32, would then be no finer than 0.1 ms."""
+    """After an hour, milliseconds in float32 would have a resolution of only 0.1 ms."""
     device = torch.device("cuda", 0)
     matrix = torch.randn(2048, 2048, device=device)
     clock = Clock(device)
@@ -211,8 +211,8 @@ MEET = "dist.all_reduce(x); total = x[0].item()"
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
 def test_a_rank_that_waits_is_freed_when_another_raises(backend):
-    """Cutting aborts NCCL's communicators.  The wait is for the GPU, and ends without an error:
-    what the cell goes on with means nothing, so it fails as a consequence.
+    """An abort ends the wait for the GPU without an error, so the cell continues with wrong data.
+    Therefore the cell's failure counts as a consequence.
     """
     ddpnb.start(2, backend=backend)
     ddpnb.run_cell(f"{SETUP}; {MEET}")
@@ -226,7 +226,7 @@ def test_a_rank_that_waits_is_freed_when_another_raises(backend):
 
 @two_gpus
 def test_a_wait_on_the_gpu_is_noticed():
-    """The rank that waits keeps a core busy: its Python code is in ``item``."""
+    """The waiting rank keeps a core busy because its Python code is in ``item``."""
     ddpnb.start(2)
     began = time.monotonic()
     with pytest.raises(RankError, match="all_reduce"):

@@ -1,4 +1,4 @@
-"""Where every probe fails, as with versions that ddpnb does not know, a session still works."""
+"""A session still works if every probe fails, as with versions that ddpnb does not know."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ SENTENCES = [each.sentence for each in PROBES.values()]
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel in which each probe fails, with two ranks."""
+    """A kernel with two ranks, in which every probe fails."""
     here = Path(__file__).parent
     paths = [str(here / "broken"), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,4 +1,4 @@
-"""A private part that has gone switches its own feature off, and no other."""
+"""If a private part of a library is missing, ddpnb switches off only the feature that needs it."""
 
 import importlib
 import pkgutil
@@ -37,11 +37,11 @@ LOOKED_AT = {
     "keeps_results": "IPython.core.interactiveshell:InteractiveShell._tee",
     "asks_for_debugger": "ipykernel.ipkernel:IPythonKernel.__init__",
 }
-"""For each probe, by its name: a part that it looks at."""
+"""A library part that each probe looks for, by the probe's name."""
 
 
 def missing_features(gone: str, pipe: Connection) -> None:
-    """Send what ``compat`` says where a part is gone, as the first thing it says."""
+    """Remove a library part, and send the sentences of ``compat`` about missing features."""
     if gone:
         name, _, path = gone.partition(":")
         *owners, attribute = path.split(".")
@@ -49,24 +49,24 @@ def missing_features(gone: str, pipe: Connection) -> None:
         for each in owners:
             owner = getattr(owner, each)
         part = vars(owner).get(attribute)
-        if isinstance(part, property) and part.fset:  # as set by ddpnb alone
+        if isinstance(part, property) and part.fset:  # only ddpnb sets such a property
             setattr(owner, attribute, property(part.fget))
         elif part is not None:
             delattr(owner, attribute)
-        else:  # its instances may not have it either
+        else:  # an instance attribute: hide it with a property that raises
             setattr(owner, attribute, property())
     pipe.send(probe.missing_features())
 
 
 def missing_features_without_gather(pipe: Connection) -> None:
-    """Send the same of collectives that have another form."""
+    """Give two collectives another form, and send the sentences about missing features."""
     METHODS["gather"] = replace(METHODS["gather"], operation="gather_of_another_version_")
     METHODS["reduce"] = replace(METHODS["reduce"], root=0)
     pipe.send((mismatch.missing_features(), torch_internals.intercepts_collectives.works))
 
 
 def in_a_process(job: Any, *args: Any) -> Any:
-    """Return what a job sends in a process of its own, where no probe has run yet."""
+    """Run a job in a new process, in which no probe has run, and return the job's result."""
     process, pipe = begin(job, *args)
     assert pipe.poll(TIMEOUT_SECONDS), "hangs"
     result = pipe.recv()

@@ -1,4 +1,4 @@
-"""Imported by every Python process that has this folder on its path: all probes fail in it."""
+"""Makes all probes fail in every Python process that has this folder on its path."""
 
 from ddpnb.compat.probe import Probe
 
