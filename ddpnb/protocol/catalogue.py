@@ -26,7 +26,7 @@ CELL_TASK = "cell"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """The facts about a strategy or task that need no import of its code."""
+    """The facts about a strategy or task that ddpnb knows without importing its code."""
 
     about: str
     """A description in one line, for the lists that users read."""
@@ -67,7 +67,7 @@ class Style(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyEntry(Entry):
-    """The facts about a strategy that need no import of its code."""
+    """The facts about a strategy that ddpnb knows without importing the strategy."""
 
     look: Style
     aliases: tuple[str, ...] = ()

@@ -135,7 +135,7 @@ class Devices:
 
     @property
     def num_gradient_bytes(self) -> int:
-        """Gradient bytes of the published model; 0: use the trained model's own."""
+        """The gradient bytes of the published model; 0: ddpnb uses no published model."""
         return 4 * MODELS[self.model].num_parameters if self.model else 0
 
     @property

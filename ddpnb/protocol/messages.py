@@ -402,7 +402,7 @@ class Failure:
     is_consequence: bool = False
     """True if the rank failed only because another rank did, which closed a connection."""
     was_waiting: bool = True
-    """True if the rank waited for other ranks; False: it computed.  For a consequence only."""
+    """For a consequence: True if the rank waited for other ranks, False if it computed."""
     is_death: bool = False
     """True if the rank's process died; ``text`` then describes the death."""
     breaks_group: bool = False

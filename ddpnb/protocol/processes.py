@@ -146,7 +146,7 @@ def limit_waits(
 def as_socket(fd: int) -> socket.socket:
     """Return a copy of an open socket, given its descriptor; raise OSError if it is closed.
 
-    The user's default timeout is turned off meanwhile.  With a default timeout, Python would make
+    A default timeout of the user is turned off meanwhile.  With a default timeout, Python would make
     the socket non-blocking for every process that uses the socket.
     """
     copy, default = os.dup(fd), socket.getdefaulttimeout()

@@ -114,7 +114,7 @@ def own_class(name: str) -> Any:
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
     """Reduce a tensor to the memory of its elements; copy the elements if they are not contiguous.
 
-    Torch itself reduces special tensors, after a copy from the GPU to the CPU unless ``stays``.
+    Torch reduces special tensors itself.  Unless ``stays``, they are copied to the CPU first.
     """
     kind, device = type(tensor), tensor.device.type
     if kind is torch.nn.Parameter:
