@@ -146,8 +146,8 @@ def limit_waits(
 def as_socket(fd: int) -> socket.socket:
     """Return a copy of an open socket, given its descriptor; raise OSError if it is closed.
 
-    A default timeout of the user is turned off meanwhile.  With a default timeout, Python would make
-    the socket non-blocking for every process that uses the socket.
+    A default timeout of the user is turned off meanwhile.  With a default timeout, Python would
+    make the socket non-blocking for every process that uses the socket.
     """
     copy, default = os.dup(fd), socket.getdefaulttimeout()
     socket.setdefaulttimeout(None)
