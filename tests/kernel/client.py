@@ -23,18 +23,18 @@ SHOWN = ("stream", "error", "display_data", "execute_result")
 
 @dataclass(slots=True, kw_only=True)
 class Cell:
-    """What stands under a cell, as a client shows and saves it."""
+    """A cell and its outputs, as a Jupyter client shows and saves them."""
 
     request: str
-    """The id by which its messages name it."""
+    """The id of the execute request. All messages of the cell contain this id."""
     outputs: list[Output] = field(default_factory=list)
     number: int = 0
     """The ``n`` of ``In [n]``."""
     status: str = ""
     clears_next: bool = False
-    """Whether the next output takes the place of all that stands there."""
+    """True if the next output replaces all outputs."""
     num_updates: int = 0
-    """How often something shown was replaced."""
+    """The number of times that a display was updated."""
     seconds: float = 0.0
 
     def stream(self, name: str) -> str:
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def by_rank(self) -> dict[int, list[str]]:
-        """What each rank printed, whichever lines were shown as one."""
+        """The lines that each rank printed. Merged lines count for each of their ranks."""
         said: dict[int, list[str]] = {}
         for label, text in re.findall(r"^\[([\d,-]+)\] ?(.*)$", self.stdout, re.MULTILINE):
             for part in label.split(","):
@@ -65,24 +65,24 @@ class Cell:
 
     @property
     def error(self) -> str:
-        """The class of the exception; empty where the cell ended well."""
+        """The exception's class name, empty if the cell succeeded."""
         return next((o["ename"] for o in self.outputs if o["type"] == "error"), "")
 
     @property
     def error_text(self) -> str:
-        """What the client shows of the exception, without colours."""
+        """The exception as the client shows it, without colours."""
         lines = next((o["traceback"] for o in self.outputs if o["type"] == "error"), [])
         return ANSI.sub("", "\n".join(lines))
 
     @property
     def passed(self) -> "Cell":
-        """The cell itself, which has to have ended well."""
+        """The cell itself. Raises an AssertionError if the cell failed."""
         assert not self.error, self.error_text
         return self
 
     @property
     def refusal(self) -> str:
-        """The one sentence of a cell that a ``UserError`` has to have ended."""
+        """The sentence of the cell's error, which must be a ``UserError`` of one line."""
         assert self.error == "UserError", self.text
         (sentence,) = self.error_text.splitlines()
         return sentence
@@ -92,43 +92,43 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """All of it that is text, in order: streams, displays, the exception."""
+        """All text in order: streams, displays, the exception."""
         parts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in self.outputs]
         return ANSI.sub("", "\n".join(parts)) + self.error_text
 
 
 def both(*lines: str) -> dict[int, list[str]]:
-    """What ``Cell.by_rank`` is where two ranks print the same."""
+    """Return the ``Cell.by_rank`` of two ranks that print the same lines."""
     return {0: list(lines), 1: list(lines)}
 
 
 class Kernel:
-    """A kernel of its own process, in a folder of its own.
+    """A new process that runs a Jupyter kernel.
 
     Args:
-        folder: its working directory.
-        environment: variables that it has besides this process's own.
+        folder: the kernel's working directory.
+        environment: environment variables, in addition to those of this process.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self.folder = folder
         self.manager = KernelManager(kernel_name="python3")
-        # In pytest's environment ipykernel shows nothing that child processes write.
+        # With pytest's variables, ipykernel hides the output of child processes.
         env = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
         self.manager.start_kernel(cwd=str(folder), env=env | environment)
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
         self.cells: dict[str, Cell] = {}
-        """Every cell by its request's id: late output finds its place here."""
+        """Every cell by the id of its request, so that late output reaches its cell."""
         self._places: dict[str, list[Output]] = {}
 
     def run(self, source: str, *, timeout: float = 60.0) -> Cell:
-        """Run a cell to its end."""
+        """Run a cell until it ends."""
         return self.wait(self.begin(source), timeout=timeout)
 
     def answer(self, source: str, *lines: str, timeout: float = 60.0) -> tuple[Cell, list[str]]:
-        """Run a cell and answer what it asks; return it, and the prompts."""
+        """Run a cell and answer its prompts with ``lines``. Return the cell and the prompts."""
         cell, prompts = self.begin(source, allow_stdin=True), []
         for line in lines:
             prompts.append(self.client.get_stdin_msg(timeout=timeout)["content"]["prompt"])
@@ -136,13 +136,13 @@ class Kernel:
         return self.wait(cell, timeout=timeout), prompts
 
     def begin(self, source: str, *, allow_stdin: bool = False) -> Cell:
-        """Send a cell, and do not wait for its end."""
+        """Send a cell without waiting for its end."""
         request = self.client.execute(source, allow_stdin=allow_stdin)
         self.cells[request] = Cell(request=request)
         return self.cells[request]
 
     def wait(self, cell: Cell, *, timeout: float = 60.0) -> Cell:
-        """Return the cell once it has ended."""
+        """Wait until a cell ends, and return the cell."""
         began = time.monotonic()
         reply = self._reply(cell.request, timeout)
         for parent, kind, content in self.messages(timeout):
@@ -153,66 +153,66 @@ class Kernel:
         return cell
 
     def wait_for_text(self, cell: Cell, text: str, *, timeout: float = 30.0) -> None:
-        """Wait until some text stands under a cell."""
+        """Wait until a cell shows this text."""
         self.wait_until(lambda: text in cell.text, timeout=timeout)
 
     def wait_until(self, condition: Callable[[], bool], *, timeout: float = 30.0) -> None:
-        """Take in output, also of cells that have ended, until a condition holds."""
+        """Process output, including output of ended cells, until a condition holds."""
         messages = self.messages(timeout)
         while not condition():
             next(messages)
 
     def interrupt(self) -> None:
-        """Press the square button."""
+        """Interrupt the kernel, like the stop button."""
         self.manager.interrupt_kernel()
 
     def interrupted(self, source: str, shown: str, *, timeout: float = 30.0) -> Cell:
-        """Run a cell, and press the square button once it has shown something."""
+        """Run a cell, and interrupt the kernel as soon as the cell shows a text."""
         cell = self.begin(source)
         self.wait_for_text(cell, shown, timeout=timeout)
         self.interrupt()
         return self.wait(cell)
 
     def complete(self, code: str) -> list[str]:
-        """Press Tab at the end of ``code``."""
+        """Return the completions that Tab offers at the end of ``code``."""
         return list(self._completions(code)["matches"])
 
     def inspect(self, code: str) -> str:
-        """Press Shift+Tab at the end of ``code``."""
+        """Return the text that Shift+Tab shows at the end of ``code``."""
         reply = self._reply(self.client.inspect(code, len(code)), 20.0)
         return ANSI.sub("", reply["data"].get("text/plain", ""))
 
     def kinds(self, code: str) -> dict[str, str]:
-        """Press Tab; return what each completion is said to be, in the order of the list."""
+        """Return each completion that Tab offers, with its type, in the order of the list."""
         typed = self._completions(code)["metadata"]["_jupyter_types_experimental"]
         return {each["text"]: each["type"] for each in typed}
 
     def value(self, expression: str) -> str:
-        """Return what ``print(expression)`` prints in the notebook."""
+        """Return the output of ``print(expression)`` in the notebook."""
         return self.run(f"print({expression})").stdout.rstrip("\n")
 
     def wait_for_value(self, expression: str, text: str, *, timeout: float = 60.0) -> None:
-        """Ask again and again until what ``print(expression)`` prints has a text in it."""
+        """Repeat ``print(expression)`` until its output contains a text."""
         deadline = time.monotonic() + timeout
         while text not in (found := self.value(expression)):
-            assert time.monotonic() < deadline, f"{expression} is still {found}, without {text}"
+            assert time.monotonic() < deadline, f"{expression} is still {found}, not {text}"
             time.sleep(0.1)
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """All that it has started and that lives, and what that has started."""
+        """All live descendants of the kernel's process."""
         started = psutil.Process(self.manager.provisioner.pid).children(recursive=True)
         return [process for process in started if is_alive(process)]
 
     @property
     def run_folder(self) -> Path:
-        """Where its cluster has its files."""
+        """The run folder of the kernel's cluster."""
         return Path(
             self.value("__import__('ddpnb').session.session.this_session()._cluster.folder")
         )
 
     def kill_and_restart(self) -> None:
-        """Kill the kernel by SIGKILL, and start one anew in its place, with ddpnb."""
+        """Kill the kernel by SIGKILL, restart it and load ddpnb."""
         self.manager.restart_kernel(now=True)
         self.client.wait_for_ready(timeout=60)
         self.run("%load_ext ddpnb")
@@ -222,13 +222,13 @@ class Kernel:
         self.manager.shutdown_kernel(now=False)
 
     def messages(self, timeout: float) -> Iterator[tuple[str, str, Output]]:
-        """Yield output messages as they come, each put where it belongs."""
+        """Add each output message to its cell, then yield the message."""
         deadline = time.monotonic() + timeout
         while True:
             try:
                 message = self.client.get_iopub_msg(timeout=max(deadline - time.monotonic(), 0.01))
             except Empty:
-                raise TimeoutError(f"no such message within {timeout} s") from None
+                raise TimeoutError(f"no expected message within {timeout} s") from None
             parent = message["parent_header"].get("msg_id", "")
             self._place(parent, message["msg_type"], message["content"])
             yield parent, message["msg_type"], message["content"]
@@ -273,7 +273,7 @@ class Kernel:
 def kernel_in(
     folder: Path, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Kernel]:
-    """Yield a kernel with ddpnb in a folder with a ``data/``: no run lands in the repository."""
+    """Yield a kernel with ddpnb. The folder gets a ``data/``, so that it stores all runs."""
     (folder / "data").mkdir()
     kernel = Kernel(folder, environment)
     try:

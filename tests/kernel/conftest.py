@@ -20,13 +20,13 @@ def project(shared_kernel: Kernel) -> Path:
 
 @pytest.fixture
 def kernel(shared_kernel: Kernel) -> Kernel:
-    """The kernel that all tests share, with two living ranks."""
+    """The kernel that all tests share, with two live ranks."""
     return with_two_ranks(shared_kernel)
 
 
 @pytest.fixture
 def unharmed(kernel: Kernel) -> Iterator[Kernel]:
-    """The same, with ranks that still meet after the test, and have kept their variables."""
+    """Like ``kernel``. After the test the ranks must still sum and have kept their variables."""
     kernel.run("%%ddp\nimport time, torch, torch.distributed as dist\nkept = rank + 10")
     yield kernel
     cell = kernel.run(f"%%ddp\n{ALL_REDUCE}\nkept, total.item()")
@@ -36,7 +36,7 @@ def unharmed(kernel: Kernel) -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module")
 def kernel_of_module(shared_kernel: Kernel) -> Kernel:
-    """The same, for what a file prepares once; an earlier file may have left a rank dead."""
+    """Like ``kernel``, for fixtures that prepare a test file once."""
     return with_two_ranks(shared_kernel)
 
 
@@ -62,6 +62,6 @@ if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks
 
 @pytest.fixture
 def bare_kernel(shared_kernel: Kernel) -> Kernel:
-    """The same without a cluster."""
+    """The shared kernel without a cluster."""
     shared_kernel.run("%ddp_stop")
     return shared_kernel

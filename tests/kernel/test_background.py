@@ -1,4 +1,4 @@
-"""A comparison in the background: the notebook goes on while it trains."""
+"""The notebook can run cells while a comparison trains in the background."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def wait_for_end(kernel: Kernel) -> None:
 
 @pytest.fixture
 def training(kernel: Kernel) -> Iterator[Cell]:
-    """A comparison that would take hours, a moment after its first updates."""
+    """The cell of a comparison that would take hours, after its first updates."""
     cell = kernel.run(f"running = {LONG} --name long").passed
     kernel.wait_for_value("len(running.result.steps()) > 0", "True", timeout=30)
     yield cell
@@ -38,11 +38,11 @@ def test_while_it_trains_the_notebook_goes_on_and_everybody_knows(training: Cell
     assert "idle" not in text
     for rank in (0, 1):
         assert re.search(rf"rank {rank} (is training and is not in a collective|waits in )", text)
-    assert text.count("in step\n") >= 1, "a stack, down to the strategy's step"
+    assert text.count("in step\n") >= 1, "the stack must show the strategy's step"
     text = kernel.run("%ddp_status").text
     assert re.search(r"a comparison is training: ddp: \d+ % · [\d,]+ samples/s", text)
     assert text.count("busy") == 2
-    assert kernel.value("this_session().answer_now(None)") == "None", "Tab asks no rank"
+    assert kernel.value("this_session().answer_now(None)") == "None", "Tab must not ask a rank"
     for source in ("%%ddp\nrank", LONG, "%ddp_pull 1", "%ddp_restart --ranks 1"):
         assert "A comparison is training" in kernel.run(source).refusal
 

@@ -40,7 +40,7 @@ def test_displays_and_figures_appear_under_a_label(kernel: Kernel):
         "display(HTML('<b>all</b>'))\ndisplay(HTML(f'<i>{rank}</i>'))"
     )
     assert set(cell.bundles("text/html")) == {"<b>all</b>", "<i>0</i>", "<i>1</i>"}
-    assert cell.by_rank == both("", "")  # a label over each
+    assert cell.by_rank == both("", "")  # a label above each display
     cell = kernel.run("%%rank 1\nimport matplotlib.pyplot as plt\nplt.plot([1, 3, 2]);")
     assert len(cell.bundles("image/png")) == 1
     assert cell.lines == ["[1]"]
@@ -159,7 +159,7 @@ def test_what_cannot_be_shown_fails_the_cell(kernel: Kernel):
     assert kernel.run(f"%%ddp\n{source}").status == "ok"
     cell = kernel.run(f"%%ddp\n{source}Odd()")
     assert cell.error_text.startswith("RankError: ranks 0-1 failed: ZeroDivisionError")
-    assert kernel.run("%%ddp\n%tb").status == "ok"  # shown again, it is no failure anew
+    assert kernel.run("%%ddp\n%tb").status == "ok"  # showing the error again is not a failure
 
 
 def test_some_ranks_only(kernel: Kernel):
@@ -198,11 +198,11 @@ def test_a_cell_can_go_on_in_the_background(kernel: Kernel, tmp_path: Path):
     assert re.search(shown, cell.text)
     kernel.run("handle = _")
     assert kernel.run("%ddp_status").text.count("busy") == 2
-    assert kernel.run("1 + 1").text == "2"  # the notebook goes on
+    assert kernel.run("1 + 1").text == "2"  # the notebook runs other cells
     assert "tick" not in cell.text
     sign.touch()
     kernel.run("handle.wait(30)")
-    kernel.wait_for_text(cell, "tick 3")  # under the cell that it belongs to
+    kernel.wait_for_text(cell, "tick 3")  # under the cell that printed it
     kernel.run("handle")
     assert cell.by_rank == both(*(f"tick {i}" for i in range(4)))
     assert kernel.run("handle").text == "<cell on ranks 0-1: finished>"

@@ -62,7 +62,7 @@ def test_restart_takes_another_number_and_loses_variables(kernel: Kernel):
     assert not any(map(is_alive, old))
     assert kernel.run("%%ddp\nworld_size, 'lost' in globals()").stdout == "[0-2] (3, False)\n"
     assert "-n must be at least 1 and" in kernel.run("%ddp_restart -n 0").refusal
-    assert kernel.run("%%ddp\nworld_size").stdout == "[0-2] 3\n"  # nothing was lost by that
+    assert kernel.run("%%ddp\nworld_size").stdout == "[0-2] 3\n"  # the error cost no rank
 
 
 def test_stop_leaves_no_process_and_may_be_said_twice(kernel: Kernel):

@@ -10,7 +10,7 @@ from tests.kernel.client import Cell, Kernel, both
 
 @pytest.fixture(scope="module")
 def compared(kernel_of_module: Kernel) -> Cell:
-    """One comparison of all strategies, that several tests look at."""
+    """The cell of a comparison of several strategies, which several tests check."""
     cell = kernel_of_module.run(
         "%ddp_compare dp ddp async --task digits --epochs 1 --name small", timeout=120
     ).passed
@@ -23,8 +23,8 @@ def test_a_comparison_ends_as_one_sentence_one_picture_and_one_table(compared: C
     assert len(compared.bundles("image/png")) == 1
     (sentence, html) = compared.bundles("text/html")
     assert "samples/s" in sentence
-    assert html.count("<table") == 2  # one of them folded
-    assert compared.num_updates >= 4  # it was drawn while it trained
+    assert html.count("<table") == 2  # one table is folded
+    assert compared.num_updates >= 4  # the figure was redrawn during the training
     for strategy in ("single", "dp (emulated)", "ddp", "async"):
         assert re.search(rf"^{re.escape(strategy)} ", compared.text, re.MULTILINE)
 
@@ -93,7 +93,7 @@ CLOSENESS = {
     "local-sgd": 0.02,
     "async": 0.05,
 }
-"""How far an emulated rate may be from what is predicted."""
+"""The largest relative difference between a strategy's emulated rate and its prediction."""
 
 
 def test_a_prediction_goes_through_the_points_of_emulated_devices(kernel: Kernel):
@@ -140,7 +140,7 @@ WRONG = {
     "sizes": ("96, 4", "96 + rank, 4", "has 96 samples on rank 0 and 97 samples on rank 1"),
     "ranks": ("--epochs 1", "--slow 7:3x", "There is no rank 7. The ranks are 0-1"),
 }
-"""Mistakes that are found in the line, on the ranks, and beside what they found."""
+"""Mistakes in a cell: the text to replace, the new text, and a part of the error."""
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
@@ -203,9 +203,9 @@ def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
     assert len(cell.bundles("image/png")) == 1
     assert kernel.value("len(__import__('ddpnb').plot('mine').steps())") == "40"
     first = "__import__('ddpnb').plot('mine').steps().seconds.min()"
-    assert float(kernel.value(first)) < 0.4  # the clock starts with the loop
+    assert float(kernel.value(first)) < 0.4  # the clock starts at the loop
     curve = "__import__('ddpnb').plot('mine').comparison.runs[0].curve"
-    assert kernel.value(f"bool(max({curve}.mean[10:]) < 0.5)") == "True"  # nobody begins behind
+    assert kernel.value(f"bool(max({curve}.mean[10:]) < 0.5)") == "True"  # no rank starts later
     both = kernel.run("%ddp_plot mine small/ddp")
     assert len(both.outputs) == 3
     assert len(both.bundles("image/png")) == 1

@@ -1,4 +1,4 @@
-"""``ddpnb.compare`` with functions of the notebook, or a file; and the model that it returns."""
+"""``ddpnb.compare`` with the notebook's functions or a file, and the models that it returns."""
 
 import pytest
 
@@ -43,7 +43,7 @@ FILE = DEFINED + "\nmodel, data, loss, metric, optimizer = Net, load, entropy, r
 
 @pytest.fixture(scope="module")
 def compared(kernel_of_module: Kernel) -> Kernel:
-    """The kernel with a comparison of its functions, on ranks with names of their own."""
+    """A kernel that compared its functions. The ranks have other variables of the same names."""
     kernel = kernel_of_module
     kernel.run("%%ddp\nX, WIDTH, labels = 'mine', None, 0\nclass Net: pass")
     assert kernel.run(f"import ddpnb\n{DEFINED}").passed

@@ -1,6 +1,6 @@
-"""A kernel that ends: no process and no file of its cluster is left, and all that was stored is.
+"""A kernel's end leaves no process and no run folder, and keeps all stored runs.
 
-How a cluster ends with a kernel that is killed: ``tests/cluster/test_orphans.py``.
+``tests/cluster/test_orphans.py`` tests how a cluster ends with a killed kernel.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.cluster.rig import DYNAMO, wait_until, wait_until_gone
 from tests.kernel.client import kernel_in
 
 LINE = "%ddp_compare ddp --task digits --epochs 100000"
-"""It would train for hours."""
+"""A comparison that would train for hours."""
 CHILD = "%%ddp\nimport subprocess\nchild = subprocess.Popen(['sleep', '1000'])"
 WAITING = """%%ddp --no-wait
 import time, torch.distributed as dist
@@ -30,7 +30,7 @@ def test_nothing_of_a_cluster_outlives_its_kernel(tmp_path: Path):
 
 
 def num_stored(project: Path) -> int:
-    """Return how many steps stand in the project's store, as another process sees it."""
+    """Return the number of steps in the project's store, as another process reads it."""
     store = Store(project / "data" / "runs")
     try:
         return sum(len(run.events) for run in store.load("cut").runs)
@@ -44,7 +44,7 @@ def test_a_run_is_readable_up_to_its_last_flush_after_a_sigkill(tmp_path: Path):
         kernel.run(f"running = {LINE} --no-baseline --no-wait --name cut")
         kernel.wait_for_value("len(running.result.steps()) >= 100", "True")
         seen = int(kernel.value("len(running.result.steps())"))
-        wait_until(lambda: num_stored(tmp_path) >= seen, "what was trained is stored", timeout=60)
+        wait_until(lambda: num_stored(tmp_path) >= seen, "the steps in the store", timeout=60)
         processes = kernel.processes
         kernel.kill_and_restart()
         wait_until_gone(processes)

@@ -1,4 +1,4 @@
-"""Do processes that fetch samples work in real ranks, and end with the run, however it ends?"""
+"""Processes that fetch samples work on real ranks, and always end with their run."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""One rank is debugged through the notebook's own prompt."""
+"""You can debug one rank at the notebook's prompt."""
 
 import time
 from queue import Empty

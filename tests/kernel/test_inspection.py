@@ -1,4 +1,4 @@
-"""What looks inside in a notebook: ``%ddp_inspect``, ``%ddp_check``, ``%ddp_samples``, traces."""
+"""Inspection in a notebook: ``%ddp_inspect``, ``%ddp_check``, ``%ddp_samples``, traces."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_a_step_of_ddp_is_shown_and_changes_nothing(with_model: Kernel):
         "--bucket-cap 0.001"
     ).passed
     (html,) = cell.bundles("text/html")
-    assert html.count("<img") == 2  # a step with each of two sizes
+    assert html.count("<img") == 2  # one step for each of two bucket sizes
     assert with_model.value("_.gradient_bytes") == str(4 * (8 * 64 + 3 * 64 + 64 * 4 + 4))
     held = with_model.run(
         "%%ddp\nmodel.num_calls, x.grad, torch.equal(before, torch.get_rng_state())"
@@ -75,7 +75,7 @@ def test_a_failure_on_one_rank_frees_the_others(with_model: Kernel):
 
 
 def verdicts(kernel: Kernel, line: str) -> dict[str, str]:
-    """Check, and return the verdict on each part."""
+    """Run a check and return the verdict on each part."""
     assert kernel.run(f"found = {line}").passed
     found = kernel.value("{f'{e.part} {e.name}'.strip(): e.verdict.name for e in found.findings}")
     return dict(eval(found))
@@ -86,12 +86,12 @@ def test_replicas_are_compared_and_a_skipped_step_is_named(with_model: Kernel):
     assert found.pop("buffers ddp") == "FACT"
     assert found.pop("parameters sharded") == "UNKNOWN"
     assert set(found.values()) == {"SAME"}
-    assert verdicts(with_model, "%ddp_check model")["buffers model"] == "FACT"  # inside the DDP
+    assert verdicts(with_model, "%ddp_check model")["buffers model"] == "FACT"  # ddp contains it
     with_model.run("%%rank 1\nddp.module.body(x).sum().backward()\noptimizer.step()\ndel sharded")
     text = with_model.run("%ddp_check").text
     assert "optimizer has counted 1 on rank 0 and 2 on rank 1" in text
     assert "step of body.0.weight: rank 0 against rank 1, 1 of 1 element: at most 1 apart" in text
-    assert verdicts(with_model, "%ddp_check")["values sharded"] == "UNKNOWN"  # is on rank 0 alone
+    assert verdicts(with_model, "%ddp_check")["values sharded"] == "UNKNOWN"  # is only on rank 0
 
 
 def test_samples_are_handed_out_on_the_ranks(with_model: Kernel):
@@ -105,7 +105,7 @@ def test_a_comparison_is_predicted_from_and_looked_into(with_model: Kernel):
     assert with_model.run(line, timeout=120).passed
     predicted = with_model.run("%ddp_predict --ranks 1,2,64 --link 100GbE --run kept").passed
     assert "Fitted to kept: a step costs" in predicted.text
-    # the task of the last comparison, and what its workers read and wrote
+    # the first two use the last comparison's task, the third its workers' reads and writes
     for line in ("%ddp_advise", "%ddp_inspect", "%ddp_inspect --run kept/async"):
         assert with_model.run(line).passed
     written = "_.updates.version.tolist()"

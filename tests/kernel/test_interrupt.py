@@ -29,7 +29,7 @@ BODIES = {
     "child process": ("print('begun')\nimport subprocess; subprocess.run(['sleep', '1000'])", 2),
     "processes that load": (LOADER, 4),
 }
-"""Cells, and how many processes they start."""
+"""Cells, and the number of processes that each cell starts."""
 
 
 @pytest.mark.parametrize(("body", "num_started"), BODIES.values(), ids=BODIES)
@@ -43,7 +43,7 @@ def test_an_interrupt_stops_every_rank_and_what_it_has_started_and_keeps_the_var
 
     cell = kernel.begin(f"%%ddp\n{body}")
     kernel.wait_for_text(cell, "begun")
-    wait_until(lambda: len(started()) == num_started, "what the cell starts")
+    wait_until(lambda: len(started()) == num_started, "the cell's processes")
     kernel.interrupt()
     kernel.wait(cell)
     assert cell.status == "error"
@@ -51,7 +51,7 @@ def test_an_interrupt_stops_every_rank_and_what_it_has_started_and_keeps_the_var
     assert len(cell.error_text.splitlines()) == 1
     assert "variables are kept" in cell.error_text
     assert cell.seconds < 15
-    wait_until(lambda: not started(), "the end of what the cell has started")
+    wait_until(lambda: not started(), "the end of the cell's processes")
 
 
 BUSY = """
@@ -87,20 +87,20 @@ time.sleep(1000)
 
 
 def test_an_interrupt_within_a_call_does_not_have_the_next_cell_count_it_twice(kernel: Kernel):
-    """It comes when gloo has the call, and the rank has yet to note that."""
+    """The interrupt comes after gloo has the call, and before the rank records the call."""
     cell = kernel.interrupted(WITHIN, "begun")
     assert cell.error == "KeyboardInterrupt"
 
 
 def test_groups_stay_where_an_interrupt_leaves_all_ranks_at_the_same_call(kernel: Kernel):
     kernel.run("%%ddp\nsub = dist.new_group([0, 1])\ndist.all_reduce(torch.ones(1), group=sub)")
-    # On a busy machine a rank may take longer to end the cell, and would be freed.
+    # On a busy machine a rank may end the cell late. With the usual time ddpnb would abort it.
     kernel.run(
         "from dataclasses import replace\nusual = cluster.timeouts\n"
         "cluster.timeouts = replace(usual, abort_after_interrupt_seconds=20)"
     )
     cell = kernel.begin(f"%%ddp\nprint('begun')\n{LOOP}")
-    kernel.wait_until(lambda: len(cell.by_rank) == 2)  # both have begun
+    kernel.wait_until(lambda: len(cell.by_rank) == 2)  # both ranks have begun
     kernel.interrupt()
     assert kernel.wait(cell).error == "KeyboardInterrupt"
     kernel.run("cluster.timeouts = usual")
@@ -109,8 +109,8 @@ def test_groups_stay_where_an_interrupt_leaves_all_ranks_at_the_same_call(kernel
 
 
 def test_an_impatient_user_loses_nothing(kernel: Kernel):
-    """Interrupts arrive also while the error is shown, and while the reply is sent."""
-    (kernel.folder / "busy.py").write_text(BUSY)  # a machine on which the reply takes 2 s
+    """Interrupts also arrive while the error is shown and while the reply is sent."""
+    (kernel.folder / "busy.py").write_text(BUSY)  # the reply takes 2 s
     kernel.run("import busy\nget_ipython().kernel.finish_metadata = busy.reply")
     cell = kernel.begin(f"%%ddp\nprint('begun')\n{COLLECTIVE}")
     kernel.wait_for_text(cell, "begun")
@@ -154,7 +154,7 @@ train()"""
 
 
 def test_a_second_interrupt_hides_neither_the_first_nor_what_it_held(kernel: Kernel):
-    """It comes while IPython, which has shown the first, formats it again for its history."""
+    """IPython has shown the first interrupt and formats it again for its history."""
     cell = kernel.interrupted(HELD, "formatting")
     assert cell.error == "KeyboardInterrupt"
     assert "(ranks 0-1 had failed: Slow)" in cell.error_text

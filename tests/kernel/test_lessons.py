@@ -1,6 +1,6 @@
-"""Do the lessons run, is every solution right, and is a gap answered with a hint?
+"""The lessons run, every solution is right, and an unsolved exercise gets a hint.
 
-The first lesson is run in a browser: ``tests/browser/test_lab.py``.
+``tests/browser/test_lab.py`` runs the first lesson in a browser.
 """
 
 from pathlib import Path
@@ -45,12 +45,12 @@ def test_a_lesson_runs_and_its_solutions_are_right(path: Path, tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def three_ranks(kernel_of_module: Kernel) -> Kernel:
-    kernel_of_module.run("%ddp_restart -n 3").passed  # noqa: B018 - fails where it has not
+    kernel_of_module.run("%ddp_restart -n 3").passed  # noqa: B018 - raises if the cell failed
     return kernel_of_module
 
 
 def cells_of(number: str, *, solved: bool) -> list[str]:
-    """The cell of an exercise, and the one that checks it."""
+    """Return the cell of an exercise and the cell that checks it."""
     (path,) = (NOTEBOOKS / "solutions" if solved else NOTEBOOKS).glob(f"0{number[0]}_*.ipynb")
     cells = [cell.source for cell in code_of(path) if "exercise" in cell.metadata.get("tags", ())]
     at = cells.index(f"%ddp_exercise {number}")

@@ -1,11 +1,11 @@
-"""All that a cell on the ranks can show arrives, as it would from a cell of the notebook."""
+"""All output of a cell on the ranks arrives, like the output of a notebook cell."""
 
 import pytest
 
 from tests.kernel.client import Cell, Kernel, both
 
 MEET = "import torch.distributed as dist\ndist.barrier()\n"
-"""Ranks at the same place, so that they show the same at the same time."""
+"""A barrier, so that the ranks show the same output at the same time."""
 
 
 def displayed(cell: Cell) -> list[str]:
@@ -21,7 +21,7 @@ def test_ranks_clear_their_own_output(kernel: Kernel):
     cell = kernel.run(f"%%ddp\n{clear}print('kept', rank)\nif rank == 1: clear_output()")
     assert cell.by_rank == {0: ["kept 0"]}
     cell = kernel.run(f"%%ddp\n{clear}print('old')\nclear_output(wait=True)")
-    assert cell.by_rank == both("old")  # nothing has taken its place
+    assert cell.by_rank == both("old")  # no later output has replaced it
 
 
 def test_ranks_that_clear_and_show_the_same_are_one(kernel: Kernel):
@@ -110,7 +110,7 @@ def test_a_library_warns_again_in_the_next_cell(kernel: Kernel):
         by_rank = cell.stderr.count("Using a target size")
         assert by_rank == (1 if "[0-1]" in cell.stderr else 2)
     kernel.run("%%ddp\nimport warnings\nwarnings.simplefilter('ignore')")
-    assert kernel.run(f"%%ddp\n{loss}").stderr == ""  # a filter of the user's stays
+    assert kernel.run(f"%%ddp\n{loss}").stderr == ""  # the user's filter stays
     kernel.run("%%ddp\nwarnings.resetwarnings()")
 
 
@@ -120,7 +120,7 @@ def test_a_rank_has_no_prompt_and_says_so(kernel: Kernel, source: str):
     assert "A rank has no prompt here. For breakpoint()" in cell.error_text.splitlines()[0]
     assert "start the cell with %%ddp --debug 1" in cell.error_text
     assert (f"Cell In[{cell.number}], line 2" in cell.error_text) == ("pdb" not in source)
-    assert ".py" not in cell.error_text  # no frame of a library's
+    assert ".py" not in cell.error_text  # no frame of a library
 
 
 def test_much_output_keeps_its_order(kernel: Kernel):
@@ -153,7 +153,7 @@ def loss(outputs, targets):
 
 def test_what_a_comparison_prints_is_shown_below_it(kernel: Kernel):
     mean = "return nn.functional.mse_loss(outputs, targets)"
-    for _ in range(2):  # warnings appear each time
+    for _ in range(2):  # warnings must appear each time
         cell = kernel.run(COMPARED.replace("LOSS", mean), timeout=120)
         assert [output["type"] for output in cell.outputs] == ["display_data"] * 3 + ["stream"]
         assert cell.lines[0] == "Printed by the cell:"

@@ -1,4 +1,4 @@
-"""The panel as a kernel sees it; what a person sees is in tests/browser."""
+"""The panel's outputs in a kernel. tests/browser tests the panel in JupyterLab."""
 
 from tests.cells import COMPARED
 from tests.kernel.client import Kernel

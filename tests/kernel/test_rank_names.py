@@ -1,4 +1,4 @@
-"""Tab and Shift+Tab know the variables of the ranks in cells that run there."""
+"""In cells for the ranks, Tab and Shift+Tab know the ranks' variables."""
 
 import time
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_shift_tab_describes_what_the_ranks_hold(names: Kernel):
     assert "Holds things." in names.inspect("%%ddp\nheld_there")
     assert names.inspect("held_there") == ""
     assert "int" in names.inspect("held_here")
-    assert "int" in names.inspect("%%ddp\nheld_here")  # which no rank knows
+    assert "int" in names.inspect("%%ddp\nheld_here")  # a variable of the notebook only
 
 
 def test_nobody_waits_for_busy_ranks_and_an_idle_one_answers(names: Kernel, tmp_path: Path):

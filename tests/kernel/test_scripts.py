@@ -1,4 +1,4 @@
-"""``%ddp_run``: a script for torchrun, unchanged, on the live ranks."""
+"""``%ddp_run`` runs an unchanged script for torchrun on the live ranks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def folder(project: Path) -> Path:
-    """The notebook's folder, with ``src/train.py``, which imports a file beside it."""
+    """The notebook's folder. Its ``src/train.py`` imports another file in ``src``."""
     (project / "src").mkdir()
     (project / "src" / "train.py").write_text(TRAIN)
     (project / "src" / "helper.py").write_text("VALUE = 'first'\n")
@@ -59,7 +59,7 @@ def line_of(text: str) -> int:
 
 @pytest.fixture(autouse=True)
 def unchanged(kernel: Kernel, folder: Path) -> Iterator[None]:
-    """After a script the ranks are as before: group, variables, ``__main__``, arguments, folder."""
+    """Check that a script leaves group, variables, ``__main__``, arguments and folder as before."""
     kernel.run("%%ddp\nkept = 1")
     yield
     cell = kernel.run(

@@ -1,5 +1,5 @@
-"""Stored runs are listed, shown in full, drawn, exported and deleted, also those with little or
-nothing in them: one sentence or a picture, never a traceback."""
+"""Stored runs can be listed, shown in full, drawn, exported and deleted without a traceback,
+even if a run has few steps or none."""
 
 import re
 
@@ -40,7 +40,7 @@ LOSSES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def stored(kernel_of_module: Kernel) -> None:
-    """What the store holds: odd losses, nothing at all, two tasks."""
+    """Store runs with odd losses, an empty run, and runs of two tasks."""
     odd = [ODD.format(name=name, loss=loss) for name, loss in LOSSES.items()]
     for source in (*odd, EMPTY):
         assert kernel_of_module.run(source).passed
@@ -67,7 +67,7 @@ def test_odd_runs_are_drawn_and_put_into_a_table(kernel: Kernel, options: str):
 
 def test_what_differs_and_what_went_wrong_is_shown(kernel: Kernel):
     drawn = kernel.run("%ddp_plot of-digits of-noise").text
-    # a busy machine judges fewer samples
+    # a busy machine evaluates fewer samples
     assert re.search(r"these runs differ in task, epochs(, eval samples)? and amp", drawn)
     assert "nothing came" in kernel.run("%ddp_plot empty").text
     assert "NaN" in kernel.run("%ddp_plot diverged").text

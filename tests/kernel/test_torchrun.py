@@ -1,4 +1,4 @@
-"""Code for torchrun on the ranks: what it forms and destroys itself, and how it is started."""
+"""Code for torchrun works in cells, with process groups, child processes and torch.compile."""
 
 import pytest
 

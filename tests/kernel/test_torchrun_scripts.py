@@ -1,6 +1,6 @@
-"""An exported script trains as the notebook did, on the live ranks and under torchrun.
+"""An exported script trains like the notebook, on the live ranks and under torchrun.
 
-What a worker's death costs there: ``tests/cluster/test_torchrun_hosts.py``.
+``tests/cluster/test_torchrun_hosts.py`` tests a worker's death under torchrun.
 """
 
 import json
@@ -84,7 +84,7 @@ CASES = {
 
 
 def exported(kernel: Kernel, name: str, line: str, cell: str) -> str:
-    """Compare and export; return the line that runs the script."""
+    """Run a comparison, export it, and return the command that runs the script."""
     magic = "%%ddp_compare" if cell else "%ddp_compare"
     compare = f"{magic} {line} --no-baseline --seed 3 --name {name}{cell}"
     assert kernel.run(compare, timeout=240).passed
@@ -95,7 +95,7 @@ def exported(kernel: Kernel, name: str, line: str, cell: str) -> str:
 
 
 def run(kernel: Kernel, command: str) -> str:
-    """Run a line in the notebook's folder, as one types it; return what it prints."""
+    """Run a shell command in the notebook's folder, and return its output."""
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -106,7 +106,7 @@ def run(kernel: Kernel, command: str) -> str:
 
 
 def check_losses(kernel: Kernel, name: str, printed: str) -> None:
-    """Compare all numbers that a script has printed with the notebook's, averaged over ranks."""
+    """Compare all numbers that a script printed with the notebook's means over the ranks."""
     kernel.run(
         f"import json\nresult = ddpnb.load({name!r})\n"
         "losses = result.steps().groupby('step').loss.mean()\n"

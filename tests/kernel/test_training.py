@@ -1,4 +1,4 @@
-"""Do a training's choices reach the ranks from a notebook, and read well there?"""
+"""Training options and strategies from a notebook reach the ranks, and errors are readable."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Variables cross between the notebook and the ranks."""
+"""Variables can be sent between the notebook and the ranks."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.kernel.client import Kernel, both
 
 
 def files_left(kernel: Kernel) -> list[str]:
-    """The files of variables in the run folder."""
+    """Return the names of the files of variables in the run folder."""
     return [path.name for path in kernel.run_folder.glob("variables-*")]
 
 
@@ -57,10 +57,10 @@ add, held, on_rank = counter(), Held(3), lambda x: doubled(x) + rank + later
     kernel.run("%%ddp\nheld.value += rank\nclass Theirs:\n    def get(self): return later")
     kernel.run("got, theirs = ddpnb.pull('held', ranks='1'), ddpnb.pull('Theirs()', ranks='0')")
     assert kernel.run("print(isinstance(got, Held), got.get())").stdout == "True 8\n"
-    kernel.run("def doubled(x): return 100 * x")  # the class still sees the notebook's functions
+    kernel.run("def doubled(x): return 100 * x")  # the class still uses the notebook's functions
     assert kernel.run("print(got.get(), Held(1).get())").stdout == "400 100\n"
     assert kernel.run("print(theirs.get(), 'later' in globals())").stdout == "100 False\n"
-    kernel.run("%%ddp\nclass Base: pass\nbase = Base()")  # a class of both sides
+    kernel.run("%%ddp\nclass Base: pass\nbase = Base()")  # a class on both sides
     assert kernel.value("isinstance(ddpnb.pull('base', ranks='0'), Base)") == "True"
 
 
@@ -71,7 +71,7 @@ def test_a_pushed_function_brings_its_helpers_and_replaces_no_state_of_the_ranks
         "large = 'old' * 10**5\n"
         "def f(): return helper(), mine, constant, state, large[:3]\n%ddp_push f"
     )
-    kernel.run("%%ddp\nstate[0] = rank + 1")  # changed in place, as by a training
+    kernel.run("%%ddp\nstate[0] = rank + 1")  # changed in place, like by a training
     kernel.run("def helper(): return 'new'\nconstant, large = 2, 'new' * 10**5\n%ddp_push f")
     assert kernel.run("%%ddp\nprint(f())").by_rank == {
         rank: [f"('new', ['of the rank'], 2, [{rank + 1}], 'new')"] for rank in (0, 1)
@@ -115,7 +115,7 @@ fine = 2
     ],
 )
 def test_what_a_rank_cannot_give_is_named(kernel: Kernel, expression: str, expected: str):
-    # A name like no other: the ranks still hold what other files left on them.
+    # An unusual name, because the ranks still have the variables of other test files.
     kernel.run("%%ddp\nimport threading\nzigzag = {'lock': threading.Lock()}")
     cell = kernel.run(f"%ddp_pull {expression}", timeout=20)
     assert cell.error == "UserError"

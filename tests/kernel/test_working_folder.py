@@ -1,4 +1,4 @@
-"""Ranks work in the notebook's folder, also after ``%cd``."""
+"""Ranks work in the notebook's current folder, even after ``%cd``."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.kernel.client import Kernel, both
 
 @pytest.fixture
 def moved(kernel: Kernel, project: Path) -> Iterator[Kernel]:
-    """A kernel that has changed to a folder with files of its own."""
+    """A kernel that has changed to a folder with other files."""
     folder = project / "elsewhere"
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text("print(open('sizes.txt').read())\n")
