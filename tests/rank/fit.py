@@ -1,4 +1,4 @@
-"""How is a small problem fitted: by a strategy on this rank, or by plain torch?"""
+"""Fits a small problem by a strategy on this rank, or by plain torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from ddpnb.rank.training.context import RunContext, Surroundings
 from tests.rank.runs import spec_of
 
 BeforeStep = Callable[[int, int], None]
-"""Called with rank and step number: where a test injects a fault."""
+"""A function of rank and step number that a test uses to inject a fault before a step."""
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     model: str | Callable[[], nn.Module] = "mlp"
-    """One of ``MODELS``, or what makes another."""
+    """A name in ``MODELS``, or a function that makes another model."""
     optimizer: str = "momentum"
     batch_size: int = 10
     num_epochs: float = 3
@@ -123,7 +123,7 @@ class Fit:
 
 
 def by_hand(problem: Problem, num_ranks: int = 1) -> Fit:
-    """Plain torch, one process, whole batches; one thread, as on the ranks."""
+    """Fit with plain torch in one process, on whole batches, with one thread as on the ranks."""
     torch.set_num_threads(1)
     model, (inputs, targets), order = problem.build(), problem.data(), problem.order(num_ranks)
     optimizer = problem.factory()([p for p in model.parameters() if p.requires_grad])
@@ -149,9 +149,9 @@ def by_strategy(
     way: str = "host",
     **fields: Any,
 ) -> Fit:
-    """The same by a strategy, on one of the ranks.
+    """Fit with a strategy, on this rank.
 
-    ``way``: "host", through shared memory, or "hosts": each rank then has a folder of its own.
+    With ``way="host"`` ranks share memory. With ``way="hosts"`` each rank has a separate folder.
     """
     strategy = make_strategy(word, {})
     if state.rank >= strategy.plan(state).num_ranks:
@@ -178,7 +178,7 @@ def drive(
     before_step: BeforeStep | None = None,
     **fields: Any,
 ) -> Fit:
-    """Train on every shard that the strategy names; ``fields``: what the worker has besides."""
+    """Train on every shard of the strategy. ``fields`` replaces fields of the worker."""
     context = problem.context(strategy, state, folder)
     worker = replace(context.worker("t", num_steps=context.schedule.num_steps), **fields)
     strategy.setup(worker)
@@ -204,13 +204,13 @@ def fit_of(model: nn.Module, reports: list[StepReport]) -> Fit:
 
 
 def packed(values: list[Tensor], num_copies: int = 1) -> list[PackedTensors]:
-    """Memory for a store; the first copy holds these values."""
+    """Return memory for a store. The first copy holds these values."""
     copies = [pack(values) for _ in range(num_copies)]
     copies[0].fill([value.detach() for value in values])
     return copies
 
 
 def distance(one: Fit, other: Fit) -> float:
-    """Largest difference of any parameter."""
+    """Return the largest difference between two fits' parameters."""
     pairs = zip(one.parameters, other.parameters, strict=True)
     return max((mine - theirs).abs().max().item() for mine, theirs in pairs)

@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes in a real process group."""
+"""Real ranks for tests, as processes in a real process group."""
 
 import multiprocessing
 import os
@@ -22,18 +22,18 @@ from ddpnb.rank.collectives.mismatch import MismatchCheck
 
 TIMEOUT_SECONDS = 60.0
 
-# One process imports torch, and forks all others: a group starts in a fraction of a second.
-# torch._dynamo is what any rank's first optimizer step imports, for over a second.
+# One process imports torch and forks all ranks, so that a group starts in a fraction of a second.
+# Without this preload, each rank's first optimizer step imports torch._dynamo for over a second.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["ddpnb.rank.training.loop", "ddpnb.rank.tasks.digits", "torch._dynamo"]
 )
 PINNED = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-"""Environment in which sums have one order, on whatever processor."""
+"""Environment variables that fix the order of sums on every processor."""
 
 
 def begin(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
-    """Run a function in a process of its own; its last argument is the pipe's other end."""
+    """Run a function in a new process. Its last argument is the other end of the pipe."""
     with patch.dict(os.environ, PINNED):
         forkserver.ensure_running()
     ours, theirs = CONTEXT.Pipe()
@@ -44,7 +44,7 @@ def begin(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connect
 
 
 class RankFailedError(Exception):
-    """A job raised on a rank, or the rank died; ``cause`` is its exception, if there is one."""
+    """A job failed on a rank. ``cause`` is the job's exception, or None if the rank died."""
 
     def __init__(self, rank: int, text: str, cause: BaseException | None) -> None:
         super().__init__(f"rank {rank}: {text}")
@@ -52,7 +52,7 @@ class RankFailedError(Exception):
 
 
 class Ranks:
-    """Processes in one gloo group, which carry out jobs: ``job(state, folder, *args)``."""
+    """Processes in one gloo group that run jobs. A job is a ``job(state, folder, *args)``."""
 
     def __init__(self, world_size: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ddpnb-test-", dir="/dev/shm"))
@@ -61,7 +61,7 @@ class Ranks:
         self.ranks = [Rank(state, self.folder, self._rendezvous) for state in states]
 
     def call(self, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run a job on every rank; return the results, or raise what a rank raised."""
+        """Run a job on every rank. Return the results, or raise the first rank's failure."""
         results = self.attempt(job, *args)
         for result in results:
             if isinstance(result, RankFailedError):
@@ -69,7 +69,7 @@ class Ranks:
         return results
 
     def attempt(self, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run a job on every rank; return its result or its failure for each."""
+        """Run a job on every rank. Return each rank's result or failure."""
         self.begin(job, *args)
         return [rank.end() for rank in self.ranks]
 
@@ -79,7 +79,7 @@ class Ranks:
             rank.begin(job, *args)
 
     def outside(self, rank: int) -> "Rank":
-        """Return a new process that is in no group, and takes a rank's place."""
+        """Return a new process outside the group that replaces a rank."""
         return Rank(make_state(rank, len(self.ranks)), self.folder, None)
 
     def close(self) -> None:
@@ -91,18 +91,18 @@ class Ranks:
 
 
 class Rank:
-    """A process that carries out one job after the other."""
+    """A process that runs one job after the other."""
 
     def __init__(self, state: RankState, folder: Path, rendezvous: Path | None) -> None:
         self.number = state.rank
         self.process, self._pipe = begin(serve, state, folder, rendezvous)
 
     def begin(self, job: Callable[..., Any], *args: Any) -> None:
-        """Start a job; ``end`` waits for it."""
+        """Start a job. ``end`` waits for the job's end."""
         self._pipe.send((job, args))
 
     def end(self) -> Any:
-        """Return the result of the job that was begun, or its failure."""
+        """Wait for the job that was started, and return its result or its failure."""
         if not self._pipe.poll(TIMEOUT_SECONDS):
             raise TimeoutError(f"rank {self.number} hangs")
         try:
@@ -127,11 +127,11 @@ def make_state(rank: int, world_size: int) -> RankState:
 
 
 def serve(state: RankState, folder: Path, rendezvous: Path | None, pipe: Connection) -> None:
-    """Carry out jobs until the test's end of the pipe is closed; in a group, if one meets."""
+    """Run jobs until the test closes the pipe. With a ``rendezvous``, first join the group."""
     torch.set_num_threads(1)
-    multiprocessing.current_process()._config["daemon"] = False  # it may have processes that load
+    multiprocessing.current_process()._config["daemon"] = False  # jobs may start loading processes
     if rendezvous is not None:
-        MismatchCheck().start(rendezvous, 0)  # as in a cluster: no strategy may be refused
+        MismatchCheck().start(rendezvous, 0)  # as in a cluster; must accept all strategies
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(str(rendezvous / "store"), state.world_size),
@@ -146,6 +146,6 @@ def serve(state: RankState, folder: Path, rendezvous: Path | None, pipe: Connect
             return
         try:
             answer = True, job(state, folder, *args)
-        except Exception as error:  # noqa: BLE001  # the test judges it
+        except Exception as error:  # noqa: BLE001  # the test checks it
             answer = False, (traceback.format_exc(), error)
         pipe.send(answer)

@@ -1,4 +1,4 @@
-"""Runs of one training on real ranks, and what comes of them."""
+"""Runs of one training on real ranks, and functions that read their results."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from ddpnb.rank.training.context import Surroundings
 from tests.cells import CELL
 
 FEATURED = ["ddp", "fsdp", "async", "dp"]
-"""Strategies that between them have every way in which the loop treats one."""
+"""Strategies that together exercise every case of the training loop."""
 ASYNCHRONOUS = ("async", "hogwild")
 
 
@@ -25,7 +25,7 @@ def spec_of(strategy: str, **changes: Any) -> RunSpec:
 
 
 def train_job(state, folder, spec, stop_at=math.inf, stop_ranks=(0,)):
-    """Run it, and see that no trace is left; return its report and all that it published."""
+    """Run a spec, check that it leaves no trace, and return its report and published events."""
     events: list[Any] = []
     before = random_state()
     report = loop.run(
@@ -42,7 +42,7 @@ def train_job(state, folder, spec, stop_at=math.inf, stop_ranks=(0,)):
 
 
 def random_state() -> tuple[Any, ...]:
-    """Where the global random numbers stand."""
+    """Return the states of all global random number generators."""
     _, key, position, *_ = np.random.get_state()
     return random.getstate(), key.tolist(), position, torch.get_rng_state().tolist()
 
@@ -65,7 +65,7 @@ def losses(result) -> list[float]:
 
 
 def total_losses(results) -> list[float]:
-    """The mean loss of each global batch, over all workers."""
+    """Return the mean loss of each global batch over all workers."""
     batches: dict[int, list[StepEvent]] = defaultdict(list)
     for step in itertools.chain.from_iterable(map(steps_of, results)):
         batches[step.step].append(step)

@@ -1,4 +1,4 @@
-"""Is an asynchronous strategy asynchronous, honest about staleness, and what does a death cost?"""
+"""Asynchronous strategies do not wait, count staleness and lose only a dead worker's shard."""
 
 import os
 import signal
@@ -23,17 +23,17 @@ kinds = pytest.mark.parametrize(("way", "word"), KINDS)
 
 
 def wait_for(sign: Path) -> None:
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     deadline = time.monotonic() + 30.0
     while not sign.exists():
-        assert time.monotonic() < deadline, f"the sign did not come: {sign.name}"
+        assert time.monotonic() < deadline, f"the file {sign.name} did not appear"
         time.sleep(0.002)
 
 
 def hold_rank_1(sign: Path, num_steps: int, rank: int, step: int) -> None:
-    """Before each step: hold rank 1 at its step 2 until rank 0 has made so many.
+    """Hold rank 1 before its step 2 until rank 0 has made this many steps.
 
-    Rank 0 waits until it is there, however busy the machine is.
+    Rank 0 waits at its step 3 until rank 1 is held, even on a busy machine.
     """
     held = sign.with_name("held")
     if rank == 1 and step == 2:
@@ -46,7 +46,7 @@ def hold_rank_1(sign: Path, num_steps: int, rank: int, step: int) -> None:
 
 
 def unhurried(rank: int, step: int) -> None:
-    """Before each step: leave the others time for theirs."""
+    """Sleep before each step, so that the other ranks have time for their steps."""
     time.sleep(0.004)
 
 
@@ -99,7 +99,7 @@ def test_a_death_costs_what_the_dead_held_and_the_others_train_the_rest(fresh_ra
     fit, dead, other = group.attempt(by_strategy, word, LONG, KILL_RANK_1, way)
     assert dead.cause is None
     assert len(fit.lost) == 1
-    num_trained = len(fit.reports) + len(other.reports) + 5  # rank 1 made five steps
+    num_trained = len(fit.reports) + len(other.reports) + 5  # rank 1 trained five shards
     assert num_trained + len(fit.lost) == LONG.order(3).num_steps * 3
     assert distance(fit, other) == 0
     assert [path.name for path in group.folder.iterdir() if path.name != "own-1"] == []
@@ -159,7 +159,7 @@ def test_a_silent_worker_is_given_up(ranks, word):
 
 
 def strike(who: int, when: int, do: Callable[[], object], rank: int, step: int) -> None:
-    """Before a rank's step of this number: do something to it; all others go on unhurried."""
+    """Call ``do`` before step ``when`` of rank ``who``. Before all other steps only sleep."""
     if (rank, step) == (who, when):
         do()
     unhurried(rank, step)
@@ -177,7 +177,7 @@ KILL_RANK_1 = partial(strike, 1, 5, die)
 
 
 def wait_for_another(came: Path, rank: int, step: int) -> None:
-    """Kill rank 1; hold rank 0 up until another process has taken its place."""
+    """Kill rank 1, and hold rank 0 until another process has replaced rank 1."""
     if step == 20:
         wait_for(came)
     KILL_RANK_1(rank, step)

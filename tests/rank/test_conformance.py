@@ -1,4 +1,4 @@
-"""Does every strategy equal plain SGD wherever that is what it should compute?"""
+"""Every strategy equals plain SGD in all cases in which it should compute plain SGD."""
 
 import pytest
 
@@ -19,7 +19,7 @@ SYNCHRONOUS = [
     "fsdp",
 ]
 PLAIN_OUTER_STEP = "diloco:outer_lr=1,outer_momentum=0"
-"""DiLoCo's outer optimizer moves the weights even on one rank; so set, it does not."""
+"""With these options DiLoCo's outer optimizer leaves the weights of a single rank unchanged."""
 PLAIN_ALONE = [PLAIN_OUTER_STEP if name == "diloco" else name for name in STRATEGIES]
 
 
@@ -33,7 +33,7 @@ def test_options_have_the_defaults_of_the_constructor_and_close_needs_no_setup(n
 
 
 def plainly(state, folder, problem: Problem) -> Fit:
-    """Compute on a rank, whose sums have the strategies' order."""
+    """Fit by plain torch on a rank, so that sums have the same order as in the strategies."""
     return by_hand(problem)
 
 
@@ -50,8 +50,8 @@ def test_on_one_rank_it_is_plain_sgd(ranks, word):
     assert list(ranks(1).folder.iterdir()) == []
 
 
-# 64 samples in batches of 10: shards of 4 and 3, and of 2 and 1 in the last batch of an epoch.
-# No rank is ever without a shard (see BatchSchedule), so that torch's Join has nothing to do here.
+# Three ranks share a batch of 10 as 4, 3 and 3 samples. In the last batch each rank gets one sample.
+# Every rank always gets a shard (see BatchSchedule), so torch's Join is not needed here.
 @pytest.mark.parametrize(
     ("num_ranks", "problem"),
     [
@@ -62,7 +62,7 @@ def test_on_one_rank_it_is_plain_sgd(ranks, word):
 @pytest.mark.parametrize("name", [*SYNCHRONOUS, "async:bound=0"])
 def test_on_several_ranks_it_is_one_process_with_the_whole_batch(ranks, name, num_ranks, problem):
     if (name, problem.model) == ("zero", "mixed"):
-        pytest.skip("ZeroRedundancyOptimizer takes one type only")
+        pytest.skip("ZeroRedundancyOptimizer accepts only one dtype")
     fits = took_part(ranks(num_ranks).call(by_strategy, name, problem))
     reference = by_hand(problem, num_ranks)
     assert all(distance(fit, reference) < 1e-5 for fit in fits)
@@ -70,9 +70,9 @@ def test_on_several_ranks_it_is_one_process_with_the_whole_batch(ranks, name, nu
 
 
 S = 4 * (6 * 16 + 16 + 16 * 3 + 3)
-"""Bytes of the parameters of a ``Problem``'s model: float32."""
+"""Bytes of the float32 parameters of a ``Problem``'s model."""
 REDUCED = 3 * (4 * S // 3)
-"""What three ranks send in an all-reduce."""
+"""Bytes that three ranks together send in an all-reduce."""
 SENT = {
     "single": {0},
     "dp": {2 * S},
@@ -89,10 +89,10 @@ SENT = {
     "diloco:every=7": {0, REDUCED},
     "zero": {REDUCED + 2 * S},
     "fsdp": None,  # see test_sharded.py
-    "gossip": {2 * S},  # of an odd number one rests
+    "gossip": {2 * S},  # one of three ranks has no partner
     "no-comm": {0},
 }
-"""Bytes that three ranks together send in a step; asynchronous ones each by itself."""
+"""Bytes that three ranks together send in a step, or that each asynchronous rank sends."""
 
 
 def test_the_bytes_of_every_strategy_are_known():
@@ -103,7 +103,7 @@ def test_the_bytes_of_every_strategy_are_known():
 def test_ranks_agree_in_the_end_have_sent_what_is_known_and_leave_nothing(ranks, word):
     fits = took_part(ranks(3).call(by_strategy, word, Problem()))
     assert all(distance(fit, fits[0]) == 0 for fit in fits)
-    assert num_samples(fits) == 3 * 63  # each once; one of 64 would be alone in its batch
+    assert num_samples(fits) == 3 * 63  # each once; ranks share 63 of 64 samples
     assert list(ranks(3).folder.iterdir()) == []
     sent = [[report.traffic.sent for report in fit.reports] for fit in fits]
     if word.partition(":")[0] in ("async", "hogwild"):
@@ -111,14 +111,14 @@ def test_ranks_agree_in_the_end_have_sent_what_is_known_and_leave_nothing(ranks,
         return
     first, second, *others = map(sum, zip(*sent, strict=True))
     assert SENT[word] in (None, {first, *others})
-    assert second - first in (0, 3 * 16)  # DDP also broadcasts the order of its buckets
+    assert second - first in (0, 3 * 16)  # DDP also broadcasts its buckets' order
     if "every=7" in word:
         assert [num > 0 for num in (first, second, *others)] == 3 * [*6 * [False], True]
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 def test_compressed_gradients_are_weighted_as_plain_ones(ranks, hook):
-    """Shares of 4, 3 and 3 samples: gradients averaged without weights would be far off."""
+    """With shards of 4, 3 and 3 samples, an average without weights would differ much more."""
     problem = Problem(optimizer="sgd", num_epochs=1)
     start = Problem(optimizer="sgd", num_epochs=0.01, learning_rate=0.0)
     fits = ranks(3).call(by_strategy, f"ddp:hook={hook}", problem)

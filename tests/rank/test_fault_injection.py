@@ -1,4 +1,4 @@
-"""Faults strike the right rank, as hard as asked for, in every strategy."""
+"""Injected faults affect the right rank by the requested amount."""
 
 import itertools
 import statistics
@@ -10,7 +10,7 @@ from tests.rank.runs import header_of, losses, marks_of, spec_of, steps_of, trai
 
 
 def step_seconds(result) -> float:
-    """Return how long a step takes that other programs do not hold up: the first quartile."""
+    """Return the first quartile of step times, which other programs hardly slow down."""
     ends = [event.seconds for event in steps_of(result)]
     return statistics.quantiles((end - begin for begin, end in itertools.pairwise(ends)), n=4)[0]
 
@@ -18,13 +18,13 @@ def step_seconds(result) -> float:
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
 def test_slow_workers_hold_up_all_that_wait_for_them_and_no_more_with_time(ranks, strategy):
     slow, chosen = ("0:2x", "1:5x"), {"source": HEAVY, "num_epochs": 1}
-    for _ in range(3):  # a busy machine may slow the usual run as much
+    for _ in range(3):  # a busy machine may slow the usual run too
         usual = ranks(2).call(train_job, spec_of(strategy, **chosen))
         late = ranks(2).call(train_job, spec_of(strategy, slow=slow, **chosen))
         if is_slower := step_seconds(late[0]) > 1.5 * step_seconds(usual[0]):
             break
     assert is_slower
-    if strategy == "ddp":  # its ranks are in step
+    if strategy == "ddp":  # its ranks step together
         assert step_seconds(late[0]) == pytest.approx(step_seconds(late[1]), rel=0.5)
     marks = [mark for result in late for mark in marks_of(result)]
     assert sorted(marks) == [(0, "2x slower"), (1, "5x slower")]
@@ -35,7 +35,7 @@ def test_slow_workers_hold_up_all_that_wait_for_them_and_no_more_with_time(ranks
 
 
 DELAY_SECONDS = 0.45
-"""Far longer than a busy machine computes."""
+"""A delay that is far longer than the computation, even on a busy machine."""
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp-shm", "local-sgd:every=2", "fsdp"])
@@ -50,7 +50,7 @@ def test_to_wait_for_a_slow_rank_is_no_computing(ranks, strategy):
 
 
 def middle(steps: list, *names: str) -> float:
-    """Seconds of a usual step that went into these parts."""
+    """Return the median seconds of a step in these parts."""
     return statistics.median(sum(getattr(e.parts, name) for name in names) for e in steps)
 
 

@@ -1,11 +1,11 @@
-"""Does every synchronous strategy compute the losses that it has always computed?
+"""Every synchronous strategy computes the losses that are stored in ``golden.json``.
 
-``golden.json`` holds them.  To write them anew, where a change of the numbers is meant:
+If you change the losses on purpose, write the file again:
 
     python -m tests.rank.test_golden
 
-Left out, for their losses depend on which rank is faster: ``async``, ``hogwild``; and
-``single:threads=all``, whose sums depend on the number of cores.
+``async`` and ``hogwild`` are left out because their losses depend on which rank is faster.
+``single:threads=all`` is left out because its sums depend on the number of cores.
 """
 
 import json
@@ -32,7 +32,7 @@ SYNCHRONOUS = (
     "fsdp:reshard=off",
 )
 FEATURED = ("ddp", "fsdp", "dp")
-"""Between them they have every way in which the loop treats a synchronous strategy."""
+"""Strategies that together exercise every case of the loop for synchronous strategies."""
 
 CELL = """
 import torch
@@ -84,12 +84,12 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         OWN | {"source": CELL.format(layer="nn.BatchNorm1d(16)")},
     ),
 }
-"""Strategies, and the options with which they train."""
+"""Strategies and their training options, by case."""
 ALL = [(case, name) for case, (strategies, _) in CASES.items() for name in strategies]
 
 
 def computed(ranks: Ranks, case: str, strategy: str) -> dict[str, Any]:
-    """Train on two ranks; return each rank's losses, and what rank 0 has judged."""
+    """Train on two ranks. Return each rank's losses, and rank 0's evaluations."""
     _, options = CASES[case]
     options = {"eval_every": 0.0, "eval_samples": 10_000} | options
     results = ranks.call(train_job, spec_of(strategy, **options))
@@ -125,7 +125,7 @@ EXPECTED = json.loads(VALUES.read_text())
 
 
 def main() -> None:
-    """Write the numbers."""
+    """Write ``golden.json``."""
     lines = []
     with closing(Ranks(2)) as ranks:
         for case, (strategies, _) in CASES.items():

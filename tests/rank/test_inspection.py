@@ -1,4 +1,4 @@
-"""Does an inspection say what was sent, and does it leave everything as it was?"""
+"""An inspection reports the bytes of each bucket, and changes no tensor and no random state."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from tests.rank.ranks import make_state
 
 
 class Net(nn.Module):
-    """Has buffers, a dropout, and where it is not made for DDP a layer that no loss depends on."""
+    """A model with buffers and a dropout, and with an unused layer if it is not for DDP."""
 
     def __init__(self, *, is_ddp: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whatever the ranks call works as without listeners, whoever listens."""
+"""All collectives work the same with and without listeners."""
 
 import contextlib
 

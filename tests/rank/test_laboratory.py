@@ -1,4 +1,4 @@
-"""Emulated devices on real ranks: the time is computed, and nothing else differs."""
+"""On emulated devices ddpnb computes the time. Everything else is the same as on real ranks."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def optimizer(params):
 S = 4 * (5 * 300 + 2 * 300)
 LATENCY = 0.003
 TRANSFER = S * 8 / 1e6
-"""Seconds of all parameters over the link."""
+"""Seconds that all parameters take over the link."""
 PASS, SAMPLE = 0.002, 0.001
 
 
@@ -64,7 +64,7 @@ EXCHANGE = {
     ("gossip", 2): LATENCY + TRANSFER,
     ("dp", 3): 2 * (5 * LATENCY + 2 * TRANSFER + 8 * (16 + 8 + 8) * 8 / 1e6),
 }
-"""Seconds of a step besides the computing: the messages that each strategy's file lists."""
+"""Seconds of a step's messages, which each strategy's file lists, by strategy and ranks."""
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), EXCHANGE)
@@ -88,7 +88,7 @@ def test_all_wait_for_the_slowest(ranks):
 
 
 def last_seconds(ranks, spec: RunSpec, num_ranks: int) -> float:
-    """Return how long the last step takes; DDP sends more in its first one."""
+    """Return the seconds of the last step, because DDP sends more in its first step."""
     before, last = steps_of(ranks(num_ranks).call(train_job, spec)[0])[-2:]
     return last.seconds - before.seconds
 
@@ -115,9 +115,9 @@ PUBLISHED = {
     ("dp", "resnet50", "4xV100", 128): 0.906,
     ("dp", "resnet50", "8xV100", 128): 0.886,
 }
-"""The rate of N cards over N times that of one, with as many samples for each: measured by others.
+"""The rate of N cards divided by N times the rate of one card, with equal samples per card.
 
-No figure of several cards is an input of the clock."""
+Others measured these values. The emulated clock uses no figure of several cards."""
 MANY = CELL.replace("randn(96, 4)", "randn(1024, 4)")
 
 
@@ -143,7 +143,7 @@ def test_cards_scale_as_others_have_measured(ranks, strategy, model, devices, nu
     [("ddp", 3), *((name, 4) for name in ("dp", "fsdp", "local-sgd", "ring-by-hand")), ("ddp", 8)],
 )
 def test_losses_are_those_of_measured_ranks_to_the_bit(ranks, strategy, num_ranks):
-    large = {"source": CELL.replace("300", "3000")}  # summed in shared memory where emulated
+    large = {"source": CELL.replace("300", "3000")}  # emulated ranks sum it in shared memory
     emulated, measured = (
         ranks(num_ranks).call(train_job, spec_of(strategy, num_ranks, **large, **options))
         for options in ({}, {"devices": "", "compute": "", "link": ""})

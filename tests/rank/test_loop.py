@@ -1,4 +1,4 @@
-"""A run reports all it should, stops when asked, and compiles off the clock."""
+"""A run reports all results, stops on request, and compiles before the clock starts."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.rank import runs
 from tests.rank.runs import train_job
 
 OTHERS = ["single", "no-comm", "local-sgd", "hogwild"]
-"""Strategies that exchange nothing, or at other times than ``runs.FEATURED``."""
+"""Strategies that do not communicate, or at other times than ``runs.FEATURED``."""
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
     results = ranks(num_ranks).call(train_job, runs.spec_of(strategy, source=WITH_DROPOUT))
     header, steps = runs.header_of(results[0]), [runs.steps_of(result) for result in results]
     assert sum(step.num_samples for mine in steps for step in mine) == header.num_samples
-    assert header.num_samples == 3 * (200 - 200 % num_ranks)  # as DistributedSampler(drop_last)
+    assert header.num_samples == 3 * (200 - 200 % num_ranks)  # like DistributedSampler(drop_last)
     assert header.num_workers == (1 if strategy == "single" else num_ranks)
     assert header.synchronous == (strategy not in runs.ASYNCHRONOUS)
     assert header.is_emulated == (strategy == "dp")
@@ -41,17 +41,17 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
             assert min(step.parts) >= 0
             assert step.parts.forward > 0 < step.parts.backward
             before = step.seconds
-            # hogwild exchanges inside the optimizer's update
+            # hogwild communicates inside the optimizer's update
             if step.num_bytes_sent and strategy != "hogwild":
                 assert step.parts.communication + step.parts.waiting > 0
         if mine:
-            assert report.seconds >= mine[-1].seconds  # with what follows the last step
+            assert report.seconds >= mine[-1].seconds  # includes time after the last step
     sends = any(step.num_bytes_sent for mine in steps for step in mine)
     assert sends == (num_ranks > 1 and strategy not in ("single", "no-comm"))
     (first, _), *others = results
     assert max(first.final_loss, first.held_out_loss) < 0.6
     assert first.held_out_accuracy > 0.7
-    assert all(math.isnan(report.final_loss) for report, _ in others)  # rank 0 alone judges
+    assert all(math.isnan(report.final_loss) for report, _ in others)  # only rank 0 evaluates
 
 
 DEEP = f"""
@@ -63,7 +63,7 @@ def model():
     inner = [nn.Linear(256, 256) for _ in range(8)]
     return nn.Sequential(nn.Linear(4, 256), *inner, nn.Linear(256, 2))
 {ROWS}"""
-"""Eight layers of 0.26 MB: in several buckets, but for DDP's first step, all but one early."""
+"""Eight layers of 0.26 MB. After DDP's first step they fill several buckets, sent early but one."""
 HIDES = ["ddp", "ddp:hook=fp16", "ddp-overlap-by-hand:bucket_mb=0.6"]
 
 
@@ -95,7 +95,7 @@ def test_one_process_may_have_the_threads_of_all(ranks, strategy, expected):
     ("strategy", "stop_ranks"), [("ddp", [0]), ("ddp", [1]), ("local-sgd", [1]), ("async", [0, 1])]
 )
 def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_ranks):
-    run_id = f"stopped-{strategy}-{stop_ranks}"  # the group's store keeps where a run stopped
+    run_id = f"stopped-{strategy}-{stop_ranks}"  # unique, because the group's store keeps stops
     spec = runs.spec_of(strategy, num_epochs=300, run_id=run_id)
     results = ranks(2).call(train_job, spec, 20, stop_ranks)
     reports = [report for report, _ in results]
@@ -104,7 +104,7 @@ def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_ranks):
     assert all(report.was_stopped for report in reports)
     assert reports[stop_ranks[0]].num_steps >= 20
     if strategy not in runs.ASYNCHRONOUS:
-        most = {"local-sgd": 50}.get(strategy, 30)  # with 8 steps from one average to the next
+        most = {"local-sgd": 50}.get(strategy, 30)  # it averages every 8 steps
         assert reports[0].num_steps == reports[1].num_steps <= most
     assert reports[0].held_out_accuracy > 0.6
 
@@ -120,9 +120,9 @@ def test_a_report_says_what_each_rank_holds(ranks):
     ddp, zero, fsdp, dp, shared = (held(ranks, n) for n in ("ddp", "zero", "fsdp", "dp", "async"))
     of_ddp = ddp[0].activations
     assert ddp == 2 * [Memory(size, size, size, of_ddp)]
-    assert [each[:3] for each in dp] == [(size, size, size)]  # of its first device
-    assert of_ddp < dp[0].activations < 1.02 * of_ddp  # which gathers the outputs of all
-    # Of 16 images per rank: the inputs of four layers, what the pooling took, and its indices.
+    assert [each[:3] for each in dp] == [(size, size, size)]  # the first device
+    assert of_ddp < dp[0].activations < 1.02 * of_ddp  # gathers all devices' outputs
+    # For 16 images per rank: the inputs of four layers and of the pooling, and its indices.
     features = 64 + 32 * 64 + 64 * 64 + 64 * 16 + 256
     assert 4 * 16 * features < of_ddp < 2 * 4 * 16 * features
     assert all(each[:2] == (size, size) and each.activations == of_ddp for each in zero)
@@ -141,7 +141,7 @@ def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
         "def data(split):\n"
         "    x = torch.randn(200, 4)\n"
         "    targets = (x.sum(dim=1) > 0).long()\n"
-        "    if split == 'test': targets[199] = 2\n"  # not among the samples that are tried
+        "    if split == 'test': targets[199] = 2\n"  # the check does not try this sample
         "    return x, targets\n"
     )
     spec = runs.spec_of("ddp", source=source)
@@ -155,7 +155,7 @@ def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
 
 
 def drawn_job(state, folder, spec, seed):
-    """Run it after so many of the user's random numbers; return its losses."""
+    """Run a spec after seeding the user's random numbers, and return the losses."""
     with torch.random.fork_rng():
         torch.manual_seed(seed + state.rank)
         return runs.losses(train_job(state, folder, spec))
@@ -169,7 +169,7 @@ def test_a_run_repeats_whatever_random_numbers_came_before(ranks):
 
 
 COMPILING_SECONDS = 1.0
-"""How long each compilation takes, at least: longer than all steps of a run together."""
+"""The least time of each compilation, longer than all steps of a run together."""
 
 SLOWLY = f"""
 import time
@@ -183,7 +183,7 @@ COMPILED = (
 
 
 def test_every_size_of_batch_is_compiled_before_the_clock_starts(fresh_ranks):
-    """Of 33 samples two workers get 17 and 16, and of the last 2 one each."""
+    """Two workers get 17 and 16 of 33 samples, and one sample each of the last batch."""
     spec = runs.spec_of("async", source=COMPILED, batch_size=33)
     for result in fresh_ranks(2).call(train_job, spec):
         assert result[0].seconds < COMPILING_SECONDS

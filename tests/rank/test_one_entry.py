@@ -1,4 +1,4 @@
-"""Is a strategy one file, a page that one can start from, and one entry in the catalogue?"""
+"""A strategy is one file, which users can copy and change, and one entry in the catalogue."""
 
 import sys
 
@@ -50,7 +50,7 @@ assert "torch" not in sys.modules
 
 
 def added_job(state, folder, path):
-    """Train by the strategy that was added; return the distance to plain torch."""
+    """Train by the added strategy, and return the distance to plain torch."""
     sys.path.insert(0, str(path))
     exec(ADDED)
     strategy = make_strategy("added:every=3", {})
@@ -66,7 +66,7 @@ def test_a_strategy_is_one_file_and_one_entry(fresh_ranks, tmp_path):
 
 def test_each_alias_is_answered_with_the_name_here():
     for name, entry in STRATEGIES.items():
-        capitals = [name.upper()] if name.isalpha() else []  # with a dash it is no class
+        capitals = [name.upper()] if name.isalpha() else []  # no class name has a dash
         for alias in (*entry.aliases, *capitals):
             with pytest.raises(UserError, match=f"^{alias} is called {name} here"):
                 make_strategy(alias, {})

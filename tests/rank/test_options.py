@@ -1,4 +1,4 @@
-"""Every option of a training does what it says."""
+"""Every training option has the effect that its help describes."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from tests.rank.runs import FEATURED, header_of, losses, spec_of, steps_of, trai
 
 
 def optimizer_of(strategy: str, lines: str, num_ranks: int, num_steps: int, **changes):
-    """Make a cell's own optimizer as it is made for a training of so many global batches."""
+    """Make a cell's optimizer as for a training of ``num_steps`` global batches."""
     spec = spec_of(strategy, source=CELL + lines, **changes)
     context = build_context(spec, Surroundings(state=make_state(0, num_ranks)))
     worker = context.worker("t", num_steps=num_steps)
@@ -26,7 +26,7 @@ def optimizer_of(strategy: str, lines: str, num_ranks: int, num_steps: int, **ch
     [("async", 2, 8), ("async:bound=0", 4, 4), ("hogwild", 4, 4), ("gossip", 4, 4)],
 )
 def test_num_steps_counts_the_updates_of_an_optimizer(word, num_ranks, num_updates):
-    """In an epoch of 4 steps each gradient alone would make 4 updates for each worker."""
+    """An epoch of 4 steps has 4 gradients per worker. Each gradient could be a separate update."""
     lines = "\ndef optimizer(params, num_steps): return torch.optim.SGD(params, lr=num_steps)\n"
     made = optimizer_of(word, lines, num_ranks, 4, batch_size=50, num_epochs=1)
     assert made.param_groups[0]["lr"] == num_updates
@@ -36,7 +36,7 @@ OWN = """
 class Own(torch.optim.SGD):
     def step(self, closure=None): return super().step(closure)
 """
-"""Once its parent has been used, torch calls the hooks of both."""
+"""torch calls the step hooks of this class and of its parent, once the parent has been used."""
 
 
 @pytest.mark.parametrize("lines", [HALVING, OWN + HALVING.replace("torch.optim.SGD", "Own")])
@@ -67,7 +67,7 @@ def test_momentum_is_what_was_chosen(ranks, strategy, momentum, used):
     assert header_of(result).momentum == used
     own = spec_of("single", source=CELL + OWN_SGD.format(momentum=used))
     assert losses(result) == pytest.approx(losses(ranks(1).call(train_job, own)[0]), abs=1e-6)
-    if momentum > 0:  # of a cell's own optimizer it is not known which of both is meant
+    if momentum > 0:  # --momentum and a cell's optimizer exclude each other
         with pytest.raises(UserError, match="Momentum"):
             build_context(replace(spec, source=own.source), Surroundings(state=make_state(0, 2)))
 

@@ -1,4 +1,4 @@
-"""Do ranks that meet only now and then average what they should, when and with the right rank?"""
+"""Ranks that rarely communicate average the right values, at the right steps and partners."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
 
 @torch.no_grad()
 def average(models: list[torch.nn.Module]) -> None:
-    """Give all models the mean of their parameters."""
+    """Set the parameters of all models to their mean."""
     for same in zip(*(model.parameters() for model in models), strict=True):
         mean = sum(same) / len(same)
         for parameter in same:
@@ -18,7 +18,7 @@ def average(models: list[torch.nn.Module]) -> None:
 
 
 def trained_apart(problem: Problem, num_ranks: int, meet) -> Fit:
-    """All ranks in one process: a model and an optimizer each, and ``meet(step, models)``."""
+    """Train all ranks' models in one process, and call ``meet(step, models)`` after each step."""
     models = [problem.build() for _ in range(num_ranks)]
     optimizers = [problem.factory()(list(model.parameters())) for model in models]
     order, (inputs, targets) = problem.order(num_ranks), problem.data()
@@ -43,10 +43,10 @@ def test_local_sgd_is_training_apart_and_averaging(ranks, word):
     assert all(distance(fit, expected) < 1e-5 for fit in fits)
 
 
-# 35 steps, and 37: of the last round, which is not whole, the weights are averaged plainly.
+# 35 and 37 steps. The last round of 37 steps is incomplete, so its weights are averaged plainly.
 @pytest.mark.parametrize("num_epochs", [5, 37 / 7])
 def test_diloco_makes_nesterov_steps_on_the_averaged_change(ranks, num_epochs):
-    # 0.9, with a gain of 7, would enlarge the rounding of other sums to 1e-5.
+    # An outer momentum of 0.9 (a gain of 7) would enlarge rounding differences to 1e-5.
     rate, momentum, problem = 0.7, 0.5, Problem(num_epochs=num_epochs)
     agreed = [p.detach().clone() for p in problem.build().parameters()]
     velocity = [torch.zeros_like(p) for p in agreed]
@@ -89,10 +89,10 @@ def test_partners_meet_each_other_and_change(num_ranks):
     seen = set()
     for step in range(2 * num_ranks):
         met = [partner_in_step(step, rank=rank, world_size=num_ranks) for rank in range(num_ranks)]
-        assert met.count(None) == num_ranks % 2  # of an odd number one rests
+        assert met.count(None) == num_ranks % 2  # one of an odd number has no partner
         for rank, other in enumerate(met):
             if other is not None:
                 assert met[other] == rank
-                assert (rank - other) % num_ranks in (1, num_ranks - 1)  # neighbours in the ring
+                assert (rank - other) % num_ranks in (1, num_ranks - 1)  # ring neighbours
                 seen.add(frozenset((rank, other)))
-    assert len(seen) == (num_ranks if num_ranks > 2 else num_ranks - 1)  # each with both
+    assert len(seen) == (num_ranks if num_ranks > 2 else num_ranks - 1)  # both neighbours

@@ -1,4 +1,4 @@
-"""Does a rank that keeps a part keep only that, and report what it sends?"""
+"""Sharded strategies train like one process, and report the bytes that each rank sends."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from ddpnb.rank.tasks import text
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
 
 WIDE = [(6, 96), *[(96, 96)] * 6, (96, 3)]
-"""Inputs and outputs of the layers of a model that can be cut evenly."""
+"""Inputs and outputs of the layers of a model that can be sharded evenly."""
 
 
 def wide() -> nn.Module:
@@ -19,7 +19,7 @@ def wide() -> nn.Module:
 
 
 class Blocks(nn.Module):
-    """Blocks in lists, one of them used twice; tied weights; a buffer that is not saved."""
+    """A model with a block that is used twice, tied weights, and a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Is the all-reduce in shared memory right, however late a rank reads?"""
+"""The all-reduce in shared memory is right, even if a rank reads late."""
 
 import random
 import time
@@ -15,13 +15,13 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
 def whole_numbers(rank: int, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers so small that their sums are exact in every dtype."""
+    """Return small whole numbers, so that their sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(number * 16 + rank)
     return torch.randint(-16, 16, (size,), generator=generator).to(dtype)
 
 
 def stress(state, folder: Path) -> int:
-    """Add tensors of random sizes, some of them read late; return how many sums were wrong."""
+    """Add tensors of random sizes, and read some late. Return the number of wrong sums."""
     sizes, pauses, num_wrong = random.Random(7), random.Random(state.rank), 0
 
     @contextmanager

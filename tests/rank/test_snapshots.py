@@ -1,4 +1,4 @@
-"""The held-out curve: the right models at the right moments, and no cost to the run."""
+"""The held-out curve has the right models at the right moments, and does not slow the run."""
 
 import time
 from unittest.mock import patch
@@ -20,7 +20,7 @@ def test_a_curve_has_about_ten_points_on_rank_0(ranks, strategy):
     assert samples == sorted(set(samples))
     assert seconds == sorted(seconds)
     assert first.num_held_out == 50
-    if strategy in ASYNCHRONOUS:  # rank 0 may have been late for some
+    if strategy in ASYNCHRONOUS:  # rank 0 may have missed some points
         assert 1 <= len(found) <= 10
         assert 0 < samples[-1] <= 600
     else:

@@ -1,4 +1,4 @@
-"""Each built-in task is what it says: real data if it says so, and something to learn."""
+"""Each built-in task has the data and the model that its help describes."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,7 @@ def load(task: str) -> Task:
 
 
 def scored(samples: Samples, **changes):
-    """Score outputs against their targets."""
+    """Evaluate the samples' inputs as if they were a model's outputs."""
     task = Task(model=nn.Identity, train=samples, held_out=samples, **changes)
     return score(nn.Identity(), task, torch.device("cpu"))
 
@@ -29,7 +29,7 @@ def size_of(model: nn.Module) -> int:
 
 
 def test_digits_are_those_of_scikit_learn():
-    from sklearn.datasets import load_digits  # takes a second, and no other test needs it
+    from sklearn.datasets import load_digits  # takes a second
     from sklearn.model_selection import train_test_split
 
     task, known = load("digits"), load_digits()

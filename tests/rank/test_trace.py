@@ -1,4 +1,4 @@
-"""Does a trace hold what the ranks have really sent, whoever has called?"""
+"""A trace has all bytes that the ranks sent, from calls in Python and in C++."""
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ SIZE = 30_000
 
 
 def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int, int]:
-    """By methods, by DDP and FSDP from C++, in inference mode; with the bytes on the sockets, and
-    those that a run's account would have."""
-    from torch.distributed.fsdp import fully_shard  # takes a second, and no other test needs it
+    """Call collectives by methods, in inference mode, and by DDP and FSDP from C++. Return the
+    spans, the bytes on the sockets, and the bytes in a run's account."""
+    from torch.distributed.fsdp import fully_shard  # takes a second
 
     num, rank, meter = state.world_size, state.rank, Meter()
     dist.barrier()
@@ -58,7 +58,7 @@ def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int, int]:
 
 
 def sent_by_formula(span: Span, *backend: str) -> float:
-    """Return the bytes that all ranks send for a call, divided by the ranks that make it."""
+    """Return the bytes that all ranks send for a call, divided by the number of these ranks."""
     algorithm, num = algorithm_of(span.name, *backend), len(span.group)
     if span.name == "send":
         return float(span.num_bytes or 0)
@@ -77,7 +77,7 @@ def test_every_call_is_recorded_once_with_the_bytes_on_the_sockets(ranks):
     first, second, third = ([span.name for span in spans.spans] for spans, *_ in recorded)
     usual = [name for name in first if name != "send"]
     assert usual == [name for name in second if name != "recv"] == third
-    assert first.count("all_reduce") >= 3 + 2  # its own, and one of each backward pass
+    assert first.count("all_reduce") >= 3 + 2  # 3 direct calls, one per backward pass
     assert {"all_gather_single", "reduce_scatter_single"} <= set(first)  # FSDP's
     assert all(spans.num_open == spans.num_dropped == 0 for spans, *_ in recorded)
     (message,) = (span for span in recorded[1][0].spans if span.name == "recv")

@@ -1,4 +1,4 @@
-"""Whatever a cell defines, every strategy trains it: any batch, any step, any measure."""
+"""Strategies train any cell, with any kind of batch, step and metric."""
 
 import math
 from contextlib import closing
@@ -35,7 +35,7 @@ ALIKE: dict[str, tuple[str, str, list[str], dict]] = {
     "experts that are seldom used": (cells.MIXTURE, cells.MIXTURE, UNUSED, {}),
     "processes that load": (cells.DATASET, cells.DATASET, runs.FEATURED, {"num_data_workers": 2}),
 }
-"""Two cells that say the same in other words, which strategies train the second, and options."""
+"""Two equivalent cells, the strategies that train the second cell, and training options."""
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def validation_step(model, batch): return torch.ones(len(batch['y'])), batch['y'
     ("source", "expected"),
     [
         (cells.TUPLES, {"f1": 0.25, "size": 100}),
-        (VALIDATED, {"size": pytest.approx((2 * 20 * 20 + 10 * 10) / 50)}),  # of the samples
+        (VALIDATED, {"size": pytest.approx((2 * 20 * 20 + 10 * 10) / 50)}),  # mean over samples
         (ON_OUTPUTS, {"number": 100}),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_step_that_returns_nothing_later_on_is_one_sentence(ranks):
 
 
 def augmented_job(state, folder, seed):
-    """Return the inputs of this rank's first step, which are drawn at random."""
+    """Return the random inputs of this rank's first step."""
     source = cells.DATASET.replace("return self.inputs[i],", "return torch.randn(4),")
     spec = spec_of("ddp", source, seed=seed, num_data_workers=2)
     context = build_context(spec, Surroundings(state=state))
