@@ -50,7 +50,7 @@ def test_on_one_rank_it_is_plain_sgd(ranks, word):
     assert list(ranks(1).folder.iterdir()) == []
 
 
-# Three ranks share a batch of 10 as 4, 3 and 3 samples. In the last batch each rank gets one sample.
+# Three ranks share 10 samples as 4, 3 and 3. In the last batch each rank gets one sample.
 # Every rank always gets a shard (see BatchSchedule), so torch's Join is not needed here.
 @pytest.mark.parametrize(
     ("num_ranks", "problem"),

@@ -1,4 +1,4 @@
-"""Do the benchmarks begin, is the table that of the figures, and does ``make gpu`` go on?"""
+"""Benchmarks can be imported, tables match stored figures, and ``make gpu`` runs every step."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Which connections does a process have?  Those that it shares with a child are its own, too."""
+"""A process's connections include the connections that a child has inherited."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from ddpnb.rank.connections import Address, ends_of, own_connections
 
 @pytest.fixture
 def connected() -> Iterator[list[socket.socket]]:
-    """Two connections over IPv4, one of them to a socket of both versions; both ends of each."""
+    """Both ends of two IPv4 connections. One server socket also accepts IPv6."""
     with ExitStack() as stack:
         old = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         new = stack.enter_context(

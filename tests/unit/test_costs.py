@@ -1,4 +1,4 @@
-"""Does every view have the one table of costs?"""
+"""The docs, the formulas and all collectives use the same table of costs."""
 
 from pathlib import Path
 
@@ -46,6 +46,6 @@ def test_every_call_of_torch_is_in_it():
 
 def test_buckets_use_one_link_in_turn():
     assert bucket_sizes(60 * 2**20, 25 * 2**20) == [2**20, 25 * 2**20, 25 * 2**20, 9 * 2**20]
-    # of two parts, the slower rank has one ready at 3 and one at 4
+    # the slower rank has the first of two parts ready at 3, and the second at 4
     assert in_turn(2.0, 2, [(0.0, 1.0), (2.0, 4.0)], 0.0) == [(3.0, 5.0), (5.0, 7.0)]
     assert in_turn(2.0, 1, [(1.0, 1.0)], 6.0) == [(6.0, 8.0)]

@@ -1,4 +1,4 @@
-"""Are the students' notebooks those that ``make student`` writes from the solutions?"""
+"""The students' notebooks are the output of ``make student`` from the solutions."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Do the files that tell how to install ddpnb agree with each other?"""
+"""The files that describe ddpnb's installation and structure agree with the code."""
 
 import re
 import tomllib

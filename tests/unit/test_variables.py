@@ -1,4 +1,4 @@
-"""What crosses in a message or a file is what was sent, writable and its receiver's own."""
+"""Arrays that cross in a message or a file arrive equal, writable and as separate copies."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Who waits without end, judged from reports and a clock: no process is needed."""
+"""The hang detector finds hangs from the ranks' reports and a clock, without any process."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def test_ranks_that_wait_at_the_same_place_still_wait():
         {"line": 4},
         {"num_collectives": 8},
         {"num_bytes_between_hosts": 1},
-        {"cpu_seconds": 4.0},  # it moves a large tensor
+        {"cpu_seconds": 4.0},  # rank 1 moves a large tensor
     ],
 )
 def test_one_rank_that_goes_on_is_enough(change: dict[str, object]):
@@ -48,7 +48,7 @@ def test_a_machine_that_slept_has_not_waited():
 
 
 def test_a_hang_says_who_waits_where_and_for_whom():
-    """Others are in tests/faults, as real ranks have them."""
+    """tests/faults checks more hangs on real ranks."""
     assert str(Hang(waiting=BOTH, finished={2: 5, 3: 5}, idle=(4,))) == (
         "ranks 0-1 wait in all_reduce (line 3); ranks 2-3 finished the cell with 2 fewer calls; "
         "rank 4 does not run this cell"

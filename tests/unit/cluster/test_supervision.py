@@ -1,4 +1,4 @@
-"""The loop that waits for a call, and what it says of it, on ranks that are not there."""
+"""The loop that waits for a call ends it and reports it correctly, with fake ranks."""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from tests.cluster.rig import EIGHTH
 
 
 class FakeCluster:
-    """Two ranks that wait at the places a test gives them; they obey if the test says so."""
+    """Two fake ranks that wait, and that obey a request if the test's ``obeys`` allows it."""
 
     def __init__(self, timeouts: Timeouts, *, obeys: Callable[[str], bool]) -> None:
         self.timeouts, self.obeys, self.processes = timeouts, obeys, self
@@ -120,7 +120,7 @@ def test_a_death_counts_as_a_failure_where_the_others_cannot_go_on():
 def test_causes_leave_out_what_followed_from_another():
     outcome = Outcome()
     outcome.note(failed(0, is_consequence=True), now=1.0)
-    assert not outcome.causes(), "freed from a hang: none has failed"
+    assert not outcome.causes(), "a rank released from a hang is not a cause"
     outcome.note(failed(2), now=1.0)
     outcome.note(Lost(rank=1, cause="was killed by SIGKILL"), now=1.0)
     assert outcome.causes() == "rank 1 was killed by SIGKILL; rank 2 failed: ValueError: bad"

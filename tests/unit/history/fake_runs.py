@@ -1,4 +1,4 @@
-"""Made-up runs for tests of plots and tables."""
+"""Fake runs for tests of plots and tables."""
 
 import math
 import random
@@ -23,7 +23,7 @@ from ddpnb.protocol.messages import (
 BATCH_SIZE = 256
 NUM_RANKS = 2
 NUM_REPORTING = {"single": 1, "dp": 1}
-"""Ranks that report, where not all do."""
+"""The number of ranks that report, for strategies in which not all ranks report."""
 STEP_SECONDS = {"single": 0.0240, "dp": 0.0200, "ddp": 0.0150, "async": 0.0262}
 NOTES = {"dp": ("emulated on CPU threads: 2 replicas in one process",)}
 
@@ -51,7 +51,7 @@ def run_of(run_spec: RunSpec, *, comparison: str = "", created: float = 0.0) -> 
 def ended_run(
     strategy: str | RunSpec, *steps: Sequence[StepEvent], repeat: int = 0, comparison: str = "c"
 ) -> Run:
-    """A finished run of which each rank has made some steps."""
+    """Return a finished run with these steps of each rank."""
     run_spec = spec(strategy, repeat) if isinstance(strategy, str) else strategy
     run = run_of(run_spec, comparison=comparison, created=float(repeat))
     for rank, own in enumerate(steps):
@@ -61,7 +61,7 @@ def ended_run(
 
 
 def stored(name: str = "digits-1/ddp", created: float = 1e9, **fields: Any) -> StoredRun:
-    """A line in the list of runs."""
+    """Return a stored run, as in the list of runs."""
     comparison, _, strategy = name.partition("/")
     given = {"run_id": name, "comparison_id": comparison, "task": "digits"} | fields
     return StoredRun(comparison=comparison, name=strategy, created=created, **given)
@@ -127,10 +127,10 @@ def fake_run(
     slow_rank: int | None = None,
     marks: Sequence[Mark] = (),
 ) -> Run:
-    """Return a run of ``num_steps`` global batches of which ``share`` has been trained.
+    """Return a run that has trained ``share`` of its ``num_steps`` global batches.
 
-    Ranks of synchronous strategies end each step together; one that is slow makes the others
-    wait, which they report as communication, like real strategies.
+    Ranks of synchronous strategies end each step together. If one rank is slow, the other ranks
+    report their waiting time as communication, like in real strategies.
     """
     run_spec = spec(strategy, repeat, comparison)
     run = run_of(run_spec, comparison=comparison, created=1000.0 + repeat)
@@ -165,7 +165,7 @@ def fake_run(
 
 
 def _parts(strategy: str, lasted: float, *, is_slow: bool) -> Parts:
-    """Divide a step as a strategy would."""
+    """Divide a step's time into parts, like the strategy."""
     others = 0.0 if strategy == "single" else 0.04 if is_slow else 0.24
     own = lasted * (1 - others)
     return Parts(
@@ -185,7 +185,7 @@ def fake_comparison(
     num_steps: int = 400,
     share: float = 1.0,
 ) -> Comparison:
-    """Return a comparison of which ``share`` of all training is done."""
+    """Return a comparison that has done ``share`` of its training."""
     specs = tuple(spec(name, repeat) for repeat in range(repeats) for name in strategies)
     done = share * len(specs)
     runs: list[RunSnapshot] = []

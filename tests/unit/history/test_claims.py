@@ -1,4 +1,4 @@
-"""Whether what the sentence may claim is true often enough, by simulation and by example."""
+"""The claims of a result's sentence are true often enough, by simulation and by example."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ def test_equal_rates_are_claimed_to_differ_in_5_percent_of_sentences_at_most(num
     random = np.random.default_rng(num_repeats)
     num_false = 0
     for _ in range(NUM_COMPARISONS):
-        # Each repeat is as fast as the machine is then, and each run varies by 6 %.
+        # The machine's speed differs between repeats, and each run varies by 6 %.
         logs = random.normal(0, 0.2, num_repeats) + random.normal(0, 0.06, (4, num_repeats))
         first, *others = (dict(enumerate(row)) for row in np.exp(logs).tolist())
         num_false += any(ratio(other, first, len(others)).is_claim for other in others)
@@ -38,7 +38,7 @@ def test_as_many_repeats_as_are_advised_would_show_the_ratio():
         assert ratio(rates, dict.fromkeys(rates, 1.0), 5).is_claim == is_shown
     assert ratio({0: 1.0, 1: 1.01, 2: 0.99}, {0: 1.0, 1: 1.0, 2: 1.0}).num_repeats_needed == 0
     wild = ratio({0: 0.5, 1: 1.0, 2: 2.2}, {0: 1.0, 1: 1.0, 2: 1.0})
-    assert wild.num_repeats_needed == 0, "more than anybody would make"
+    assert wild.num_repeats_needed == 0, "more repeats than anyone would run"
 
 
 def test_the_interval_is_that_of_the_t_distribution():
@@ -86,7 +86,7 @@ def test_emulated_strategies_and_the_ceiling_are_not_compared_by_speed():
 
 @pytest.mark.parametrize("is_by_hand", [False, True])
 def test_repeats_are_paired_and_what_one_of_the_two_lacks_is_left_out(is_by_hand: bool):
-    """Runs of a loop by hand, which know no repeat, are paired by their order."""
+    """Runs of a hand-written loop have no repeat number. ddpnb pairs them by their order."""
     single, ddp = repeated(single=(1, 2, 4, 8)), repeated(ddp=(2, 4, 8, 16))
     if not is_by_hand:
         single[1].end(Status.FAILED, "rank 0 was killed")

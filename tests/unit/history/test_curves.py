@@ -1,4 +1,4 @@
-"""Does a run hold what has arrived, and do steps become the right points, however they come?"""
+"""A run keeps all steps, and draws them as the right points if they arrive in any order."""
 
 import math
 
@@ -23,7 +23,7 @@ def rows(rank: int, *steps: StepEvent) -> Records:
 def test_synchronous_steps_are_a_weighted_mean_at_the_slowest_worker():
     run = run_of(spec("ddp"))
     run.add(batch(run.run_id, [step(0, 1.5, 8.0, 10), step(1, 1.9, 4.0, 30)], rank=1))
-    assert len(drawn(run)) == 0, "the header is awaited"
+    assert len(drawn(run)) == 0, "the curve must wait for the header"
     head = header(spec("ddp"), 2)
     run.add(batch(run.run_id, [step(0, 1.0, 4.0, 30), step(1, 2.0, 2.0, 10)], header=head))
     curve = drawn(run)
@@ -42,8 +42,8 @@ def test_a_step_that_one_worker_has_not_reported_is_held_back_until_the_end():
     run.add(batch(run.run_id, [step(4, 5.0)], rank=1, sequence=2))
     run.add(batch(run.run_id, [step(1, 2.0)], rank=1, sequence=1))
     run.end(Status.STOPPED)
-    assert drawn(run).samples.tolist() == [20, 40, 60], "each late share is in its place"
-    replicas = run_of(spec("dp"))  # one process, which is not waited for twice
+    assert drawn(run).samples.tolist() == [20, 40, 60], "each late share must be in its place"
+    replicas = run_of(spec("dp"))  # one process reports for both workers
     replicas.add(batch(replicas.run_id, [step(0, 1.0)], header=header(spec("dp"), 2)))
     assert drawn(replicas).samples.tolist() == [10]
 
@@ -56,12 +56,12 @@ def test_a_worker_without_samples_does_not_poison_the_mean():
     assert run.snapshot().num_diverged == 0
     unlogged = Run(run_id="m", name="mine")
     unlogged.add(batch("m", [step(0, 1.0, math.nan)]))
-    assert unlogged.snapshot().num_diverged == 0, "a loop that never logs a loss"
+    assert unlogged.snapshot().num_diverged == 0, "a loop without losses has not diverged"
 
 
 @pytest.mark.parametrize("strategy", ["async", ""])
 def test_asynchronous_steps_are_in_the_order_of_time(strategy: str):
-    """Also those that one rank reports long after the other."""
+    """Steps that a rank reports late are sorted by their time too."""
     run = run_of(spec(strategy)) if strategy else Run(run_id="m", name="mine")
     head = header(spec("async"), 2) if strategy else None
     run.add(batch(run.run_id, [step(i, i + 1.0, 4.0 - i) for i in range(4)], header=head))
@@ -90,7 +90,7 @@ def test_neighbouring_updates_are_merged(num: int):
 
 
 def waited(*communication: float, optimizer: tuple[float, ...] = (0.0, 0.0), **parts: float):
-    """Waiting and communication of the ranks in one step that they end together."""
+    """Return each rank's waiting and communication in a step that all ranks end together."""
     made = [
         Parts(forward=0.1, communication=each, optimizer=own, **parts)
         for each, own in zip(communication, optimizer, strict=True)
@@ -102,14 +102,14 @@ def waited(*communication: float, optimizer: tuple[float, ...] = (0.0, 0.0), **p
 
 def test_who_communicates_longer_than_the_last_to_come_has_waited_for_it():
     assert waited(4.0, 1.0) == [(3.0, 1.0), (0.0, 1.0)]
-    assert waited(4.0, 0.0) == [(4.0, 0.0), (0.0, 0.0)], "all was hidden on the second"
-    assert waited(4.0, 1.0, waiting=0.25) == [(0.25, 4.0), (0.25, 1.0)], "it has measured it"
-    # under local-sgd, where the optimizer comes before the communication
+    assert waited(4.0, 0.0) == [(4.0, 0.0), (0.0, 0.0)], "rank 1 hid all communication"
+    assert waited(4.0, 1.0, waiting=0.25) == [(0.25, 4.0), (0.25, 1.0)], "measured waiting stays"
+    # local-sgd updates before it communicates
     assert waited(0.6, 0.1, optimizer=(0.0, 0.5)) == [(0.5, 0.1), (0.0, 0.1)]
 
 
 def falling(num_planned: int, num_done: int, nan_at: int = -1) -> Curve:
-    """The curve of a run whose loss falls to a tenth in 20 updates, and then stays."""
+    """Return the curve of a loss that falls to a tenth in 20 updates and then stays."""
     losses = [math.nan if i == nan_at else 0.1 + 2.4 * math.exp(-i / 8) for i in range(num_done)]
     steps = [step(i, i + 1.0, loss, 256) for i, loss in enumerate(losses)]
     return curve_of(rows(0, *steps), header(spec("single"), num_planned))

@@ -1,4 +1,4 @@
-"""Is the stable learning rate that of the server itself, and is it said where it is small?"""
+"""The stable learning rate agrees with the real server, and a note warns if it is small."""
 
 import math
 from dataclasses import replace
@@ -17,10 +17,10 @@ CASES = [(0.0, 1), (0.5, 4), (0.9, 2), (0.9, 4), (0.99, 21)]
 
 @pytest.mark.parametrize(("momentum", "num_workers"), CASES)
 def test_beyond_the_limit_the_server_leaves_the_minimum(momentum: float, num_workers: int):
-    """Workers in turns; the loss is w^2 / 2, the learning rate a part of the limit."""
+    """Workers take turns on the loss w^2 / 2, with a learning rate near the limit."""
 
     def farthest(part: float) -> float:
-        """Return how far the last 500 of 2000 steps come from the minimum; they begin at 1."""
+        """Start at a distance of 1 from the minimum. Return the largest in steps 1500 to 2000."""
         limit = num_workers * stable_rate(momentum, num_workers - 1)
         parameter = nn.Parameter(torch.ones(1, dtype=torch.float64))
         store = ParameterStore(

@@ -34,7 +34,7 @@ def a_comparison(number: int = 1) -> Comparison:
 
 
 def keep(store: Store, strategies: tuple[str, ...], number: int = 1, repeats: int = 1) -> str:
-    """Store a finished comparison; return its name."""
+    """Store a finished comparison, and return its name."""
     name = store.begin_comparison(a_comparison(number)).name
     for repeat in range(repeats):
         for strategy in strategies:
@@ -47,7 +47,7 @@ def keep(store: Store, strategies: tuple[str, ...], number: int = 1, repeats: in
 
 
 def begun(store: Store, number: int = 1, name: str = "ddp", wanted_name: str = "") -> Run:
-    """Store a comparison of one run that is about to train."""
+    """Store a comparison with one run that has not trained yet."""
     comparison = store.begin_comparison(a_comparison(number), wanted_name=wanted_name)
     run = Run(run_id=f"r{number}", name=name, spec=spec("ddp"), created=float(number))
     store.begin_run(comparison.comparison_id, run.snapshot())
@@ -94,7 +94,7 @@ def test_comparisons_are_numbered_and_found_by_name(store: Store):
     assert len(store.load("digits-2/ddp").runs) == 2
     assert [r.repeat for r in store.load("digits-2/ddp#2").runs] == [1]
     assert [r.comparison for r in store.load("digits-1/ddp", "single").runs] == ["digits-1"] * 2
-    for number in (3, 4):  # loops by hand, of which the latest is found
+    for number in (3, 4):  # hand-written loops; load finds the latest
         begun(store, number, "mine")
     assert [run.run_id for run in store.load("mine").runs] == ["r4"]
     assert [run.run_id for run in store.load("digits-3/mine").runs] == ["r3"]
@@ -120,7 +120,7 @@ def test_names_and_deleting(store: Store):
     assert len(store.delete("digits-1")) == 1
     assert [r.comparison for r in store.list()] == ["digits-2"]
     run = begun(store, 4, "mine")
-    other = Store(store.folder)  # of another notebook
+    other = Store(store.folder)  # the store of another notebook
     with pytest.raises(UserError, match="is being trained"):
         other.delete("mine")
     store.finish(run.run_id, Status.FINISHED)
@@ -227,7 +227,7 @@ RUNS = (
         ("/ddp", None, [0, 2, 3]),
         ("RACE", None, [1, 2, 3]),
         ("stopped", None, [0]),
-        ("", 2, [2, 3, 4]),  # repeats are one line
+        ("", 2, [2, 3, 4]),  # repeats count as one line
     ],
 )
 def test_only_what_is_asked_for_is_found(text: str, last: int | None, found: list[int]):

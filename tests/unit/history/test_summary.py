@@ -24,13 +24,13 @@ from tests.unit.history.fake_runs import (
 
 
 def timed(strategy: str, seconds: tuple[float, ...], repeat: int = 0, samples: int = 100) -> Run:
-    """A run whose workers each saw ``samples`` in the given seconds."""
+    """Return a run in which each worker trained ``samples`` samples in the given seconds."""
     steps = [[step(0, lasted, samples=samples)] for lasted in seconds]
     return ended_run(strategy, *steps, repeat=repeat, comparison="digits-1")
 
 
 def repeated(**rates: tuple[float, ...]) -> tuple[Run, ...]:
-    """Runs of 100 samples at the given samples/s, a repeat after the other."""
+    """Return runs of 100 samples, one repeat for each of the given samples/s."""
     return tuple(
         timed(name.replace("_", "-"), (100 / rate,), repeat)
         for name, each in rates.items()
@@ -40,12 +40,12 @@ def repeated(**rates: tuple[float, ...]) -> tuple[Run, ...]:
 
 
 SCORES = (0.9, 0.7, 0.95)
-"""The held-out accuracy in each repeat."""
+"""The held-out accuracy of each repeat."""
 
 
 @pytest.fixture(scope="module")
 def result() -> ComparisonResult:
-    """Three repeats, of which the second lacks ``no-comm``; with held-out curves."""
+    """Three repeats with held-out curves. The second repeat has no ``no-comm``."""
     runs = []
     for run in fake_comparison(("single", "no-comm", "ddp", "async"), repeats=3).runs:
         if (run.name, run.repeat) == ("no-comm", 1):
@@ -70,7 +70,7 @@ def geometric(values: pd.Series) -> float:
 
 
 def rates_of(result: ComparisonResult) -> pd.Series:
-    """Samples of all ranks over the seconds of the slowest, from the steps."""
+    """Divide the samples of all ranks by the seconds of the slowest rank, per run."""
     runs = result.steps().groupby(["strategy", "repeat"])
     return runs.num_samples.sum() / runs.seconds.max()
 
@@ -154,7 +154,7 @@ def test_steps_that_a_death_lost_are_noted():
 
 
 def test_speed_up_is_over_the_devices_and_the_single_of_its_own_comparison():
-    """Two workers that share a GPU have one device."""
+    """Two workers that share a GPU count as one device."""
     single, ddp = (timed(name, (1.0,)).snapshot() for name in ("single", "ddp"))
     ddp = replace(ddp, run_id="shared", header=replace(ddp.header, num_devices=1))
     fast = [replace(run, comparison="other", run_id=run.name) for run in (single, ddp)]
@@ -170,13 +170,13 @@ def test_speed_up_is_over_the_devices_and_the_single_of_its_own_comparison():
 
 def test_a_ceiling_is_as_fast_as_if_all_workers_were_as_slow_as_the_slowest():
     steps = [
-        [step(i, 4.0 * (i + 1) / num, samples=100) for i in range(num)]  # in the same time
+        [step(i, 4.0 * (i + 1) / num, samples=100) for i in range(num)]  # both ranks take 4 s
         for num in (1, 3)
     ]
     added, asked = (replace(spec("no-comm"), is_ceiling=is_added) for is_added in (True, False))
     ceiling = ended_run(added, *steps).snapshot()
     assert samples_per_second(ceiling) == 2 * 100 / 4
-    assert ceiling.curve.samples.tolist() == [200], "steps that only one rank made are none"
+    assert ceiling.curve.samples.tolist() == [200], "steps of only one rank must not count"
     assert samples_per_second(ended_run(asked, *steps).snapshot()) == 400 / 4
 
 
@@ -186,7 +186,7 @@ def test_what_is_wrong_with_a_run_is_noted():
     short, diverged = timed("ddp", (3.9,)), fake_run("async", num_steps=20, nan_from=17)
     empty = run_of(spec("zero"), comparison="digits-1")
     single, ddp, async_, zero = summarise(compared(good, bad, short, diverged, empty))
-    assert single.samples_per_second.middle == pytest.approx(25.0), "it bends no mean"
+    assert single.samples_per_second.middle == pytest.approx(25.0), "the failed run must not count"
     assert single.notes == ("failed: rank 0 was killed",)
     assert (single.is_short, ddp.is_short) == (False, True)
     assert async_.num_diverged == 6

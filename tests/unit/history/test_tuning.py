@@ -1,4 +1,4 @@
-"""Is each strategy compared at its best learning rate, and is nothing lost of the others?"""
+"""Each strategy is compared at its best learning rate, and runs at other rates are kept."""
 
 import math
 from dataclasses import replace
@@ -59,7 +59,7 @@ STOPPED, FAILED, RUNNING = Status.STOPPED, Status.FAILED, Status.RUNNING
         ([(0.02, 0.4), (0.05, 0.1, STOPPED)], 0.02),
         ([(0.02, NAN), (0.05, 0.5, STOPPED)], 0.05),
         ([(0.02, NAN, FAILED), (0.05, 0.5)], 0.05),
-        ([(0.02, 0.4), (0.05, NAN, RUNNING)], 0.05),  # it is drawn while it trains
+        ([(0.02, 0.4), (0.05, NAN, RUNNING)], 0.05),  # a run that still trains is drawn
     ],
 )
 def test_the_lowest_held_out_loss_wins_and_one_that_diverged_never(

@@ -1,4 +1,4 @@
-"""Do a router and a relay let in who may come, pass all on, and leave nothing?"""
+"""A router and a relay accept only relays with the key, forward everything and leave nothing."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ def router(tmp_path) -> Iterator[Router]:
 
 @contextlib.contextmanager
 def coming(place: dict[str, str]) -> "Iterator[zmq.Socket[bytes]]":
-    """A relay that says hello from a place."""
+    """Connect a fake relay that sends the hello message."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as relay:
         relay.curve_publickey, relay.curve_secretkey = zmq.curve_keypair()
         relay.curve_serverkey = place["key"].encode()
@@ -87,7 +87,7 @@ def test_a_relay_that_is_gone_is_noticed(router):
 
 @pytest.fixture
 def relay(router, tmp_path) -> "Iterator[subprocess.Popen[bytes]]":
-    """A relay with an agent on this host."""
+    """A real relay, with an agent on this host."""
     file = tmp_path / "place.json"
     file.write_text(json.dumps(router.place(name=f"test-{secrets.token_hex(8)}")))
     words = [sys.executable, "-m", "ddpnb.hosts.relay", str(file), "--a-word-of-a-launcher"]

@@ -1,4 +1,4 @@
-"""All strategies see the same samples in the same order, each exactly once."""
+"""All strategies train on the same samples in the same order, and on each exactly once."""
 
 import pytest
 import torch

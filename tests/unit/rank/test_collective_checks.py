@@ -1,5 +1,5 @@
-"""Calls that differ in a group's log: at most one reaches the backend, and none is refused for
-another that the backend refuses."""
+"""If calls in a group's log differ, at most one of them reaches the backend. A call that the
+backend itself rejects does not make ddpnb reject other calls."""
 
 import contextlib
 import random
@@ -60,7 +60,7 @@ ONE, TWO = torch.ones(3), torch.ones(4)
     ("method", "given", "others", "expected"),
     [
         ("allreduce", [[ONE]], [[TWO]], False),
-        ("allreduce", [[torch.ones(2, 2)]], [[TWO]], True),  # as flat memory
+        ("allreduce", [[torch.ones(2, 2)]], [[TWO]], True),  # gloo sees flat memory
         ("allreduce", [[ONE]], [[ONE.double()]], False),
         ("broadcast", [[ONE]], [[TWO]], False),
         ("allgather", [[[ONE]], [ONE]], [[[TWO]], [TWO]], False),
@@ -83,7 +83,7 @@ def test_tensors_may_meet_if_the_backend_takes_them(method, given, others, expec
 
 
 def test_of_calls_that_differ_at_most_one_reaches_the_backend(tmp_path: Path) -> None:
-    """In any order of the three: two that differ there at once would end the process."""
+    """Two different calls in the backend would end the process. The ranks call in any order."""
     logs, chance = opened(tmp_path / "log"), random.Random(0)
 
     def reached(log: CollectiveLog, size: int, pause: float) -> int | None:

@@ -1,4 +1,4 @@
-"""The virtual order of a server agrees with closed forms; devices are parsed."""
+"""The virtual order of a server agrees with formulas, and devices are parsed."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SIZE = 3_000_000
 
 
 def served(num_workers: int, num_shards: int, times: ComputeTimes) -> list[tuple[int, float]]:
-    """Serve shards of one sample; return the worker and the time of each arrival."""
+    """Serve shards of one sample, and return the worker and the time of each arrival."""
     devices = Devices(num=num_workers, device_link=LINK)
     laboratory = Laboratory(devices=devices, times=times, num_bytes=SIZE, num_in_shard=lambda _: 1)
     order = VirtualOrder(laboratory, num_workers=num_workers, shard=lambda number: number)
@@ -32,7 +32,7 @@ def served(num_workers: int, num_shards: int, times: ComputeTimes) -> list[tuple
 def test_a_server_takes_as_many_gradients_as_its_formula_says(num_workers):
     found = served(num_workers, 60 * num_workers, ComputeTimes(compute=Compute(0.1)))
     (_, begin), *rest = found[len(found) // 3 :]
-    formula = 1 / 0.1 + server_bound(LINK, SIZE, 0.1, num_workers - 1)  # rank 0: no link
+    formula = 1 / 0.1 + server_bound(LINK, SIZE, 0.1, num_workers - 1)  # rank 0 needs no link
     assert len(rest) / (rest[-1][1] - begin) == pytest.approx(formula, rel=0.03)
 
 

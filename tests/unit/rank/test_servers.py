@@ -1,4 +1,4 @@
-"""Do parameters stay while a worker uses them, and is each shard dealt, done or lost once?"""
+"""A worker's parameters stay fixed while it trains, and a shard is trained or lost only once."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ def make_store(parameters, num_workers, **options):
 
 
 def test_a_compensated_gradient_is_that_of_its_paper(parameters):
-    """g + lambda g g (w_now - w_old), each coordinate by itself; none without staleness."""
+    """The gradient is g + lambda g g (w_now - w_old) per coordinate, and g without staleness."""
     ends = {}
     g = torch.tensor([1.0, 2.0, -3.0])
     for strength in (0.0, 2.0):
@@ -32,9 +32,9 @@ def test_a_compensated_gradient_is_that_of_its_paper(parameters):
         store.read(0), store.read(1)
         store.write(0, [g, None])  # not stale
         fresh = store.tensors[0].clone()
-        store.write(1, [g, None])  # of the parameters before, which were all 1
+        store.write(1, [g, None])  # stale: computed when all parameters were 1
         ends[strength] = fresh, store.tensors[0].clone()
-        assert store.tensors[1].unique().tolist() == [1], "without a gradient"
+        assert store.tensors[1].unique().tolist() == [1], "parameters without a gradient must stay"
     assert torch.equal(ends[0.0][0], ends[2.0][0])
     (now, plain), compensated = ends[0.0], ends[2.0][1]
     torch.testing.assert_close(plain - compensated, 0.1 * 2.0 * g * g * (now - 1))
@@ -52,7 +52,7 @@ def test_a_step_at_a_share_of_its_rate_leaves_the_rate_as_it_was():
 
 
 def test_parameters_stay_while_a_worker_trains_on_them_and_staleness_is_counted(parameters):
-    """Workers push in random order."""
+    """The workers write their gradients in random order."""
     num_workers, chance, num_updates = 4, random.Random(3), 0
     store = make_store(parameters, num_workers)
     ones = [torch.ones_like(parameter) for parameter in parameters]
@@ -77,7 +77,7 @@ def make_queue(num_workers: int = 2, updates: UpdateCounter | None = None, **opt
 
 
 def begun(queue: WorkQueue, *ranks: int) -> list[list[int]]:
-    """The first shards of workers that begin together."""
+    """Let workers begin together, and return each worker's first shards."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         replies = list(pool.map(lambda rank: queue.handle(rank, BEGIN), ranks))
     return [list(reply.shards) for reply in replies]
@@ -90,7 +90,7 @@ def test_what_a_lost_worker_held_is_lost_once_and_a_stopped_ones_is_not():
     for _ in range(2):
         queue.lose(1)
     assert queue.lost_shards == [2]
-    assert queue.handle(1, STEP).lost_rank == 1  # it was given up, and is alive
+    assert queue.handle(1, STEP).lost_rank == 1  # rank 1 is alive after all
     assert queue.handle(0, DONE).lost_rank == -1
     assert queue.lost_shards == [2]
 

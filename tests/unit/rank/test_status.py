@@ -1,4 +1,4 @@
-"""Which errors follow from another rank's, and what a GPU waits for by its flight recorder."""
+"""A rank's status names the collective that its GPU waits in, and tells causes from results."""
 
 import time
 
@@ -28,10 +28,10 @@ WAITED_FOR = PendingCollective("all_reduce", "Float [3]")
     ("state", "age", "expected"),
     [
         ("started", 5, WAITED_FOR),
-        ("started", 0.1, None),  # it may be on its way
-        ("scheduled", 5, None),  # the GPU computes what comes before
+        ("started", 0.1, None),  # too short to be a wait
+        ("scheduled", 5, None),  # the GPU still computes earlier work
         ("completed", 5, None),
-        ("started", 50, None),  # of an older group
+        ("started", 50, None),  # a collective of an older group
     ],
 )
 def test_a_gpu_waits_in_the_collective_that_it_has_started(monkeypatch, state, age, expected):

@@ -1,4 +1,4 @@
-"""Every mistake in a comparison cell is reported in one sentence before anything trains."""
+"""ddpnb reports every mistake in a comparison cell in one sentence, before anything trains."""
 
 from types import MappingProxyType
 
@@ -30,7 +30,7 @@ def fails(match: str):
 
 
 def of_batch(expression: str) -> str:
-    """A cell with a step that returns this; ``error`` is the loss."""
+    """Return a cell with a step that returns ``expression``. In it ``error`` is the loss."""
     return GOOD + (
         "def training_step(model, batch):\n"
         "    inputs, targets = batch\n"
@@ -136,7 +136,7 @@ BATCHNORM = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchN
 @pytest.mark.parametrize(
     ("strategy", "too_small", "is_enough"),
     [
-        ("ddp", {"batch_size": 18}, {}),  # 20 = 18 + 2: one sample each in the last step
+        ("ddp", {"batch_size": 18}, {}),  # 20 = 18 + 2, so the last shards have 1 sample
         ("single", {"batch_size": 8, "accumulate": 4}, {"accumulate": 5}),  # 20 = 8 + 8 + 4
         ("async", {"accumulate": 5}, {"accumulate": 2}),
     ],

@@ -30,7 +30,7 @@ def shown_texts(
 ) -> list[matplotlib.text.Text]:
     figure = draw(comparison, options)
     figure.draw_without_rendering()
-    beyond = [  # tick labels that matplotlib keeps outside the limits, and does not draw
+    beyond = [  # tick labels outside the limits, which matplotlib does not draw
         label
         for axes in figure.axes
         for axis in (axes.xaxis, axes.yaxis)
@@ -131,7 +131,7 @@ def test_repeats_become_a_median_over_at_least_half():
 
 
 def slowed(*strategies: str) -> Comparison:
-    """Runs of which rank 1 became slow, as they are stored."""
+    """Return stored runs in which rank 1 became slow."""
     mark = Mark(rank=1, seconds=1.0, text="3x slower")
     runs = [fake_run(name, num_steps=150, slow_rank=1, marks=[mark]) for name in strategies]
     whole = compared(*runs)
@@ -171,7 +171,7 @@ def test_a_target_is_drawn_and_a_logarithmic_axis_shows_no_zero():
     comparison = curved(fake_comparison(("single", "ddp")))
     options = PlotOptions(log=True, target=Target(value=0.3))
     assert words(comparison, options).count("- - target 0.3") == 2
-    assert titles(comparison, options)[:2] == LOSSES, "what the target is of"
+    assert titles(comparison, options)[:2] == LOSSES, "the panels must show the target's quantity"
     axes = axes_called(LOSSES[0], comparison, options)
     bottom, top = axes.get_ylim()
     assert axes.get_yscale() == "log"
@@ -179,7 +179,7 @@ def test_a_target_is_drawn_and_a_logarithmic_axis_shows_no_zero():
 
 
 def curved(comparison: Comparison, *, accuracy: bool = True) -> Comparison:
-    """The same with a held-out curve of five points, the trained model's included."""
+    """Add a held-out curve of five points, including the trained model, to each run."""
     runs = []
     for run in comparison.runs:
         points = tuple(
@@ -204,7 +204,7 @@ def test_a_held_out_score_takes_the_place_of_the_loss_at_the_end():
     assert titles(comparison, options)[:2] == [LOSSES[0], "Held-out accuracy by time, s"]
     assert titles(comparison, options, is_live=True)[:2] == LOSSES
     axes = axes_called("Held-out accuracy by time, s", comparison, options)
-    assert axes.get_ylim() == (pytest.approx(0.5), 1.0), "near the lowest accuracy, and up to all"
+    assert axes.get_ylim() == (pytest.approx(0.5), 1.0), "from the lowest accuracy to 1"
     assert "- - target 0.75" in [text.get_text() for text in axes.texts]
     line = held_out(comparison.runs, "seconds", "accuracy")
     seconds = np.median([run.seconds for run in comparison.runs])
@@ -215,7 +215,7 @@ def test_a_held_out_score_takes_the_place_of_the_loss_at_the_end():
 
 
 def holding(comparison: Comparison, **held: Memory) -> Comparison:
-    """The same with ranks that hold so much; ``async`` is a word of Python."""
+    """Set the memory of runs by strategy. Write ``async_`` because ``async`` is a keyword."""
     runs = []
     for run in comparison.runs:
         memory = held.get(run.name, held.get(f"{run.name}_", Memory()))
@@ -233,7 +233,7 @@ def test_unlike_memory_has_a_bar_of_its_parts():
     unlike = holding(plain, single=ddp, ddp=ddp, dp=more)
     axes = axes_called(title, unlike)
     widths = [each.get_width() for each in axes.patches]
-    assert widths == [4, 4, 4, 1, 4, 4, 4, 1, 14, 4, 4, 1, 30]  # the last one around its parts
+    assert widths == [4, 4, 4, 1, 4, 4, 4, 1, 14, 4, 4, 1, 30]  # the last bar is the peak
     assert {"13 MB", "30 MB"} <= {text.get_text() for text in axes.texts}
 
 

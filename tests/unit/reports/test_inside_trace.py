@@ -37,8 +37,8 @@ SUB = [call(0, 0.0, 2.0, group=(0, 2)), call(2, 0.9, 2.0, group=(0, 2))]
 @pytest.mark.parametrize(
     ("spans", "until"),
     [
-        (TWO.spans, [1.3, 1.3, 1.6, 1.6]),  # who is early waits for the last
-        ([*SUB, *TWO.spans], [0.9, 0.9, 1.3, 1.3, 1.6, 1.6]),  # of its own group
+        (TWO.spans, [1.3, 1.3, 1.6, 1.6]),  # the early rank waits for the last rank
+        ([*SUB, *TWO.spans], [0.9, 0.9, 1.3, 1.3, 1.6, 1.6]),  # only within its group
         ([call(0, 1, 3), call(1, 2, 3, "broadcast")], [1, 2]),  # different calls do not meet
         ([call(0, 1, 1.2, "broadcast"), call(1, 2, 2.1, "broadcast")], [1, 2]),  # a root is done
         ([call(0, 2, 3, "send"), call(1, 1, 3, "recv")], [2, 2]),

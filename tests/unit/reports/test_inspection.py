@@ -1,4 +1,4 @@
-"""Do the pictures and words of an inspection say what was recorded?  No rank takes part."""
+"""The pictures and texts of an inspection show the recorded spans. No rank takes part."""
 
 import random
 from dataclasses import replace
@@ -17,7 +17,7 @@ MS = 1e-3
 
 
 def spans_of(rank: int, *, late: float = 0.0) -> tuple[Span, ...]:
-    """A step of 10 ms: bucket 0 hides for 3 ms, bucket 1 and the end of 0 are exposed for 4."""
+    """Return a step of 10 ms, with 3 ms of bucket 0 hidden and 4 ms of communication exposed."""
     rows = [
         ("compute", "forward", 0, 2),
         ("compute", "backward", 2, 5),
@@ -70,7 +70,7 @@ def test_a_step_with_each_size_is_shown_above_the_table():
 def async_run(
     num_ranks: int, num_updates: int, *, skew: float = 0.0, strategy: str = "async", marks=()
 ) -> tuple[RunSnapshot, list[tuple[int, int, int]]]:
-    """A run without a bound, and what was really (rank, read, written)."""
+    """Return an async run, and for each update its true (rank, version read, version written)."""
     chance = random.Random(0)
     free_at = dict.fromkeys(range(num_ranks), 0.0)
     ends = {rank: 0.01 * (1 + chance.random()) for rank in free_at}
@@ -110,7 +110,7 @@ def test_versions_are_drawn_with_a_death_and_for_many_workers(num_ranks: int):
     )
     assert "   killed" in lanes
     assert inspection.bound == 3
-    for rank in range(2):  # figure and text have the same mean
+    for rank in range(2):  # figure and text must show the same mean
         own = [written - 1 - read for who, read, written in truth if who == rank]
         about = inspection.about(rank)
         assert about.startswith(f"{len(own)} gradients, ")

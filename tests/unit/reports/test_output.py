@@ -13,7 +13,7 @@ Shown = list[tuple[list[int], Item]]
 
 
 def merged(*outputs: str) -> Shown:
-    """Merge what each rank wrote to stdout, all of it being there."""
+    """Merge the complete stdout of each rank."""
     merger = OutputMerger(tuple(range(len(outputs))))
     for rank, text in enumerate(outputs):
         merger.write(rank, "stdout", text)
@@ -115,7 +115,7 @@ def test_a_plain_line_below_bars_finishes_them():
     screen = Screen("stderr")
     assert screen.write("\r1/1\nplain\n\r2/2") == [("bar", "1/1"), ("stderr", "plain")]
     assert screen.lines() == ["2/2"]
-    assert merged("a\r\n") == [([0], ("stdout", "a"))], "a line's end on Windows"
+    assert merged("a\r\n") == [([0], ("stdout", "a"))], "a Windows line end"
     assert Screen("stdout").write("\x1b[31mred\x1b[0m\n") == [("stdout", "\x1b[31mred\x1b[0m")]
 
 
@@ -133,12 +133,12 @@ def test_much_output_takes_linear_time(same: bool):
         return took
 
     small, large = (min(seconds(n) for _ in range(3)) for n in (4_000, 40_000))
-    assert large < 70 * max(small, 0.01)  # linear: 10 times, quadratic: 100 times
+    assert large < 70 * max(small, 0.01)  # 10 times if linear, 100 times if quadratic
     assert large < 3.0
 
 
 def say(printed: PrintedLines, *texts: str) -> None:
-    """Make a call in which each rank prints a text."""
+    """Simulate a call in which each rank prints a text."""
     printed.end()
     for rank, text in enumerate(texts):
         printed.take(rank, "stream", {"name": "stdout", "text": text})
@@ -180,7 +180,7 @@ def test_a_display_is_its_text(capsys: pytest.CaptureFixture[str]):
 
 
 class Failing(LiveText):
-    """Cannot draw at first."""
+    """A display that fails to draw twice."""
 
     num_drawn = 0
 

@@ -1,4 +1,4 @@
-"""From digests to verdicts, sizes, causes and the table, without a cluster."""
+"""A replica check turns digests into verdicts, differences, causes and a table."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ Namespace = dict[str, Any]
 
 
 def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> ReplicaCheck:
-    """Compare as the session does, each rank's namespace in this process."""
+    """Compare the ranks' namespaces in this process, like the session compares real ranks."""
     replicas = []
     for rank, namespace in enumerate(namespaces):
         found = on_rank.replica(names, namespace, rank=rank)
@@ -84,7 +84,7 @@ def test_causes():
     assert "which differ" in cause(result, Part.STATE)
     skipped = [trained(num_steps=3), trained(num_steps=2)]
     text = "A rank skipped a step: optimizer has counted 2 on rank 1 and 3 on rank 0."
-    assert cause(checked(skipped, "model"), Part.PARAMETERS) == text  # not named, and yet known
+    assert cause(checked(skipped, "model"), Part.PARAMETERS) == text  # the optimizer was not named
     namespaces = [trained(), trained()]
     namespaces[1]["model"].zero_grad()
     assert "Rank 1 ran no backward pass" in cause(checked(namespaces, "model"), Part.GRADIENTS)

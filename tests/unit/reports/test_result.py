@@ -29,7 +29,7 @@ def test_a_result_is_saved_as_page_picture_and_numbers(result: ComparisonResult,
     html = (folder / "it.html").read_text()
     check_html(html.removeprefix("<!doctype html>"))
     assert all(piece in html for piece in ("data:image/png;base64,", "@media print"))
-    assert not re.search(r'(?:src|href)="(?!data:)', html), "it needs nothing beside it"
+    assert not re.search(r'(?:src|href)="(?!data:)', html), "the page must need no other file"
     assert "def model(): ...  # &lt;script&gt;" in html
     assert "2.13.0" in html
     assert result.sentence() in html

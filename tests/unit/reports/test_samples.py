@@ -1,4 +1,4 @@
-"""Who gets what, from torch's own sampler to the picture, without a cluster."""
+"""The samples of each rank, from torch's sampler to the picture, without a cluster."""
 
 from dataclasses import replace
 
@@ -66,13 +66,13 @@ def test_a_loader_is_read_without_consuming_it():
     handout = handed_out(2, SamplerSpec(expression="loader"), loader=loader)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(generator.get_state(), own)
-    assert len(handout.rows[0].handed_out[0]) == 18  # whole batches alone
+    assert len(handout.rows[0].handed_out[0]) == 18  # only whole batches
     assert "Every rank gets the same samples, so they do the same work 2 times" in handout.notes[0]
     sampler = DistributedSampler(data, num_replicas=2, rank=0)
     sampler.set_epoch(7)
     batches = BatchSampler(sampler, 4, drop_last=False)
     handed_out(2, SamplerSpec(expression="batches"), batches=batches)
-    by_hand = DataLoader(data, batch_sampler=[[3, 1], [2]])  # any iterable is one
+    by_hand = DataLoader(data, batch_sampler=[[3, 1], [2]])  # any iterable works
     assert handed_out(1, SamplerSpec(expression="x"), x=by_hand).rows[0].shares() == "3 each"
     assert sampler.epoch == 7
     assert sampler.dataset is data

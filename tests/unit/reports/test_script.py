@@ -1,4 +1,4 @@
-"""The text of an exported script: what is in it, what is not, and what cannot be written."""
+"""An exported script contains only code that its run uses, and some cells cannot be exported."""
 
 import ast
 import re
@@ -71,7 +71,7 @@ def defined(text: str) -> set[str]:
 
 
 def values(text: str) -> dict[str, object]:
-    """The constants at the top."""
+    """Return the constants at the top of a script."""
     found: dict[str, object] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and re.match("[A-Z_]+[, ]", ast.unparse(node)):
@@ -118,7 +118,7 @@ def test_a_script_has_what_its_run_uses():
     assert "device = torch.device" in text
     assert "world_size = int" not in text
     seeded = text_of("from sklearn.model_selection import train_test_split\n" + PLAIN)
-    assert {"seed_everything", "main"} <= defined(seeded), "a library may draw numbers"
+    assert {"seed_everything", "main"} <= defined(seeded), "libraries may draw random numbers"
     drawn = PLAIN.replace("torch.randn", "numpy.random.randn")
     assert "run" in defined(text_of("import numpy\n" + drawn))
 

@@ -1,4 +1,4 @@
-"""What the sentence says, in its words."""
+"""The exact words of a result's sentence."""
 
 from dataclasses import replace
 
@@ -83,7 +83,7 @@ def test_accuracies_stand_beside_the_error_of_their_samples(num: int, end: str):
 
 
 def reaching(losses: tuple[float, ...]) -> str:
-    """The sentence on repeats with these losses, where one of 0.5 is the target."""
+    """Return the sentence about repeats with these losses, for a target loss of 0.5."""
     runs = [
         ended_run("zero", [step(i, 4.0 * (i + 1), loss) for i in range(4)], repeat=repeat)
         for repeat, loss in enumerate(losses)

@@ -37,7 +37,7 @@ EVIL = "<script>alert('x')</script>"
 
 
 def check_html(html: str) -> None:
-    """Fail on a tag that is not closed in order."""
+    """Raise an error if the tags are not closed in order."""
     ElementTree.fromstring(f"<div>{re.sub('<(img|meta)[^>]*>', '', html)}</div>")
 
 
@@ -91,12 +91,12 @@ def test_a_class_sees_five_columns_and_the_others_folded():
 
 def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():
     runs = []
-    for name, num_samples in (("single", 32), ("dp", 64)):  # one process reports both shards
+    for name, num_samples in (("single", 32), ("dp", 64)):  # dp's process reports both shards
         weak = replace(spec(name), batch_per_worker=32)
         run = run_of(weak)
         steps = [step(n, n + 1.0, samples=num_samples) for n in range(3)]
         run.add(batch(weak.run_id, steps, header=header(weak, 3)))
-        assert len(run.snapshot().curve) == 3, "no other rank is awaited"
+        assert len(run.snapshot().curve) == 3, "the curve must not wait for another rank"
         runs.append(run)
     assert "global batch 32 per worker" in results_table(compared(*runs)).caption
     assert runs_frame(compared(*runs))["batch_size"].tolist() == [32, 64]
@@ -163,7 +163,7 @@ def test_progress_from_start_to_end():
 
 
 def reported(strategy: str, **changes: object) -> Run:
-    """A run whose first rank reports more than usual."""
+    """Return a run, with changes in the first rank's report."""
     run = fake_run(strategy, num_steps=30)
     run.add_report(replace(run.snapshot().reports[0], **changes))
     return run
@@ -234,7 +234,7 @@ def test_emulated_devices_are_named_wherever_results_are():
 
 
 def column_texts(table: Table, title: str) -> list[str]:
-    """The cells of a column, without what stands in small print."""
+    """Return the cells of a column, without their small print."""
     at = [each.title for each in table.columns].index(title)
     return [row[at].text for row in table.rows]
 

@@ -1,4 +1,4 @@
-"""Measurements of an imaginary machine."""
+"""Measurements of a fictional machine."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ def size_class(num_samples: int, factor: float, num_steps: int = 100) -> SizeCla
 
 
 def measured(**changes: object) -> Measured:
-    """Return a comparison on two ranks of two cores, of steps that the model can explain."""
+    """Return the measurements of a comparison on two ranks and two cores that fit the model."""
     alone = (size_class(256, 1.0), size_class(100, 1.0, 25))
     together = (size_class(128, CROWDED), size_class(50, CROWDED, 25))
 

@@ -1,4 +1,4 @@
-"""Is the model what was measured, where it was measured, and are its answers shown?"""
+"""The model reproduces the measurements it was fitted to, and its predictions are shown."""
 
 import math
 import re
@@ -29,7 +29,7 @@ FOUND = calibrate(measured())
 
 
 def published(strategies: str, step: str, num_parameters: float, **options) -> list[float]:
-    """Return the efficiency of strategies on 16 devices of which a step is known."""
+    """Return the efficiency of strategies on 16 devices, given the step on one device."""
     names = tuple(strategies.split())
     question = Question(ranks=(16,), strategies=names, **{"link": "100GbE", "step": step} | options)
     found = predict(calibrate(measured(num_bytes=4 * num_parameters)), question).points
@@ -40,7 +40,7 @@ def published(strategies: str, step: str, num_parameters: float, **options) -> l
     ("strategy", "num_ranks"), [(name, num) for name, num in EXCHANGE if name in FORMULAS]
 )
 def test_exchanges_take_as_long_as_on_emulated_devices(strategy, num_ranks):
-    """The same numbers as those that tests of real runs demand."""
+    """The expected numbers are those of the tests with real ranks."""
     compute = Compute(0.001, 0.002)
     work = replace(INSTANT, alone=compute, together=compute, batch_size=24)
     found = step_seconds(strategy, work, Machine(link=SLOW), num_ranks)
@@ -88,7 +88,7 @@ def test_emulated_devices_are_computed_and_not_fitted(jitter):
 
 
 def test_a_given_step_is_that_of_any_machine():
-    """Nothing of the comparison counts but the bytes of its gradients."""
+    """With ``--step``, only the bytes of the gradients are taken from the comparison."""
     question = Question(ranks=(1, 16), link="10GbE", step="178ms/64", strategies=("ddp", "async"))
     others = measured(variation=0.4, optimizer_seconds=0.1, backward_share=0.1, num_passes=4)
     one, other = (predict(found, question) for found in (FOUND, calibrate(others)))
@@ -111,7 +111,7 @@ def test_only_the_last_micro_batch_hides_exchanges():
 
 
 def test_sharded_strategies_send_what_they_send():
-    """Parameters of GPT-2 leave as one all-gather, beside which DDP hides nearly everything."""
+    """``zero`` sends GPT-2's parameters in one exposed all-gather. DDP hides nearly all bytes."""
     link = {"link": "InfiniBand-EDR", "num_parameters": 124e6, "step": "300ms/64"}
     ddp, zero, fsdp = published("ddp zero fsdp", **link)
     assert zero == pytest.approx(0.85, abs=0.03)
@@ -152,8 +152,8 @@ def test_stragglers_cost_more_the_more_ranks_there_are():
     steps = [step_seconds("ddp", work, machine, num) for num in (2, 16, 128)]
     assert steps[0] < steps[1] < steps[2]
     rounds = step_seconds("local-sgd", work, machine, 16)
-    assert 0.1 < rounds < steps[1]  # over several steps it evens out
-    assert stops_at("ddp", work, machine, 16) is not None  # all of it is fixed
+    assert 0.1 < rounds < steps[1]  # variation evens out over steps
+    assert stops_at("ddp", work, machine, 16) is not None  # all computing time is fixed
 
 
 RATES = {name: rate for name, rate in measured().rates.items() if name != "ddp"}
@@ -200,7 +200,7 @@ def test_all_is_shown_once():
 
 def test_numbers_are_finite_even_where_exchanges_cost_nothing():
     one = measured(rates={**measured().rates, "ddp": 99_000.0})
-    one = replace(one, alone=one.alone[:1], together=one.together[:1])  # of a single size
+    one = replace(one, alone=one.alone[:1], together=one.together[:1])  # only one size
     prediction = predict(calibrate(one), Question(ranks=(1, 2, 3, 4)))
     assert all(math.isfinite(each.step_seconds) for each in prediction.points["ddp"])
 
@@ -225,5 +225,5 @@ def test_ranks_take_turns_on_cores():
 def test_the_slowest_of_several_is_as_slow_as_order_statistics_say():
     assert expected_max(1) == 0
     assert expected_max(2) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-4)
-    assert expected_max(100) == pytest.approx(2.5076, rel=1e-3)  # tables of normal scores
+    assert expected_max(100) == pytest.approx(2.5076, rel=1e-3)  # from tables of normal scores
     assert expected_max(1000) == pytest.approx(3.2414, rel=1e-3)

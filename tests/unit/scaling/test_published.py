@@ -1,6 +1,6 @@
-"""Is what others have measured on many devices predicted from their step on one?
+"""Published efficiencies on many devices are predicted from the published step on one device.
 
-No figure of several devices is an input: ``docs/prediction-error.md`` has them, with sources.
+No figure of several devices is an input. ``docs/prediction-error.md`` lists them with sources.
 """
 
 import statistics
@@ -25,17 +25,17 @@ PARAMETERS = {
 
 
 class System(NamedTuple):
-    """Where somebody has measured."""
+    """A system with published measurements."""
 
     name: str
     hosts: int
-    """Devices on each."""
+    """Devices on each host."""
     inside: str
     link: str
     bucket_mb: int = 25
-    """Of what is sent at once; Horovod's buffer has 64 MB."""
+    """Size of a bucket. Horovod's buffer has 64 MB."""
     base: int = 1
-    """Devices to which the published efficiency refers."""
+    """Number of devices that the published efficiency is relative to."""
 
 
 SYSTEMS = (
@@ -51,7 +51,7 @@ SYSTEMS = (
 
 
 def computed(system: System, model: str, step: str, num: int) -> float:
-    """Return the predicted efficiency in percent, with as many samples for each device."""
+    """Return the predicted efficiency in percent, with a constant number of samples per device."""
     strategy = f"ddp:bucket_cap_mb={system.bucket_mb}"
     question = Question(
         ranks=(system.base, num),

@@ -34,9 +34,9 @@ def test_each_repeat_begins_with_another_strategy_and_has_a_seed_that_all_share(
     turns = [" ".join(run.strategy for run in runs if run.repeat == num) for num in range(3)]
     assert turns == ["single dp ddp", "dp ddp single", "ddp single dp"]
     assert len({run.run_id for run in runs}) == 9
-    seeds = [training.seed, 2**63 - 1, 0]  # after the greatest comes the smallest
+    seeds = [training.seed, 2**63 - 1, 0]  # 0 follows the largest seed
     assert all(run.seed == seeds[run.repeat] for run in runs)
-    assert {run.data_seed for run in runs} == {training.seed}, "the data are the same in each"
+    assert {run.data_seed for run in runs} == {training.seed}, "each repeat must have the same data"
     assert differences(runs) == []
 
 
@@ -90,7 +90,7 @@ def test_the_first_repeat_tries_each_learning_rate_and_the_ceiling_one():
         ("ddp", 0, 7, 0.1),
         ("ddp", 0, 7, 0.02),
         ("single", 0, 7, 0.02),
-        ("ddp", 1, 8, 0.1),  # or its best
+        ("ddp", 1, 8, 0.1),  # or its best rate
         ("single", 1, 8, 0.1),
         ("no-comm", 1, 8, 0.1),
     ]
@@ -126,7 +126,7 @@ MISTAKES = {
     "ddp --task mnist": ["'mnist'", "digits, "],
     "ddp --task digits:size=3": ["digits has no options", "size"],
 }
-"""The words of a line, and what its one sentence names."""
+"""The words of a line, and the words that the error must contain."""
 
 
 @pytest.mark.parametrize(("words", "named"), MISTAKES.items(), ids=MISTAKES)
@@ -167,7 +167,7 @@ WRONG_VALUES = {
     "--epoch": "1",
     "--lucky": "",
 }
-"""Options, and values that they do not take."""
+"""Options, and values that ddpnb rejects."""
 WRONG_LINES = [
     *(f"{option}={each}" for option, given in WRONG_VALUES.items() for each in given.split(" ")),
     "--batch-size=128 --batch-per-worker 64",

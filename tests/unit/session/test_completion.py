@@ -1,4 +1,4 @@
-"""What Tab offers after which words of a magic's line."""
+"""Tab offers the right completions after the words of a magic's line."""
 
 import pytest
 
@@ -28,7 +28,7 @@ OFFERED = {
 
 
 def after(line: str) -> dict[str, str]:
-    """Return what may follow, in order, and its kind."""
+    """Return the completions of a line, in order, with the kind of each completion."""
     *words, last = line.split(" ")
     found = following(DdpMagics, words, {"here": 1}, last)
     return {each.text: each.type for each in found if each.text.startswith(last)}

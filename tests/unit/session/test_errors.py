@@ -43,12 +43,12 @@ SENTENCES = [
         "ranks 0-1 failed: ValueError: bad",
         "ValueError on ranks 0-1 (bad)",
     ),
-    (  # the root cause comes first, even if its consequence was earlier
+    (  # the root cause is named first, even if a consequence was earlier
         [closed(0, at=1.0), failure(2, at=2.0), closed(1, at=1.5)],
         "rank 2 failed first: ValueError: bad",
         "ValueError on rank 2 (bad)",
     ),
-    (  # of two causes, the first in time does
+    (  # the earlier of two causes is named first
         [failure(0, text="late", at=2.0), failure(1, text="early", at=1.0)],
         "rank 1 failed first: ValueError: early",
         "ValueError on rank 1 (early)",
@@ -63,13 +63,13 @@ SENTENCES = [
         "ranks 0-1 were killed by SIGKILL. Run %ddp_restart --ranks 0-1 to restart them.",
         "rank 1 was killed by SIGKILL",
     ),
-    (  # one job has ended, however many ranks it had
+    (  # one job's end lost all its ranks
         [lost(0, CANCELLED), lost(1, CANCELLED)],
         f"ranks 0-1 were {CANCELLED.removeprefix('was ')}. ",
         f"rank 0 {CANCELLED}",
     ),
 ]
-"""Failures, how the sentence about them begins, and what is kept of them, without advice."""
+"""Failures, the beginning of their sentence, and the stored cause, which has no advice."""
 
 
 @pytest.mark.parametrize(("failures", "sentence", "cause"), SENTENCES)
@@ -88,7 +88,7 @@ STOPPED = "stopped because another rank had failed)"
 BACK = "The other ranks keep their variables."
 MISMATCH = "CollectiveMismatchError"
 LAYOUTS = [
-    (  # identical ones are shown once, whatever their colours
+    (  # identical failures are shown once, even if their colours differ
         [
             failure(0, traceback=("\x1b[31mline 2\x1b[39m", "bad")),
             failure(1, traceback=("line 2", "bad")),
@@ -106,7 +106,7 @@ LAYOUTS = [
             LINE,
         ],
     ),
-    (  # the last line of a traceback is the sentence
+    (  # the sentence replaces the traceback's last line
         [failure(1, traceback=("line 2", "", "\x1b[31mValueError\x1b[39m: bad"))],
         [BAD, "line 2"],
     ),
@@ -118,7 +118,7 @@ LAYOUTS = [
         [failure(1), closed(0, 2), replace(closed(2, 3), was_waiting=False)],
         [BAD, LINE, "", f"(rank 0 was {RELEASED}", f"(rank 2 was {STOPPED}"],
     ),
-    (  # where there are only consequences, one is shown in full
+    (  # if all failures are consequences, one is shown in full
         [closed(0, 1), closed(1, 2)],
         [f"rank 0 failed: RuntimeError: {GLOO}", LINE, "", f"(rank 1 was {RELEASED}"],
     ),

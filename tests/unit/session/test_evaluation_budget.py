@@ -1,4 +1,4 @@
-"""What judging the models of a comparison takes is a share of what training them takes."""
+"""Evaluating a comparison's models takes at most a share of the training time."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def judged(checked: Checked = CHECKED, num_ranks: int = 2, **changes) -> RunSpec
 
 
 def seconds(spec: RunSpec, checked: Checked = CHECKED) -> float:
-    """What judging takes."""
+    """Return the seconds that the evaluations of a run take."""
     held_out, each = min(spec.eval_samples or 10_000, 5_000), min(spec.eval_samples or 2_000, 5_000)
     num = held_out + (spec.eval_samples or 10_000) + (spec.num_points - 1) * each
     return num * checked.seconds_per_judged
@@ -48,7 +48,7 @@ def test_there_are_fewer_samples_first_and_then_fewer_points():
     few = judged(replace(CHECKED, seconds_per_judged=1.0, seconds_per_trained=1.0), num_epochs=0.1)
     assert (few.eval_samples, few.num_points) == (100, 1)
     asked = judged(replace(CHECKED, seconds_per_judged=1.0), num_epochs=1, eval_every=0.1)
-    assert (asked.eval_samples, asked.num_points) == (100, 10), "the user's points are kept"
+    assert (asked.eval_samples, asked.num_points) == (100, 10), "the user's points must stay"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ddpnb.protocol.processes import num_cores
 
 
 def placed(spec: ClusterSpec, num_gpus: int) -> Placement:
-    """Place ranks on this host, as if it had so many GPUs."""
+    """Place ranks on this host, as if it had ``num_gpus`` GPUs."""
     return place_ranks(spec, [Host(num_cores=num_cores(), num_gpus=num_gpus)])
 
 
@@ -26,11 +26,11 @@ PLACED = [
     ({}, 0, ["cpu"] * DEFAULT, "gloo"),
     ({"num_ranks": 64}, 0, ["cpu"] * 64, "gloo"),
     ({}, 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], "nccl"),
-    ({"num_ranks": 3}, 2, ["cuda:0", "cuda:1", "cuda:0"], "gloo"),  # two of them share a GPU
+    ({"num_ranks": 3}, 2, ["cuda:0", "cuda:1", "cuda:0"], "gloo"),  # two ranks share a GPU
     ({"num_ranks": 2, "device": "cpu"}, 8, ["cpu", "cpu"], "gloo"),
     ({"devices": "8"}, 4, ["cpu"] * 8, "gloo"),
 ]
-"""Choices, the GPUs of the machine, the rank's devices, and the backend."""
+"""Choices, the number of GPUs, the ranks' devices, and the backend."""
 
 
 @pytest.mark.parametrize(("choices", "num_gpus", "devices", "backend"), PLACED)
@@ -100,7 +100,7 @@ def test_hyper_threads_of_one_core_count_once(tmp_path: Path):
 
 
 def on_hosts(*num_gpus: int, **choices: str) -> Placement:
-    """Place three ranks on each of some hosts."""
+    """Place three ranks on each host."""
     hosts = [
         Host(name=f"h{number}" * (len(num_gpus) > 1), num_cores=2, num_gpus=num, size=3)
         for number, num in enumerate(num_gpus)

@@ -1,4 +1,4 @@
-"""Processes as the kernel sees them: events that go wrong, files, what other programs take."""
+"""The kernel handles failed events and requests, run folders, and the load of other programs."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ from tests.programs import python
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A run folder that this process needs."""
+    """A run folder that this process holds."""
     made = private_folder()
     with hold(made):
         yield made
@@ -43,7 +43,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def served(folder, monkeypatch) -> Iterator[tuple[ForkServerLink, list[Exit]]]:
-    """A link to a fork server that is a thread of this process, and the exits that it has noted."""
+    """A link to a fork server in a thread of this process, and the exits that the link reports."""
     ours, theirs = Pipe()
     exits: list[Exit] = []
     link = ForkServerLink(ours, on_exit=exits.append, on_end=lambda: None)
@@ -103,14 +103,14 @@ def test_a_rank_that_the_system_does_not_start_ends_alone(monkeypatch, served):
 
 
 def test_a_rank_that_does_not_read_keeps_no_signal_from_it(served, monkeypatch):
-    """As one that was stopped: SIGCONT must reach it."""
+    """A stopped rank does not read, but SIGCONT must reach it."""
     with subprocess.Popen(["sleep", "600"]) as rank:
         monkeypatch.setattr(os, "fork", lambda: rank.pid)
         link, _ = served
         link.start_rank(0, {})
         link.request(KernelRequest.SIGNAL, ranks=[], number=0).result(10)
         text = "x" * 50_000
-        for _ in range(20):  # more than a socket takes
+        for _ in range(20):  # more than fits into a socket
             fields = {"rank": 0, "command": RankCommand.ANSWER, "arguments": [text]}
             link.request(KernelRequest.FORWARD, **fields)
         link.request(KernelRequest.SIGNAL, ranks=[0], number=signal.SIGKILL).result(10)
@@ -124,7 +124,7 @@ def test_a_run_is_written_until_its_process_ends_and_by_no_other_of_its_number()
         assert is_written(writer)
         assert not is_written(f"{place} {float(began) - 60}")
         child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # nobody has reaped it yet
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # the child is a zombie
         assert not is_written(writer)
     assert not is_written(writer)
 
@@ -140,7 +140,7 @@ input()
 
 def test_a_run_folder_stays_until_its_fork_server_ends_even_by_a_kill():
     folder = private_folder()
-    assert folder not in remove_leftovers(), "it is just being made"
+    assert folder not in remove_leftovers(), "this process has just made the folder"
     with python(LOCKING.format(folder=str(folder))) as (server, _):
         assert folder not in remove_leftovers()
         server.kill()
@@ -165,7 +165,7 @@ def test_a_busy_process_counts_unless_the_kernel_has_started_it(is_own: bool):
     command = f"{sys.executable} -c '{SPIN}' >/dev/null & echo $!; {'wait' if is_own else ''}"
     with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True) as shell:
         busy = psutil.Process(int(shell.stdout.readline()))
-        if not is_own:  # it is nobody's child now
+        if not is_own:  # the process is then no descendant of this one
             shell.wait()
         load, before = OtherPrograms(), sum(busy.cpu_times()[:2])
         everything = psutil.cpu_times()

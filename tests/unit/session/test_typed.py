@@ -1,4 +1,4 @@
-"""What users write is read, or refused in one sentence, before anything is begun."""
+"""ddpnb accepts the users' values, or rejects them in one sentence before anything starts."""
 
 import inspect
 import json
@@ -76,7 +76,7 @@ WRONG = [
     (["need -n"], lambda: HostsSpec(profile="site")),
     (["does not divide -n 3"], lambda: HostsSpec(engines="slurm", num_ranks=3, ranks_per_host=2)),
 ]
-"""What the one sentence names, and the call."""
+"""Words that the error must contain, and a call that raises the error."""
 
 
 @pytest.mark.parametrize(("named", "call"), WRONG)
@@ -148,5 +148,5 @@ def test_all_twins_are_checked():
 )
 def test_a_magic_and_its_twin_take_the_same_options(magic, twin: Callable[..., object]):
     keywords = {Option(default=None, about="", flag=flag).keyword for flag in flags(magic)}
-    own = {"n", "m", "i"}  # short ones
+    own = {"n", "m", "i"}  # short flags
     assert keywords - own <= inspect.signature(twin).parameters.keys()
