@@ -13,13 +13,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "your-code.md"
 LINE = "%%ddp_compare dp ddp async --epochs 1 --batch-size 16\n"
 TORCH = "import torch\nfrom torch import nn\n"
 SUPPOSED = {
-    "Loss and measure": """
+    "How do I define a loss and a metric?": """
 def model(): return nn.Linear(8, 1)
 def data(split):
     x = torch.randn(64, 8)
     return x, (x.sum(1) > 0).long()
 """,
-    "A step of your own": """
+    "How do I define the training step?": """
 from transformers import GPT2Config, GPT2ForSequenceClassification
 def model():
     shape = dict(n_positions=8, n_embd=8, n_layer=1, n_head=1)
@@ -27,14 +27,14 @@ def model():
 def data(split):
     return {"input_ids": torch.randint(1, 20, (64, 6)), "labels": torch.randint(2, (64,))}
 """,
-    "Optimizer and schedule": """
+    "How do I choose the optimizer and the schedule?": """
 def model(): return nn.Linear(8, 2)
 def data(split): return torch.randn(64, 8), torch.randint(2, (64,))
 """,
 }
 """The first part of a cell, by section. The section's examples are the rest of the cell."""
 EARLIER = {
-    "Several optimizers, GANs, averaged weights": """
+    "How do I train a GAN, use several optimizers or average weights?": """
 def Generator(): return nn.Linear(64, 8)
 def Critic(): return nn.Linear(8, 1)
 def critic_loss(judge, real, fake): return judge(fake).mean() - judge(real).mean()
@@ -43,7 +43,7 @@ def maker_loss(judge, fake): return -judge(fake).mean()
 }
 """Names that an earlier cell defined on the ranks, by section."""
 NOTEBOOK = {
-    "Functions in place of a cell": f"""import ddpnb
+    "Can I pass functions instead of a cell?": f"""import ddpnb
 {TORCH}
 def Net(): return nn.Linear(8, 2)
 def load(split): return torch.randn(512, 8), torch.randint(2, (512,))
