@@ -12,13 +12,52 @@ from ddpnb.protocol.catalogue import STRATEGIES, TASKS
 from ddpnb.protocol.options import Option
 
 RESULTS = ("ddpnb.reports.result.ComparisonResult", "ddpnb.reports.inside.traces.TraceResult")
+MESSAGES = {
+    "The line of a magic": (
+        "magics/arguments.py: arguments no_arguments",
+        "protocol/notation.py: parse_ranks",
+        "magics/magics.py: ddp_push ddp_run rank",
+        "session/cells.py: read_script",
+    ),
+    "Starting ranks": (
+        "session/session.py: cluster",
+        "cluster/placement.py: check_num_ranks place_ranks _choose_backend",
+    ),
+    "Cells and variables": (
+        "cluster/cluster.py: require require_idle ensure_group",
+        "session/session.py: _refuse_if_training",
+        "session/variables.py: pull send",
+        "rank/torchrun.py: _check refuse_launchers",
+    ),
+    "A rank fails, hangs or is stopped": (
+        "session/errors.py: CellTimeoutError CellInterrupt HangError",
+        "cluster/wording.py: remedy",
+        "cluster/monitor.py: notice",
+        "rank/collectives/mismatch.py: _settle begin",
+    ),
+    "Comparing strategies": (
+        "session/comparison_spec.py: __post_init__ _check_memory refuse_magics",
+        "protocol/training_options.py: __post_init__ make_training_spec",
+        "session/comparison.py: with_devices _check_target",
+        "session/machine.py: disturbance",
+    ),
+    "Your model and data": (
+        "rank/tasks/cell.py: _function _checked_model",
+        "rank/training/model_checks.py: check_model refuse_sum _own_loss _supervised_loss",
+        "rank/tasks/samples.py: as_samples _as_tensors _stack",
+        "rank/tasks/batches.py: __post_init__",
+        "rank/training/optimizers.py: _checked",
+    ),
+}
+"""The functions whose messages users see most, by situation."""
 
 
 def write(folder: Path) -> None:
-    """Write the three pages."""
+    """Write the four pages."""
     folder.mkdir(exist_ok=True)
-    for name, lines in {"magics": magics(), "api": api(), "strategies": strategies()}.items():
-        (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+    pages = {"magics": magics, "api": api, "strategies": strategies, "messages": messages}
+    for name, lines in pages.items():
+        (folder / f"{name}.md").write_text("\n".join(lines()) + "\n")
 
 
 def magics() -> Iterator[str]:
@@ -89,3 +128,50 @@ def options(owner: str, declared: Mapping[str, Option]) -> Iterator[str]:
         for key, each in declared.items()
     )
     yield from table(("option", "", "default"), rows)
+
+
+def messages() -> Iterator[str]:
+    """Yield the lines of the page of messages: those that users see most, by situation."""
+    yield "# Messages\n"
+    yield "The messages that you are most likely to see, as the code has them. A word in braces"
+    yield "stands for a value. [Troubleshooting](../troubleshooting.md) starts from a symptom.\n"
+    for heading, places in MESSAGES.items():
+        yield f"## {heading}\n"
+        yield from (f"- {each}" for place in places for each in messages_at(place))
+        yield ""
+
+
+def messages_at(place: str) -> Iterator[str]:
+    """Yield each message that functions or classes of a file raise or return.
+
+    ``place`` names them: ``"file.py: name name"``.
+    """
+    file, _, names = place.partition(": ")
+    tree = ast.parse((Path(ddpnb.__file__).parent / file).read_text())
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    found = {node.name: node for node in ast.walk(tree) if isinstance(node, kinds)}
+    for name in names.split():
+        for node in ast.walk(found[name]):
+            match node:
+                case (
+                    ast.Raise(exc=ast.Call(args=[text, *_]))
+                    | ast.Expr(value=ast.Call(func=ast.Attribute(attr="__init__"), args=[text, *_]))
+                    | ast.Return(value=ast.JoinedStr() as text)
+                ) if len((message := written(text)).split()) > 5:
+                    yield message
+
+
+def written(node: ast.AST) -> str:
+    """Return a text of the code as Markdown, with a name in braces for each value."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text.replace("*", r"\*").replace("<", r"\<").replace("`", r"\`")
+        case ast.JoinedStr(values=parts):
+            return "".join(map(written, parts))
+        case ast.FormattedValue(value=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return f"{{{name.strip('_')}}}"
+        case ast.FormattedValue(value=ast.Call(args=[ast.Name(id=name)])):
+            return f"{{{name}}}"
+        case ast.FormattedValue():
+            return "{...}"
+    return ""

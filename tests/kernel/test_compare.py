@@ -213,7 +213,7 @@ def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
     assert re.search(r"^(mine/)?mine ", text, re.MULTILINE)
     assert re.search(r"^small/ddp ", text, re.MULTILINE)
     lost = kernel.run("%%ddp\nimport ddpnb\nddpnb.log(loss=1)")
-    assert "name one with %%ddp --name NAME" in lost.error_text
+    assert "Start the cell with %%ddp --name NAME" in lost.error_text
 
 
 def test_a_check_is_announced_and_a_failed_one_leaves_its_error_alone(shared_kernel: Kernel):

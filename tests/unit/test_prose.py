@@ -1,4 +1,6 @@
-"""Do the texts stay plain English, and their sentences short?"""
+"""The texts stay plain English, and their sentences stay short."""
+
+import importlib.util
 
 import pytest
 
@@ -31,3 +33,11 @@ def test_the_profile_finds_a_translation():
             "refuses|refused",
             "stands|stand for|lies|lie",
         }
+
+
+def test_the_site_lists_the_sixty_messages_that_users_see_most():
+    spec = importlib.util.spec_from_file_location("reference", prose.ROOT / "docs/reference.py")
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    listed = [line for line in reference.messages() if line.startswith("- ")]
+    assert len(set(listed)) == len(listed) == 60
