@@ -1,4 +1,4 @@
-"""The site: ``make docs`` builds it from the repository's own Markdown and notebooks."""
+"""Sphinx configuration: ``make docs`` builds the site from the Markdown files and notebooks."""
 
 import json
 import os
@@ -20,12 +20,12 @@ import reference  # noqa: E402
 
 project = "ddpnb"
 author = "ddpnb's authors"
-root_doc = "docs/index"  # the source folder is the repository, so that links work as on GitHub
+root_doc = "docs/index"  # the repository is the source folder, so links work as on GitHub
 include_patterns = ["docs/**", "notebooks/*", "benchmarks/README.md", "[ACR]*.md"]
 exclude_patterns = ["README.md", "docs/root"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
-repository = os.environ.get("GITHUB_REPOSITORY", "")  # set in GitHub's workflows
+repository = os.environ.get("GITHUB_REPOSITORY", "")  # GitHub's workflows set it
 html_theme = "sphinx_book_theme"
 html_title = "ddpnb"
 html_extra_path = ["root"]
@@ -56,14 +56,14 @@ nb_execution_timeout = 200
 nb_merge_streams = True
 nb_render_error_lexer = "text"
 nb_code_prompt_show = "Show a solution"
-nb_code_prompt_hide = "Hide it"
+nb_code_prompt_hide = "Hide the solution"
 
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 
 
 class NotebookLexer(PythonLexer):
-    """Python with magics."""
+    """A lexer for Python code with magics."""
 
     magic = bygroups(Keyword, Text)
     tokens = PythonLexer.tokens | {
@@ -76,7 +76,7 @@ class NotebookLexer(PythonLexer):
 
 
 def change_source(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Show a lesson with its solutions folded; link to code where it is."""
+    """Use a lesson's solutions, folded, as its source. On other pages link code to GitHub."""
     if docname.startswith("notebooks/0"):
         solved = ROOT / "notebooks/solutions" / f"{Path(docname).name}.ipynb"
         notebook = json.loads(solved.read_text())
@@ -93,21 +93,21 @@ def change_source(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def code_link(link: re.Match[str], folder: Path) -> str:
-    """Return a link to code as one to GitHub, or as its text where the repository has no name."""
+    """Return a link to code on GitHub, or only the link's text if the repository is unknown."""
     path = os.path.normpath(folder / link[2])
     address = f"https://github.com/{repository}/blob/main/{path}"
     return f"[{link[1]}]({address})" if repository else link[1]
 
 
 def visit_math(translator: Any, node: nodes.Element) -> None:
-    """Write a formula as MathML, which browsers draw without a script."""
+    """Write a formula as MathML, because browsers show MathML without a script."""
     is_block = isinstance(node, nodes.math_block)
     translator.body.append(latex2mathml.tex2mathml(node.astext(), as_block=is_block))
     raise nodes.SkipNode
 
 
 def setup(app: Sphinx) -> None:
-    """Register the above, and write the pages that are made from the code."""
+    """Register the renderers, lexers and link changes, and write the reference pages."""
     reference.write(ROOT / "docs/reference")
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     for language in ("python", "ipython3"):
