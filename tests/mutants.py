@@ -166,8 +166,8 @@ protocol/costs.py
 + begin = last_ready
 tests/unit/test_costs.py -k one_link
 """
-"""Per mutant: a description, a file in ``ddpnb``, the text before and after, and the arguments of
-pytest (a test file, and a selection of its tests after ``-k``)."""
+"""Each mutant has a description, a file in ``ddpnb``, the text before and after, and arguments of
+pytest. The arguments are a test file and, after ``-k``, a selection of its tests."""
 
 
 def main() -> None:

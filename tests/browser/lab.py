@@ -39,7 +39,6 @@ def wait_for_kernel(page: Page) -> None:
 
 
 def open_notebook(page: Page, address: str, path: str) -> None:
-    """Open a notebook from JupyterLab's folder."""
     page.goto(address.format(path=path))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
     page.wait_for_selector(".jp-NotebookPanel-toolbar")

@@ -49,7 +49,6 @@ def lesson(chromium: Browser, lab_address: str, folder: Path) -> Iterator[Page]:
 
 
 def use_theme(page: Page, name: str) -> None:
-    """Switch JupyterLab's theme."""
     is_light = "true" if name.endswith("Light") else "false"
     command(page, "apputils:change-theme", theme=name)
     page.wait_for_function(f"document.body.dataset.jpThemeLight === '{is_light}'", timeout=30_000)

@@ -189,7 +189,6 @@ def stop_endless(watch: Watch, seen: list[str]) -> None:
 
 
 def run(cluster: Cluster, source: str, **options: Any) -> Ended:
-    """Run a cell until it ends."""
     return finish(begin(cluster, source, **options))
 
 
@@ -223,7 +222,6 @@ def processes_of(cluster: Cluster) -> list[psutil.Process]:
 
 
 def controller_of(cluster: Cluster) -> psutil.Process:
-    """Return the controller of a local cluster."""
     ranks = {state.pid for state in cluster.states}
     children = psutil.Process(cluster.processes.server.pid).children()
     (found,) = (each for each in children if each.pid not in ranks and is_alive(each))

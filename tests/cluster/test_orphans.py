@@ -28,7 +28,7 @@ with rig.started(2) as cluster:
 
 @contextlib.contextmanager
 def owned() -> Iterator[tuple[int, Path, list[psutil.Process]]]:
-    """Yield a process whose cluster is busy, the cluster's run folder and its processes."""
+    """Start a process with a busy cluster. Yield its pid, the run folder and the processes."""
     with python(OWNER) as (owner, line):
         folder, pids = json.loads(line)
         yield owner.pid, Path(folder), [psutil.Process(pid) for pid in pids]

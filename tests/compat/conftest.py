@@ -42,7 +42,6 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 
 Run = Callable[[str], Cell]
-"""A function that runs a cell."""
 
 
 @pytest.fixture

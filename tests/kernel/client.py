@@ -124,7 +124,6 @@ class Kernel:
         self._places: dict[str, list[Output]] = {}
 
     def run(self, source: str, *, timeout: float = 60.0) -> Cell:
-        """Run a cell until it ends."""
         return self.wait(self.begin(source), timeout=timeout)
 
     def answer(self, source: str, *lines: str, timeout: float = 60.0) -> tuple[Cell, list[str]]:
@@ -163,7 +162,6 @@ class Kernel:
             next(messages)
 
     def interrupt(self) -> None:
-        """Interrupt the kernel, like the stop button."""
         self.manager.interrupt_kernel()
 
     def interrupted(self, source: str, shown: str, *, timeout: float = 30.0) -> Cell:

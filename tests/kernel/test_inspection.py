@@ -75,7 +75,6 @@ def test_a_failure_on_one_rank_frees_the_others(with_model: Kernel):
 
 
 def verdicts(kernel: Kernel, line: str) -> dict[str, str]:
-    """Run a check and return the verdict on each part."""
     assert kernel.run(f"found = {line}").passed
     found = kernel.value("{f'{e.part} {e.name}'.strip(): e.verdict.name for e in found.findings}")
     return dict(eval(found))

@@ -10,7 +10,6 @@ from tests.kernel.client import Kernel, both
 
 
 def files_left(kernel: Kernel) -> list[str]:
-    """Return the names of the files of variables in the run folder."""
     return [path.name for path in kernel.run_folder.glob("variables-*")]
 
 

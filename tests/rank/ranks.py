@@ -74,7 +74,6 @@ class Ranks:
         return [rank.end() for rank in self.ranks]
 
     def begin(self, job: Callable[..., Any], *args: Any) -> None:
-        """Start a job on every rank."""
         for rank in self.ranks:
             rank.begin(job, *args)
 

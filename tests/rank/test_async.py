@@ -23,7 +23,6 @@ kinds = pytest.mark.parametrize(("way", "word"), KINDS)
 
 
 def wait_for(sign: Path) -> None:
-    """Wait until a file exists."""
     deadline = time.monotonic() + 30.0
     while not sign.exists():
         assert time.monotonic() < deadline, f"the file {sign.name} did not appear"

@@ -125,7 +125,6 @@ EXPECTED = json.loads(VALUES.read_text())
 
 
 def main() -> None:
-    """Write ``golden.json``."""
     lines = []
     with closing(Ranks(2)) as ranks:
         for case, (strategies, _) in CASES.items():

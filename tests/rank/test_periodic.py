@@ -10,7 +10,6 @@ from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
 
 @torch.no_grad()
 def average(models: list[torch.nn.Module]) -> None:
-    """Set the parameters of all models to their mean."""
     for same in zip(*(model.parameters() for model in models), strict=True):
         mean = sum(same) / len(same)
         for parameter in same:

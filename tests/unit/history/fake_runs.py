@@ -165,7 +165,6 @@ def fake_run(
 
 
 def _parts(strategy: str, lasted: float, *, is_slow: bool) -> Parts:
-    """Divide a step's time into parts, like the strategy."""
     others = 0.0 if strategy == "single" else 0.04 if is_slow else 0.24
     own = lasted * (1 - others)
     return Parts(

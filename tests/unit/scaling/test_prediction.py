@@ -40,7 +40,7 @@ def published(strategies: str, step: str, num_parameters: float, **options) -> l
     ("strategy", "num_ranks"), [(name, num) for name, num in EXCHANGE if name in FORMULAS]
 )
 def test_exchanges_take_as_long_as_on_emulated_devices(strategy, num_ranks):
-    """The expected numbers are those of the tests with real ranks."""
+    """The tests with real ranks expect the same numbers."""
     compute = Compute(0.001, 0.002)
     work = replace(INSTANT, alone=compute, together=compute, batch_size=24)
     found = step_seconds(strategy, work, Machine(link=SLOW), num_ranks)
