@@ -1,1 +1,1 @@
-"""What does it cost?  Ratios, both sides measured in turns in one run."""
+"""Benchmarks: ratios of two sides that are measured in turns in one run."""

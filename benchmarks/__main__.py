@@ -1,8 +1,7 @@
-"""Run benchmarks and keep their figures: ``python -m benchmarks [versus growth ...]``.
+"""Runs benchmarks and stores their figures: ``python -m benchmarks [versus growth ...]``.
 
-Without a name it compares with the peers, as ``make bench`` does.  A benchmark that takes options
-has them after a colon: ``claims:num=20,part=power``.
-``python -m benchmarks table`` measures nothing: it writes the table of README.md.
+Without a name it runs ``versus``, as ``make bench`` does.  Options follow a colon:
+``claims:num=20,part=power``.  ``python -m benchmarks table`` only writes the table of README.md.
 """
 
 import importlib
@@ -26,7 +25,7 @@ def main(words: list[str]) -> None:
 
 
 def _measure(name: str, options: dict[str, str]) -> list[Figure]:
-    """Measure one; options are of the types that its function names."""
+    """Run one benchmark; each option is converted to the type of its parameter."""
     function = importlib.import_module(f"benchmarks.{name}").measure
     kinds = function.__annotations__
     return list(function(**{key: kinds[key](value) for key, value in options.items()}))

@@ -1,4 +1,4 @@
-"""What does an asynchronous exchange cost, against TCP's messages and no exchange at all?"""
+"""Compares asynchronous exchanges in shared memory with TCP, and with no exchange."""
 
 import itertools
 import statistics
@@ -27,21 +27,16 @@ from ddpnb.rank.worker import Batch, Worker
 _numbers = itertools.count()
 BATCH_SIZE = 128
 SECONDS = 2.0
-"""How long each loop trains in each round; asynchronous loops may stop at any step."""
+"""Training time of each asynchronous loop in each round; it may stop at any step."""
 NUM_SYNCHRONOUS_STEPS = 30
 
 
 def exchange_ms(
     state: RankState, folder: Path, way: str, num_floats: int, rounds: int
 ) -> list[float]:
-    """Milliseconds of each push and pull of rank 1, to a server that makes an SGD step.
+    """Return the milliseconds of each push and pull of rank 1; the server makes SGD steps.
 
-    Args:
-        state: this rank.
-        folder: where ranks meet.
-        way: ``"TCP"``: the ranks have folders of their own, as on two hosts.
-        num_floats: of the parameters.
-        rounds: how many exchanges.
+    With ``way="TCP"`` each rank has a different folder, as on two hosts.
     """
     own = folder / f"rank-{state.rank}" if way == "TCP" else folder
     own.mkdir(exist_ok=True)
@@ -64,7 +59,7 @@ def exchange_ms(
 
 
 class Ready(Worker):
-    """A worker with ready gradients: nothing is computed."""
+    """A worker whose gradients are ready, so that it computes nothing."""
 
     __slots__ = ()
 
@@ -91,9 +86,9 @@ def _ready_worker(state: RankState, folder: Path, num_floats: int, num_steps: in
 
 
 def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) -> list[float]:
-    """Milliseconds of each of rank 1's steps of hogwild, from its gradient to its next share.
+    """Return the milliseconds of each hogwild step of rank 1, from its gradient to its next shard.
 
-    The parameters are updated in the memory of all; only the next share comes from the queue.
+    The parameters are updated in shared memory. Only the next shard comes from the queue.
     """
     worker = _ready_worker(state, folder, num_floats, rounds)
     nothing = torch.zeros(1)
@@ -115,13 +110,10 @@ def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) ->
 
 
 def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[int, float]:
-    """Samples that this rank has trained on, and the seconds it took, on the digits' network.
+    """Return the number of samples that this rank trained on (digits CNN), and the seconds.
 
-    Args:
-        state: this rank.
-        folder: where ranks meet.
-        strategy: its name, or ``""``: plain steps, with no exchange.
-        sleeps: by how many of its own steps rank 1 is late in each step.
+    Without a ``strategy``, ranks exchange nothing.  After each step rank 1 sleeps ``sleeps`` times
+    as long as the step took.
     """
     torch.manual_seed(0)
     spec = RunSpec(run_id="bench", strategy="single", task="digits", batch_size=BATCH_SIZE)
@@ -213,12 +205,12 @@ def measure() -> list[Figure]:
                         times = call(exchange_ms, way, num_floats, rounds)[1]
                     found += [statistics.median(times)] if turn else []
             for way, words in (
-                ("shared memory", "push and pull of {} floats in shared memory"),
-                ("hogwild", "hogwild's update of {} floats in place"),
+                ("shared memory", "push and pull of {:,} floats in shared memory"),
+                ("hogwild", "hogwild's in-place update of {:,} floats"),
             ):
                 figures.append(
                     Figure(
-                        name=f"{words.format(num_floats)} against a push and pull by TCP",
+                        name=f"{words.format(num_floats)}, compared with a push and pull over TCP",
                         unit="ms",
                         ours=taken[way],
                         theirs=taken["TCP"],
@@ -233,12 +225,12 @@ def measure() -> list[Figure]:
                 found += [total(call(rate, name, late))] if turn else []
         for late, limit, words in (
             (0.0, ">= 0.95", "digits, 2 ranks"),
-            (3.0, ">= 0.9", "rank 1 4 times as slow"),
+            (3.0, ">= 0.9", "rank 1 takes 4 times as long per step"),
         ):
             for name in ("async", "hogwild"):
                 figures.append(
                     Figure(
-                        name=f"{name} against no exchange, {words}",
+                        name=f"{name} compared with no exchange, {words}",
                         unit="samples/s",
                         ours=rates[name, late],
                         theirs=rates["", late],
@@ -247,7 +239,7 @@ def measure() -> list[Figure]:
                 )
         figures.append(
             Figure(
-                name="async against ddp, rank 1 4 times as slow",
+                name="async compared with ddp, rank 1 takes 4 times as long per step",
                 unit="samples/s",
                 ours=rates["async", 3.0],
                 theirs=rates["ddp", 3.0],

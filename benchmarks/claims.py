@@ -1,11 +1,12 @@
-"""Is what the sentence claims true?  ``python -m benchmarks claims``, about an hour and a half.
+"""Counts true and false claims of the summary sentence: ``python -m benchmarks claims``, 1.5 hours.
 
-``same``: a strategy against itself under two names, on an idle machine; ``load``: the same beside a
-busy loop on every core; ``power``: rank 1 of the second one is slower, by ``slow=1:1.1x`` if
-nothing is said.  Only its computation is: the last row says what the step lost.  Each of the
-comparisons has 5 repeats; its first 3 make a comparison of their own.
+- ``same`` compares a strategy with itself under two names, on an idle machine.
+- ``load`` does the same while a busy loop runs on every core.
+- ``power`` slows the computation of rank 1 down in the second run (default: ``slow=1:1.1x``).  The
+  last row has the ratio of the samples/s.  Example: ``claims:part=power,num=20,slow=1:1.2x``.
 
-In parts: ``claims:part=power,num=20,slow=1:1.2x``; ``seconds=2`` makes each run longer.
+Each comparison has 5 repeats.  Its first 3 repeats also count as a separate comparison.
+``seconds=2`` makes each run longer.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 
 PAIR = ("ddp", "ddp:bucket_cap_mb=25")
-"""One strategy under two names: 25 MB is the default."""
+"""One strategy under two names, because 25 MB is the default."""
 NUM_REPEATS = 5
 FEW_REPEATS = 3
 SLOW = "1:1.1x"
@@ -43,7 +44,7 @@ PARTS = ("same", "load", "power")
 
 
 class Unseen:
-    """A display that shows nothing."""
+    """A display without any output."""
 
     def announce(self, text: str) -> None: ...
 
@@ -77,7 +78,7 @@ def _figures(
     cluster: Cluster, store: Store, num: int, seconds: float, part: str, slow: str
 ) -> Iterator[Figure]:
     trial = compared(cluster, store, TRIAL_EPOCHS, num_repeats=1).to_frame()
-    last = trial.iloc[-1]  # the first one found a cold machine
+    last = trial.iloc[-1]  # the first run warmed the machine up
     epochs = TRIAL_EPOCHS * seconds / last.seconds
     found = [compared(cluster, store, epochs, slow=slow) for _ in range(num)]
     frames = [each.to_frame().set_index(["strategy", "repeat"]) for each in found]
@@ -88,32 +89,32 @@ def _figures(
         for repeat in range(1, NUM_REPEATS + 1)
     ]
     what = {
-        "same": "ddp against itself, idle",
-        "load": "ddp against itself, beside a busy loop on every core",
-        "power": f"ddp against ddp under --slow {slow}, idle",
+        "same": "ddp compared with itself, on an idle machine",
+        "load": "ddp compared with itself, with a busy loop on every core",
+        "power": f"ddp with --slow {slow} compared with ddp, on an idle machine",
     }[part]
     for repeats in (FEW_REPEATS, NUM_REPEATS):
         claims = [bool(CLAIM.search(said(each.comparison, repeats))) for each in found]
         limit = "<= 0.05" if part != "power" else ">= 0.8" if repeats == NUM_REPEATS else ""
         yield Figure(
-            name=f"sentences that claim a difference, {what}, {repeats} repeats of {seconds:g} s",
-            unit=f"of {num} sentences",
+            name=f"sentences that claim a difference: {what}, {repeats} repeats of {seconds:g} s",
+            unit=f"share of {num} sentences",
             ours=[sum(claims) / num],
             limit=limit,
-            note="" if part == "power" else f"at a true 5 %, up to {_most(num)} by chance",
+            note="" if part == "power" else f"up to {_most(num)} by chance if the true rate is 5 %",
         )
-    yield Figure(name=f"samples/s of the second over the first, {what}", unit="", ours=ratios)
+    yield Figure(name=f"ratio of samples/s, second to first run: {what}", unit="", ours=ratios)
 
 
 def _most(num: int) -> int:
-    """Return how many of so many sentences claim something in 95 % of cases, if 5 % do in truth."""
+    """Return the 95 % quantile of the number of claims in ``num`` sentences if 5 % are claims."""
     return next(most for most in range(num + 1) if bdtr(most, num, 0.05) >= 0.95)
 
 
 def compared(
     cluster: Cluster, store: Store, epochs: float, *, num_repeats: int = NUM_REPEATS, slow: str = ""
 ) -> ComparisonResult:
-    """Compare the two names; only the second one is slow."""
+    """Compare the strategy under its two names; ``slow`` concerns only the second."""
     training = TrainingSpec(task="digits", num_epochs=epochs)
     spec = ComparisonSpec(
         strategies=PAIR, training=training, num_repeats=num_repeats, baseline=False
@@ -129,7 +130,7 @@ def compared(
 
 
 def said(comparison: Comparison, num_repeats: int) -> str:
-    """Return the sentence about the first repeats alone."""
+    """Return the sentence about only the first ``num_repeats`` repeats."""
     return sentence(
         comparison.with_runs([run for run in comparison.runs if run.repeat < num_repeats])
     )
@@ -137,7 +138,6 @@ def said(comparison: Comparison, num_repeats: int) -> str:
 
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
-    """Keep every core busy."""
     num = len(os.sched_getaffinity(0))
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num)]
     try:

@@ -1,8 +1,8 @@
-"""A link between two network namespaces on which everything arrives some time later.
+"""Delays every frame between two network namespaces.
 
-The kernel's own means, ``netem``, is missing from many. Here each namespace has a TAP device, and
-a process passes what one sends to the other (``linux/Documentation/networking/tuntap.rst``). It
-takes some of a core: about 20 us a frame.
+Many Linux kernels lack ``netem``, which would do this. Instead each namespace has a TAP device,
+and a process passes frames from one device to the other, later
+(``linux/Documentation/networking/tuntap.rst``). It uses about 20 us of a core for each frame.
 """
 
 import contextlib
@@ -27,22 +27,19 @@ IFF_NO_PI = 0x1000
 
 @contextlib.contextmanager
 def delayed_link(namespaces: tuple[str, str], subnet: str, seconds: float) -> Iterator[None]:
-    """Join namespaces by ``late0``, with the addresses ``subnet.1`` and ``.2``; needs root.
+    """Join two namespaces of ``ip netns`` by ``late0``; needs root.
 
-    Args:
-        namespaces: as ``ip netns`` lists them.
-        subnet: the first three numbers of the addresses.
-        seconds: how much later a frame arrives, each way.
+    Their addresses are ``subnet.1`` and ``subnet.2``.  ``seconds`` is the delay each way.
 
     Raises:
-        OSError: there is no ``/dev/net/tun``.
-        subprocess.CalledProcessError: ``ip`` refused.
+        OSError: if there is no ``/dev/net/tun``.
+        subprocess.CalledProcessError: if ``ip`` fails.
     """
     with contextlib.ExitStack() as stack:
         ends = []
         for number, namespace in enumerate(namespaces, start=1):
             end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            stack.callback(os.close, end)  # the device is gone with the last of these
+            stack.callback(os.close, end)  # closing removes the device
             made = f"late{os.getpid() % 100_000}-{number}"
             request = struct.pack("16sH", made.encode(), IFF_TAP | IFF_NO_PI)
             fcntl.ioctl(end, TUNSETIFF, request.ljust(40, b"\0"))
@@ -55,7 +52,7 @@ def delayed_link(namespaces: tuple[str, str], subnet: str, seconds: float) -> It
             subprocess.Popen(
                 [sys.executable, __file__, *map(str, ends), str(seconds)],
                 cwd=Path(__file__).parent,
-                stdin=subprocess.PIPE,  # it ends when this one does
+                stdin=subprocess.PIPE,  # the process ends when stdin closes
                 pass_fds=ends,
             )
         )
@@ -68,13 +65,13 @@ def ip(*words: str) -> None:
 
 
 def pass_on(first: int, second: int, seconds: float) -> None:
-    """Write to each end what the other one read ``seconds`` before, until stdin closes."""
+    """Pass frames from each end to the other, ``seconds`` later, until stdin closes."""
     coming: dict[int, deque[tuple[float, bytes]]] = {first: deque(), second: deque()}
     while True:
         now = time.monotonic()
         for end, frames in coming.items():
             while frames and frames[0][0] <= now:
-                with contextlib.suppress(BlockingIOError):  # a full queue drops, as any link does
+                with contextlib.suppress(BlockingIOError):  # a full queue drops frames
                     os.write(end, frames.popleft()[1])
         due = [frames[0][0] for frames in coming.values() if frames]
         wait = max(min(due) - time.monotonic(), 0) if due else None

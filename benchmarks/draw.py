@@ -1,7 +1,7 @@
-"""What does drawing cost the kernel while runs grow?
+"""Measures the cost of redraws while runs grow.
 
-Four strategies, 250,000 events each, arrive as fast as they are taken in; the figure is
-redrawn as often as the live display does on idle cores.
+Events of four strategies, 250,000 each, arrive as fast as the recorder takes them in.  The share of
+a core is computed with the pauses that the live display makes on idle cores.
 """
 
 import time
@@ -25,7 +25,7 @@ NUM_REPORTING = {"single": 1, "dp": 1, "ddp": 2, "async": 2}
 NUM_EVENTS = 1_000_000
 EVENTS_IN_BATCH = 500
 NUM_SAMPLED = 40
-"""How often a redraw is timed, in each run."""
+"""The number of timed redraws in each run."""
 
 
 def rows(rank: int, first: int, strategy: str, rng: np.random.Generator) -> bytes:
@@ -42,7 +42,7 @@ def rows(rank: int, first: int, strategy: str, rng: np.random.Generator) -> byte
 
 
 class Fed:
-    """A comparison that is fed with events; times what taking in and drawing cost."""
+    """A comparison that receives made-up events, and the processor time of adding and drawing."""
 
     def __init__(self, folder: Path, num_events: int = NUM_EVENTS) -> None:
         self.num_events = num_events
@@ -110,26 +110,27 @@ def measure() -> list[Figure]:
     interval = [min(max(REDRAW_SECONDS, c / MAX_SHARE), MAX_PAUSE_SECONDS) for c in late]
     return [
         Figure(
-            name=f"one redraw at up to {NUM_EVENTS:,} events of 4 strategies, second half",
+            name=f"one redraw with up to {NUM_EVENTS:,} events of 4 strategies, second half of the "
+            "redraws",
             unit="ms of CPU",
             ours=[1000 * cost for cost in late],
             limit="<= 250.0",
         ),
         Figure(
-            name="redraws: share of a core",
+            name="share of a core that redraws take",
             unit="",
             ours=[cost / pause for cost, pause in zip(late, interval, strict=True)],
             limit="<= 0.1",
         ),
         Figure(
-            name="redraws a second",
+            name="redraws per second",
             unit="1/s",
             ours=[1 / pause for pause in interval],
             limit=">= 0.4",
         ),
         Figure(
-            name="taking events in, memory and store",
-            unit="us of CPU an event",
+            name="time to add an event to memory and store",
+            unit="us of CPU per event",
             ours=[1e6 * timed.take_seconds / NUM_EVENTS],
             limit="<= 5.0",
         ),

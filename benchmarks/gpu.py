@@ -1,7 +1,7 @@
-"""What do the strategies cost on a GPU, and what do several GPUs bring?
+"""Measures the strategies on one GPU and on several GPUs.
 
-Every row but one is a comparison as a user makes it; the cost of timing, which the product
-has no switch for, is measured on one rank alone.
+Every row except one is a comparison that a user could make.  The exception is the cost of timing,
+which users cannot switch off.  It is measured on one rank without a cluster.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from ddpnb.session.session import this_session
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "waiting")
 SHARING = ("ddp", "async", "hogwild", "no-comm")
-NEEDS_GPU = "These rows need a GPU, and there is none here: nothing was measured."
-NEEDS_TWO = "ddp over NCCL against dp and single needs 2 GPUs, and there is one: left out."
+NEEDS_GPU = "These benchmarks need a GPU, and this machine has none. They measured nothing."
+NEEDS_TWO = "Skipped: comparing ddp over NCCL with dp and single needs 2 GPUs. This machine has 1."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A task, large enough that starting up is not seen."""
+    """A task that is large enough to hide the cost of starting up."""
 
     task: str
     batch_size: int
@@ -81,7 +81,7 @@ def measure(
 
 @contextlib.contextmanager
 def _elsewhere() -> Iterator[None]:
-    """Keep what is measured out of the user's stored runs."""
+    """Work in a temporary folder, so that the user's stored runs stay unchanged."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="ddpnb-bench-") as folder:
         (Path(folder) / "data").mkdir()
@@ -104,7 +104,7 @@ def _started(num_ranks: int, device: str, backend: str = "auto") -> Iterator[Non
 
 
 def _compared(work: Work, num_repeats: int, *strategies: str, **choices: Any) -> pd.DataFrame:
-    """Train in turns; one row for each run."""
+    """Train in turns, and return a frame with one row for each run."""
     with contextlib.redirect_stdout(io.StringIO()):
         result = ddpnb.compare(
             *strategies,
@@ -119,28 +119,28 @@ def _compared(work: Work, num_repeats: int, *strategies: str, **choices: Any) ->
 
 
 def _sharing(work: Work, num_repeats: int) -> list[Figure]:
-    """Two ranks that share a device, over gloo, each strategy against ``single``."""
+    """Compare each strategy with ``single`` on two ranks that share a device, over gloo."""
     found = _compared(work, num_repeats, *filter(_is_allowed, SHARING))
     where = f"2 ranks, gloo, {work.task}"
-    rows = [_figure(found, name, "single", f"{name} against single, {where}") for name in SHARING]
+    rows = [_figure(found, name, "single", f"{name} versus single, {where}") for name in SHARING]
     return [row for row in rows if row is not None]
 
 
 def _is_allowed(strategy: str) -> bool:
-    """Whether a strategy trains on these ranks; hogwild does not on GPUs, and says so."""
+    """Return True if a strategy trains on these ranks; print the error if not (hogwild on GPUs)."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             ddpnb.compare(strategy, task="digits", epochs=0.1, baseline=False)
     except UserError as error:
-        print(f"{strategy} is left out: {error}")
+        print(f"Skipped {strategy}: {error}")
         return False
     return True
 
 
 def _against_single(strategy: str, work: Work, num_repeats: int, limit: str = "") -> Figure:
-    """One rank: what the wrapper costs by itself."""
+    """Compare a strategy with ``single`` on one rank, which shows the cost of the wrapper."""
     found = _compared(work, num_repeats, strategy)
-    row = _figure(found, strategy, "single", f"{strategy} against single, 1 rank, {work.task}")
+    row = _figure(found, strategy, "single", f"{strategy} versus single, 1 rank, {work.task}")
     assert row is not None
     return replace(row, limit=limit)
 
@@ -148,7 +148,7 @@ def _against_single(strategy: str, work: Work, num_repeats: int, limit: str = ""
 def _bf16(work: Work, num_repeats: int) -> Figure:
     plain, half = (_compared(work, num_repeats, "single", amp=amp) for amp in ("none", "bf16"))
     return Figure(
-        name=f"single in bf16 autocast against fp32, {work.task}",
+        name=f"single in bf16 autocast versus fp32, {work.task}",
         unit="samples/s",
         ours=list(half.samples_per_second),
         theirs=list(plain.samples_per_second),
@@ -161,14 +161,14 @@ def _several(work: Work, num_repeats: int) -> list[Figure]:
     num = int(found.num_workers.max())
     pairs = [("ddp", "single"), ("ddp", "dp")]
     rows = [
-        _figure(found, ours, theirs, f"{ours} against {theirs}, {num} GPUs, NCCL, {work.task}")
+        _figure(found, ours, theirs, f"{ours} versus {theirs}, {num} GPUs, NCCL, {work.task}")
         for ours, theirs in pairs
     ]
     return [row for row in rows if row is not None]
 
 
 def _figure(found: pd.DataFrame, ours: str, theirs: str, name: str) -> Figure | None:
-    """Return a row; None where a strategy was not trained."""
+    """Return the row of a strategy, or None if a strategy was not trained."""
     mine, other = (found[found.strategy == strategy] for strategy in (ours, theirs))
     if mine.empty or other.empty:
         return None
@@ -183,17 +183,17 @@ def _figure(found: pd.DataFrame, ours: str, theirs: str, name: str) -> Figure | 
 
 
 def _parts(runs: pd.DataFrame) -> str:
-    """Return where the time of a step goes: medians over the runs."""
+    """Return the time of each part of a step: medians over the runs."""
     medians = {part: 1000 * runs[f"{part}_seconds"].median() for part in PARTS}
     return ", ".join(f"{part} {value:.3g} ms" for part, value in medians.items() if value > 0)
 
 
 def _timing(device: str, num_repeats: int) -> Figure:
-    """One rank of its own group: DDP with its step accounting against DDP without."""
+    """Compare DDP with and without step accounting, in a group of one rank."""
     with rank_calls(1) as call:
         [rates] = call(_rates, device, 4 * num_repeats)
     return Figure(
-        name=f"ddp with its step accounting against ddp without, 1 rank on {device}",
+        name=f"ddp with step accounting versus ddp without it, 1 rank on {device}",
         unit="samples/s",
         ours=[timed for timed, _ in rates],
         theirs=[untimed for _, untimed in rates],
@@ -204,7 +204,7 @@ def _timing(device: str, num_repeats: int) -> Figure:
 def _rates(
     state: RankState, folder: Path, device: str, num_turns: int
 ) -> list[tuple[float, float]]:
-    """Train with and without a clock in turns; return samples/s of both, the first turns not."""
+    """Train with and without a clock in turns; return the samples/s of all turns except two."""
     on = torch.device(device, 0) if device == "cuda" else torch.device(device)
     if on.type == "cuda":
         torch.cuda.set_device(on)

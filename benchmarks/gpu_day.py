@@ -1,8 +1,8 @@
-"""What runs on this machine's GPUs?  ``make gpu``: one command, once, and it never hangs.
+"""Runs all tests and benchmarks for GPUs on this machine: ``make gpu``.
 
-Every test with the marker ``gpu`` and every benchmark of GPUs is a process of its own with a time
-limit, so that one that hangs or crashes does not stop the next.  Writes ``report.html`` and
-``report.json`` into ``build/gpu``.
+Every test with the marker ``gpu`` and every benchmark runs in a separate process with a time limit.
+A step that hangs or crashes does not stop the next step.  The results are ``report.html`` and
+``report.json`` in ``build/gpu``.
 """
 
 import json
@@ -23,23 +23,23 @@ from ddpnb.reports.kit import page
 FOLDER = Path("build/gpu")
 LIMIT_SECONDS = 300
 TAIL = 8000
-"""Characters of a step's output that are kept."""
+"""The number of characters that the report keeps of a step's output."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command, and how long it may take."""
+    """A command with its time limit in seconds."""
 
     name: str
     command: Sequence[str]
     limit: float = LIMIT_SECONDS
     num_gpus: int = 1
-    """How many GPUs it needs."""
+    """The number of GPUs that the step needs."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended: ``passed``, or why not."""
+    """The outcome of a step: ``passed``, ``skipped: ...`` or ``failed: ...``."""
 
     name: str
     state: str
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def run(step: Step, num_gpus: int) -> Outcome:
-    """Run a step and return how it ended; its whole process group is ended with it."""
+    """Run a step and return its outcome; after the time limit, kill its process group."""
     if num_gpus < step.num_gpus:
         return Outcome(step.name, "skipped: " + ("no GPU" if num_gpus == 0 else "needs two GPUs"))
     began = time.monotonic()
@@ -78,7 +78,7 @@ def _state(code: int, output: str) -> str:
 
 
 def steps() -> Iterator[Step]:
-    """Return the tests one by one, then the benchmarks."""
+    """Yield one step for each test, then the benchmarks."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist"]
     collect = [*pytest, "-m", "gpu", "--collect-only"]
     listed = subprocess.run(collect, capture_output=True, text=True, check=False, timeout=120)
@@ -88,11 +88,10 @@ def steps() -> Iterator[Step]:
     yield Step("benchmarks on GPUs", [sys.executable, "-m", "benchmarks", "gpu"], 1800)
     on_cpu = ["env", "CUDA_VISIBLE_DEVICES="]
     quick = [*on_cpu, sys.executable, "-m", "benchmarks", "versus:quick=1"]
-    yield Step("benchmarks beside peers, on this machine's CPU", quick, 900)
+    yield Step("comparison with other tools, on this machine's CPU", quick, 900)
 
 
 def report(outcomes: Sequence[Outcome], about: dict[str, str]) -> None:
-    """Write the page and the JSON."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     content = {
         "date": time.strftime("%Y-%m-%d"),
@@ -112,13 +111,13 @@ def report(outcomes: Sequence[Outcome], about: dict[str, str]) -> None:
 
 
 def main(todo: Sequence[Step], num_gpus: int, about: dict[str, str]) -> list[Outcome]:
-    """Run all steps; the report is written after each one."""
+    """Run all steps, and write the report after each step."""
     outcomes: list[Outcome] = []
     for step in todo:
         outcomes.append(run(step, num_gpus))
         print(f"{outcomes[-1].state:12} {step.name}", flush=True)
         report(outcomes, about)
-    print(f"Written: {FOLDER / 'report.html'}, and report.json to commit.")
+    print(f"The report is {FOLDER / 'report.html'}. Please commit report.json.")
     return outcomes
 
 

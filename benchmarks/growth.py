@@ -1,7 +1,7 @@
-"""What grows faster than linearly: with ranks, with the length of a run, with the number of runs?
+"""Measures how costs grow with ranks, with the length of a run, and with the number of runs.
 
-The order of growth is the slope of log(cost) over log(number), fitted to the upper half of the
-numbers, where what is paid once no longer hides it.  1 is linear.
+The order of growth is the slope of log(cost) over log(number); 1 is linear.  It is fitted to the
+upper half of the numbers, because constant costs hide it in the lower half.
 """
 
 import contextlib
@@ -43,12 +43,13 @@ def measure(part: str = "all") -> list[Figure]:
 
 
 def order(name: str, unit: str, costs: Mapping[int, float]) -> Figure:
-    """Return the order of growth as a figure; the costs stand in its note."""
+    """Return the order of growth as a figure, with the costs in its note."""
     numbers = sorted(costs)
     upper = numbers[len(numbers) // 2 - 1 :]
     slope, _ = np.polyfit(np.log(upper), np.log([costs[each] for each in upper]), 1)
     note = ", ".join(f"{each:,}: {costs[each]:.3g} {unit}" for each in numbers)
-    return Figure(name=f"order of growth: {name}", unit="", ours=[slope], limit=LINEAR, note=note)
+    text = f"order of growth with the number of {name}"
+    return Figure(name=text, unit="", ours=[slope], limit=LINEAR, note=note)
 
 
 def with_ranks() -> list[Figure]:
@@ -57,7 +58,7 @@ def with_ranks() -> list[Figure]:
     for figure in found:
         name, _, number = figure.name.rpartition(", ")
         costs.setdefault(name, {})[int(number.split()[0])] = figure.value
-    return [order(f"{name}, by ranks", "s", each) for name, each in costs.items()]
+    return [order(f"ranks: {name}", "s", each) for name, each in costs.items()]
 
 
 def with_steps() -> list[Figure]:
@@ -76,9 +77,9 @@ def with_steps() -> list[Figure]:
             fed.store.close()
             stored[num] = (Path(folder) / FILE_NAME).stat().st_size / 1e6
     return [
-        order("a redraw, by steps of each of 4 runs", "s of CPU", redraw),
-        order("the kernel's memory, by steps of each of 4 runs", "MB", memory),
-        order("the store, by steps of each of 4 runs", "MB", stored),
+        order("steps in each of 4 runs: a redraw", "s of CPU", redraw),
+        order("steps in each of 4 runs: the kernel's memory", "MB", memory),
+        order("steps in each of 4 runs: the store", "MB", stored),
     ]
 
 
@@ -99,14 +100,14 @@ def with_runs() -> list[Figure]:
             os.chdir(before)
     this_session.cache_clear()
     return [
-        order("%ddp_runs, by stored runs", "s", listed),
-        order("%ddp_plot, by stored runs", "s", drawn),
-        order("a run begins, by stored runs", "s", begun),
+        order("stored runs: %ddp_runs", "s", listed),
+        order("stored runs: %ddp_plot", "s", drawn),
+        order("stored runs: a run begins", "s", begun),
     ]
 
 
 def _fill(store: Store, num_runs: int) -> None:
-    """Store runs of one step each, four to a comparison."""
+    """Store runs of one batch each, in comparisons of four runs."""
     with TemporaryDirectory() as folder:
         fed = Fed(Path(folder), 4_000)
         batch = fed.batch(fed.specs[0], 0, 0, np.random.default_rng(0))

@@ -1,7 +1,7 @@
-"""What do strategies gain where the network between two hosts is slow, and how quick is a start?
+"""Measures a start on two hosts, and strategies on slow links between two hosts.
 
-Two network namespaces, each with a real sshd, those of the tests; needs root.
-``python -m benchmarks hosts:part=links`` or ``hosts:part=start`` measures one of the two.
+The hosts are two network namespaces with a real sshd each, from the tests; needs root.
+``python -m benchmarks hosts:part=links`` and ``hosts:part=start`` measure one of the two.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ SCRIPT = textwrap.dedent(
 
 STRATEGIES = ("ddp", "local-sgd", "diloco", "async")
 RATES = {"1gbit": ("128kb", 96), "100mbit": ("32kb", 24)}
-"""What may leave a host at once, and how many steps are trained then: more than the first few,
-and no more than the slowest strategy makes in some seconds."""
+"""The burst size and the number of steps for each rate: more than the first few steps, but no more
+than the slowest strategy makes in some seconds."""
 DELAY = 0.01
-"""Seconds, each way."""
+"""The delay in seconds, each way."""
 BATCH_SIZE = 64
 NUM_FLOATS = 1_001_000
 TASK = f"""
@@ -79,7 +79,7 @@ START = textwrap.dedent(
 
 
 def measure(part: str = "", rounds: int = 3, each: int = 2) -> list[Figure]:
-    """Measure with so many repeats of each strategy, and so many ranks on each host."""
+    """Measure ``rounds`` repeats of each strategy, with ``each`` ranks on each host."""
     with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as hosts:
         figures = []
         if part in ("", "start"):
@@ -90,7 +90,7 @@ def measure(part: str = "", rounds: int = 3, each: int = 2) -> list[Figure]:
 
 
 def start(hosts: TwoHosts, rounds: int, each: int) -> Figure:
-    """Compare a start with that of a script that does the same, both over ssh."""
+    """Compare a start of ddpnb with a start of the same work under torchrun, both over ssh."""
     names = f"a:{each},b:{each}"
 
     def ours() -> float:
@@ -103,7 +103,8 @@ def start(hosts: TwoHosts, rounds: int, each: int) -> Figure:
 
     found = in_turns(ours, theirs, 2 * rounds)
     return Figure(
-        name=f"%ddp_start --hosts {names} to a finished collective, against torchrun over ssh",
+        name=f"%ddp_start --hosts {names} until a collective has finished, compared with torchrun "
+        "over ssh",
         unit="s",
         ours=found[0],
         theirs=found[1],
@@ -130,7 +131,7 @@ def torchrun_seconds(hosts: TwoHosts, each: int) -> float:
 
 
 def torchrun_line(hosts: TwoHosts, host: str, each: int, script: Path) -> str:
-    """As written by hand for hosts that share one name."""
+    """Return the command that a user would write for two hosts with the same host name."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
     words += ["--nproc-per-node", str(each), "--rdzv-backend", "c10d", "--rdzv-id", "start"]
     words += ["--rdzv-endpoint", f"{hosts.address('a')}:29400"]
@@ -139,7 +140,7 @@ def torchrun_line(hosts: TwoHosts, host: str, each: int, script: Path) -> str:
 
 
 def links(hosts: TwoHosts, rounds: int, each: int) -> Iterator[Figure]:
-    """Compare strategies under each rate, without and with a delay."""
+    """Compare the strategies at each rate, without and with a delay."""
     names = [name for name in STRATEGIES if is_allowed(name)]
     spaces = (f"{hosts.prefix}a", f"{hosts.prefix}b")
     with delayed_link(spaces, subnet="10.77.1", seconds=DELAY):
@@ -157,18 +158,18 @@ def links(hosts: TwoHosts, rounds: int, each: int) -> Iterator[Figure]:
 
 
 def is_allowed(strategy: str) -> bool:
-    """Whether a strategy trains across hosts; if not, its sentence is printed."""
+    """Return True if a strategy trains across hosts; if not, print the error."""
     try:
         check_across_hosts([strategy])
     except UserError as error:
-        print(f"{strategy} is left out: {error}")
+        print(f"Skipped {strategy}: {error}")
         return False
     return True
 
 
 @contextlib.contextmanager
 def shaped(spaces: tuple[str, str], interface: str, rate: str, burst: str) -> Iterator[None]:
-    """Limit what leaves each host."""
+    """Limit the rate at which each host sends."""
     limit = ("root", "tbf", "rate", rate, "burst", burst, "limit", "4mb")
     for space in spaces:
         call("tc", "-n", space, "qdisc", "add", "dev", interface, *limit)
@@ -182,7 +183,7 @@ def shaped(spaces: tuple[str, str], interface: str, rate: str, burst: str) -> It
 def compared(
     cluster: Cluster, names: list[str], num_steps: int, rounds: int, where: str
 ) -> Iterator[Figure]:
-    """All strategies in one comparison, in turns; each repeat begins with another one."""
+    """Compare all strategies in turns; each repeat begins with a different strategy."""
     training = TrainingSpec(source=TASK, num_epochs=num_steps, batch_size=BATCH_SIZE, eval_every=0)
     spec = ComparisonSpec(
         strategies=tuple(names), training=training, num_repeats=rounds, baseline=False
@@ -201,7 +202,7 @@ def compared(
         rates[run.spec.strategy].append(samples_per_second(run))
     for name in names[1:]:
         yield Figure(
-            name=f"{name} against ddp, {where}, a layer of {NUM_FLOATS / 1e6:.0f} M floats",
+            name=f"{name} compared with ddp, {where}, a layer of {NUM_FLOATS / 1e6:.0f} M floats",
             unit="samples/s",
             ours=rates[name],
             theirs=rates["ddp"],

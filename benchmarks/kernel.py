@@ -1,4 +1,4 @@
-"""How is code timed inside a real Jupyter kernel?"""
+"""Runs code in a real Jupyter kernel."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ TIMEOUT_SECONDS = 600
 
 
 class Kernel:
-    """A running kernel that executes code and gives back what it printed."""
+    """A running kernel that executes code and returns the printed text."""
 
     def __init__(self, manager: KernelManager) -> None:
         self.interrupt = manager.interrupt_kernel
@@ -33,7 +33,7 @@ class Kernel:
         return "".join(printed)
 
     def value(self, source: str) -> object:
-        """Run code whose last printed line is JSON, and return it."""
+        """Run code and return the value of its last printed line, which must be JSON."""
         return json.loads(self.run(source).strip().splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""What does ``ddpnb.log`` cost the training thread?"""
+"""Measures the time that ``ddpnb.log`` takes on the training thread."""
 
 import json
 import re
@@ -28,6 +28,5 @@ def measure() -> list[Figure]:
         printed = running.run(f"%%ddp --name bench-log\n{CELL}")
         running.run("%ddp_stop")
     ours = [cost for found in re.findall(r"costs (\[.*?\])", printed) for cost in json.loads(found)]
-    return [
-        Figure(name="one ddpnb.log on the training thread", unit="us", ours=ours, limit="<= 20.0")
-    ]
+    name = "one call of ddpnb.log on the training thread"
+    return [Figure(name=name, unit="us", ours=ours, limit="<= 20.0")]

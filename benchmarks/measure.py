@@ -1,4 +1,4 @@
-"""How are two ways of doing the same thing timed fairly?  In turns; medians are compared."""
+"""Measures two ways of doing the same work in turns, and compares their medians."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -9,22 +9,19 @@ import psutil
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One promise, and what was measured.
-
-    ``ratio`` is ours over theirs of the medians; ``limit`` says what it may be.
-    """
+    """One measurement, and the promise about it."""
 
     name: str
     unit: str
     ours: list[float]
     theirs: list[float] = field(default_factory=list)
     limit: str = ""
-    """E.g. ``"<= 0.65"`` or ``">= 0.98"``; of the ratio, or of ours where there are no theirs;
-    empty: nothing is promised."""
+    """The promise about ``value``, such as ``"<= 0.65"``; empty: no promise."""
     note: str = ""
 
     @property
     def value(self) -> float:
+        """The median of ``ours``, divided by the median of ``theirs`` if there are any."""
         ours = statistics.median(self.ours)
         return ours / statistics.median(self.theirs) if self.theirs else ours
 
@@ -36,7 +33,7 @@ class Figure:
         return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
 
     def row(self) -> str:
-        """Return the figure as a row of a table, which may go on."""
+        """Return the figure as a row of a table; the caller may add columns."""
 
         def spread(values: Sequence[float]) -> str:
             if len(values) < 2:
@@ -52,7 +49,8 @@ class Figure:
 
 
 HEAD = (
-    "| what | ddpnb: median (range) | other: median (range) | unit | value | promise | on |\n"
+    "| measurement | ddpnb: median (range) | other: median (range) | unit | value or ratio | "
+    "promise | measured on |\n"
     "|---|---|---|---|---|---|---|"
 )
 
@@ -60,12 +58,12 @@ HEAD = (
 def in_turns(
     ours: Callable[[], float], theirs: Callable[[], float], rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Call both alternately, after one call of each that is not counted."""
+    """Call both functions alternately; the first call of each is not counted."""
     ours(), theirs()
     pairs = [(ours(), theirs()) for _ in range(rounds)]
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
 def pss(pid: int) -> float:
-    """Return the MB that a process holds; what several share is divided among them."""
+    """Return the MB (PSS) of a process; memory shared by several processes is divided by them."""
     return float(psutil.Process(pid).memory_full_info().pss / 1e6)

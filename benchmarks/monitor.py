@@ -1,8 +1,8 @@
-"""What does asking the ranks where they are cost a training?  Asked against not asked, in turns.
+"""Measures how much a training slows down because ddpnb polls the state of the ranks.
 
-The turns are taken inside one training, every second, so that whatever else slows this machine
-down falls on both.  A third kind of turn asks as often as the notebook can: what a question
-costs shows several times as large there.
+One training switches every second between polling as usual, not at all, and as often as the
+notebook can.  So other load on this machine affects all three.  With frequent polls the cost shows
+several times as large.
 """
 
 import json
@@ -17,7 +17,7 @@ from benchmarks.work import LOOP
 WINDOW_SECONDS = 1
 NUM_TURNS = 30
 EVERY = {"asked": 0.8, "never": 1e9, "often": 0.0}
-"""Seconds between two questions, for each kind of turn; "often" comes to about 0.1."""
+"""Seconds between two polls, for each kind of turn; "often" takes about 0.1 s."""
 
 TAKE_TURNS = textwrap.dedent(
     f"""
@@ -34,7 +34,7 @@ TAKE_TURNS = textwrap.dedent(
     threading.Thread(target=take_turns, daemon=True).start()
     """
 ).lstrip()
-"""By the clock: the same for the kernel and for the ranks."""
+"""Takes turns by the clock, which is the same for the kernel and the ranks."""
 
 STOP_TURNS = "is_over.set()"
 PREPARE = "%%ddp\nimport json, time\nmoments = []"
@@ -76,11 +76,7 @@ STEPS_AN_EPOCH = 8192 // 256
 
 
 def rates(moments: list[float]) -> dict[str, list[float]]:
-    """Return the steps per second of each whole turn, by its kind.
-
-    Args:
-        moments: when each step was made, in seconds since 1970.
-    """
+    """Return the steps/s of each whole turn, by its kind; ``moments`` are seconds since 1970."""
     windows = np.arange(np.ceil(moments[0] / WINDOW_SECONDS), moments[-1] // WINDOW_SECONDS + 1)
     made = np.interp(windows * WINDOW_SECONDS, moments, np.arange(len(moments)))
     found = np.diff(made) / WINDOW_SECONDS
@@ -89,7 +85,7 @@ def rates(moments: list[float]) -> dict[str, list[float]]:
 
 
 def moments_of(running: Kernel, training: str) -> list[float]:
-    """Return when rank 0 made each step of a training, questions being asked in turns."""
+    """Run a training during which ddpnb polls in turns, and return the time of each step."""
     running.run(PREPARE)
     running.run(TAKE_TURNS)
     running.run(training)
@@ -100,7 +96,7 @@ def moments_of(running: Kernel, training: str) -> list[float]:
 
 
 def comparison(running: Kernel) -> list[float]:
-    """Return the moments of a comparison that lasts as many turns as the cell."""
+    """Return the times of the steps of a comparison with the same number of turns as the cell."""
     tried = moments_of(running, COMPARE.format(epochs=20))
     seconds_a_step = (tried[-1] - tried[len(tried) // 2]) / (len(tried) - len(tried) // 2)
     epochs = WINDOW_SECONDS * len(EVERY) * NUM_TURNS / (seconds_a_step * STEPS_AN_EPOCH)
@@ -117,7 +113,8 @@ def measure() -> list[Figure]:
         running.run("%ddp_stop")
     return [
         Figure(
-            name=f"ddp in {name}, 2 ranks, asked where they are {how} against not asked",
+            name=f"ddp in {name}, 2 ranks, state of the ranks polled {how}, compared with no "
+            "polling",
             unit="steps/s",
             ours=rate[kind],
             theirs=rate["never"],
@@ -125,7 +122,7 @@ def measure() -> list[Figure]:
         )
         for name, rate in found.items()
         for kind, how, limit in (
-            ("asked", "as always", ">= 0.99"),
+            ("asked", "as usual", ">= 0.99"),
             ("often", "eight times as often", ">= 0.92"),
         )
     ]

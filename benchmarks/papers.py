@@ -1,10 +1,11 @@
-"""Do three published results show here?  Each is measured beside what its paper says.
+"""Repeats three published results at a small scale.
 
-Mitliagkas et al., "Asynchrony begets Momentum", 2016: N workers that finish in random order act as
-a momentum of 1 - 1/N.  Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020:
-averaging every H steps sends 1/H of the bytes; the loss after as many samples rises with H.  Lian
-et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018: with one slow
-worker all-reduce goes at its pace, and asynchronous workers, here of ``async``, do not.
+- Mitliagkas et al., "Asynchrony begets Momentum", 2016: N workers that finish in random order act
+  as a momentum of 1 - 1/N.
+- Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020: averaging every H steps
+  sends 1/H of the bytes.  The loss after the same number of samples rises with H.
+- Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018: one
+  slow worker slows all-reduce down to its speed, but not asynchronous workers (here: ``async``).
 """
 
 import contextlib
@@ -55,9 +56,9 @@ PARABOLA = textwrap.dedent(
 
 
 def measure(part: str = "") -> list[Figure]:
-    """``papers:part=stragglers`` measures one of the three."""
+    """Measure all three results, or one: ``papers:part=stragglers``."""
     parts = {"momentum": momentum, "local_sgd": local_sgd, "stragglers": stragglers}
-    with TemporaryDirectory() as folder, contextlib.chdir(folder):  # where runs are stored
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):  # runs are stored there
         return [figure for name, each in parts.items() if part in ("", name) for figure in each()]
 
 
@@ -84,7 +85,7 @@ def momentum() -> Iterator[Figure]:
         known = np.stack([v[:-1], -w[1:-1]], axis=1)
         (fitted, _), *_ = np.linalg.lstsq(known, v[1:], rcond=None)
         yield Figure(
-            name=f"momentum of asynchrony, {num_workers} workers, against 1 - 1/N",
+            name=f"momentum of asynchrony, {num_workers} workers, compared with 1 - 1/N",
             unit="",
             ours=[float(fitted)],
             theirs=[1 - 1 / num_workers],
@@ -93,14 +94,13 @@ def momentum() -> Iterator[Figure]:
 
 
 def trace(steps: pd.DataFrame) -> list[float]:
-    """Return w after each update: what the worker that made it read for its next step."""
+    """Return w after each update: the value that the same worker read for its next step."""
     ordered = steps.sort_values("seconds").reset_index(drop=True)
     after = ordered.groupby("rank")["w"].shift(-1)
     return [1.0, *after[: after.isna().idxmax()].tolist()]
 
 
 def local_sgd() -> Iterator[Figure]:
-    """The digits' CNN over a slow link, emulated."""
     ddpnb.start(2)
     try:
         names = {h: f"local-sgd:every={h}" for h in ROUNDS}
@@ -112,17 +112,17 @@ def local_sgd() -> Iterator[Figure]:
     for h, name in names.items():
         row = rows.loc[name]
         yield Figure(
-            name=f"bytes of local-sgd every {h} against every step, and 1/H",
+            name=f"bytes sent by local-sgd:every={h}, divided by every=1, compared with 1/H",
             unit="",
             ours=[row["bytes_sent_per_step"] / first["bytes_sent_per_step"]],
             theirs=[1 / h],
-            note=f"{row['samples_per_second'] / first['samples_per_second']:.2f} of its samples/s "
-            f"over {LINK}; training loss {row['final_loss']:.3f}",
+            note=f"{row['samples_per_second'] / first['samples_per_second']:.2f} times the "
+            f"samples/s of every=1 over {LINK}; training loss {row['final_loss']:.3f}",
         )
 
 
 def stragglers() -> Iterator[Figure]:
-    """Rank 1 of 2 is slow: samples/s against those without a straggler, medians of three runs."""
+    """Compare the samples/s with and without a slow rank 1: medians of three runs."""
     ddpnb.start(2)
     try:
         rates = {
@@ -140,12 +140,12 @@ def stragglers() -> Iterator[Figure]:
     for factor in FACTORS:
         for name, expected in (("ddp", 1 / factor), ("async", (1 + 1 / factor) / 2)):
             yield Figure(
-                name=f"samples/s of {name} with one of 2 ranks {factor} times as slow, "
-                "against without",
+                name=f"samples/s of {name} if one of 2 ranks takes {factor} times as long, "
+                "divided by samples/s without a slow rank",
                 unit="",
                 ours=[rates[factor][name] / rates[1][name]],
                 theirs=[expected],
-                note="theirs: the pace of the slowest, or the sum of both",
+                note="theirs: the speed of the slowest rank, or the sum of both ranks' speeds",
             )
 
 

@@ -1,8 +1,8 @@
-"""Which other tools run a cell on several ranks, and how does a user start each of them?
+"""Defines the other tools that run a cell on several ranks, and how a user starts them.
 
-Each peer has an environment of its own in ``build/peers``, which holds what the registry
-gives for its name and takes torch, ipykernel and the rest from the environment that runs the
-benchmark, so that all of them train with the same torch.
+Each peer has a separate environment in ``build/peers``, with the packages that pip installs for its
+name.  All other packages come from the environment that runs the benchmark, so that all peers use
+the same torch.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from jupyter_client.manager import KernelManager
 
 ENVIRONMENTS = Path("build/peers")
 MARK = "DDPNB_BENCHMARK"
-"""An environment variable by which all processes of a peer are found, whoever their parent is."""
+"""An environment variable that marks all processes of a notebook, whatever their parent is."""
 
 FORM_GROUP = (
     "import torch, torch.distributed as dist\n"
@@ -34,29 +34,29 @@ FORM_GROUP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One tool, as its own documentation starts it."""
+    """A tool, started as its documentation says."""
 
     name: str
     packages: tuple[str, ...] = ()
     load: str = "pass"
-    """What is run in a new kernel before ranks can be started, and does not import torch."""
+    """Prepares a new kernel before the ranks start, without importing torch."""
     begin: str = ""
     """Starts ``{n}`` ranks in the kernel."""
     cell: str = "{source}"
-    """Runs ``{source}``, or ``{quoted}`` where it must be a string, on all ranks."""
+    """Runs ``{source}`` on all ranks, or ``{quoted}`` if it must be a string."""
     group: str = ""
-    """A cell on the ranks that forms a process group of gloo; empty where the tool forms it."""
+    """A cell that forms a gloo process group on the ranks; empty if the tool forms the group."""
     stop: str = "pass"
     again: str = ""
-    """What brings back a working group after a rank has died; empty: stop and begin."""
+    """Restores a working group after a rank has died; empty: use ``stop`` and ``begin``."""
     keeps: bool = True
-    """Whether ranks and their variables live from one cell to the next."""
+    """True if ranks and their variables live from one cell to the next."""
     push: str = ""
-    """Sends ``array`` of the kernel to all ranks."""
+    """Sends the kernel's ``array`` to all ranks."""
     pull: str = ""
-    """Fetches ``array`` of all ranks into the kernel."""
+    """Fetches ``array`` from all ranks into the kernel."""
     module: str = ""
-    """What the kernel process runs in place of ipykernel; the ranks are started with it."""
+    """The module that the kernel process runs instead of ipykernel; it starts the ranks."""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -64,7 +64,7 @@ class Peer:
         return "%load_ext" in self.load
 
     def on_ranks(self, source: str, num_ranks: int = 2) -> str:
-        """Return what a user writes in a cell to run source on all ranks."""
+        """Return the cell that a user writes to run ``source`` on all ranks."""
         return self.cell.format(source=source, quoted=repr(FORM_GROUP + source), n=num_ranks)
 
 
@@ -235,7 +235,7 @@ PEERS = (
 
 
 def environment(peer: Peer) -> str:
-    """Make a peer's environment, once, and return its Python; pip's error where it fails."""
+    """Make a peer's environment once, and return its Python; raise CannotError if pip fails."""
     if not peer.packages:
         return sys.executable
     folder = ENVIRONMENTS.absolute() / peer.packages[0]
@@ -254,15 +254,11 @@ def environment(peer: Peer) -> str:
 
 
 class CannotError(Exception):
-    """A peer cannot do the work; what happened."""
+    """A peer cannot do the work, for the given reason."""
 
 
 class NotebookOf:
-    """A kernel in which a peer is used, with a time limit for every cell.
-
-    Attributes:
-        folder: where the cells of the ranks leave what they say.
-    """
+    """A kernel with a peer, and a time limit for every cell; ranks write answers to ``folder``."""
 
     def __init__(self, peer: Peer, num_ranks: int = 2) -> None:
         self.peer, self.num_ranks = peer, num_ranks
@@ -286,7 +282,7 @@ class NotebookOf:
         self._client.start_channels()
 
     def open(self, *, begin: bool = True) -> None:
-        """Wait for the kernel, load the peer, and start its ranks unless told not to."""
+        """Wait for the kernel, load the peer, and start its ranks if ``begin``."""
         self._client.wait_for_ready(timeout=60)
         self.loaded_seconds = self.run(self.peer.load)
         self._opened_seconds = time.perf_counter() - self._began
@@ -294,11 +290,7 @@ class NotebookOf:
             self.begin()
 
     def run(self, source: str, limit: float = 60) -> float:
-        """Run a cell and return its seconds.
-
-        Raises:
-            CannotError: when it has not ended in time, or with an error.
-        """
+        """Run a cell and return its seconds; raise CannotError if it fails or exceeds the limit."""
         began = time.perf_counter()
         self.first_picture, parts = None, []
 
@@ -317,7 +309,7 @@ class NotebookOf:
                 timeout=limit,
                 output_hook=note,
                 allow_stdin=False,
-                stop_on_error=False,  # else a cell that is sent early is aborted
+                stop_on_error=False,  # otherwise the kernel aborts a cell that is sent early
             )
         except TimeoutError:
             raise CannotError(f"not within {limit:g} s") from None
@@ -328,10 +320,7 @@ class NotebookOf:
         return time.perf_counter() - began
 
     def begin(self) -> float:
-        """Start ranks with a process group; return the seconds that it took.
-
-        Torch's import is a part of it; so is the kernel's start where that starts the ranks.
-        """
+        """Start ranks and their group; return the seconds (with the kernel, if it starts them)."""
         text = self.peer.begin.format(n=self.num_ranks, port=free_port())
         seconds = self.run(text or "pass", 120) + (self._opened_seconds if self.peer.module else 0)
         if self.peer.group:
@@ -343,11 +332,11 @@ class NotebookOf:
         self._client.execute(self.peer.on_ranks(source, self.num_ranks))
 
     def cell(self, source: str, limit: float = 60) -> float:
-        """Run source on all ranks; return the seconds."""
+        """Run ``source`` on all ranks and return the seconds."""
         return self.run(self.peer.on_ranks(source, self.num_ranks), limit)
 
     def said(self, name: str = "said") -> list[str]:
-        """Return what the ranks have left in files of that name, and remove it."""
+        """Return the texts of the ranks' files with this name, and remove the files."""
         found = []
         for path in sorted(self.folder.glob(f"{name}-*")):
             found.append(path.read_text())
@@ -358,7 +347,7 @@ class NotebookOf:
         self._manager.interrupt_kernel()
 
     def processes(self) -> list[psutil.Process]:
-        """Return all living processes that were started by this notebook."""
+        """Return all living processes that this notebook started."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -372,7 +361,7 @@ class NotebookOf:
         return int(self._manager.provisioner.pid)  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """End the kernel and whatever a peer has left; can be called twice."""
+        """End the kernel and all processes that remain; a second call has no effect."""
         self._client.stop_channels()
         if self._manager.has_kernel:
             self._manager.shutdown_kernel(now=True)

@@ -1,8 +1,8 @@
-"""Does ``%ddp_predict``, fitted at 1 and 2 ranks, say how long a step takes at 3 and 4?
+"""Compares predicted steps (``%ddp_predict``) at 3 and 4 ranks with measured steps.
 
-Each task is compared on two ranks: ``single`` and ``no-comm``, which run along, and ``ddp``.  From
-that alone its steps on three and four ranks are predicted, and then measured.  It takes under four
-minutes, on a machine that must do nothing else.
+Each task is compared on two ranks: ``ddp``, with ``single`` and ``no-comm``.  Only from these runs
+ddpnb predicts the steps on three and four ranks, which are then measured.  The benchmark takes less
+than four minutes, on an idle machine.
 """
 
 import statistics
@@ -14,10 +14,10 @@ from benchmarks.kernel import Kernel, kernel
 from benchmarks.measure import Figure
 
 SECONDS = 3
-"""Of each training."""
+"""The length of each training."""
 FITTED, PREDICTED = 2, (3, 4)
 LIMIT = "<= 0.15"
-"""Of the median error."""
+"""The limit of the median error."""
 
 MLP = textwrap.dedent(
     """
@@ -40,7 +40,7 @@ TASKS = {
     "synthetic, more computing": "task='synthetic:samples=700,compute=2'",
     "MLP, 5 MB of gradients": f"source={MLP!r}",
 }
-"""Their last batches are smaller than 256, which shows what a step costs however small it is."""
+"""The last batch of each task is smaller than 256, which shows the fixed costs of a step."""
 
 PREPARE = """
 import os
@@ -91,7 +91,7 @@ def measure() -> Iterator[Figure]:
                 theirs=[1e3 * step],
             )
     yield Figure(
-        name="error of the predicted step at 3 and 4 ranks, median over tasks",
+        name="error of the predicted step time at 3 and 4 ranks, median over tasks",
         unit="share",
         ours=errors,
         limit=LIMIT,
@@ -100,7 +100,6 @@ def measure() -> Iterator[Figure]:
 
 
 def _step(running: Kernel, task: str, num_ranks: int) -> float:
-    """Train, and return the seconds of a step of ``ddp``."""
     source = COMPARE.format(
         task=TASKS[task],
         baseline=num_ranks == FITTED,

@@ -1,4 +1,4 @@
-"""How is code timed on ranks alone, without a notebook?"""
+"""Calls functions on ranks without a notebook."""
 
 import contextlib
 import multiprocessing
@@ -16,12 +16,12 @@ import torch.distributed as dist
 from ddpnb.protocol.messages import RankState
 
 Job = Callable[..., Any]
-"""Called on each rank as ``job(state, folder, *arguments)``."""
+"""A function that each rank calls as ``job(state, folder, *arguments)``."""
 
 
 @contextlib.contextmanager
 def rank_calls(num_ranks: int) -> Iterator[Callable[..., list[Any]]]:
-    """Processes in one gloo group, one thread each; call what is yielded with a job."""
+    """Start ranks with one thread each in a gloo group; yield a function that runs a job on all."""
     folder = Path(tempfile.mkdtemp(prefix="ddpnb-bench-", dir="/dev/shm"))
     rendezvous = Path(tempfile.mkdtemp(prefix="ddpnb-bench-"))
     context = multiprocessing.get_context("spawn")

@@ -1,6 +1,6 @@
-"""What do many ranks on one machine cost?  One kernel for each number of ranks, oversubscribed.
+"""Measures the costs of many ranks on one machine, with a new kernel for each number of ranks.
 
-``python -m benchmarks ranks:nums=2+64`` measures some numbers of ranks only.
+``python -m benchmarks ranks:nums=2+64`` measures only some numbers of ranks.
 """
 
 import statistics
@@ -12,9 +12,9 @@ from benchmarks.measure import Figure
 NUMS = (2, 8, 16, 32, 64)
 PROMISES = {
     "an empty cell": "<= 0.15",
-    "a barrier that one rank leaves out, named and freed": "<= 10",
+    "a barrier that one rank skips, until the waiting ranks are released": "<= 10",
 }
-"""Seconds, at 64 ranks."""
+"""The promised seconds at 64 ranks."""
 
 STEPS = textwrap.dedent(
     """
@@ -60,14 +60,15 @@ STEPS = textwrap.dedent(
     cell("pass")()
     timed("an empty cell", cell("pass"), 7)
     timed("a line printed by each rank", cell("print(rank)"), 3)
-    timed("the first 10 steps of DDP on a layer, torch's imports with them", cell(TRAINING))
-    timed("10 steps of DDP on a layer", cell(TRAINING), 3)
-    timed("a barrier that one rank leaves out, named and freed", cell(BARRIER), error=HangError)
+    timed("the first 10 DDP steps on one layer, with torch's imports", cell(TRAINING))
+    timed("10 DDP steps on one layer", cell(TRAINING), 3)
+    timed("a barrier that one rank skips, until the waiting ranks are released",
+          cell(BARRIER), error=HangError)
     timed("the next cell, in a new group", cell("pass"))
     COMPARISON = "ddp --task digits --epochs 1 --no-baseline"
     timed("a comparison", lambda: shell.run_line_magic("ddp_compare", COMPARISON))
     timed("%ddp_restart --ranks 1", lambda: shell.run_line_magic("ddp_restart", "--ranks 1"))
-    began = time.perf_counter()  # the processes that would count are gone afterwards
+    began = time.perf_counter()  # no CPU time: the processes are gone afterwards
     shell.run_line_magic("ddp_stop", "")
     taken["stop"] = [[time.perf_counter() - began, 0.0]]
     print()
@@ -77,7 +78,7 @@ STEPS = textwrap.dedent(
 
 
 def measure(nums: str = "") -> list[Figure]:
-    """Measure the numbers of ranks that ``nums`` names, with ``+`` between them."""
+    """Measure the numbers of ranks in ``nums``, with ``+`` between them."""
     figures = []
     for num in [int(each) for each in nums.split("+") if each] or NUMS:
         with kernel() as fresh:

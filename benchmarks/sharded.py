@@ -1,4 +1,4 @@
-"""What does a rank hold that keeps a part only, against one of ddp that keeps all?"""
+"""Compares the memory of sharded ranks (``zero``, ``fsdp``) with the memory of ``ddp``."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,7 +52,7 @@ def measure() -> list[Figure]:
 
 
 def train(state: RankState, folder: Path, spec: RunSpec) -> RunReport:
-    """Two steps; takes part: every rank."""
+    """Train two steps; every rank takes part."""
     return loop.run(
         spec,
         Surroundings(state=state, folder=folder),
@@ -68,21 +68,21 @@ def figures(
     *,
     zero_limit: str,
 ) -> Iterator[Figure]:
-    """What either strategy cuts up; ``zero`` cuts no tensor."""
+    """Yield the memory that each strategy shards; ``zero`` does not split tensors."""
     ddp, zero, fsdp = (reports(word, source) for word in ("ddp", "zero", "fsdp"))
-    yield figure(f"zero's state of Adam, {model}", zero, ddp, OPTIMIZER, zero_limit)
-    yield figure(f"fsdp's state of Adam, {model}", fsdp, ddp, OPTIMIZER, LIMIT)
+    yield figure(f"zero's Adam state, {model}", zero, ddp, OPTIMIZER, zero_limit)
+    yield figure(f"fsdp's Adam state, {model}", fsdp, ddp, OPTIMIZER, LIMIT)
     yield figure(f"fsdp's parameters, {model}", fsdp, ddp, PARAMETERS, LIMIT)
 
 
 def figure(
     what: str, ours: list[RunReport], ddp: list[RunReport], field: str, limit: str
 ) -> Figure:
-    """Of the rank that holds most."""
+    """Return the largest memory of a rank, for one strategy and for ``ddp``."""
     held = [getattr(report.memory, field) / MEGABYTE for report in ours]
     whole = [getattr(report.memory, field) / MEGABYTE for report in ddp]
     return Figure(
-        name=f"{what}, 2 ranks, the one that holds most, against ddp",
+        name=f"{what}, maximum of 2 ranks, compared with ddp",
         unit="MB",
         ours=[max(held)],
         theirs=[max(whole)],

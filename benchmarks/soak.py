@@ -1,10 +1,9 @@
-"""Do the promises about faults hold, again and again?  ``python -m benchmarks soak``, about 10 min.
+"""Repeats faults many times and checks the promises: ``python -m benchmarks soak``, about 10 min.
 
-``soak:minutes=60`` is an hour of cells, comparisons, raises, kills, interrupts and restarts in two
-notebooks at once.
+- ``freed``: one rank raises while the others wait for it in one of six kinds of call.
+- ``killed``: ranks are killed at random moments of a training, and restarted.
 
-``freed``: one rank raises while the others wait for it, in six kinds of call.
-``killed``: ranks are killed at random moments of a training, and brought back.
+``soak:minutes=60`` is an hour of cells, comparisons, faults and restarts in two notebooks at once.
 """
 
 import random
@@ -42,7 +41,7 @@ WAITS = {
     "sub-group all_reduce": "dist.all_reduce(torch.ones(1000), group=pair)",
     "DDP backward": "net(torch.ones(1, 9)).sum().backward()",
 }
-"""Calls that wait for ``culprit``; each rank that is not it makes the call."""
+"""Calls that wait for rank ``culprit``. All other ranks make the call."""
 PREPARE = {
     "sub-group all_reduce": "pair = dist.new_group(list(range(world_size)))",
     "DDP backward": "net = DDP(nn.Linear(9, 9))",
@@ -57,28 +56,24 @@ FREED_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What one round showed."""
+    """The result of one round."""
 
     wait: str
     named_after: float
-    """Seconds from the exception on the rank until the notebook knew of it."""
+    """Seconds from the exception on the rank until the notebook received it."""
     freed_after: float
     """Seconds from the exception until every rank had ended the cell."""
     next_is_right: bool
-    """Whether the next cell's all-reduce gave the right sum everywhere."""
+    """True if the all-reduce of the next cell gave the correct sum on all ranks."""
     is_kept: bool
-    """Whether all variables are as before."""
+    """True if all variables are unchanged."""
     ended: Ended
 
 
 def one_raises(cluster: Cluster, wait: str, culprit: int, num_before: int = 0) -> Round:
-    """Have one rank raise while the others wait for it in a call.
+    """Let rank ``culprit`` raise while the others wait for it in the call ``WAITS[wait]``.
 
-    Args:
-        cluster: on which ``SETUP`` has run.
-        wait: one of ``WAITS``.
-        culprit: the rank that raises.
-        num_before: rounds before this one; counted in a variable on the ranks.
+    ``SETUP`` must have run.  A variable on the ranks counts the ``num_before`` earlier rounds.
     """
     named: list[float] = []
 
@@ -116,7 +111,7 @@ def one_raises(cluster: Cluster, wait: str, culprit: int, num_before: int = 0) -
 
 
 def measure(minutes: float = 0) -> list[Figure]:
-    """Measure faults one by one, or with ``minutes`` how long a day's work in turns lasts."""
+    """Measure single faults, or with ``minutes`` random work and faults in two notebooks."""
     if minutes:
         return lasting(minutes)
     figures = []
@@ -126,21 +121,22 @@ def measure(minutes: float = 0) -> list[Figure]:
 
 
 def freed(num_ranks: int) -> list[Figure]:
-    """Have a random rank raise under each kind of call in turn."""
+    """Let a random rank raise under each kind of call in turn."""
     chance = random.Random(num_ranks)
     rounds: list[Round] = []
     with started(num_ranks) as cluster:
         run(cluster, SETUP)
         for num_before, wait in enumerate(islice(cycle(WAITS), NUM_ROUNDS)):
             rounds.append(one_raises(cluster, wait, chance.choice(cluster.ranks), num_before))
-    of = f"in {NUM_ROUNDS} rounds at {num_ranks} ranks"
+    of = f"{NUM_ROUNDS} rounds with {num_ranks} ranks"
     named = [each.named_after for each in rounds]
     ended = [each.freed_after for each in rounds]
     return [
-        Figure(name=f"exception named after, {of}", unit="s", ours=named, limit="<= 1.0"),
-        Figure(name=f"all waiting ranks freed after, {of}", unit="s", ours=ended, limit="<= 2.0"),
+        Figure(name=f"time to report the exception, {of}", unit="s", ours=named, limit="<= 1.0"),
+        Figure(name=f"time to release waiting ranks, {of}", unit="s", ours=ended, limit="<= 2.0"),
         Figure(
-            name="named within 1 s, freed within 2 s, next all-reduce right, variables kept, " + of,
+            name="exception reported within 1 s, ranks released within 2 s, "
+            "next all-reduce correct, variables kept, " + of,
             unit="rounds",
             ours=[sum(map(is_as_promised, rounds))],
             limit=f">= {len(rounds)}",
@@ -168,7 +164,7 @@ BUILD = textwrap.dedent(
 TRAIN = textwrap.dedent(
     """
     %%ddp
-    # Whoever came back takes the weights and the count from the rank that has made most steps.
+    # A restarted rank gets the weights and the count from the rank that has made most steps.
     counts = [torch.zeros(1) for _ in range(world_size)]
     dist.all_gather(counts, num_done)
     source = int(torch.cat(counts).argmax())
@@ -201,16 +197,16 @@ print(json.dumps([[name, exit_.code, exit_.last_words] for name, exit_ in exits]
 
 
 def killed() -> list[Figure]:
-    """Kill ranks at random while they train; bring each back; look for leaks."""
+    """Kill random ranks while they train, restart them, and look for leaks."""
     chance = random.Random(0)
     reported, back, went_on = [], [], 0
     with kernel() as running:
         running.run("%load_ext ddpnb\n%ddp_start -n 3 --device cpu")
         running.run(BUILD)
-        for _ in range(3):  # what is allocated once is allocated now
+        for _ in range(3):  # one-time allocations happen now
             kill_and_bring_back(running, 1)
         before = used(running)
-        for _ in range(NUM_KILLS):  # rank 0 stays, so that a leak in it shows
+        for _ in range(NUM_KILLS):  # rank 0 stays alive, so that a leak in it shows
             found = kill_and_bring_back(running, chance.choice((1, 2)))
             reported.append(found[0]), back.append(found[1])
             went_on += found[2]
@@ -220,14 +216,14 @@ def killed() -> list[Figure]:
             reported.append(found[0]), back.append(found[1])
             went_on += found[2]
         running.run("%ddp_stop")
-    of = f"of {2 * NUM_KILLS} random kills at 3 ranks"
+    of = f"{2 * NUM_KILLS} random kills with 3 ranks"
     return [
         Figure(
-            name=f"cell ended after a rank's SIGKILL, {of}", unit="s", ours=reported, limit="<= 2"
+            name=f"time from SIGKILL to end of cell, {of}", unit="s", ours=reported, limit="<= 2"
         ),
-        Figure(name=f"%ddp_restart --ranks took, {of}", unit="s", ours=back, limit="<= 3"),
+        Figure(name=f"time of %ddp_restart --ranks, {of}", unit="s", ours=back, limit="<= 3"),
         Figure(
-            name=f"training went on, others' variables kept, {of}",
+            name=f"training continues, other ranks keep their variables, {of}",
             unit="kills",
             ours=[went_on],
             limit=f">= {2 * NUM_KILLS}",
@@ -237,7 +233,7 @@ def killed() -> list[Figure]:
 
 
 def kill_and_bring_back(running: Kernel, victim: int) -> tuple[float, float, bool]:
-    """Return how long the cell took to end, how long the restart, and whether all was right."""
+    """Return the seconds until the cell ended, the restart's seconds, and True if all worked."""
     state, before = running.value(PROCESSES), running.value(DONE)
     killed_at: list[float] = []
 
@@ -255,7 +251,7 @@ def kill_and_bring_back(running: Kernel, victim: int) -> tuple[float, float, boo
         is_named = False
     reported = time.monotonic() - killed_at[0]
     if len(dead := running.value(DEAD)) != 1:
-        raise RuntimeError(f"rank {victim} was killed, and these died: {dead}")
+        raise RuntimeError(f"rank {victim} was killed, but these processes died: {dead}")
     began = time.monotonic()
     running.run(f"%ddp_restart --ranks {victim}")
     back = time.monotonic() - began
@@ -283,20 +279,20 @@ WORK = {
     "an interrupt": f"%%ddp\nimport time\n{MEET}if rank == 1: dist.barrier()\ntime.sleep(60)",
     "a restart": "%ddp_restart -n 2",
 }
-"""What a class does, and what goes wrong in it; each leaves a group that works."""
+"""Typical work and faults. After each of them, the group works."""
 NUM_WARM = 20
-"""Comparisons after which a kernel has all that it keeps for drawing and for the store."""
+"""The number of comparisons after which a kernel has allocated all memory for plots and store."""
 FAILS = ("a raise", "a rank left out", "a kill", "an interrupt")
 SUM = f"%%ddp\nimport torch\n{MEET}total = torch.ones(1)\ndist.all_reduce(total)\nassert total == 2"
 
 
 def lasting(minutes: float) -> list[Figure]:
-    """Work in two notebooks at once, in a random order; look for what has grown."""
+    """Work in two notebooks at once, in a random order, and look for leaks."""
     with kernel() as one, kernel() as other:
         notebooks = (one, other)
         for running in notebooks:
             running.run("%load_ext ddpnb\n%ddp_start -n 2 --device cpu")
-            for name in [*WORK, *["a comparison"] * NUM_WARM]:  # what is allocated once: now
+            for name in [*WORK, *["a comparison"] * NUM_WARM]:  # one-time allocations
                 work(running, name)
         before = [used(running) for running in notebooks]  # after a restart, as at the end
         end = time.monotonic() + 60 * minutes
@@ -313,14 +309,14 @@ def lasting(minutes: float) -> list[Figure]:
     of = f"in {minutes:g} minutes of work in two notebooks"
     return [
         Figure(
-            name=f"a group works after each, {of}", unit="", ours=[sum(done.values())], note=said
+            name=f"works after each action, {of}", unit="", ours=[sum(done.values())], note=said
         ),
         *(replace(each, name=each.name.replace(KILLS, of)) for each in figures),
     ]
 
 
 def work_until(end: float, running: Kernel, seed: int) -> Counter[str]:
-    """Do random work until a moment; return how often each was done."""
+    """Do random work until the time ``end``; return the count of each kind of work."""
     chance, done = random.Random(seed), Counter[str]()
     while time.monotonic() < end:
         name = chance.choice(list(WORK))
@@ -330,7 +326,7 @@ def work_until(end: float, running: Kernel, seed: int) -> Counter[str]:
 
 
 def work(running: Kernel, name: str) -> None:
-    """Do one thing, and see that a group works afterwards."""
+    """Do one kind of work, and check that a group works afterwards."""
     timer = threading.Timer(2, running.interrupt)
     if name == "an interrupt":
         timer.start()
@@ -345,7 +341,7 @@ def work(running: Kernel, name: str) -> None:
 
 
 def used(running: Kernel) -> Mapping[str, float]:
-    """Return what the processes that have lived all along hold."""
+    """Return the memory, descriptors and threads of the processes that live all the time."""
     state = running.value(PROCESSES)
     server = psutil.Process(state["server"])
     (controller,) = (
@@ -372,11 +368,11 @@ def used(running: Kernel) -> Mapping[str, float]:
 
 
 def growth(before: Mapping[str, float], after: Mapping[str, float]) -> Figure:
-    """Return what has grown most."""
+    """Return the count that has grown most."""
     most = max(before, key=lambda what: after[what] / before[what])
     counts = f"{len(before)} counts of processes, memory, threads and descriptors"
     return Figure(
-        name=f"what grew most {KILLS}, of {counts}",
+        name=f"largest growth {KILLS}, among {counts}",
         unit="MB" if "MB" in most else "",
         ours=[after[most]],
         theirs=[before[most]],

@@ -1,4 +1,4 @@
-"""What do the all-reduce in shared memory save, and what does measuring cost, in a step?"""
+"""Measures how a step changes with ``ddp-shm``, with step accounting and with ``training_step``."""
 
 import contextlib
 import multiprocessing
@@ -34,28 +34,29 @@ NUM_RANKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Two strategies that train the same model, in turns."""
+    """Two strategies that train the same model in turns."""
 
     name: str
     model: Callable[[], nn.Module]
     input_shape: tuple[int, ...]
     num_global: int
-    """Samples of a global batch."""
+    """The number of samples of a global batch."""
     ours: str
     theirs: str
     is_timed: bool = True
-    """Whether theirs is timed, too."""
+    """True if ``theirs`` has step accounting too."""
     is_general: bool = False
-    """Whether ours makes a ``training_step`` on a dict, theirs the shorthand; both fetch."""
+    """True if ``ours`` uses a ``training_step`` on a dict, and ``theirs`` uses the shorthand. Both
+    then fetch their batches."""
     num_turns: int = 25
-    """Rates that are reported of each."""
+    """The number of rates that each strategy reports."""
     num_blocks: int = 1
-    """How often each comes in a turn."""
+    """The number of blocks of each strategy in a turn."""
     num_steps: int = 10
-    """In a block."""
+    """The number of steps in a block."""
     num_launches: int = 1
-    """How often processes are started for so many turns: where two models of one strategy come
-    to lie in memory makes one of them a percent slower for as long as they live."""
+    """The number of times that processes start and do all turns. The place of a model in memory can
+    make it one percent slower until its process ends, so several launches are needed."""
     limit: str
 
 
@@ -67,7 +68,7 @@ LARGE = partial(Case, model=wide_linear, input_shape=(3300,), num_global=16)
 SMALL = partial(Case, model=digits.model, input_shape=(1, 8, 8))
 CASES = (
     LARGE(
-        name="ddp-shm against ddp (gloo), one linear layer of 11 M floats, global batch 16",
+        name="ddp-shm compared with ddp (gloo), one linear layer of 11 M floats, global batch 16",
         ours="ddp-shm",
         theirs="ddp",
         num_turns=15,
@@ -75,7 +76,7 @@ CASES = (
         limit=">= 1.0",
     ),
     SMALL(
-        name="ddp-shm against ddp (gloo), digits CNN of 0.3 M floats, global batch 256",
+        name="ddp-shm compared with ddp (gloo), digits CNN of 0.3 M floats, global batch 256",
         num_global=256,
         ours="ddp-shm",
         theirs="ddp",
@@ -83,7 +84,7 @@ CASES = (
     ),
     *(
         SMALL(
-            name=f"ddp with its step accounting against ddp without, digits CNN, "
+            name=f"ddp with step accounting, compared with ddp without it, digits CNN, "
             f"global batch {num_global}",
             num_global=num_global,
             ours="ddp",
@@ -99,8 +100,8 @@ CASES = (
     ),
     *(
         SMALL(
-            name=f"ddp with a training_step on a dict against model, loss and a pair, digits CNN, "
-            f"global batch {num_global}",
+            name=f"ddp with a training_step on dicts, compared with model and loss on pairs, "
+            f"digits CNN, global batch {num_global}",
             num_global=num_global,
             ours="ddp",
             theirs="ddp",
@@ -121,7 +122,7 @@ def training_step(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Trainer:
-    """One strategy on one rank, which trains on one batch again and again."""
+    """One strategy on one rank, which trains on the same batch in every step."""
 
     def __init__(
         self, case: Case, word: str, rank: int, folder: Path, is_timed: bool, is_ours: bool
@@ -161,7 +162,6 @@ class Trainer:
         )
 
     def seconds(self, num_steps: int) -> float:
-        """Train; return how long it took."""
         dist.barrier()
         began = time.perf_counter()
         if self.clock is not None:
@@ -176,7 +176,7 @@ class Trainer:
         return time.perf_counter() - began
 
     def fetched(self) -> Batch:
-        """Return the batch; fetched as in a training, where that is a part of what is compared."""
+        """Return the batch; if the comparison includes fetching, fetch it as in a training."""
         if self.samples is None:
             return self.batch
         content = moved(self.samples.fetch(self.chosen), torch.device("cpu"))
@@ -185,8 +185,8 @@ class Trainer:
 
 def serve(rank: int, folder: Path, case: Case, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    # One batch is learned by heart within a few turns; its gradients then become so small that
-    # each operation on them takes several times as long, whichever strategy it is.
+    # The model learns one batch by heart within a few turns.  Its gradients then become so small
+    # that each operation on them takes several times as long, with any strategy.
     torch.set_flush_denormal(True)
     store = dist.FileStore(str(folder / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
@@ -195,7 +195,7 @@ def serve(rank: int, folder: Path, case: Case, pipe: Connection) -> None:
     with contextlib.closing(ours.strategy), contextlib.closing(theirs.strategy):
         rates: list[tuple[float, float]] = []
         for turn in range(case.num_turns + 2):
-            # The first one changes: neither always finds the caches as the other left them.
+            # The order alternates, so that no trainer always finds the caches of the other.
             order = (ours, theirs) if turn % 2 else (theirs, ours)
             spent = {ours: 0.0, theirs: 0.0}
             for _ in range(case.num_blocks):

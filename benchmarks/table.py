@@ -1,4 +1,4 @@
-"""Where are the newest figures of each benchmark, and which table do they make in README.md?"""
+"""Stores the newest figures of each benchmark, and writes the table of promises in README.md."""
 
 import json
 import os
@@ -20,7 +20,6 @@ BEGIN, END = "<!-- what follows is written by: python -m benchmarks table -->\n"
 
 
 def machine() -> dict[str, str]:
-    """Return hardware and versions."""
     model = subprocess.run(
         ["sh", "-c", "grep -m1 'model name' /proc/cpuinfo | cut -d: -f2"],
         capture_output=True,
@@ -45,7 +44,7 @@ def gpus() -> dict[str, str]:
 
 
 def keep(name: str, figures: Sequence[Figure]) -> Path:
-    """Write the figures of a benchmark in the place of its earlier ones, and the table."""
+    """Replace the stored figures of a benchmark, and write the table."""
     lines = ",\n".join(f"  {json.dumps(asdict(figure))}" for figure in figures)
     head = f'"date": "{time.strftime("%Y-%m-%d")}",\n "machine": {json.dumps(machine())}'
     path = RESULTS / f"{name}.json"
@@ -55,18 +54,17 @@ def keep(name: str, figures: Sequence[Figure]) -> Path:
 
 
 def write() -> None:
-    """Bring the table of README.md up to date."""
     README.write_text(with_table(README.read_text()))
 
 
 def with_table(text: str) -> str:
-    """Return a text with the table of all promises between its two marks."""
+    """Return the text with a new table of promises between its two marks."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
 
 
 def table() -> str:
-    """Return one row for each figure for which something is promised."""
+    """Return the table: one row for each figure that has a promise."""
     rows = [HEAD]
     for path in sorted(RESULTS.glob("*.json")):
         content = json.loads(path.read_text())

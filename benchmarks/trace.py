@@ -1,7 +1,6 @@
-"""What does ``%%ddp --trace`` cost a training, on and off?
+"""Measures how much ``%%ddp --trace`` slows a training down, during the trace and afterwards.
 
-Two kernels with two ranks each train the digits' network in turns: nothing is ever traced in the
-second one.  The first one trains traced, and then with the trace off again.
+Two kernels with two ranks train in turns: the first with and without a trace, the second without.
 """
 
 import textwrap
@@ -13,7 +12,7 @@ from benchmarks.work import rate_in
 NUM_ROUNDS = 15
 NUM_STEPS = 100
 NUM_SAMPLES = 128
-"""Of a rank in a step: a global batch of 256."""
+"""The samples of one rank in a step, for a global batch of 256."""
 
 PREPARE = "%%ddp\n" + textwrap.dedent(
     f"""
@@ -55,12 +54,12 @@ def measure() -> list[Figure]:
             off.append(_rate(traced, "%%ddp"))
         for running in (traced, untraced):
             running.run("%ddp_stop")
-    name = "a DDP loop, digits CNN, global batch 256, {} against never traced"
+    name = "a DDP loop, digits CNN, global batch 256, {}, compared with never traced"
     return [
         Figure(
             name=name.format(what), unit="samples/s", ours=ours[1:], theirs=never[1:], limit=limit
         )
-        for what, ours, limit in (("traced", on, ">= 0.90"), ("trace off", off, ">= 0.99"))
+        for what, ours, limit in (("traced", on, ">= 0.90"), ("trace switched off", off, ">= 0.99"))
     ]
 
 

@@ -1,9 +1,9 @@
-"""How does ddpnb compare with what else runs cells on several ranks?  ``make bench``.
+"""Compares ddpnb with other tools that run cells on several ranks: ``make bench``.
 
-Every peer does the same work on this machine, in turns: A B C, A B C.  Where one cannot, the
-table says what happened.  ``python -m benchmarks versus:rows=start+cell,peers=ddpnb+torchrun``
-measures some rows and some peers; ``versus:quick=1`` fewer rounds and the rows that end soon.
-The tables keep only what was measured beside all peers.
+All peers (the tools) do the same work on this machine in turns.  If a peer cannot do it, the
+table gives the reason.  ``python -m benchmarks versus:rows=start+cell,peers=ddpnb+torchrun``
+measures some rows with some peers.  ``versus:quick=1`` measures fewer rounds and only fast rows.
+Figures are stored, and shown in the tables, only if all peers took part.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ from benchmarks.work import BY_HAND, COMPARE, LOOP, rate_in
 RESULT = RESULTS / "versus.json"
 OVERVIEW = README.parents[1] / "README.md"
 HEADLINES = ("start", "cell", "rate", "raise", "left")
-"""The rows that the overview shows."""
+"""The rows that the main README shows."""
 BEGIN, END = "<!-- what follows is written by: make bench -->\n", "<!-- until here -->\n"
 LIMIT_SECONDS = 5
-"""What a peer has to come back to the prompt after a fault."""
+"""Time limit for each cell after a fault."""
 SLOW_SECONDS = 7
-"""A peer that takes longer does the work once."""
+"""A peer that takes longer does the work only once."""
 LINES_SECONDS = 10
-"""What a peer has to print the lines."""
+"""Time limit for printing the lines."""
 LEFT_SECONDS = 10
-"""How long after a kernel's death its processes are counted."""
+"""Time between the kernel's death and the count of its processes."""
 INTERRUPT_SECONDS = 2
-"""How long a cell runs before it is interrupted."""
+"""Time that a cell runs before the interrupt."""
 
 ALL_REDUCE = "import torch, torch.distributed as dist\ndist.all_reduce(torch.ones(1))\n"
 LINES = "import os\nfor i in range(20000): print(os.getpid(), i, 'x' * 73)"
-"""No two ranks print the same, which ddpnb would show once."""
+"""Each rank prints different lines, because ddpnb shows equal lines of several ranks once."""
 SAY = "open(f'{folder}/said-{{dist.get_rank()}}', 'w').write(str({what}))\n"
 ARRAY = "import numpy\narray = numpy.random.rand(12_500_000)"
 RAISE = "if dist.get_rank() == 1: raise ValueError('on purpose')\ndist.all_reduce(torch.ones(1))"
@@ -53,11 +53,11 @@ KILLED = (
 
 @dataclass
 class Measured:
-    """What a peer did in one row."""
+    """The result of one peer in one row."""
 
     values: list[float] = field(default_factory=list)
     said: str = ""
-    """What happened where it cannot, or what goes with the values."""
+    """The reason why the peer cannot do the work, or a remark on the values."""
 
     def __str__(self) -> str:
         value = f"{float(f'{statistics.median(self.values):.3g}'):,g}" if self.values else ""
@@ -71,24 +71,21 @@ class Row:
     name: str
     unit: str = "s"
     work: Callable[[NotebookOf], float]
-    """What is measured in a notebook; says in ``notebook.remark`` what goes with it."""
+    """Measures one value in a notebook. It may set ``notebook.remark``."""
     rounds: int = 3
     num_ranks: int = 2
     is_open: bool = False
-    """Whether one notebook of each peer stays open, for the next such row too; the first round is
-    not counted, unless the peer is slow."""
+    """True if each peer's notebook stays open for all rounds, and for the next row if that row is
+    open too. The first round is then not counted, unless the peer is slow."""
     begins: bool = True
-    """Whether the ranks are started before the work."""
+    """True if the ranks are started before the work."""
     goal: str = ""
-    """``<= 0.4 of torchrun`` is of both medians, ``<= 1.0`` of ddpnb's own."""
+    """``<= 0.4 of torchrun`` limits the ratio of both medians, ``<= 1.0`` only ddpnb's median."""
 
     def measure(
         self, peers: dict[str, Peer], rounds: int, opened: dict[str, NotebookOf]
     ) -> dict[str, Measured]:
-        """Let the peers do the work in turns; a slow one does it once.
-
-        ``opened`` has the notebooks that stay open.
-        """
+        """Let the peers do the work in turns; ``opened`` holds the notebooks that stay open."""
         found = {name: Measured() for name in peers}
         slow: set[str] = set()
         for turn in range(rounds + self.is_open):
@@ -113,11 +110,11 @@ class Row:
 
     @property
     def rival(self) -> str:
-        """The peer that the goal compares ddpnb with; empty: none."""
+        """The peer that the goal compares ddpnb with, or an empty string."""
         return self.goal.partition(" of ")[2]
 
     def promise(self, measured: dict[str, Measured]) -> str:
-        """Return what is promised, and what it is."""
+        """Return the promise and the measured value."""
         if not self.goal:
             return "-"
         sign, bound = self.goal.split()[:2]
@@ -132,7 +129,6 @@ class Row:
 
 @contextlib.contextmanager
 def _noted(measured: Measured) -> Iterator[None]:
-    """Note what happened where a peer cannot."""
     try:
         yield
     except CannotError as error:
@@ -146,7 +142,7 @@ def _start(opened: NotebookOf) -> float:
 
 def _load(opened: NotebookOf) -> float:
     if not opened.peer.is_extension:
-        raise CannotError("no extension")
+        raise CannotError("it is not a notebook extension")
     return opened.loaded_seconds
 
 
@@ -164,11 +160,11 @@ def _lines(opened: NotebookOf) -> float:
 
 def _push(opened: NotebookOf) -> float:
     opened.run(ARRAY)
-    return opened.run(opened.peer.push or _no("no variable crosses"))
+    return opened.run(opened.peer.push or _no("it does not send variables"))
 
 
 def _pull(opened: NotebookOf) -> float:
-    source = opened.peer.pull or _no("no variable crosses")
+    source = opened.peer.pull or _no("it does not send variables")
     opened.cell(ARRAY)
     return opened.run(source)
 
@@ -184,16 +180,16 @@ def _rate(opened: NotebookOf) -> float:
 
 
 def _idle_memory(opened: NotebookOf) -> float:
-    """Return the MB (PSS) of all processes but the kernel, divided by the ranks."""
+    """Return the MB (PSS) of all processes except the kernel, divided by the number of ranks."""
     if not opened.peer.keeps:
-        raise CannotError("no rank stays")
+        raise CannotError("its ranks or their variables end with the cell")
     opened.cell(ALL_REDUCE)
     others = [each.pid for each in opened.processes() if each.pid != opened.kernel_pid]
     return sum(map(pss, others)) / opened.num_ranks
 
 
 def _fault(source: str, interrupt: bool = False) -> Callable[[NotebookOf], float]:
-    """Return what makes a fault and measures the seconds until a group works again."""
+    """Return a function that causes a fault and measures the seconds until a group works again."""
 
     def work(opened: NotebookOf) -> float:
         if opened.peer.keeps:
@@ -211,7 +207,7 @@ def _fault(source: str, interrupt: bool = False) -> Callable[[NotebookOf], float
 
 @contextlib.contextmanager
 def _in_time() -> Iterator[None]:
-    """Let a cell fail, but not last: what comes after it would have to wait."""
+    """Let a cell fail, but stop if it exceeds its time limit."""
     try:
         yield
     except CannotError as error:
@@ -220,7 +216,7 @@ def _in_time() -> Iterator[None]:
 
 
 def _works_again(opened: NotebookOf) -> None:
-    """Wait until a group works again, by what the peer has for it if it must."""
+    """Wait until a group works again; if it does not, use the peer's command for a new group."""
     check = ALL_REDUCE + SAY.format(folder=opened.folder, what="globals().get('kept')")
     try:
         opened.cell(check, LIMIT_SECONDS)
@@ -243,7 +239,7 @@ def _left_behind(opened: NotebookOf) -> float:
 
 
 def _comparison_rate(opened: NotebookOf) -> float:
-    """Return what ``ddp`` trains in a comparison, and by hand with torchrun elsewhere."""
+    """Return the samples/s of ``ddp`` in a comparison, or of the same loop under torchrun."""
     if opened.peer is DDPNB:
         opened.run(COMPARE.format(strategies="'ddp'"), 300)
         return rate_in(opened.printed)
@@ -252,7 +248,7 @@ def _comparison_rate(opened: NotebookOf) -> float:
 
 
 def _whole(opened: NotebookOf) -> float:
-    """Return the seconds of several strategies, from the start of the first rank."""
+    """Return the seconds of training several strategies, with the start of the ranks."""
     if opened.peer is DDPNB:
         return opened.begin() + opened.run(
             COMPARE.format(strategies=",".join(map(repr, BY_HAND))), 300
@@ -276,24 +272,22 @@ def _wall_over_training(opened: NotebookOf) -> float:
 
 ROWS = {
     "start": Row(
-        name="start to the first finished all-reduce, 2 ranks",
+        name="start until the first all-reduce has finished, 2 ranks",
         work=_start,
         begins=False,
         goal="<= 0.4 of torchrun",
     ),
     "start8": Row(
-        name="start to the first finished all-reduce, 8 ranks",
+        name="start until the first all-reduce has finished, 8 ranks",
         work=_start,
         begins=False,
         num_ranks=8,
         rounds=2,
         goal="<= 0.2 of torchrun",
     ),
-    "load": Row(
-        name="load the extension, in a new kernel", work=_load, begins=False, goal="<= 0.3"
-    ),
+    "load": Row(name="load the extension in a new kernel", work=_load, begins=False, goal="<= 0.3"),
     "cell": Row(
-        name="an empty cell",
+        name="run an empty cell",
         unit="ms",
         work=_empty_cell,
         rounds=6,
@@ -301,7 +295,7 @@ ROWS = {
         goal="<= 0.75 of ipyparallel",
     ),
     "lines": Row(
-        name="20,000 lines printed by each of 2 ranks",
+        name="print 20,000 lines on each of 2 ranks",
         work=_lines,
         rounds=6,
         is_open=True,
@@ -322,7 +316,7 @@ ROWS = {
         goal="<= 0.2 of ipyparallel",
     ),
     "rate": Row(
-        name="DDP in a cell, 2 ranks",
+        name="train with DDP in a cell, 2 ranks",
         unit="samples/s",
         work=_rate,
         rounds=3,
@@ -331,28 +325,28 @@ ROWS = {
     ),
     "memory": Row(name="idle memory per rank (PSS)", unit="MB", work=_idle_memory, rounds=1),
     "raise": Row(
-        name="a rank raises while another waits: until a group works again",
+        name="a rank raises while another waits: time until a group works again",
         work=_fault(RAISE),
         rounds=2,
         goal="<= 1.0",
     ),
     "barrier": Row(
-        name="a rank leaves a barrier out: until a group works again",
+        name="a rank skips a barrier: time until a group works again",
         work=_fault(BARRIER),
         rounds=1,
     ),
     "interrupt": Row(
-        name="interrupt in a collective: until a group works again",
+        name="interrupt in a collective: time until a group works again",
         work=_fault(INTERRUPTED, interrupt=True),
         rounds=1,
     ),
     "killed": Row(
-        name="a rank is killed in a collective: until a group works again",
+        name="a rank is killed in a collective: time until a group works again",
         work=_fault(KILLED),
         rounds=1,
     ),
     "left": Row(
-        name=f"the kernel is killed in a cell: processes left after {LEFT_SECONDS} s",
+        name=f"the kernel is killed in a cell: processes that remain after {LEFT_SECONDS} s",
         unit="",
         work=_left_behind,
         rounds=1,
@@ -361,7 +355,7 @@ ROWS = {
 }
 OURS = {
     "comparison": Row(
-        name="ddp in a comparison against the same loop by hand, 2 ranks",
+        name="train with ddp in a comparison, or with the same loop in a script, 2 ranks",
         unit="samples/s",
         work=_comparison_rate,
         rounds=4,
@@ -369,7 +363,7 @@ OURS = {
         goal=">= 0.98 of torchrun",
     ),
     "whole": Row(
-        name=f"{', '.join(BY_HAND)}: a start and a comparison, or scripts one after the other",
+        name=f"train {', '.join(BY_HAND)}: start and comparison, or one script after the other",
         work=_whole,
         begins=False,
         goal="<= 1.0 of torchrun",
@@ -380,21 +374,18 @@ OURS = {
         goal="<= 30",
     ),
     "wall": Row(
-        name="a comparison's time over the time of its training",
+        name="time of a comparison, divided by the time of its training",
         unit="",
         work=_wall_over_training,
         goal="<= 1.5",
     ),
 }
-"""What no peer has; ``comparison`` and ``whole`` have torchrun beside them."""
+"""Rows that no peer can run, except that torchrun runs ``comparison`` and ``whole``."""
 QUICK = ("start", "load", "cell", "push", "pull", "raise", "picture")
 
 
 def measure(rows: str = "", peers: str = "", quick: int = 0, rounds: int = 0) -> list[Figure]:
-    """Measure rows and peers, named with ``+`` between them; without names, all.
-
-    ``rounds`` takes the place of each row's own number.
-    """
+    """Measure rows and peers (``+`` between names, default: all); ``rounds`` overrides the rows."""
     everyone = {peer.name: peer for peer in PEERS}
     asked = {name: everyone[name] for name in peers.split("+") if name} or everyone
     names = [name for name in rows.split("+") if name] or (QUICK if quick else [*ROWS, *OURS])
@@ -416,13 +407,12 @@ def measure(rows: str = "", peers: str = "", quick: int = 0, rounds: int = 0) ->
 
 
 def close_all(opened: dict[str, NotebookOf]) -> None:
-    """Close the notebooks that stayed open."""
     while opened:
         opened.popitem()[1].close()
 
 
 def keep(name: str, row: dict[str, Measured]) -> None:
-    """Store a row in the place of earlier figures, and write the READMEs' tables."""
+    """Replace the stored figures of a row, and write the tables of both READMEs."""
     stored = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": {}}
     stored |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
     stored["rows"][name] = {peer: asdict(each) for peer, each in row.items()}
@@ -432,14 +422,14 @@ def keep(name: str, row: dict[str, Measured]) -> None:
 
 
 def with_table(readme: Path) -> str:
-    """Return a page with the table between its two marks."""
+    """Return the page with a new table between its two marks."""
     before, _, rest = readme.read_text().partition(BEGIN)
     shown = table(HEADLINES if readme == OVERVIEW else [*ROWS, *OURS], readme == OVERVIEW)
     return f"{before}{BEGIN}{shown}{END}{rest.partition(END)[2]}"
 
 
 def table(names: Sequence[str], is_short: bool = False) -> str:
-    """Return stored rows in Markdown: medians, and below what happened where one cannot."""
+    """Return stored rows in Markdown: medians, and below them why a peer cannot run a row."""
     if not RESULT.exists():
         return ""
     stored = json.loads(RESULT.read_text())
@@ -461,11 +451,11 @@ def table(names: Sequence[str], is_short: bool = False) -> str:
     about = stored["machine"]
     on = f"{stored['date']}, {about['cores']} cores of {about['cpu']}, torch {about['torch']}"
     notes = "; ".join(f"[{number}] {reason}" for reason, number in reasons.items())
-    return "\n".join([*lines, *([] if is_short else ["", f"{on}. {notes}"]), ""])
+    return "\n".join([*lines, *([] if is_short else ["", f"Measured on {on}. {notes}."]), ""])
 
 
 def _cell(measured: Measured | None, reasons: dict[str, int]) -> str:
-    """Return a cell of the table; a reason why a peer cannot gets a number."""
+    """Return a cell of the table; each reason why a peer cannot do the work gets a number."""
     if measured is None or measured.values:
         return str(measured or "")
     reason = " ".join(measured.said.removeprefix("cannot: ").split())

@@ -1,7 +1,7 @@
-"""Do 10,000 events a second from each of 2 ranks arrive, in order, and at what cost?
+"""Checks that 10,000 events a second from each of 2 ranks arrive in order, and what they cost.
 
-A real cluster; ``ddpnb.log`` in a ``%%ddp`` cell, drawn live as ever.  The same cell without
-logging is what the kernel uses anyway.
+The ranks of a real cluster call ``ddpnb.log`` in a ``%%ddp`` cell with a live figure.  The same
+cell without logging shows the processor time that the kernel uses anyway.
 """
 
 import textwrap
@@ -70,13 +70,13 @@ def measure() -> list[Figure]:
         running.run("%ddp_stop")
     return [
         Figure(
-            name="10,000 events a second from each of 2 ranks: events missing or out of order",
+            name="events missing of 10,000 events per second from each of 2 ranks",
             unit="events",
             ours=missing,
             limit="<= 0.0",
         ),
         Figure(
-            name="the kernel's share of a core meanwhile, drawing and storing included",
+            name="the kernel's share of a core for these events, with drawing and storing",
             unit="",
             ours=[mine - none for mine, none in zip(ours, theirs, strict=True)],
             limit="<= 0.15",

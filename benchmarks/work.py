@@ -1,4 +1,4 @@
-"""What do ranks train in several benchmarks, in a cell, in a comparison and by hand?"""
+"""The trainings of several benchmarks: in a cell, in a comparison and in a script."""
 
 import re
 import textwrap
@@ -75,7 +75,7 @@ SCRIPT = TASK + textwrap.dedent(
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    torch.set_num_threads(1)  # as torchrun for more than one process, and as ddpnb
+    torch.set_num_threads(1)  # as in ddpnb, and in torchrun with more than one process
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     net = DistributedDataParallel(model()) if STRATEGY == "ddp" else model()
@@ -106,7 +106,7 @@ SCRIPT = TASK + textwrap.dedent(
     """
 )
 BY_HAND = {name: f"STRATEGY = {name!r}\n{SCRIPT}" for name in ("single", "ddp", "local-sgd")}
-"""A script for each strategy, in a process group that is there; ``single`` is for one process."""
+"""A script for each strategy. It expects a process group; ``single`` expects one process."""
 
 
 def rate_in(text: str) -> float:
