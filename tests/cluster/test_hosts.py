@@ -314,7 +314,7 @@ def test_stop_leaves_nothing_on_either_host_not_even_of_a_stopped_agent(hosts, m
 def everything(
     hosts: TwoHosts, processes: Sequence[psutil.Process] = (), names: Sequence[str] = ()
 ) -> tuple[list[psutil.Process], list[str]]:
-    """Return the new processes on both hosts and the new names in their files' paths."""
+    """Return the processes on both hosts and their agents' tokens, except the given ones."""
     found = [process for host in "ab" for process in hosts.processes(host)]
     new = [name for host in "ab" for name in hosts.names(host)]
     return [each for each in found if each not in processes], [n for n in new if n not in names]

@@ -34,7 +34,7 @@ def three_ranks() -> Iterator[Cluster]:
 
 @pytest.fixture
 def three(three_ranks: Cluster) -> Iterator[Cluster]:
-    """Like ``three_ranks``. After each test all ranks must sum and, unless dead, keep variables."""
+    """Like ``three_ranks``. After each test, all ranks must sum and live ranks keep variables."""
     yield three_ranks
     if dead := three_ranks.dead:
         three_ranks.bring_back(dead)
