@@ -30,13 +30,13 @@ def carries_out(
 ) -> Callable[[Implementation[Arguments, Result]], Implementation[Arguments, Result]]:
     """Register the function that implements a declared call.
 
-    If the notebook's folder has changed, the rank first changes to that folder.
+    If the notebook's working folder has changed, the rank first changes to the new folder.
 
     Args:
-        declared: the call.
-        answers: True returns exceptions as a ``Failure`` for the notebook.  If False, an exception
-            means that ddpnb or the rank has failed.
-        runs_users_code: True if an interrupt may end the call.
+        declared: the call that the function implements.
+        answers: if True, exceptions are returned to the notebook as a ``Failure``.  If False, an
+            exception means that ddpnb or the rank has failed.
+        runs_users_code: if True, the call runs the user's code, and an interrupt can end the call.
     """
 
     def register(
@@ -44,9 +44,9 @@ def carries_out(
     ) -> Implementation[Arguments, Result]:
         def carry_out(folder: str, *arguments: Any) -> Any:
             engine: RankEngine = RankEngine.instance()
-            if folder and folder != engine.notebook_folder:  # else keep a cell's own os.chdir
+            if folder and folder != engine.notebook_folder:  # otherwise keep a cell's os.chdir
                 engine.notebook_folder = folder
-                with suppress(OSError):  # this host does not have the folder
+                with suppress(OSError):  # this host may not have the folder
                     os.chdir(folder)
             call: Callable[[], Any] = functools.partial(function, engine, *arguments)
             if not answers:
@@ -67,7 +67,7 @@ def carries_out(
 
 @carries_out(calls.form_group, answers=False)
 def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[StaleVariable]:
-    """Form a new process group, on every rank; return the variables that hold an old group."""
+    """Form a new process group with all ranks; return the variables that hold an old group."""
     engine.group.join(generation, is_checked=is_checked)
     return variables.stale_variables(engine.shell.user_ns)
 
@@ -89,12 +89,12 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     )
 
 
-@carries_out(calls.train)  # an interrupt can end it, except after the training
+@carries_out(calls.train)  # the function itself makes only the training interruptible
 def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> RunReport:
-    """Train one run, or join a run that other ranks already train; return this rank's report."""
+    """Train one run, or join a run that other ranks are training; return this rank's report."""
     group = engine.group
     cells.warn_again()
-    engine.stop_wanted.clear()  # a late request was for the previous run
+    engine.stop_wanted.clear()  # a late request to stop was for the previous run
     first_batch = rejoin_info.first_batch if rejoin_info else 0
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
     with closing(publisher), engine.adopted_group.during():
@@ -110,7 +110,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
 
 
 def surroundings_of(engine: RankEngine, spec: RunSpec | None) -> Surroundings:
-    """Return this rank's surroundings for a run; tracebacks show its cell as ``Cell In[n]``."""
+    """Return this rank's surroundings for a run.  Tracebacks show the cell as ``Cell In[n]``."""
     group, shell = engine.group, engine.shell
     here = Surroundings(
         state=group.state(),
@@ -126,12 +126,12 @@ def surroundings_of(engine: RankEngine, spec: RunSpec | None) -> Surroundings:
 
 @carries_out(calls.clean_up, answers=False)
 def clean_up(engine: RankEngine) -> None:
-    """Free the data of the comparison that has ended, and remove its files."""
+    """Free the data of the comparison that has ended, and remove the comparison's files."""
     tasks.forget()
     shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
 
 
-# -- calls that need one line --------------------------------------------------------------
+# -- calls with an implementation of one line ----------------------------------------------
 
 carries_out(calls.state, answers=False)(lambda engine: engine.group.state())
 carries_out(calls.num_calls, answers=False)(lambda e: e.group.collective_checks.num_calls())

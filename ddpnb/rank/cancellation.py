@@ -1,8 +1,8 @@
-"""Releases a rank from waits outside the process group, with the errors that it raises (ranks).
+"""Releases a rank from waits outside the process group, and defines related errors (ranks).
 
-Code that waits for other ranks outside the group holds a ``CancellationToken``.  Code that waits at
-a socket or a condition registers a way to end that wait.  Code that polls checks the token each
-time.
+Code that waits for other ranks outside the process group uses a ``CancellationToken``.  Code that
+waits at a socket or a condition registers a callback that ends the wait.  Code that polls checks
+the token in each iteration.
 """
 
 import contextlib
@@ -14,36 +14,36 @@ from ddpnb.compat import torch_internals
 
 
 class ConsequenceError(RuntimeError):
-    """An error that has its cause on another rank, which failed or ended."""
+    """An error that occurred only because another rank failed or ended."""
 
 
 class RankLostError(ConsequenceError):
-    """A rank ended during a run, or makes no progress.  The run is over."""
+    """Raised if another rank ended during a run or makes no progress.  The run cannot continue."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(
             f"Rank {rank} ended during the run, or no longer answers. "
-            "If its steps are slow, set a longer timeout, such as async:timeout=120."
+            "If the rank's steps are only slow, set a longer timeout, such as async:timeout=120."
         )
         self.rank = rank
 
 
 class RunCancelledError(ConsequenceError):
-    """This rank was not waiting.  ddpnb ended its run because another rank had failed."""
+    """Raised on a rank that was not waiting, if ddpnb ends its run because another rank failed."""
 
 
 @final
 class CancellationToken:
-    """The token of one group.  ``Group.abort`` aborts it from a thread that does not wait."""
+    """Ends all waits of one process group.  ``Group.abort`` calls ``abort`` from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], object]] = []
         self.is_aborted = False
-        """True once all waits have been ended."""
+        """True once ``abort`` has been called."""
 
-    def abort(self) -> int:
-        """End all present and future waits; return how many were present.  May be called twice."""
+    def abort(self) -> int:  # may be called twice
+        """End all current and future waits; return the number of current waits."""
         with self._lock:
             self.is_aborted = True
             for end_wait in self._callbacks:
@@ -54,7 +54,7 @@ class CancellationToken:
     def held(self, end_wait: Callable[[], object]) -> Iterator[None]:
         """Call ``end_wait`` if the group is aborted inside the block.
 
-        The call comes from another thread, or at once if the group is already aborted.
+        Another thread calls ``end_wait``, or this thread if the group is already aborted.
         """
         with self._lock:
             self._callbacks.append(end_wait)
@@ -82,8 +82,8 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def text_of(error: object) -> str:
-    """Return an exception as text, or Python's placeholder if its ``__str__`` fails."""
+    """Return an exception's message, or Python's placeholder if ``str`` raises an error."""
     try:
         return str(error)
-    except Exception:  # noqa: BLE001  the user's code
+    except Exception:  # noqa: BLE001  the user's ``__str__``
         return "<exception str() failed>"

@@ -1,4 +1,4 @@
-"""Runs the user's code as an IPython cell, interrupts it, and describes how it failed (ranks)."""
+"""Runs the user's code as an IPython cell, handles interrupts, and describes errors (ranks)."""
 
 import contextlib
 import gc
@@ -34,7 +34,7 @@ from ddpnb.rank.stack import OWN_FOLDER, is_users
 from ddpnb.rank.torchrun import process_of, run_script
 
 DRAIN_SECONDS = 0.2
-"""The longest wait at a cell's end for the output of C code and child processes."""
+"""Maximum wait at a cell's end, in seconds, for the output of C code and child processes."""
 
 Result = TypeVar("Result")
 
@@ -42,8 +42,8 @@ Result = TypeVar("Result")
 def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     """Run a cell in this rank's IPython and report how the cell ended.
 
-    While the cell runs, the engine's output channel sends its output, its figures and the value of
-    its last expression.
+    While the cell runs, the engine's output channel sends the cell's output, the figures and the
+    value of the last expression.
     """
     rank = engine.group.rank
     os.truncate(process_log(engine.group.folder, rank), 0)  # keep only this cell's output
@@ -71,8 +71,8 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
 def interruptible(call: Callable[[], Result]) -> Result:
     """Call the user's code.  SIGINT raises ``KeyboardInterrupt`` only during this call.
 
-    If SIGINT interrupted the engine while it handles a message, the message would be lost, and the
-    kernel would wait for the answer forever.
+    If SIGINT interrupted the engine while the engine handles a message, the message would be lost,
+    and the kernel would wait for the answer forever.
     """
     try:
         try:
@@ -86,11 +86,11 @@ def interruptible(call: Callable[[], Result]) -> Result:
 
 
 def ignore(number: int, frame: object) -> None:
-    """Do nothing.  Unlike ``SIG_IGN``, child processes do not inherit this handler."""
+    """Ignore a signal.  Unlike ``SIG_IGN``, this handler is not inherited by child processes."""
 
 
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
-    """Run a cell's source; return its errors, beginning with the error that ended the cell."""
+    """Run a cell's source; return all errors, first the error that ended the cell."""
     engine.shell.execution_count = spec.execution_count
     was_aborted = engine.group.cancellation.is_aborted
     warn_again()
@@ -101,22 +101,22 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
         ):
             error = execute(spec, engine)
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, DescriptorStream):  # else the user has redirected it
+            if isinstance(stream, DescriptorStream):  # otherwise the user has redirected it
                 stream.settle(DRAIN_SECONDS)
-    except KeyboardInterrupt as interrupt:  # just after the cell had ended
+    except KeyboardInterrupt as interrupt:  # it came just after the cell's end
         error = interrupt
     errors = [*shown] if error is None or is_success(error) else [*shown, error]
     is_aborted = engine.group.cancellation.is_aborted and not was_aborted
-    if not errors and is_aborted and engine.group.can_abort:  # the cell saw meaningless tensors
+    if not errors and is_aborted and engine.group.can_abort:  # the cell got invalid tensors
         errors = [ConsequenceError("This rank was released from its wait.")]
     if isinstance(error, KeyboardInterrupt):
-        # The interrupt ends the cell, so it precedes errors that IPython noted at the same time.
+        # List the interrupt before errors that IPython recorded at the same time.
         errors.sort(key=lambda each: not isinstance(each, KeyboardInterrupt))
     return errors
 
 
 def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
-    """Run a cell or a script; return the error that ended it, or None."""
+    """Run a cell or a script; return the error that ended the code, or None if it succeeded."""
     shell = engine.shell
     if spec.script is None:
         result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
@@ -126,27 +126,27 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     try:
         with process_of(spec.script, engine.group.device):
             interruptible(run)
-    except (Exception, SystemExit) as failure:  # noqa: BLE001  the edge of the user's code
+    except (Exception, SystemExit) as failure:  # noqa: BLE001  the user's code
         shell.showtraceback()
         return failure
     finally:
         shell.events.trigger("post_execute")  # matplotlib shows its figures on this event
-        gc.collect()  # frees cycles of functions and variables, which may hold a GPU's memory
+        gc.collect()  # frees reference cycles, which may hold GPU memory
     return None
 
 
 def warn_again() -> None:
     """Show each warning once per cell or training instead of once per process."""
-    warnings.filterwarnings("ignore", "To exit: use")  # IPython's, when sys.exit ends a cell
-    with warnings.catch_warnings():  # on exit, modules forget the warnings that they have shown
+    warnings.filterwarnings("ignore", "To exit: use")  # IPython's warning if sys.exit ends a cell
+    with warnings.catch_warnings():  # its end makes modules forget the warnings that they showed
         pass
 
 
 @contextlib.contextmanager
 def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
-    """Collect the errors that IPython would show, also if it does not raise them, as in ``%run``.
+    """Collect all errors that IPython would show, also the errors that ``%run`` does not raise.
 
-    The notebook shows these errors.  IPython only keeps the last error, for ``%debug``.
+    The notebook shows the collected errors.  IPython only stores the last error, for ``%debug``.
     """
     found: list[BaseException] = []
 
@@ -160,12 +160,12 @@ def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
     try:
         yield found
     finally:
-        if shell.showtraceback is record:  # else the cell has replaced ``showtraceback``
+        if shell.showtraceback is record:  # otherwise the cell has replaced it
             shell.showtraceback = show
 
 
 def is_success(error: BaseException | None) -> bool:
-    """Return True if an exception ends code that has succeeded, as ``sys.exit(0)`` does."""
+    """Return True if an exception means success, such as the exception of ``sys.exit(0)``."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
@@ -173,7 +173,7 @@ def is_success(error: BaseException | None) -> bool:
 
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
-    """Describe an exception that has just been caught, for the notebook."""
+    """Return a description, for the notebook, of an exception that has just been caught."""
     error = explained(error)
     return Failure(
         rank=engine.group.rank,
@@ -189,9 +189,9 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 
 
 def line_of(error: BaseException) -> int:
-    """Return the line that the cell or the script had reached; 0 if the error is in neither.
+    """Return the line of the cell or script at which an error occurred; 0 if it occurred elsewhere.
 
-    Functions that another cell defines do not count.
+    Lines of functions that another cell defines do not count.
     """
     found = [
         (frame.f_code.co_filename, line)
@@ -209,11 +209,11 @@ def said_by(error: BaseException) -> str:
 
 
 class UnusedParametersError(RuntimeError):
-    """Raised if DDP waits for gradients of parameters that had no part in the loss."""
+    """Raised if DDP waits for gradients of parameters that did not contribute to the loss."""
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return the error; if DDP lacks gradients, return an error that names the parameters."""
+    """Return the error, or a new error that names the parameters if DDP waits for gradients."""
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     for frame, _ in traceback.walk_tb(error.__traceback__):
         model = frame.f_locals.get("self")
@@ -226,15 +226,15 @@ def explained(error: BaseException) -> BaseException:
             unused = [names[int(number)] for number in numbers[1].split()]
             more = f" and {len(unused) - 3} more" * (len(unused) > 3)
             return UnusedParametersError(
-                f"{', '.join(unused[:3])}{more} had no part in the loss of the previous step, so "
-                "DDP still waits for gradients. Make DDP with find_unused_parameters=True, or "
-                "remove parameters that no loss uses"
+                f"{', '.join(unused[:3])}{more} did not contribute to the loss of the previous "
+                "step, so DDP still waits for their gradients. Create DDP with "
+                "find_unused_parameters=True, or remove the parameters that no loss uses"
             ).with_traceback(error.__traceback__)
     return error
 
 
 def traceback_of(error: BaseException, shell: Any) -> list[str]:
-    """Return the formatted traceback, beginning at the user's first line."""
+    """Return the formatted traceback, beginning at the first line of the user's code."""
     frames = from_first(error.__traceback__, is_users)
     is_for_users = isinstance(error, UserError | SystemExit)
     if isinstance(error, BdbQuit) or (is_for_users and frames is None):
@@ -260,8 +260,9 @@ def traceback_of(error: BaseException, shell: Any) -> list[str]:
 def is_plain(error: BaseException) -> bool:
     """Return True if the notebook shows Python's traceback instead of IPython's.
 
-    IPython's traceback takes long to format.  Many ranks fail at once after an interrupt or after
-    one rank's failure.  IPython's code fails if a frame has no line, as between two instructions.
+    IPython takes long to format a traceback, and many ranks fail at once after an interrupt or
+    after one rank's failure.  IPython also cannot format a frame without a line number, which
+    occurs between two instructions.
     """
     if isinstance(error, KeyboardInterrupt) or is_consequence(error):
         return True
@@ -272,14 +273,14 @@ def is_plain(error: BaseException) -> bool:
 def from_first(
     frames: TracebackType | None, is_wanted: Callable[[FrameType], bool]
 ) -> TracebackType | None:
-    """Return a traceback beginning at the first wanted frame; None if no frame is wanted."""
+    """Return a traceback from its first wanted frame on; None if no frame is wanted."""
     while frames is not None and not is_wanted(frames.tb_frame):
         frames = frames.tb_next
     return frames
 
 
 def end_at_users(frames: TracebackType | None) -> None:
-    """Cut the traceback off after the user's innermost line, if the user has a line in it."""
+    """Cut a traceback off after the innermost line of the user's code, if it has such a line."""
     last = None
     while frames is not None:
         last = frames if is_users(frames.tb_frame) else last
@@ -296,11 +297,11 @@ def release_frames(error: BaseException) -> None:
     for each in chain_of(error):
         traceback.clear_frames(each.__traceback__)
         for frame, _ in traceback.walk_tb(each.__traceback__):
-            len(frame.f_locals)  # Python 3.11 renews its copy when it is read; now it is empty
+            len(frame.f_locals)  # this read empties Python 3.11's copy of the variables
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, then the error that was being handled when it was raised, and so on."""
+    """Yield an error, then the error in its ``__context__``, and so on."""
     while error is not None:
         yield error
         error = error.__context__

@@ -1,6 +1,6 @@
 """Finds, counts and closes the TCP connections of this host's processes (ranks).
 
-Two ranks are connected if each has a connection with the other's two ends in reverse order.
+Two ranks are connected if each rank has a connection with the same two ends, in opposite order.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from ddpnb.protocol.processes import as_socket
 
 SETTLE_SECONDS: Final = 1.0
-"""The longest wait for bytes that are under way while ddpnb counts bytes."""
+"""Maximum wait in seconds for bytes that are under way, before ``bytes_sent`` returns."""
 
 
 class Address(NamedTuple):
@@ -27,31 +27,31 @@ class Address(NamedTuple):
 
 
 class TcpConnection(NamedTuple):
-    """A connection as seen by one of its two processes."""
+    """A TCP connection, as seen by one of its two processes."""
 
     fd: int
     laddr: Address
-    """The end of this process."""
+    """Local address: the end of the connection in this process."""
     raddr: Address
-    """The end of the other process."""
+    """Remote address: the end of the connection in the other process."""
 
 
 class SocketTraffic(NamedTuple):
-    """The bytes that a connection has carried so far."""
+    """The traffic of a TCP connection so far."""
 
     num_bytes_acked: int
-    """Bytes sent and acknowledged."""
+    """Number of bytes that were sent and acknowledged."""
     num_bytes_received: int
     is_under_way: bool
-    """True if some bytes are not sent or not acknowledged yet."""
+    """True if some bytes are not yet sent or not yet acknowledged."""
 
 
 Ends = tuple[Address, Address]
-"""The end of this process and the end of the other process."""
+"""Both ends of a connection: first this process's address, then the other process's address."""
 
 
 def ends_of(pids: Collection[int]) -> set[Ends]:
-    """Return the ends of all connections that these processes of this user have."""
+    """Return the ends of all TCP connections of the given processes, which this user must own."""
     connections = _connections_by_inode()
     return {connections[each] for pid in pids for each in _inodes(pid) if each in connections}
 
@@ -61,7 +61,7 @@ def _inodes(pid: int) -> set[str]:
     found = set()
     with contextlib.suppress(OSError):  # the process has ended
         for each in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # the file was closed meanwhile
+            with contextlib.suppress(OSError):  # the file has been closed meanwhile
                 if (target := os.readlink(each.path)).startswith("socket:["):
                     found.add(target[len("socket:[") : -1])
     return found
@@ -70,7 +70,8 @@ def _inodes(pid: int) -> set[str]:
 def _connections_by_inode() -> dict[str, Ends]:
     """Return the system's TCP connections, with their sockets' inodes as keys.
 
-    psutil names one process per connection, but ``DataLoader`` workers share their rank's sockets.
+    psutil would give only one process per connection, but the ``DataLoader`` workers of a rank
+    share the rank's sockets.
     """
     found: dict[str, Ends] = {}
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -94,14 +95,14 @@ def _read_address(text: str, family: socket.AddressFamily) -> Address:
 def own_connections() -> Iterator[TcpConnection]:
     """Yield the open TCP connections of this process, without reading the system's list."""
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
-        # The file may have been closed, may be no socket, or may not be connected.
+        # The file may have been closed, may not be a socket, or may not be connected.
         with contextlib.suppress(OSError), as_socket(fd) as end:
             if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
                 yield TcpConnection(fd, _address(end.getsockname()), _address(end.getpeername()))
 
 
 def shut_down(fd: int, how: int = socket.SHUT_RDWR) -> bool:
-    """End every wait at a socket without closing it; return True if it was connected."""
+    """End all waits at a socket without closing it; return True if the socket was connected."""
     try:
         with as_socket(fd) as end:
             end.shutdown(how)
@@ -120,9 +121,9 @@ def traffic_of(fd: int) -> SocketTraffic | None:
 
 
 def bytes_sent() -> int | None:
-    """Return how many bytes this process has sent on its TCP connections; None if unknown.
+    """Return the number of bytes that this process has sent through TCP; None if unknown.
 
-    Waits up to ``SETTLE_SECONDS`` for bytes that are under way.
+    This function waits up to ``SETTLE_SECONDS`` for bytes that are under way.
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:

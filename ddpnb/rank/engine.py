@@ -29,9 +29,9 @@ from ddpnb.rank.torchrun import AdoptedGroup, refuse_launchers
 
 
 def serve_commands(pipe: Connection, handlers: Mapping[RankCommand, Any]) -> None:
-    """Carry out the kernel's commands one at a time; send back a value or an error for each.
+    """Execute the kernel's commands one at a time; send back a value or an error for each command.
 
-    ``pipe`` leads to the fork server.  If it closes, this process ends.
+    ``pipe`` is connected to the fork server.  If the pipe closes, this process ends.
     """
     while True:
         try:
@@ -43,7 +43,7 @@ def serve_commands(pipe: Connection, handlers: Mapping[RankCommand, Any]) -> Non
             handler = handlers[RankCommand(message["command"])]
             answer["value"] = handler(*message.get("arguments", ()))
         except Exception as error:  # noqa: BLE001  the thread must survive any error
-            traceback.print_exc()  # to the log
+            traceback.print_exc()  # to the rank's log
             answer["failure"] = "".join(traceback.format_exception_only(error)).strip()
         pipe.send_bytes(json.dumps(answer).encode())
 
@@ -54,28 +54,28 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     group = Instance(Group)
     adopted_group = Instance(AdoptedGroup)
     notebook_folder = ""
-    """The notebook's working folder when it last called this rank."""
+    """The notebook's working folder at the time of its last call to this rank."""
     sending: "Sending"
     publisher: Any = None
     """The publisher of the cell or run in progress."""
     answers = Instance(SimpleQueue, ())
-    """The user's lines for the rank that is debugged; None if no more lines will come.
+    """Queue of the lines that the user types to debug this rank; None if no more lines follow.
 
-    ``SimpleQueue`` is C code, so the debugger, which also reads lines here, cannot step into it.
+    The debugger also reads the queue.  It cannot step into ``SimpleQueue``, because that is C code.
     """
     stop_wanted = Instance(threading.Event, ())
-    """Set if the run in progress should end early."""
+    """Set when the run in progress should end early."""
 
     async def complete_registration(self, *args: Any) -> None:
-        """Prepare the shell as soon as the engine has one."""
+        """Prepare the shell as soon as the engine has created it."""
         await super().complete_registration(*args)
         self.session.send = self.sending = Sending(self.session.send)
-        self.log.setLevel(self.log_level)  # ipyparallel had set DEBUG: five records per cell
+        self.log.setLevel(self.log_level)  # ipyparallel's DEBUG logs five records per cell
         # Unlike ipykernel, do not change SIGINT's handler around a message: see interruptible.
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = lambda: None
         shell = self.kernel.shell
         prepare(shell)
-        for name in ("ps1", "ps2", "ps3"):  # set by IPython; libraries take them for a prompt
+        for name in ("ps1", "ps2", "ps3"):  # IPython's; libraries would expect a prompt
             vars(sys).pop(name, None)
         shell.user_ns.update(
             rank=self.group.rank,
@@ -86,27 +86,27 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
     @property
     def shell(self) -> Any:
-        """This rank's IPython; None while the engine starts."""
+        """This rank's IPython shell; None while the engine starts."""
         return None if self.kernel is None else self.kernel.shell
 
 
 class Sending:
-    """Filters out status messages that nobody reads, because they add up with many ranks.
+    """Filters out unneeded status messages, because the messages of many ranks add up.
 
-    ``Sending`` drops messages that report the beginning of a call.  If a cell has no output, the
-    message that the output has ended is dropped too, because the cell's result says so.
+    ``Sending`` drops messages that report the beginning of a call.  It also drops the message that
+    ends a cell's output if the cell had no output, because the cell's result already says so.
     """
 
     def __init__(self, send: Callable[..., Any]) -> None:
         self._send = send
         self._silent_cell: str | None = None
         self.num_outputs = 0
-        """The number of messages sent so far, except results, begins and ends of calls."""
+        """Number of messages sent so far, without status messages and results of calls."""
 
     def __call__(
         self, stream: Any, msg_or_type: Any, content: Any = None, *args: Any, **options: Any
     ) -> Any:
-        """Send a message, as ``Session.send`` does."""
+        """Send a message as ``Session.send`` does, unless it is filtered out."""
         if msg_or_type == "status":
             is_silent = id_of(options.get("parent")) == self._silent_cell
             if is_silent or content == {"execution_state": "busy"}:
@@ -116,7 +116,10 @@ class Sending:
         return self._send(stream, msg_or_type, content, *args, **options)
 
     def end_cell(self, cell: str, num_outputs_before: int) -> bool:
-        """Return True if the cell with request id ``cell`` had no output; if so, omit its end."""
+        """Return True if a cell had no output; in that case, drop the cell's last status message.
+
+        ``cell`` is the id of the cell's request.
+        """
         streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, DescriptorStream)]
         is_sent = not any(each.has_written for each in streams)
         is_silent = is_sent and self.num_outputs == num_outputs_before
@@ -125,7 +128,7 @@ class Sending:
 
 
 def id_of(request: Any) -> str:
-    """Return the id of a request to the rank; empty if there is none."""
+    """Return the id of a request to the rank; empty if there is no request."""
     return str(request["header"].get("msg_id", "")) if request else ""
 
 
@@ -133,8 +136,8 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     """Join the process group, then serve as an ipyparallel engine until the process ends.
 
     Args:
-        settings: the rank settings of ``cluster.placement.rank_settings``, and
-            ``engine_arguments`` (ipyparallel's command line).
+        settings: the rank's settings from ``cluster.placement.rank_settings``, and as
+            ``engine_arguments`` the command line for ipyparallel.
         pipe: the pipe to the fork server.
         folder: the cluster's private run folder.
     """
@@ -147,7 +150,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = Group(
-        rank=int(os.environ["RANK"]),  # the same variables as torchrun's
+        rank=int(os.environ["RANK"]),  # torchrun sets the same variables
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -175,7 +178,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     threading.Thread(
         target=serve_commands, args=(pipe, handlers), name="ddpnb-control", daemon=True
     ).start()
-    if settings["generation"] is not None:  # else the other ranks train, and form it later
+    if settings["generation"] is not None:  # otherwise after the other ranks' run
         group.join(settings["generation"])
     engine.initialize(settings["engine_arguments"])
     engine.notebook_folder = settings["cells_folder"]

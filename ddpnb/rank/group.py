@@ -32,17 +32,17 @@ from ddpnb.rank.connections import (
 )
 
 JOIN_TIMEOUT = timedelta(seconds=60)
-"""The longest time that ranks wait for each other when they form a group."""
+"""Maximum time that ranks wait for each other when they form a process group."""
 RETURN_TIMEOUT = timedelta(seconds=20)
-"""The longest time for a rank to reconnect to the store, while the kernel waits."""
+"""Maximum time for a rank to reconnect to the store.  The kernel waits during this time."""
 MEET_SECONDS_PER_RANK = 0.001
-"""A rank's sleep, per rank of the group, between two checks of whether all ranks are there."""
+"""Seconds between two checks whether all ranks have joined, divided by the number of ranks."""
 
 ABORT_SECONDS = 10.0
-"""The longest time that ``Group.abort`` waits for NCCL to abort before it goes on."""
+"""Maximum time in seconds that ``Group.abort`` waits for NCCL to abort."""
 
 DRAIN_SECONDS = 2.0
-"""The longest time that a GPU may work off its queue before the rank leaves a group."""
+"""Maximum time in seconds for a GPU to finish its queued work before the rank leaves a group."""
 
 NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -50,8 +50,9 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_TIMING": "1",
 }
-"""Without the first three settings, NCCL's watchdog ends the process if a group is aborted or waits
-ten minutes.  With the last setting, the flight recorder shows the collectives that the GPU reached
+"""Environment variables for NCCL.  Without the first three variables, NCCL's watchdog ends the
+process if a group is aborted or waits for ten minutes.  With the last variable, the flight recorder
+shows which collectives the GPU has reached
 (docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)."""
 
 
@@ -59,9 +60,10 @@ ten minutes.  With the last setting, the flight recorder shows the collectives t
 class Group:
     """This rank's membership in the default process group of ``torch.distributed``.
 
-    The ranks of one host form a group through a ``FileStore`` inside the private run folder.  Each
-    group has a new generation and a new file, so that ranks never read a dead group's keys.  The
-    ranks of several hosts use a ``TCPStore`` in rank 0's process, with a prefix per generation.
+    On one host, the ranks form a group through a ``FileStore`` inside the private run folder.  Each
+    group has a new generation number and a new file, so ranks never read the keys of an old group.
+    On several hosts, the ranks use a ``TCPStore`` in rank 0's process.  The keys of each generation
+    have another prefix.
     """
 
     rank: int
@@ -69,34 +71,34 @@ class Group:
     world_size: int
     local_world_size: int
     master: Address
-    """The address of the store for several hosts; a cell may change the environment's address."""
+    """Address of the store for several hosts.  Cells may change the address in ``os.environ``."""
     backend: str
     device: torch.device
     folder: Path
     host: str = ""
-    """The host's name as the user wrote it; if empty, the host's own name is used."""
+    """This host's name as the user wrote it.  If empty, the system's host name is used."""
     peers: frozenset[str] = frozenset()
-    """The addresses of the other hosts."""
+    """Addresses of the other hosts."""
     server: dist.TCPStore | None = None
-    """The store of the ranks of several hosts; only in rank 0's process."""
+    """The store for ranks on several hosts.  Only rank 0's process has this store."""
     joined_ns: int = 0
-    """``time.time_ns()`` when the group was formed."""
+    """Time at which the group was formed, from ``time.time_ns()``."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
-    """Ends waits outside the group; each group has a new token."""
+    """Ends waits outside the process group.  Each process group gets a new token."""
     collective_checks: MismatchCheck = field(default_factory=MismatchCheck)
     """Raises an error if a collective does not match the other ranks' collectives."""
 
     def join(self, generation: int, *, is_checked: bool = False) -> None:
-        """Form the group.  Takes part: every rank.  Returns after a finished all-reduce.
+        """Form the process group, and test it with an all-reduce.  Takes part: every rank.
 
         Args:
-            generation: the number of earlier groups.
-            is_checked: True if torch compares order, shape and type of all ranks' collectives at
-                each call (``DebugLevel.DETAIL``), which makes the collectives slow.
+            generation: the number of process groups that the ranks formed before this group.
+            is_checked: if True, torch compares the order, shape and type of collectives between
+                ranks at each call (``DebugLevel.DETAIL``).  This check makes collectives slow.
 
         Raises:
-            RuntimeError: a rank did not join within ``JOIN_TIMEOUT``.
-            ConsequenceError: the group was aborted before it was formed.
+            RuntimeError: if a rank did not join within ``JOIN_TIMEOUT``.
+            ConsequenceError: if the group was aborted before it was formed.
         """
         self.leave()
         self.cancellation = CancellationToken()
@@ -107,36 +109,36 @@ class Group:
         level = dist.DebugLevel.DETAIL if is_checked else dist.DebugLevel.OFF
         dist.set_debug_level(level)
         self.collective_checks.start(self.folder, generation, is_exact=is_checked)
-        if generation:  # a rank that dies while the first group is formed ends the start
+        if generation:  # not for the first group, because a rank's death then ends the start
             self._meet(store)
         init_process_group(
             self.backend,
             store=store,
             rank=self.rank,
             world_size=self.world_size,
-            # With device_id, torch forms communicators at once and splits sub-groups off them, and
-            # a barrier knows its GPU (torch's documentation of init_process_group and barrier).
+            # With device_id, torch forms communicators at once, splits them for sub-groups, and
+            # knows the GPU of a barrier (torch's docs of init_process_group and barrier).
             device_id=self.device if self.backend == "nccl" else None,
         )
-        self.cancellation.check()  # an earlier abort could not close these connections
+        self.cancellation.check()  # an abort before this line has not closed the new connections
         self.joined_ns = time.time_ns()
         total = torch.ones(1, device=self.device, dtype=torch.float32)  # default dtypes may differ
         dist.all_reduce(total)
         assert total.item() == self.world_size
 
     def _meet(self, store: dist.Store) -> None:
-        """Wait until all ranks are about to form the group; only this part can be aborted."""
+        """Wait until all ranks are ready to form the group.  Only this part can be aborted."""
         if store.add("here", 1) == self.world_size:
             store.set("all here", "")
         deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
         while not store.check(["all here"]):
             self.cancellation.check()
             if time.monotonic() > deadline:
-                raise RuntimeError("Not all ranks came to form a new process group.")
+                raise RuntimeError("Not all ranks joined the new process group in time.")
             time.sleep(MEET_SECONDS_PER_RANK * self.world_size)
 
     def _store(self, generation: int) -> dist.Store:
-        """Return the store through which the ranks form a new group."""
+        """Return the store through which the ranks form a new process group."""
         if not self.peers:
             return dist.FileStore(str(self.folder / f"group-{generation}"), self.world_size)
         if self.rank == 0 and self.server is None:
@@ -149,31 +151,31 @@ class Group:
         return dist.PrefixStore(f"group-{generation}", store)
 
     def leave(self) -> None:
-        """Leave the group, if there is one; raise ``RuntimeError`` if its abort takes too long."""
+        """Leave the group, if there is one; raise ``RuntimeError`` if the abort takes too long."""
         if not dist.is_initialized():
             return
         if self.can_abort:  # destroying the group would wait for ranks that may have ended
             if self.device.type == "cuda" and not self.cancellation.is_aborted:
                 ends_in_time([lambda: torch.cuda.synchronize(self.device)], DRAIN_SECONDS)
             if not abort_groups(ABORT_SECONDS):
-                raise RuntimeError(f"{self.backend} did not abort. Restart this rank.")
+                raise RuntimeError(f"{self.backend} could not abort. Restart this rank.")
         with contextlib.suppress(RuntimeError):  # the connections of an aborted group are closed
             destroy_process_group()
 
     @property
     def can_abort(self) -> bool:
-        """True if the backend can abort a wait, as all backends except gloo can."""
+        """True if the backend can abort a wait.  All backends except gloo can abort waits."""
         return self.backend != "gloo"
 
     def abort(self, peers: Collection[int] = ()) -> int:
-        """Release this rank from every wait for another rank; return how many waits ended.
+        """Release this rank from all waits for other ranks; return the number of waits that ended.
 
-        ``peers``: the processes of this host's other ranks.
+        ``peers``: process ids of the other ranks on this host.
 
-        Call it from a thread that does not wait.  NCCL's communicators are aborted first.  Gloo
-        cannot end a wait, so this shuts down all TCP connections between this process and its
-        peers, of every group.  The waiting call then raises ``RuntimeError``.  Afterwards the
-        group is dead, and ``join`` forms the next group.
+        Call this method from a thread that does not wait.  NCCL's communicators are aborted first.
+        Gloo cannot end a wait, so ``abort`` shuts down the TCP connections of all groups between
+        this process and its peers.  Calls that wait for a peer then raise ``RuntimeError``.
+        Afterwards the group is unusable, until ``join`` forms the next group.
         """
         if self.can_abort and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
             print(f"{self.backend} did not abort within {ABORT_SECONDS:g} s.", file=sys.stderr)
@@ -185,11 +187,11 @@ class Group:
         return num_aborted
 
     def _leads_to_peer(self, connection: TcpConnection) -> bool:
-        """Return True if a connection probably leads to a rank of another host.
+        """Return True if a connection probably leads to a rank on another host.
 
-        A host that is gone cannot report its ranks' connections.  So a connection to another host
-        counts if both ports are ports that the system hands out.  A service that the user reaches
-        there has a fixed port outside that range.
+        A lost host cannot report the connections of its ranks.  So a connection to another host
+        counts if the system chose both ports (ephemeral ports).  A service on the other host that
+        the user's code connects to has a fixed port outside the range of ephemeral ports.
         """
         if connection.raddr.ip not in self.peers:
             return False
@@ -198,7 +200,7 @@ class Group:
         return all(port in known or port == self.master.port for port in ports)
 
     def num_bytes_between_hosts(self) -> int:
-        """Return how many bytes this rank has exchanged with ranks of other hosts so far."""
+        """Return the number of bytes that this rank has exchanged with other hosts' ranks."""
         if not self.peers:
             return 0
         store = self.master.port  # excluded, because waiting ranks poll the store
@@ -222,7 +224,7 @@ class Group:
             device_name=torch.cuda.get_device_name(self.device) if on_gpu else "",
             num_threads=torch.get_num_threads(),
             backend=self.backend,
-            # The ranks of a host take its GPUs in turn.
+            # A host's ranks are assigned to its GPUs in turn.
             shares_device=on_gpu and own + num_gpus < self.local_world_size,
             has_peer_access=torch.cuda.can_device_access_peer(own, (own + 1) % num_gpus)
             if num_gpus > 1
@@ -233,7 +235,7 @@ class Group:
 
 
 def store_server(address: str, port: int) -> dist.TCPStore:
-    """Return a store that listens at one address; torch's own store listens at every address."""
+    """Return a store that listens at one address, not at all addresses as torch's store does."""
     listener = socket.create_server((address, port), backlog=1024)
     return dist.TCPStore(
         address,
@@ -246,19 +248,19 @@ def store_server(address: str, port: int) -> dist.TCPStore:
 
 
 def abort_groups(seconds: float) -> bool:
-    """Abort all process groups of this rank with sub-groups; return True if all ended in time.
+    """Abort all process groups and sub-groups of this rank; return True if all ended in time.
 
-    A wait on the CPU then raises an error.  A wait on a GPU leaves a meaningless tensor.  The
-    groups stay registered, so the next call reports that they were aborted.  Torch's own
-    ``_abort_process_group`` would remove them while another thread uses them.  Each abort has a
-    thread, because it may take as long as its group's timeout or wait for another group's abort.
+    A call that waits on the CPU then raises an error.  A call that waits on a GPU leaves a
+    meaningless tensor.  Aborted groups stay registered, so the next call reports the abort.
+    Torch's ``_abort_process_group`` would remove groups while another thread uses them.  Each abort
+    runs in a thread, because an abort may take as long as the group's timeout or wait for another.
     """
     groups = torch_internals.process_groups()
     return ends_in_time([group.abort for group in groups], seconds)
 
 
 def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:
-    """Make all calls at once, in threads; return True if all succeed within ``seconds``.
+    """Make all calls at once, in threads; return True if all calls succeed within ``seconds``.
 
     Python prints the exceptions of these threads.
     """

@@ -1,8 +1,8 @@
 """Measures how long each phase of a step takes, and how many bytes the step sends (ranks).
 
-Strategies need no code for that.  ``Worker.compute_gradients`` begins the phases of a step.  The
-interceptor of collectives reports messages through ``torch.distributed``.  The servers report
-messages through shared memory.
+Strategies need no code for these measurements.  ``Worker.compute_gradients`` begins the phases of a
+step.  The interceptor of collectives reports the messages that ``torch.distributed`` sends.  The
+servers report the messages that go through shared memory.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.table import Call
 
 Phase = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
-"""A phase of a step; the phases are the fields of ``messages.Parts`` that exclude each other."""
+"""Name of a phase of a step.  Phases never overlap.  Each is a field of ``messages.Parts``."""
 
 Moment = Any
 """A point in time on the device's own clock, from ``Meter.moment``."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done its work, before code reads a clock.  A CPU needs no wait."""
+    """Wait until a GPU has finished its work, so that a clock can be read; ignore other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Return how many seconds a call takes, until the device has done its work."""
+    """Return the seconds that a call takes, including its work on the device."""
     synchronize(device)
     began = time.perf_counter()
     call()
@@ -44,7 +44,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 class Traffic(NamedTuple):
-    """Bytes that a worker exchanged with other workers."""
+    """Number of bytes that a worker sent to other workers and received from them."""
 
     sent: int = 0
     received: int = 0
@@ -53,7 +53,7 @@ class Traffic(NamedTuple):
 def completed(
     step: StepEvent, seconds: float, parts: Parts, values: Mapping[str, Tensor]
 ) -> StepEvent:
-    """Return a finished step; ``values`` are its loss and the task's further numbers."""
+    """Return the event of a finished step; ``values`` are the step's loss and metrics."""
     numbers = {name: value.item() for name, value in values.items()}
     return replace(step, seconds=seconds, parts=parts, loss=numbers.pop("loss"), metrics=numbers)
 
@@ -61,12 +61,12 @@ def completed(
 class Meter:
     """Counts one worker's communication: its exposed seconds, hidden seconds and bytes.
 
-    A message that is issued and waited for later is hidden until the wait begins.  C++ code waits
-    for the messages of DDP's backward pass.  They are hidden until the last of them is issued.  The
-    rest of the backward pass waits for them and is exposed.
+    A message that does not block the worker is hidden until the worker waits for the message.  In
+    DDP's backward pass, C++ code waits for messages.  These messages count as hidden until the last
+    message is issued.  The rest of the backward pass counts as exposed.
 
-    Subclasses have a clock, which divides the time of a step into phases.  This class counts no
-    time.
+    Subclasses have a clock that divides the time of a step into phases.  This base class measures
+    no time.
     """
 
     def __init__(self) -> None:
@@ -76,19 +76,19 @@ class Meter:
         self._last: Moment = None
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:
-        """Add bytes that this worker exchanged."""
+        """Add to the number of bytes that this worker has sent and received."""
         self._sent += sent
         self._received += received
 
     def take(self) -> Traffic:
-        """Return the bytes counted since the previous call."""
+        """Return the number of bytes counted since the previous call of ``take``."""
         taken = Traffic(self._sent, self._received)
         self._sent = self._received = 0
         return taken
 
     @contextlib.contextmanager
     def communicating(self, phase: Phase = "communication") -> Iterator[None]:
-        """Count the time in this context as exposed communication, or as waiting."""
+        """Count the time in this context as ``phase``: exposed communication or waiting."""
         before = self.begin(phase)
         try:
             yield
@@ -98,7 +98,7 @@ class Meter:
                 self._last = self.moment()
 
     def issued(self) -> None:
-        """Note a message that is under way while this worker continues to compute."""
+        """Record that a message is under way while this worker continues to compute."""
         self._last = self.moment()
         if not self._num_in_flight:
             self._first = self._last
@@ -120,10 +120,10 @@ class Meter:
             self.begin("communication", at=self._last)
             self._num_in_flight = 0
 
-    # -- the clock: without effect in this class ----------------------------------------------
+    # -- the clock: these methods do nothing in this class ------------------------------------
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
-        """Count the time from now on, or from a recent moment, as ``phase``.
+        """Count the time from now on as ``phase``, or from the moment ``at`` if it is given.
 
         Returns:
             The previous phase.
@@ -131,15 +131,15 @@ class Meter:
         return phase
 
     def moment(self) -> Moment:
-        """Return this point in time without waiting for the device."""
+        """Return the current moment without waiting for the device."""
 
     def hide(self, begun: Moment, ended: Moment) -> None:
         """Count communication between two moments as hidden behind other work."""
 
-    # On emulated devices (``laboratory``), these methods advance the computed time.
+    # On emulated devices (``laboratory``), the methods below advance the computed time.
 
     scale = 1.0
-    """Bytes of the emulated model for each byte of the trained model."""
+    """Number of bytes of the emulated model per byte of the trained model."""
 
     def begin_step(self, num_samples: int) -> None:
         """Begin a step of this worker on ``num_samples`` samples."""
@@ -149,19 +149,19 @@ class Meter:
         self.begin(phase)
 
     def produced(self, num_bytes: int) -> None:
-        """Note that the phase has produced ``num_bytes`` more bytes of gradients."""
+        """Record that the current phase has produced ``num_bytes`` more bytes of gradients."""
 
     def computed(self) -> None:
-        """Note that the results of this worker's computation are needed now."""
+        """Record that this worker now needs the results of its computation."""
 
     def exchange(self, num_messages: int, num_bytes: float, *, is_scaled: bool = True) -> None:
-        """Exchange messages of ``num_bytes`` bytes in total with other devices of this process.
+        """Exchange messages, of ``num_bytes`` bytes in total, with other devices of this process.
 
-        ``is_scaled``: True for parameters and gradients, False for samples and outputs.
+        ``is_scaled`` is True for parameters and gradients, and False for samples and outputs.
         """
 
     def wait_until(self, end: float) -> None:
-        """Wait for another worker until the time ``end``."""
+        """Wait for another worker until the computed time ``end``."""
 
 
 @final
@@ -173,14 +173,14 @@ class Account(Listener):
         self._thread = threading.get_ident()
 
     def begin(self, call: Call) -> None:
-        """Count a call's bytes; if the call does not block, note a message under way."""
+        """Count a call's bytes; if the call does not block, record that a message is under way."""
         sent, received = call.traffic
         self._meter.count(sent=sent, received=received)
         if not call.is_blocking:
             self._meter.issued()
 
     def waiting(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        """Return a context that counts the time of a wait."""
+        """Return a context that counts the time of a wait as exposed communication."""
         if threading.get_ident() != self._thread:  # not part of the run's own steps
             return contextlib.nullcontext()
         return self._meter.communicating() if call.is_blocking else self._meter.awaited()

@@ -1,6 +1,7 @@
 """Sends events to the notebook through a queue, without slowing the training (ranks).
 
-The training thread only appends.  Another thread sends the queue twice a second, as one message.
+The training thread only appends events.  Another thread sends all events in the queue twice a
+second, as one message.
 """
 
 import itertools
@@ -26,15 +27,16 @@ from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.engine import RankEngine
 
 FLUSH_SECONDS = 0.5
-"""The time between two messages.  If the process dies, the events of this time are lost.  With a
-fifth of this value, a training that kept all cores busy lost 2 % of its speed."""
+"""Seconds between two messages.  If the process dies, the events since the last message are lost.
+With a fifth of this value, a training that used all cores lost 2 % of its speed."""
 
 
 class Publisher(Listener):
     """Sends a run's events to the notebook, in order, in numbered batches.
 
-    The thread starts with the first event.  If the publisher listens to collectives, the first
-    collective starts the clock of a hand-written loop.  Without a run, ``run_id`` is empty.
+    The sending thread starts with the first event.  If the publisher listens to collectives, the
+    first collective starts the clock of a hand-written loop.  ``run_id`` is empty if there is no
+    run.
     """
 
     def __init__(self, *, rank: int, run_id: str, first_batch: int = 0) -> None:
@@ -42,7 +44,7 @@ class Publisher(Listener):
         self.run_id = run_id
         self.num_batches = first_batch
         self._events: deque[RunHeader | StepEvent | Mark | Evaluating] = deque()
-        self.numbers = itertools.count()  # of calls of ``log``
+        self.numbers = itertools.count()  # of the steps that ``log`` adds
         self._began_seconds: float | None = None
         self._stop = threading.Event()
         self._starting = threading.Lock()
@@ -50,7 +52,7 @@ class Publisher(Listener):
         self._thread: threading.Thread | None = None
 
     def begin(self, call: Call) -> None:
-        """Start the clock, if it does not run yet."""
+        """Start the clock if it is not running yet."""
         self.seconds()
 
     def seconds(self) -> float:
@@ -60,7 +62,7 @@ class Publisher(Listener):
         return now - self._began_seconds
 
     def publish(self, event: RunHeader | StepEvent | Mark | Evaluating) -> None:
-        """Add an event to the queue, which takes one microsecond."""
+        """Add an event to the queue, in about one microsecond."""
         self._events.append(event)
         if isinstance(event, Mark) and event.kind is MarkKind.KILLED:
             self._flush()  # this process is about to end
@@ -70,7 +72,7 @@ class Publisher(Listener):
                 self._thread.start()
 
     def close(self) -> None:
-        """Send the rest of the queue and end the thread.  May be called twice."""
+        """Send the remaining events and end the sending thread.  May be called twice."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -116,10 +118,10 @@ def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
     Args:
         loss: the mean loss over this rank's samples of the step.
         samples: the number of samples that this rank trained on in the step.
-        **metrics: more numbers to store with the step.
+        **metrics: further numbers to store with the step, by name.
 
     Raises:
-        UserError: the cell names no run.
+        UserError: if the cell does not name a run.
     """
     publisher = RankEngine.instance().publisher
     if publisher is None or not publisher.run_id:

@@ -1,4 +1,4 @@
-"""Seeds, saves and restores global random numbers, and restores other globals of torch (ranks)."""
+"""Seeds and restores global random generators, and restores global settings of torch (ranks)."""
 
 import contextlib
 import random
@@ -10,9 +10,10 @@ import torch
 
 
 def seed_everything(seed: int | None) -> None:
-    """Seed all global random generators, also on GPUs; None seeds each process differently.
+    """Seed all global random generators, also on GPUs.
 
-    Forked processes need seeding, because they all begin with their parent's random state.
+    If ``seed`` is None, each process gets a different seed.  Forked processes must be seeded,
+    because each of them begins with the random state of the parent process.
     """
     random.seed(seed)
     if seed is not None:
@@ -20,7 +21,7 @@ def seed_everything(seed: int | None) -> None:
         torch.manual_seed(seed)
         return
     torch.seed()
-    if "numpy.random" in sys.modules:  # else numpy seeds itself on import
+    if "numpy.random" in sys.modules:  # otherwise numpy seeds itself on import
         np.random.seed()
 
 

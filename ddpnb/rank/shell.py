@@ -1,7 +1,7 @@
-"""Adapts IPython to a rank, which has no frontend of its own (ranks).
+"""Adapts IPython to a rank, because a rank has no frontend (ranks).
 
-A rank reaches the notebook only through its output.  So a rank prints text that would appear in a
-pager, in a widget or on a forked child's screen.  Functions that need a prompt raise an error.
+A rank can only send output to the notebook.  So a rank prints text that would otherwise appear in a
+pager or a widget, and the output of forked children.  Functions that need a prompt raise an error.
 """
 
 import builtins
@@ -30,11 +30,11 @@ CANNOT_ASK = (
 )
 
 AROUND = ("IPython.*", "ipykernel.*", "ddpnb.*")
-"""Modules in which the debugger does not stop, because a cell's last line returns to them."""
+"""Modules in which the debugger does not stop.  A cell's last line returns to these modules."""
 
 
 def prepare(shell: Any) -> None:
-    """Adapt a rank's IPython."""
+    """Adapt the IPython shell of a rank."""
     name_of_code = shell.compile.get_code_name
     own, common = f"ipykernel_{os.getpid()}", f"ipykernel_{os.getppid()}"
     shell.compile.get_code_name = lambda *code: name_of_code(*code).replace(own, common)
@@ -49,17 +49,17 @@ def prepare(shell: Any) -> None:
 
 
 def end_cells_with_exit(shell: Any) -> None:
-    """Make ``exit()`` and ``quit()`` end the cell instead of the rank, as IPython's would.
+    """Make ``exit()`` and ``quit()`` end the cell, because IPython's functions end the rank.
 
-    Python's own ``exit`` would also close stdin, and the next opened file would get its number.
+    Python's ``exit`` would close stdin, and the next opened file would get stdin's descriptor.
     """
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     shell.user_ns.update(exit=sys.exit, quit=sys.exit)
-    shell.ask_exit = sys.exit  # after %reset
+    shell.ask_exit = sys.exit  # for IPython's exit(), which %reset restores
 
 
 def use_text_bars() -> None:
-    """Make tqdm draw bars as text instead of widgets, which do not move on a rank."""
+    """Make tqdm draw progress bars as text, because its widgets do not move on a rank."""
     with contextlib.suppress(ImportError):  # tqdm may be missing
         std = importlib.import_module("tqdm.std")
         for name in ("autonotebook", "notebook"):
@@ -68,12 +68,12 @@ def use_text_bars() -> None:
 
 
 def refuse(*args: object, **options: object) -> NoReturn:
-    """Raise ``UserError`` instead of ``input`` and ``breakpoint``."""
+    """Raise ``UserError``.  This function replaces ``input`` and ``breakpoint``."""
     raise UserError(CANNOT_ASK)
 
 
 def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
-    """Complete a cell's source; return the text to replace, and completions with their kinds."""
+    """Return the text to replace before ``offset``, and its completions with their kinds."""
     with provisionalcompleter():
         found = list(rectify_completions(source, shell.Completer.completions(source, offset)))
     start = found[0].start if found else offset
@@ -81,7 +81,7 @@ def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[s
 
 
 def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, str]:
-    """Return the help of ``name?`` for the name at an offset as a MIME bundle; empty if unknown."""
+    """Return the help for the name at ``offset`` as a MIME bundle; empty if the name is unknown."""
     try:
         bundle = shell.object_inspect_mime(token_at_cursor(source, offset), detail_level)
     except KeyError:
@@ -91,10 +91,10 @@ def description(shell: Any, source: str, offset: int, detail_level: int) -> dict
 
 @contextlib.contextmanager
 def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> Iterator[None]:
-    """Make one rank's ``input`` and ``breakpoint`` ask the notebook during a cell.
+    """Make ``input`` and ``breakpoint`` on the debugged rank ask the notebook during a cell.
 
-    That rank's control thread puts the user's lines into ``answers``.  The other ranks do not stop
-    at ``breakpoint()``.
+    The control thread of the debugged rank puts the user's lines into ``answers``.  The other ranks
+    do not stop at ``breakpoint()``.
     """
     if spec.debug_rank is None:
         yield
@@ -115,7 +115,7 @@ def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> 
 
 
 def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
-    """Publish a question of ``input``, and return the user's line.
+    """Publish a prompt of ``input``, and return the line that the user types.
 
     If the kernel is interrupted or another kernel connects, raise ``EOFError``.
     """
@@ -124,7 +124,7 @@ def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
     publish_data({"question": prompt})
     answer = answers.get()
     if answer is None:
-        answers.put(None)  # also for the next question
+        answers.put(None)  # also for the next prompt
         raise EOFError("the notebook was interrupted or has no prompt")
     return answer
 
@@ -132,9 +132,9 @@ def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
 def write_to_descriptors() -> None:
     """Make a forked child print to its file descriptors, which the rank reads.
 
-    IPython's streams would not print there, because their thread exists only in the parent.
+    IPython's streams would not print in a child, because their thread exists only in the parent.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
-        if isinstance(getattr(sys, name), OutStream):  # else the user has redirected it
+        if isinstance(getattr(sys, name), OutStream):  # else the user replaced it
             stream = os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)
             setattr(sys, name, stream)

@@ -11,26 +11,26 @@ from typing import Final
 import torch
 
 CELLS = f"{os.sep}ipykernel_"
-"""A part of the file name of every cell's code."""
+"""Part of the file name that IPython gives to the code of each cell."""
 BACKWARD = torch.autograd.backward.__code__.co_filename
-"""The torch file that computes gradients."""
+"""Path of the torch file that computes gradients."""
 OWN_FOLDER = str(Path(__file__).parents[1])
 MAX_FRAMES: Final = 60
-"""The number of frames in which ``users_line`` looks for the user's code."""
+"""Maximum number of frames in which ``users_line`` looks for the user's code."""
 
 
 def outward(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame, its caller, and so on."""
+    """Yield a frame, then its caller, and so on to the outermost frame."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def is_users(frame: FrameType) -> bool:
-    """Return True if a frame runs a cell or a script, which both have the module ``__main__``.
+    """Return True if a frame runs a cell or a script, with the module name ``__main__``.
 
-    ipyparallel's own call and the fork server's first module also run in ``__main__``, but do not
-    count.
+    ipyparallel's own call and the fork server's first module also have the name ``__main__``, but
+    they are not the user's code.
     """
     if frame.f_globals.get("__name__") != "__main__":
         return False
@@ -39,9 +39,9 @@ def is_users(frame: FrameType) -> bool:
 
 
 def users_line() -> str:
-    """Return the user's innermost line: ``"line 3"``, or ``"line 3 of train.py, backward"``.
+    """Return the innermost line of the user's code, such as ``"line 3 of train.py, backward"``.
 
-    The text is empty if the innermost ``MAX_FRAMES`` frames run none of the user's code.
+    Return an empty string if none of the innermost ``MAX_FRAMES`` frames runs the user's code.
     """
     in_backward = False
     for frame in islice(outward(sys._getframe(2)), MAX_FRAMES):

@@ -1,10 +1,13 @@
 """Reports what this rank is doing right now (ranks, in the control thread).
 
-The report has three sources.  The main thread's Python stack shows the cell and its line, and a
-call of ``torch.distributed`` or a shared-memory all-reduce in progress.  Torch's flight recorder
-lists the collectives in progress, including DDP's own.  The operating system shows whether the
-thread sleeps on a lock, as in a collective of gloo.  A thread that waits for a GPU polls instead of
-sleeping.  Then NCCL's entries in the flight recorder show the collective that the GPU waits in.
+The report has three sources:
+
+- The Python stack of the main thread shows the cell and the line.  The stack also shows a call of
+  ``torch.distributed`` or a shared-memory all-reduce in progress.
+- Torch's flight recorder lists the collectives in progress, including the collectives of DDP.  The
+  recorder's entries for NCCL show the collective in which a GPU waits.
+- The operating system shows if the main thread sleeps on a lock, as in a collective of gloo.  While
+  a thread waits for a GPU, it polls instead of sleeping.
 """
 
 import inspect
@@ -28,16 +31,16 @@ from ddpnb.rank.stack import BACKWARD, is_users, outward
 from ddpnb.rank.training import loop
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
-"""The number of the Linux system call that waits for a lock."""
+"""Number of the Linux system call that waits for a lock, for each type of machine."""
 
 DISTRIBUTED = inspect.unwrap(dist.all_reduce).__code__.co_filename
-"""The torch file that defines collectives, sends and receives."""
+"""Path of the torch file that defines collectives, sends and receives."""
 
 GPU_SECONDS = 1.0
-"""A collective that a GPU has run for longer than this time waits for another rank."""
+"""Seconds after which a collective on a GPU counts as waiting for another rank."""
 
 POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
-"""Calls between two ranks, each with the argument that names the other rank."""
+"""Calls between two ranks, each with the name of the argument for the other rank."""
 
 
 def rank_status(group: Group, shell: Any) -> RankStatus:
@@ -82,7 +85,8 @@ def cell_number(shell: Any, filename: str) -> int:
 def users_stack() -> list[str]:
     """Return the main thread's stack, one string per frame.
 
-    The stack begins at the user's outermost frame, or else at the training loop.
+    The stack begins at the outermost frame of the user's code.  If there is no such frame, the
+    stack begins at the training loop.
     """
     frames = main_thread_frames()
     users = [n for n, frame in enumerate(frames, 1) if is_users(frame)]
@@ -101,7 +105,10 @@ def in_file(frames: list[FrameType], path: str) -> bool:
 
 
 def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
-    """Return the collective, send or receive in progress, and its peer if it has one."""
+    """Return the name of the ``torch.distributed`` call in progress, and the other rank if known.
+
+    The name is empty if no call is in progress.  Only sends and receives have another rank.
+    """
     inside = [frame for frame in frames if frame.f_code.co_filename == DISTRIBUTED]
     if not inside:
         return "", None
@@ -112,7 +119,7 @@ def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
 
 
 def sleeps_on_lock() -> bool:
-    """Return True if the main thread sleeps on a lock, or if the system does not show it."""
+    """Return True if the main thread sleeps on a lock, or if the system does not show this."""
     number = FUTEX.get(platform.machine())
     try:
         call = Path(f"/proc/self/task/{os.getpid()}/syscall").read_text()

@@ -1,10 +1,10 @@
-"""Runs code and scripts that were written for torchrun on a rank (ranks).
+"""Lets a rank run code and scripts that were written for torchrun (ranks).
 
-Such code forms the default process group and destroys it at the end.  On a rank, the cluster has
-already formed a default group, which ``init_process_group`` uses.  ``destroy_process_group`` only
-hides that group, until the code forms a group again or until the next cell.  So neither call waits
-for other ranks, and the cluster can still abort and replace the group.  Scripts get a private
-``__main__``.
+Code for torchrun forms the default process group and destroys the group at the end.  On a rank,
+ddpnb has already formed a default group, and ``init_process_group`` uses this group.
+``destroy_process_group`` only hides the group until the code forms a group again or the cell ends.
+So neither call waits for other ranks, and ddpnb can still abort and replace the group.  Each script
+gets a private ``__main__``.
 """
 
 import contextlib
@@ -32,18 +32,19 @@ from ddpnb.rank.random_state import preserve_globals, seed_everything
 
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 UNNAMED = (None, "", "undefined", -1)
-"""Values of ``init_process_group``'s arguments that leave the choice to torch."""
+"""Values for arguments of ``init_process_group`` that let torch choose."""
 
 INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 _scripts_modules: set[str] = set()
-"""The modules that the last script has imported from its folder."""
+"""Names of the modules that the last script has imported from the script's folder."""
 
 
 def refuse_launchers(num_ranks: int) -> None:
     """Make the launchers of Lightning and accelerate raise ``UserError`` on a rank.
 
-    Their processes would wait for each other forever.  Other code may still start processes.
+    Processes that such a launcher starts would wait for each other forever.  Other code may still
+    start processes.
     """
     processes: Any = torch.multiprocessing
     start = processes.start_processes
@@ -72,16 +73,16 @@ class AdoptedGroup:
         self._group = group
         self._pid = os.getpid()
         self._hidden: Any = None
-        """The default group after the user's code has called ``destroy_process_group``."""
+        """The default group while it is hidden; None if it is visible."""
 
     def install(self) -> None:
-        """Replace torch's two functions in every torch module that has imported them."""
+        """Replace torch's functions that form and destroy groups, in every torch module."""
         torch_internals.replace_function("init_process_group", self._init)
         torch_internals.replace_function("destroy_process_group", self._destroy)
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """Return a context for a cell or a script; at its end, the default group is back."""
+        """Return a context for user code, after which the default group is visible again."""
         try:
             yield
         finally:
@@ -97,7 +98,7 @@ class AdoptedGroup:
 
         def init_process_group(*args: Any, **options: Any) -> Any:
             is_formed = dist.is_initialized() or self._hidden is not None
-            if not is_formed or os.getpid() != self._pid:  # a forked process has no rank
+            if not is_formed or os.getpid() != self._pid:  # a forked process is no rank
                 return original(*args, **options)
             self._check(signature.bind(*args, **options).arguments)
             self._show()
@@ -106,7 +107,7 @@ class AdoptedGroup:
         return init_process_group
 
     def _check(self, asked: dict[str, Any]) -> None:
-        """Raise ``UserError`` if the arguments differ from the cluster's group."""
+        """Raise ``UserError`` if the given arguments do not match the cluster's group."""
         group = self._group
         if (backend := asked.get("backend")) not in UNNAMED:
             asked["backend"] = backend_on(group.device.type, str(backend))
@@ -144,9 +145,10 @@ def backend_on(device: str, backend: str) -> str:
 def process_of(script: Script, device: torch.device) -> Iterator[None]:
     """Return a context that runs a script in a private ``__main__``.
 
-    Its end restores argv, path, folder and random state.  The next script imports modules from the
-    script's folder again, because the user may have edited them.  Enter and leave the context
-    while SIGINT is ignored, or an interrupt could leave some changes in place.
+    The end of the context restores ``sys.argv``, ``sys.path``, the working folder and the random
+    state.  The next script imports modules from the script's folder again, because the user may
+    have edited these modules.  Enter and leave the context while SIGINT is ignored.  Otherwise an
+    interrupt could leave some changes in place.
     """
     main, argv, path, cwd = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
     folder = Path(script.path).resolve().parent if script.path else cwd
@@ -164,22 +166,22 @@ def process_of(script: Script, device: torch.device) -> Iterator[None]:
             is_own = file.startswith(f"{folder}{os.sep}") and INSTALLED not in file
             if is_own and file.endswith(".py"):
                 _scripts_modules.add(name)
-        if not script.keeps_variables:  # variables may be objects of the modules' classes
+        if not script.keeps_variables:  # kept variables may be objects of these modules' classes
             _forget_modules()
         sys.modules["__main__"] = main
         sys.argv[:], sys.path[:] = argv, path
-        with contextlib.suppress(OSError):  # the script has removed the folder
+        with contextlib.suppress(OSError):  # the script may have removed the folder
             os.chdir(cwd)
 
 
 def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> None:
-    """Run a script or a module, in the context of ``process_of``.
+    """Run a script or a module inside the context of ``process_of``.
 
-    If ``script.keeps_variables``, the script's variables are copied to ``namespace`` at the end.
+    If ``script.keeps_variables`` is True, the script's variables are copied to ``namespace``.
 
     Raises:
-        SystemExit: the script ended with an exit code other than 0.
-        UserError: the module does not exist.
+        SystemExit: if the script ends with an exit code other than 0.
+        UserError: if the module does not exist.
     """
     seed_everything(None)
     if not script.path and importlib.util.find_spec(script.name) is None:

@@ -1,7 +1,7 @@
 """Exchanges this rank's variables with the notebook (ranks).
 
-A rank takes variables and functions from the notebook, and sends values and models to it.  It also
-finds variables that still hold a process group that has ended.
+A rank receives variables and functions from the notebook, and sends values and models to it.  A
+rank also finds variables that still hold a process group that has ended.
 """
 
 import copy
@@ -17,17 +17,17 @@ from ddpnb.protocol.messages import REMEDIES, RunSpec, StaleVariable
 from ddpnb.protocol.variables import Parcel, dump, load, opened, packed, receive
 
 REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
-"""Types of functions, classes and constants, which training on this rank cannot change in place."""
+"""Types of functions, classes and constants.  Training cannot change such values in place."""
 
 MAX_ITEMS = 1000
-"""The largest container that is searched for process groups; larger containers hold data."""
+"""Maximum number of items in a container that is searched for process groups."""
 
 
 def take(parcel: Parcel, namespace: dict[str, Any]) -> None:
-    """Put a parcel's variables into the namespace; if an error occurs, put none of them.
+    """Put a parcel's variables into the namespace; change no variable if an error occurs.
 
-    The parcel also brings variables that its functions use.  If this rank has a variable of the
-    same name, the rank's value is kept, unless it is a function, a class or a constant.
+    The parcel also contains the variables that its functions use.  If this rank already has such a
+    variable, the rank keeps its value, unless the value is a function, a class or a constant.
     """
     own = dict(namespace)
     try:
@@ -42,20 +42,20 @@ def take(parcel: Parcel, namespace: dict[str, Any]) -> None:
 
 
 _functions: dict[str, list[Any]] = {}
-"""The pickled functions of the latest ``ddpnb.compare`` call, under their key."""
+"""The pickled functions of the latest ``ddpnb.compare`` call, with the call's key."""
 
 
 def keep_functions(key: str, parcel: Parcel) -> None:
-    """Keep the functions of a ``ddpnb.compare`` call, instead of those of an earlier call."""
+    """Store the functions of a ``ddpnb.compare`` call, and drop the previous call's functions."""
     _functions.clear()
     _functions[key] = opened(parcel)
 
 
 def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
-    """Return the functions that were sent under a key, with these global variables.
+    """Return the functions stored under a key, with ``namespace`` as their global variables.
 
-    The cell that ddpnb generates for the comparison calls this once per run.  So no run sees the
-    changes of another run.
+    The cell that ddpnb generates for the comparison calls this function once per run.  So no run
+    sees changes that another run has made.
     """
     if key not in _functions:
         raise UserError(
@@ -65,15 +65,15 @@ def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
 
 
 class TrainedModels:
-    """The latest comparison's trained models, one per strategy and learning rate (rank 0)."""
+    """The trained models of the latest comparison, one per strategy and learning rate (rank 0)."""
 
     def __init__(self) -> None:
         self._comparison = ""
         self._kept: dict[tuple[str, float], tuple[str, nn.Module, dict[str, Any]]] = {}
-        """The run id, model and final weights, by strategy and learning rate."""
+        """Run id, model and final weights for each pair of strategy and learning rate."""
 
     def keep(self, spec: RunSpec, model: object) -> None:
-        """Keep a run's model instead of the previous repeat's model."""
+        """Keep a run's model, and drop the model of the previous repeat."""
         if spec.comparison != self._comparison:
             self._comparison = spec.comparison
             self._kept.clear()
@@ -89,8 +89,8 @@ class TrainedModels:
                 model.zero_grad(set_to_none=True)
                 return model.cpu()
         raise UserError(
-            "Rank 0 does not have this model. Until it ends, rank 0 keeps only the latest "
-            "comparison's models, for each strategy that has finished training."
+            "Rank 0 does not have this model. Rank 0 keeps only the models of the latest "
+            "comparison's finished runs, and it loses these models if it restarts."
         )
 
 
@@ -102,14 +102,16 @@ def give(
     classes: Collection[str],
     num_copies: int,
 ) -> Parcel:
-    """Evaluate an expression and return its value; errors of evaluating and pickling propagate.
+    """Evaluate an expression and return its value.  Errors of evaluation and pickling are raised.
 
     Args:
-        rank: this rank; its file for a large value is ``path-rank``.  The kernel removes the file
-            once it has the answer or stops waiting.  Without the file, nothing is evaluated.
+        rank: this rank.  The rank writes a large value to the file ``path-rank``.  The kernel
+            removes the file once the kernel has the answer or stops waiting.  If the file is
+            missing, the expression is not evaluated.
         namespace: the variables of this rank's cells.
         expression: the user's expression.
-        path: empty if the kernel is on another host, which gets every value in a message.
+        path: the beginning of the file's path.  If the kernel is on another host, ``path`` is empty
+            and every value is sent in a message.
         classes: names of classes that the notebook defines.
         num_copies: the number of ranks that the kernel asks for the value at the same time.
     """
@@ -124,7 +126,7 @@ def give(
 
 
 def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
-    """Return the variables that hold a group, down to one level, or at any level of a module."""
+    """Return the variables that hold a process group, one level deep or anywhere in a module."""
     found: list[StaleVariable] = []
     for name, value in namespace.items():
         if name.startswith("_") or name in ("In", "Out"):  # IPython's history
@@ -137,14 +139,14 @@ def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
 
 
 def kind_with_group(value: object) -> str:
-    """Return the name of a value's class in ``REMEDIES``; empty if its class is not there."""
+    """Return the name of a value's class in ``REMEDIES``; empty if ``REMEDIES`` lacks the class."""
     # Compared by name, because importing all these classes takes a second.
     names = {c.__name__ for c in type(value).__mro__ if c.__module__.startswith("torch")}
     return next((kind for kind in REMEDIES if kind in names), "")
 
 
 def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield a value and the values inside it, each with the expression that leads to it."""
+    """Yield a value and the values inside it, each with an expression for it, such as ``a[0]``."""
     if isinstance(value, nn.Module):
         yield from value.named_modules(prefix=name)
         return

@@ -1,4 +1,4 @@
-"""The worker with its model, and the batches, that a strategy gets (ranks)."""
+"""The worker and the batches that a strategy gets (ranks)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpnb.rank.tasks.batches import Shard, Tree, rows
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
-    """Return all parameters and buffers of a model, in its order."""
+    """Return all parameters and buffers of a model, in the model's order."""
     return [*model.parameters(), *model.buffers()]
 
 
@@ -34,11 +34,11 @@ class Activations:
         self.is_due = is_due
         """True if the next forward pass is measured."""
         self.num_bytes = 0
-        """The bytes that autograd kept, without the parameters; 0 if unknown."""
+        """Number of bytes that autograd kept, without the parameters; 0 if unknown."""
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     def of(self, forward: Callable[[], Tensor], model: nn.Module) -> Tensor:
-        """Return the loss of a forward pass through a model; measure the pass if it is due."""
+        """Return the loss of a forward pass.  If ``is_due``, measure the memory of that pass."""
         if not self.is_due:
             return forward()
         try:
@@ -77,7 +77,7 @@ class Worker:
     """Makes a new plain model on ``device``, with the initial weights of the training."""
     training_step: StepFunction = CLASSIFY
     make_optimizer: OptimizerFactory
-    """Makes an optimizer with its scheduler and clipping."""
+    """Makes the optimizer of some parameters, with its scheduler and gradient clipping."""
     device: torch.device
     rank: int
     world_size: int
@@ -88,37 +88,37 @@ class Worker:
     num_steps: int
     """The number of global batches to train on."""
     folder: Path
-    """A directory that only the ranks of this host can reach."""
+    """A private directory that the ranks of this host share."""
     name: str
     """A prefix of file names in ``folder``, unique to this training."""
     meter: Meter = field(default_factory=Meter)
-    """Counts seconds and bytes; code that sends messages reports them to the meter."""
+    """Counts seconds and bytes.  Code that sends messages reports the messages to the meter."""
     activations: Activations = field(default_factory=Activations)
     """Measures the memory that autograd keeps for one forward pass."""
     accumulate: int = 1
     """The number of micro-batches per batch, for gradient accumulation."""
     amp: torch.dtype | None = None
-    """The type for autocast in the forward pass; None uses the model's own type."""
+    """The data type of autocast in the forward pass.  If None, autocast is off."""
     laboratory: Laboratory | None = None
-    """The emulated devices that this worker belongs to; None if its time is measured."""
+    """The emulated devices that this worker belongs to; None if the worker's time is measured."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    """The optimizers that ``optimizer`` has made, in order."""
+    """List of the optimizers that the method ``optimizer`` has made, in order."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """The numbers other than the loss that the task's step has returned in this step."""
+    """Metrics that the task's step function has returned in this step, without the loss."""
     staleness: int | None = None
-    """The staleness of the last gradient: the number of other workers' updates since this worker
-    read the parameters.  An asynchronous strategy sets it in each step."""
+    """Staleness of the last gradient: the number of updates by other workers since this worker read
+    the parameters.  Asynchronous strategies set the staleness in each step."""
     version: int = 0
     """The number of the update that used the last gradient; 0 if updates are not counted."""
     notes: list[str] = field(default_factory=list)
-    """Sentences for the results, such as facts that a strategy finds out in ``setup``."""
+    """Notes to show with the results, such as facts that a strategy finds out in ``setup``."""
     num_prefetched: int = 0
-    """The number of shards that are taken in advance, so that their samples can be fetched."""
+    """Number of shards that a worker takes in advance, so that their samples can be fetched."""
     delay: Callable[[], None] = lambda: None
-    """Slows this worker if a fault is injected; called in each step, between the forward and the
-    backward pass."""
+    """Slows this worker if a fault is injected.  ``delay`` is called in each step, between the
+    forward and the backward pass."""
     joins: bool = False
-    """True if the other ranks already train, and this rank has no group with them."""
+    """True if this rank joins a run in progress, without a process group with the other ranks."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
     """Releases this rank from waits for other ranks."""
 
@@ -128,12 +128,12 @@ class Worker:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make the task's optimizer for some parameters."""
+        """Make the task's optimizer for the given parameters."""
         self.optimizers.append(self.make_optimizer(parameters))
         return self.optimizers[-1]
 
     def shard(self, number: int) -> Shard:
-        """Return the shard with a number in the order of the work queue."""
+        """Return the shard with this number.  The work queue gives shards in number order."""
         step, part = divmod(number, self.world_size)
         return Shard(step=step, part=part, num_parts=self.world_size)
 
@@ -158,13 +158,13 @@ class Worker:
 
         Args:
             batch: the samples, on this rank's device.
-            weight: e.g. this worker's share of the global batch.
-            model: a wrapper to call instead of the plain model.
+            weight: a factor for the gradients, e.g. this worker's share of the global batch.
+            model: a wrapped model to call instead of the plain model.
             loss_of: computes a micro-batch's loss from the micro-batch and its share of the batch.
             unsynced: makes a context for each micro-batch except the last, e.g. DDP's ``no_sync``.
 
         Returns:
-            The mean loss over the batch, before any update; shape (), detached.
+            The mean loss over the batch, before any update, as a detached scalar tensor.
         """
         called = self.model if model is None else model
         called.zero_grad()
@@ -190,9 +190,9 @@ class Worker:
         return self.loss_in(self.training_step(called, batch.tree), share)
 
     def loss_in(self, result: Tensor | Mapping[str, Any], share: float = 1.0) -> Tensor:
-        """Return the loss from the result of the task's step; note the result's other numbers.
+        """Return the loss from the result of the task's step; add other numbers to ``metrics``.
 
-        ``share``: the share of this worker's samples of this step that the result is for.
+        ``share``: the fraction of this worker's samples of the step that the result covers.
         """
         if isinstance(result, Tensor):
             return result
@@ -203,7 +203,7 @@ class Worker:
         return loss
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call the optimizer's ``step``."""
+        """Update the parameters with the optimizer's ``step``."""
         self.meter.begin("optimizer")
         optimizer.step()
 
@@ -218,8 +218,8 @@ class Batch:
     num_global: int
     """The number of samples in the global batch, over all workers."""
     most_parts: int | None = None
-    """The size of the smallest shard, which limits micro-batches so that all workers make the same
-    number; None uses this shard's size."""
+    """Maximum number of micro-batches: the size of the smallest shard, so that all workers make the
+    same number of micro-batches.  If None, the maximum is this shard's size."""
 
     @property
     def weight(self) -> float:
@@ -227,14 +227,14 @@ class Batch:
         return self.num_samples / self.num_global
 
     def split(self, num_parts: int) -> list[Batch]:
-        """Return ``num_parts`` micro-batches, but at most ``most_parts``."""
+        """Split the batch into ``num_parts`` micro-batches, or ``most_parts`` if that is fewer."""
         if num_parts == 1:
             return [self]
         num = min(num_parts, self.most_parts or self.num_samples)
         return self.cut(map(len, torch.arange(self.num_samples, device="cpu").tensor_split(num)))
 
     def cut(self, sizes: Iterable[int]) -> list[Batch]:
-        """Return slices of the given sizes; raise the errors of ``rows``."""
+        """Return slices of the batch with the given sizes.  Raises the same errors as ``rows``."""
         parts, begin = [], 0
         for size in sizes:
             part = rows(self.tree, begin, begin + size, self.num_samples)

@@ -1,4 +1,4 @@
-"""The context of one run: makes its workers, their optimizers and its batches (ranks)."""
+"""The context of one run, which makes the run's workers, optimizers and batches (ranks)."""
 
 import contextlib
 from collections import ChainMap
@@ -35,24 +35,24 @@ class Surroundings:
 
     state: RankState
     namespace: Mapping[str, object] = field(default_factory=dict)
-    """The user's variables on this rank; the run does not change them."""
+    """The user's variables on this rank.  A run does not change the variables."""
     folder: Path = Path()
     """A private directory that all ranks of this host share, for sockets and shared memory."""
     filename: str = "<comparison>"
     """The name of the comparison's cell in tracebacks."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
-    """Ends waits outside the group, and runs, when the group is aborted."""
+    """Ends the run, and waits outside the process group, when the group is aborted."""
     rejoin_info: RejoinInfo | None = None
-    """Set if this rank joins a run in progress; then the rank has no group for this run."""
+    """Set if this rank joins a run in progress, without a process group for the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """One run on one rank: its task, its batches, and which ranks take part."""
+    """One run on one rank, with the task, the batches and a plan of the ranks that take part."""
 
     spec: RunSpec
     here: Surroundings
-    """This rank; the namespace also has the names that the task's cell defines."""
+    """This rank's surroundings.  The namespace also has the names that the task's cell defines."""
     plan: Plan
     task: Task
     schedule: BatchSchedule
@@ -73,7 +73,7 @@ class RunContext:
 
     @property
     def workers(self) -> range:
-        """The workers in this process."""
+        """Numbers of the workers in this process."""
         plan, rank = self.plan, self.state.rank
         return range(plan.num_workers) if plan.num_ranks == 1 else range(rank, rank + 1)
 
@@ -89,10 +89,10 @@ class RunContext:
         meter: Meter | None = None,
         delay: Callable[[], None] = lambda: None,
     ) -> Worker:
-        """Make a worker with a model from the seed: equal weights in every phase, on every rank.
+        """Make a worker.  The model has the same initial weights in every phase and on every rank.
 
-        The worker trains on ``num_steps`` global batches.  ``meter`` measures its steps, and
-        ``delay`` slows them.
+        The worker trains on ``num_steps`` global batches.  ``meter`` measures the worker's steps,
+        and ``delay`` slows the worker in each step.
         """
         model = self.make_model()
         model.train()
@@ -130,7 +130,7 @@ class RunContext:
 
     @cached_property
     def laboratory(self) -> Laboratory | None:
-        """The emulated devices; None if time is measured, or if their speed is not known yet."""
+        """The emulated devices; None if time is measured, or if the speed of devices is unknown."""
         emulated = self.spec.emulated
         if emulated is None or emulated.compute is None:
             return None
@@ -149,7 +149,7 @@ class RunContext:
         )
 
     def barrier(self) -> None:
-        """Wait for the other ranks.  Takes part: every rank of the plan (one rank or all)."""
+        """Wait for the other ranks.  Takes part: every rank that the strategy uses (one or all)."""
         if self.plan.num_ranks == 1 or self.here.rejoin_info is not None:
             return
         dist.barrier(device_ids=[self.device.index] if self.state.backend == "nccl" else None)
@@ -163,7 +163,7 @@ class RunContext:
     def source(
         self, shards: Iterable[Shard]
     ) -> contextlib.AbstractContextManager[Iterator[tuple[Shard, Tree]]]:
-        """Return a context with an iterator over shards in order, each with its samples."""
+        """Return a context that gives an iterator over pairs of a shard and its samples."""
         if not self.num_data_workers:
             return contextlib.nullcontext((shard, self.fetch(shard)) for shard in shards)
         return prefetching(
@@ -188,11 +188,11 @@ class RunContext:
         )
 
     def usual_batch(self) -> Batch:
-        """Fetch a batch of the size of one worker's shard of a full global batch."""
+        """Fetch a batch that is as large as one worker's shard of a full global batch."""
         return self.first_batch(-(-self.schedule.size(0) // self.plan.num_workers))
 
     def first_batch(self, num_samples: int, *, times: int = 1) -> Batch:
-        """Fetch the run's first samples, each ``times`` times, as one global batch."""
+        """Fetch a global batch with the run's first samples; repeat each sample ``times`` times."""
         first = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
         indices = first.repeat(times)
         tree = moved(self.task.train.fetch(indices), self.device)
@@ -200,7 +200,7 @@ class RunContext:
 
     @property
     def num_data_workers(self) -> int:
-        """The number of processes that fetch samples, by ``--data-workers`` or the DataLoader."""
+        """Number of processes that fetch samples, from ``--data-workers`` or the DataLoader."""
         train = self.task.train
         if not isinstance(train, DatasetSamples):  # tensors in memory
             return 0
@@ -208,12 +208,12 @@ class RunContext:
 
     @property
     def is_own(self) -> bool:
-        """True if the user wrote the strategy, which then need not use the cell's loss."""
+        """True if the user wrote the strategy.  Such a strategy need not use the cell's loss."""
         return parse_strategy(self.spec.strategy).name not in STRATEGIES
 
     @property
     def is_evaluated(self) -> bool:
-        """True if the trained model must have a score; a user's strategy may have no loss."""
+        """True unless the user wrote the strategy, and the task has neither loss nor measures."""
         return self.task.has_loss or self.task.has_measures or not self.is_own
 
     @property
@@ -226,8 +226,8 @@ def build_context(spec: RunSpec, here: Surroundings) -> RunContext:
     """Load the task and find out which ranks take part.
 
     Raises:
-        UserError: the spec or the cell cannot be trained.
-        Exception: any exception of the cell's code, with its traceback.
+        UserError: if the run's settings or the cell are invalid.
+        Exception: any exception that the cell's code raises, with its traceback.
     """
     state = here.state
     named = [each.rank for each in map(parse_slow, spec.slow)]

@@ -1,6 +1,6 @@
 """Evaluates a model on a split: its loss, its accuracy and the task's other measures (ranks).
 
-If the model's weights are averages, BatchNorm's statistics are estimated for them first, as in SWA:
+If the model's weights are averages, BatchNorm's statistics are first estimated again, as in SWA:
 Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", UAI 2018.
 """
 
@@ -20,32 +20,32 @@ from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, split_step
 from ddpnb.rank.tasks.batches import Tree, moved, permutation, shape_of
 
 MAX_SAMPLES = 10_000
-"""The number of samples of a larger split that are evaluated, spread evenly over the split."""
+"""Default maximum number of samples that are evaluated, spread evenly over a larger split."""
 _BATCH_SIZE = 512
 BATCHNORM_NOTE = (
     "The model's weights are averages, so ddpnb estimates BatchNorm's statistics again on training "
-    "samples before the evaluation. The training time does not include this."
+    "samples before the evaluation. The training time does not include this estimate."
 )
-"""The note beside the results of a model that ``estimate_batchnorm`` was called for."""
+"""Note in the results of a model for which ``estimate_batchnorm`` was called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The result on one split; NaN if it could not be evaluated."""
+    """The result of evaluating a model on one split.  Numbers that are not known are NaN."""
 
     loss: float = math.nan
     """The mean loss over the samples."""
     accuracy: float = math.nan
-    """The fraction of correct classes, with the default loss, cross-entropy; NaN if the outputs
-    are no class scores (see ``_accuracy``) or if the task has other measures."""
+    """The fraction of correct classes, if the loss is the default, cross-entropy.  NaN if the
+    targets are not class numbers (see ``_accuracy``) or if the task has other measures."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The results of the task's ``validation_step`` and ``metric``."""
     num_samples: int = 0
-    """The number of samples that were evaluated."""
+    """Number of samples that were evaluated."""
 
     @property
     def is_known(self) -> bool:
-        """True if the split has a loss or an accuracy."""
+        """True if the score has a loss or an accuracy."""
         return not math.isnan(self.loss) or not math.isnan(self.accuracy)
 
 
@@ -60,10 +60,10 @@ def score(
     is_held_out: bool = True,
     has_loss: bool = True,
 ) -> Score:
-    """Evaluate a model on up to ``max_samples`` of a split; on the training split, only the loss.
+    """Evaluate a model on up to ``max_samples`` samples of a split.
 
-    If ``has_loss`` is False, return only the results of the task's ``validation_step`` and
-    ``metric``.  Raise ``UserError`` if a measure is not a number.
+    On the training split, compute only the loss.  If ``has_loss`` is False, compute only the
+    task's ``validation_step`` and ``metric``.  Raise ``UserError`` if a measure is not a number.
     """
     samples = task.held_out if is_held_out else task.train
     totals: dict[str, float] = {}
@@ -93,7 +93,7 @@ def score(
 def _measured(
     model: nn.Module, task: Task, batch: Any, *, is_held_out: bool, has_loss: bool
 ) -> tuple[dict[str, float], tuple[Any, Any] | None]:
-    """Return one batch's measures, and the outputs and targets for the task's metric."""
+    """Return the measures of one batch, and its outputs and targets for the task's metric."""
     numbers: dict[str, float] = {}
     pair = outputs = None
     if is_held_out and task.validation_step is not None:
@@ -120,20 +120,20 @@ def _measured(
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets; raise ``UserError`` if the batch is not such a pair."""
+    """Return a batch's inputs and targets; raise ``UserError`` if the batch is not a pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise UserError(
             f"data(split) gives batches that are {kind_of(batch)}{size}, not (inputs, targets). "
-            "Define training_step(model, batch), and validation_step(model, batch) that returns "
-            "measures, or (outputs, targets) for a metric."
+            "Define training_step(model, batch) and validation_step(model, batch). "
+            "validation_step returns measures, or (outputs, targets) for a metric."
         )
     inputs, targets = batch
     return inputs, targets
 
 
 def _metrics_of(result: Any, function: Callable[..., Any], call: str) -> dict[str, float]:
-    """Return a function's measures by name; a single number gets the function's name."""
+    """Return a function's measures by name.  A single number gets the name of the function."""
     if isinstance(result, Mapping):
         return {str(name): number_of(each, f"{call}'s {name!r}") for name, each in result.items()}
     name = getattr(function, "__name__", type(function).__name__)
@@ -141,15 +141,15 @@ def _metrics_of(result: Any, function: Callable[..., Any], call: str) -> dict[st
 
 
 def number_of(value: Any, call: str) -> float:
-    """Return a number, or the number in a tensor or array; otherwise raise ``UserError``."""
+    """Return a number, tensor or array as a float; raise ``UserError`` if it is not one number."""
     try:
         if not isinstance(value, str | bytes):
             return float(value.detach() if isinstance(value, Tensor) else value)
         raise TypeError
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
-            f"{call} returned {shape_of(value)}. Return a number, or a dict of numbers with their "
-            "names."
+            f"{call} returned {shape_of(value)}. Return a number, or a dict that contains a "
+            "number for each name."
         ) from None
 
 
@@ -160,16 +160,16 @@ def _joined(*parts: Any) -> Any:
     if len(parts) == 1:
         return parts[0]
     raise UserError(
-        f"metric(outputs, targets) gets the outputs of all batches, but ddpnb cannot join "
-        f"{kind_of(parts[0])} to the next. Define validation_step(model, batch), which is averaged."
+        "metric(outputs, targets) needs the outputs of all batches at once, but ddpnb cannot join "
+        f"outputs that are {kind_of(parts[0])}. Define validation_step(model, batch) instead."
     )
 
 
 def _accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the fraction of correct classes; NaN if the targets are no class numbers.
+    """Return the fraction of correct classes; NaN if the targets are not class numbers.
 
-    Outputs (N, C, ...) and targets (N, ...) have the shapes that cross-entropy takes.  A sample
-    with several targets, such as a line of text, counts by its fraction of correct targets.
+    Outputs have shape (N, C, ...) and targets have shape (N, ...), as for cross-entropy.  If each
+    sample has several targets, as in text, the fraction is computed per sample and then averaged.
     """
     if targets.is_floating_point() or targets.min() < 0:  # probabilities, or ignored targets
         return math.nan
@@ -180,7 +180,8 @@ def _accuracy(outputs: Tensor, targets: Tensor) -> float:
 def has_batchnorm(model: nn.Module) -> bool:
     """Return True if a model in evaluation mode uses BatchNorm statistics that can be estimated.
 
-    A model with ``SyncBatchNorm`` returns False, because one rank cannot estimate its statistics.
+    Return False for a model with ``SyncBatchNorm``, because one rank cannot estimate its
+    statistics.
     """
     is_synced = any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())
     return bool(_batchnorms(model)) and not is_synced
@@ -200,16 +201,16 @@ def estimate_batchnorm(
     seed: int,
     max_samples: int = MAX_SAMPLES,
 ) -> None:
-    """Estimate BatchNorm's statistics for the model's present weights.  Takes part: one rank.
+    """Estimate BatchNorm's statistics for the model's current weights.  Takes part: one rank.
 
-    The task's step runs on up to ``max_samples`` training samples in an order drawn from ``seed``.
-    It runs in training mode, without a backward pass or an update.  The statistics are the means
-    over the batches.  Layers that the forward pass does not use, or that the model keeps in
-    evaluation mode, do not change.
+    The task's step runs on up to ``max_samples`` training samples, in a random order from ``seed``.
+    The step runs in training mode, without a backward pass or an update.  The statistics are the
+    means over the batches.  Layers that the forward pass does not use do not change.  Layers that
+    the model keeps in evaluation mode do not change either.
     """
     chosen = permutation(len(task.train), seed)[:max_samples]
     num_batches = max(1, len(chosen) // min(batch_size, _BATCH_SIZE))
-    batches = chosen.tensor_split(num_batches)  # no last batch of a single sample
+    batches = chosen.tensor_split(num_batches)  # avoids a last batch of one sample
     before = {layer: copy.deepcopy(layer.state_dict()) for layer in _batchnorms(model)}
     try:
         update_bn(
@@ -222,7 +223,7 @@ def estimate_batchnorm(
 
 
 class _Step(nn.Module):
-    """A task's step in the form of a model."""
+    """A module that calls a task's step, for torch's ``update_bn``."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()
@@ -230,5 +231,6 @@ class _Step(nn.Module):
         self.train(model.training)
 
     def forward(self, batch: Tree) -> None:
-        with torch.set_grad_enabled(not isinstance(self.task.step, Supervised)):  # gradient penalty
+        # A user's step may need gradients, e.g. for a gradient penalty.
+        with torch.set_grad_enabled(not isinstance(self.task.step, Supervised)):
             self.task.step(self.model, batch)

@@ -1,17 +1,17 @@
-"""Makes ranks slow, uneven or dead on purpose, with any strategy (ranks).
+"""Slows or kills ranks on purpose, with any strategy (ranks).
 
     delay of a step  =  (f * (1 + u) - 1) * c + s
 
-c is the time of this worker's forward and backward pass.  It is measured before the run and without
-any communication, so that waiting for other ranks is never multiplied.  f, s and u are defined in
-``laboratory``, where a fault slows an emulated device's clock instead.  The rank sleeps between its
-forward and its backward pass, so that its parameters grow older and its gradient arrives later.
-The sleep counts as forward.
+Here c is the time of this worker's forward and backward pass.  This time is measured before the
+run, without communication, so that waiting for other ranks is never multiplied.  The module
+``laboratory`` defines f, s and u.  On emulated devices, a fault slows the device's clock instead.
+A slow rank sleeps between its forward and its backward pass, so that its parameters are older and
+its gradient arrives later.  The sleep counts as a part of the forward pass.
 
 A rank is killed between two steps, before the first step that begins at or after the given time.
-The rank first sends all its finished steps.  The shard that the rank holds is lost.
+The rank first sends all steps that it has finished.  The shard that the rank has taken is lost.
 
-If one process holds several workers, as in DataParallel, the slowest worker delays the step.
+If one process runs several workers, as in DataParallel, the slowest worker delays the step.
 """
 
 import os
@@ -29,14 +29,14 @@ from ddpnb.rank.training.run_metrics import RunMetrics
 from ddpnb.rank.worker import Batch, Worker
 
 KILL_TIMEOUT_SECONDS = 1.0
-"""The longest time that a rank waits for the kernel to kill it on purpose."""
+"""Maximum time in seconds that a rank waits for the kernel to kill the rank."""
 NUM_TRIALS = 3
 
 
 def measure_compute_seconds(worker: Worker, batch: Batch) -> float:
     """Return the shortest time of a few forward and backward passes over a batch, in seconds."""
     call = partial(worker.compute_gradients, batch)
-    return min(timed(call, worker.device) for _ in range(1 + NUM_TRIALS))  # the first warms up
+    return min(timed(call, worker.device) for _ in range(1 + NUM_TRIALS))  # the first is a warm-up
 
 
 @final
@@ -50,10 +50,10 @@ class FaultInjector:
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = parse_kills(spec.kill).items() if is_new else ()
         self._kill = min(((at, rank) for rank, at in kills if rank in workers), default=None)
-        """The time of the kill, in seconds of training, and the rank."""
+        """Seconds of training before the kill, and the rank to kill; None if there is no kill."""
         self._sleeps = context.laboratory is None and bool(self._slow or spec.jitter)
         self._own_seconds = 0.0
-        """The seconds of a forward and backward pass; 0 if no fault depends on them."""
+        """Seconds of a forward and backward pass; 0 if no fault depends on this time."""
         if self._sleeps and (spec.jitter > 0 or any(fault.factor > 1 for fault in self._slow)):
             alone = context.worker("m", num_steps=1)
             self._own_seconds = measure_compute_seconds(alone, context.usual_batch())
@@ -68,7 +68,7 @@ class FaultInjector:
             self._metrics.publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
 
     def begin_step(self) -> None:
-        """Let the kernel kill this process if a kill is due; else draw the next step's delay."""
+        """Let the kernel kill this process if a kill is due; otherwise set the step's delay."""
         if self._kill is not None and self._metrics.clock.seconds >= self._kill[0]:
             self._die(self._kill[1])
         if self._sleeps:
@@ -82,7 +82,7 @@ class FaultInjector:
         if seconds <= 0:
             return
         self._metrics.clock.begin("forward")
-        synchronize(self._device)  # else a GPU would continue its queued work
+        synchronize(self._device)  # otherwise a GPU would continue its queued work
         time.sleep(seconds)
 
     def _die(self, rank: int) -> None:

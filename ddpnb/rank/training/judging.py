@@ -21,9 +21,9 @@ from ddpnb.rank.training.run_metrics import RunMetrics
 from ddpnb.rank.training.snapshots import Snapshots
 
 MAX_ON_THE_WAY = 2_000
-"""The default number of held-out samples for evaluating a copy, spread evenly over the split."""
+"""Default maximum number of held-out samples on which a copy of the model is evaluated."""
 LEAST_ESTIMATED = 500
-"""The least number of samples for BatchNorm's statistics, even if the evaluation uses fewer."""
+"""Minimum number of samples for BatchNorm's statistics, even if the evaluation uses fewer."""
 
 
 def judged(
@@ -33,10 +33,10 @@ def judged(
     keep: Callable[[nn.Module], None],
     should_stop: Callable[[], bool],
 ) -> RunReport:
-    """Return the report of a run with the scores of its model.
+    """Evaluate the model of a run, and return the run's report with the scores.
 
-    ``keep`` gets the model first.  Then the model takes the weights of each copy, and the copy is
-    dropped.  If ``should_stop`` returns True before a copy, the remaining copies are skipped.
+    ``keep`` is first called with the model.  Later, the weights of each copy are loaded into the
+    model, evaluated and dropped.  If ``should_stop`` returns True, the other copies are skipped.
     """
     judge = _Judge(model, metrics, snapshots)
     judge.estimate_batchnorm()
@@ -108,7 +108,7 @@ class _Judge:
         return found
 
     def curve(self, should_stop: Callable[[], bool]) -> tuple[Evaluation, ...]:
-        """Return the scores of all copies; the model then has the last copy's weights."""
+        """Return the scores of all copies.  Afterwards the model has the last copy's weights."""
         found = []
         left = self._snapshots.kept
         with self._marked("could not compute the held-out curve"):
@@ -125,7 +125,7 @@ class _Judge:
 
     @contextlib.contextmanager
     def _marked(self, failed: str) -> Iterator[None]:
-        """Mark the run if the user's code raises in this context, unless ``failed`` is empty."""
+        """If the user's code raises in this context, mark the run, unless ``failed`` is empty."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
@@ -134,7 +134,7 @@ class _Judge:
 
 
 def _save(model: nn.Module, metrics: RunMetrics) -> None:
-    """Write the trained weights if the user wants a file; mark the run if writing fails."""
+    """Write the trained weights to a file if the user wants one; mark the run if that fails."""
     path = metrics.context.spec.model_file
     if path is None:
         return

@@ -1,7 +1,7 @@
 """The training loop, which trains and evaluates a run of any strategy (ranks).
 
-A run has these phases, in this order.  The clock runs in ``train``.  It also runs in ``finish`` if
-that phase is a part of the training.
+A run has these phases, in this order.  The clock runs during ``train``.  The clock also runs during
+``finish`` if the strategy's plan counts that phase as training.
 
 build     load the task and its data, and find out which ranks take part
 rehearse  make a few steps on a warm-up model that is thrown away
@@ -46,12 +46,12 @@ from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.worker import Activations, Worker
 
 CEILING_SECONDS = 4.0
-"""The longest training time of an automatically added ceiling (``no-comm``), in seconds."""
+"""Maximum training time, in seconds, of an automatically added ceiling (``no-comm``)."""
 CEILING_STEPS = 30
-"""The most steps of a ceiling on emulated devices, where all steps take the same time."""
+"""Maximum number of steps of a ceiling on emulated devices, where all steps take equally long."""
 REHEARSED_STEPS = 3
 STEPS_BETWEEN_LOOKS = 8
-"""The number of steps between two checks of whether to stop, with several hosts."""
+"""Number of steps between two checks for a stop request, if there are several hosts."""
 
 
 def run(
@@ -68,15 +68,15 @@ def run(
 
     Args:
         spec: the settings of the run.
-        here: the rank's surroundings; the run leaves no files in their folder.
-        publish: gets the header (on rank 0, before the first step) and an event for each step.
-        should_stop: called before each step; True on one rank ends the run on all ranks.
-            Workers that never wait for each other stop independently.
-        keep: gets the trained model on rank 0 before the evaluation.
+        here: the rank's surroundings.  The run leaves no files in ``here.folder``.
+        publish: called with the header (on rank 0, before the first step) and with each step.
+        should_stop: called before each step.  If it returns True on one rank, the run ends on all
+            ranks.  Workers that never wait for each other stop independently.
+        keep: called with the trained model, on rank 0, before the evaluation.
 
     Raises:
-        UserError: a mistake that ``validate`` would have found.
-        RuntimeError: another rank ended during the run.
+        UserError: if there is a mistake that ``validate`` would have found.
+        RuntimeError: if another rank ended during the run.
     """
     state = here.state
     with preserve_globals(torch.device(state.device)), contextlib.ExitStack() as opened:
@@ -148,7 +148,7 @@ def rehearse(context: RunContext, activations: Activations) -> None:
     """Train a warm-up model for a few steps and discard it.  Takes part: every rank of the plan.
 
     The steps load code, start threads, fill the memory allocator and run the user's compilation,
-    for every batch size of the run.  They leave nothing else behind.
+    for every batch size of the run.  The steps have no other lasting effect.
     """
     num_steps = min(REHEARSED_STEPS, context.schedule.num_steps)
     with preserve_globals(context.device), closing(context.strategy()) as strategy:
@@ -172,7 +172,7 @@ def release_memory(device: torch.device) -> None:
 def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
     """Yield this rank's shards of the first batches, then a shard of each remaining size.
 
-    Every rank of the plan makes the same number of steps, without using the work queue.
+    Every rank of the plan gets the same number of shards, without using the work queue.
     """
     plan, schedule = context.plan, context.schedule
     part, num_parts = context.state.rank, plan.num_ranks
@@ -208,7 +208,7 @@ def _train(
     fault_injector: FaultInjector,
     snapshots: Snapshots,
 ) -> None:
-    """Make the measured steps until the last step or a stop."""
+    """Make the measured steps until the run is complete or stopped."""
     context, clock = metrics.context, metrics.clock
     is_short, is_emulated = context.spec.is_ceiling, context.spec.is_emulated
     most_seconds = CEILING_SECONDS if is_short and not is_emulated else math.inf
@@ -220,7 +220,7 @@ def _train(
             metrics.was_stopped = True
             break
         if context.here.cancellation.is_aborted:  # a strategy may never wait for other ranks
-            raise RunCancelledError("This rank's run was ended because another rank failed.")
+            raise RunCancelledError("ddpnb ended this rank's run because another rank failed.")
         batch = context.batch(shard, tree)
         fault_injector.begin_step()
         clock.begin_step(batch.num_samples)
@@ -248,15 +248,15 @@ def _train(
 class Stop:
     """Stops all ranks of a run before the same step, without a message per step.
 
-    The first rank that is asked to stop chooses the step before which all ranks stop.  It writes
-    the number to the process group's store, which all ranks read.  On one host the store is a file,
-    and a read takes about 10 us.  On several hosts a read takes a message, so ranks read the store
-    only every ``STEPS_BETWEEN_LOOKS`` steps.
+    The first rank that is asked to stop chooses the step before which all ranks stop.  That rank
+    writes the step's number to the process group's store, and all ranks read the store.  On one
+    host the store is a file, and a read takes about 10 us.  On several hosts a read needs a
+    message, so ranks read the store only every ``STEPS_BETWEEN_LOOKS`` steps.
 
-    A synchronous step ends on no rank before every rank has begun the step.  So a rank is at most
+    No rank can end a synchronous step before every rank has begun the step.  So a rank is at most
     ``num_steps_ahead`` steps ahead of the writer (0 on a CPU, a few on a GPU, see ``timing``).
-    Within twice that number of steps, every rank has read the store at least once.  No rank has
-    passed the chosen step by then.  Workers that never wait for each other stop independently.
+    Within twice that number of steps, every rank has read the store at least once, before the rank
+    reaches the chosen step.  Workers that never wait for each other stop independently.
     """
 
     metrics: RunMetrics
@@ -274,7 +274,7 @@ class Stop:
         self._last: int | None = None
 
     def before(self, step: int) -> bool:
-        """Return True if this rank must stop before ``step``, which it has not begun."""
+        """Return True if this rank must stop before ``step``, which has not begun yet."""
         if self._is_alone:
             return self.wanted()
         if self._last is None and step % self._every == 0:
@@ -282,7 +282,7 @@ class Stop:
         return self._last is not None and step >= self._last
 
     def _chosen(self, step: int) -> int | None:
-        """Return the step before which all ranks stop, or None; choose the step if asked to."""
+        """Return the step before which all ranks stop; None if no rank has been asked to stop."""
         store = group_store()
         if self.wanted():
             store.compare_set(self._key, "", str(step + self._margin))  # the first choice counts

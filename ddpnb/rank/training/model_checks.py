@@ -1,4 +1,4 @@
-"""Checks before a training that a worker can train the model with its loss and strategy (ranks)."""
+"""Checks, before the training, that a strategy can train the model with the loss (ranks)."""
 
 import contextlib
 import math
@@ -26,7 +26,7 @@ from ddpnb.rank.worker import Batch, Worker, state_of
 NUM_FEW = 8
 """The number of samples for checking a loss."""
 SMALLEST = 1e-6
-"""The smallest loss that is checked, because smaller losses may be only rounding errors."""
+"""Smallest loss that ``refuse_sum`` checks.  Smaller losses may be only rounding errors."""
 
 
 def check_model(worker: Worker) -> None:
@@ -54,8 +54,8 @@ def check_model(worker: Worker) -> None:
 
 
 def check_step(worker: Worker, batch: Batch, strategy: str) -> None:
-    """Make one whole step with a built-in strategy's worker, which is discarded afterwards."""
-    with attempt("Making the optimizer failed"):
+    """Make one complete step with a built-in strategy's worker.  Discard the worker afterwards."""
+    with attempt("Creating the optimizer failed"):
         optimizer = worker.optimizer(worker.parameters)
     step, is_wrapped = worker.training_step, _wraps_model(strategy)
     with worker.autocast():
@@ -72,14 +72,14 @@ def check_step(worker: Worker, batch: Batch, strategy: str) -> None:
 
 def _supervised_loss(model: nn.Module, step: Supervised, batch: Batch) -> Tensor:
     inputs, targets = pair_of(batch.tree)
-    where = f"on a batch of {batch.num_samples} samples, inputs of shape {shape_of(inputs)}"
+    where = f"on a batch of {batch.num_samples} samples with inputs of shape {shape_of(inputs)}"
     with attempt(f"model(inputs) failed {where}"):
         outputs = model(inputs)
     is_column = isinstance(outputs, Tensor) and (outputs.ndim == 1 or outputs.shape[1] == 1)
-    if is_column and step.loss is nn.functional.cross_entropy:  # always 0
+    if is_column and step.loss is nn.functional.cross_entropy:  # the loss would always be 0
         raise UserError(
-            f"model(inputs) returned one column, {shape_of(outputs)}, but the default loss, "
-            "cross-entropy, needs a column for each class, and at least two. "
+            f"model(inputs) returned one column, {shape_of(outputs)}. The default loss, "
+            "cross-entropy, needs one column for each class, and at least two columns. "
             "Change the model, or define loss(outputs, targets)."
         )
     where = f"for outputs of shape {shape_of(outputs)} and targets of shape {shape_of(targets)}"
@@ -90,7 +90,7 @@ def _supervised_loss(model: nn.Module, step: Supervised, batch: Batch) -> Tensor
 
 def _own_loss(model: nn.Module, step: Any, batch: Batch, *, is_wrapped: bool) -> Tensor:
     wrapped, tree = WrappedByDdp(model), batch.tree
-    with attempt(f"{STEP} failed on a batch of {batch.num_samples} samples, {shape_of(tree)}"):
+    with attempt(f"{STEP} failed on a batch of {batch.num_samples} samples: {shape_of(tree)}"):
         result = step(wrapped if is_wrapped else model, tree)
     if is_wrapped and not wrapped.was_called:
         raise UserError(
@@ -106,7 +106,7 @@ def _own_loss(model: nn.Module, step: Any, batch: Batch, *, is_wrapped: bool) ->
 
 @final
 class WrappedByDdp(nn.Module):
-    """A wrapper that has only the model's ``forward``, as ``DistributedDataParallel`` has."""
+    """A wrapper that has only the model's ``forward``, like ``DistributedDataParallel``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class WrappedByDdp(nn.Module):
 
 @contextlib.contextmanager
 def attempt(failed: str) -> Iterator[None]:
-    """Raise ``UserError``, beginning with ``failed``, if the user's code in the block raises."""
+    """Replace an error of the user's code by a ``UserError`` that begins with ``failed``."""
     try:
         yield
     except UserError:
@@ -134,11 +134,11 @@ def attempt(failed: str) -> Iterator[None]:
 
 
 def refuse_sum(context: RunContext, worker: Worker) -> None:
-    """Raise ``UserError`` if a loss doubles when each sample occurs twice: a sum, not a mean.
+    """Raise ``UserError`` if a loss is a sum: the loss doubles when each sample occurs twice.
 
     The model is in evaluation mode, and each evaluation has the same random seed.  A loss that
-    still draws random numbers, such as a VAE's, is not checked.  The same holds for a loss that
-    accepts only one number of samples.
+    depends on the seed, such as the loss of a VAE, is not checked.  A loss that accepts only a
+    fixed number of samples is not checked either.
     """
     step = worker.training_step
     is_short = isinstance(step, Supervised)
@@ -153,7 +153,7 @@ def refuse_sum(context: RunContext, worker: Worker) -> None:
     with preserve_globals(worker.device):
         try:
             once, drawn, twice = loss_of(), loss_of(seed=1), loss_of(times=2)
-        except Exception:  # noqa: BLE001  the user's step
+        except Exception:  # noqa: BLE001  the user's code
             return
         finally:
             worker.model.train()
@@ -169,12 +169,12 @@ def refuse_sum(context: RunContext, worker: Worker) -> None:
 
 
 def _wraps_model(strategy: str) -> bool:
-    """Return True if the task's step gets a wrapper with only ``forward`` instead of the model."""
+    """Return True if the strategy passes a wrapped model, with only ``forward``, to the step."""
     return parse_strategy(strategy).name in ("ddp", "ddp-shm", "zero")
 
 
 def check_strategy(strategy: str, worker: Worker) -> None:
-    """Raise ``UserError`` if a built-in strategy cannot train the model, which has made a step."""
+    """Raise ``UserError`` if a built-in strategy cannot train the model; call it after a step."""
     choice = parse_strategy(strategy)
     if worker.device.type != "cpu":
         _check_device(choice)
@@ -187,14 +187,14 @@ def check_strategy(strategy: str, worker: Worker) -> None:
             continue
         if _wraps_model(strategy) and not finds_unused:
             raise UserError(
-                f"The parameter {name} has no part in the loss, so DistributedDataParallel would "
-                "wait for its gradient. Use the parameter, set its requires_grad=False, or compare "
+                f"The parameter {name} does not contribute to the loss, so DDP would wait for "
+                "its gradient. Use the parameter, set its requires_grad to False, or compare "
                 "ddp:find_unused_parameters=on."
             )
         if choice.name == "fsdp" and parameter in in_layers:
             raise UserError(
-                f"The parameter {name} had no part in a step. fsdp gathers a layer when it is "
-                "called, so all ranks must call the same layers. Use every layer, or remove fsdp."
+                f"A step does not use the parameter {name}. fsdp gathers a layer when the model "
+                "calls it, so all ranks must call the same layers. Use every layer, or remove fsdp."
             )
 
 
@@ -207,7 +207,7 @@ def _check_device(choice: Choice) -> None:
             f"Run %ddp_start --device cpu, or compare {entry.across_hosts}."
         )
     if choice.options.get("threads") == "all":
-        raise UserError("single:threads=all is only for ranks on CPUs. Remove threads=all.")
+        raise UserError("single:threads=all needs ranks on CPUs. Remove threads=all.")
     # Gloo's gather of a sharded tensor on a GPU ends the process: pytorch/pytorch#152645.
     if choice.name == "fsdp" and dist.get_backend() == "gloo":
         raise UserError(

@@ -1,4 +1,4 @@
-"""Makes a run's optimizer, from the cell or SGD, with its scheduler and clipping (ranks)."""
+"""Makes a run's optimizer (the cell's or SGD) with its scheduler and gradient clipping (ranks)."""
 
 import contextlib
 import inspect
@@ -28,16 +28,17 @@ def make_optimizer(
 
         g  <-  g * min(1, clip / |g|)             |g|: norm of all gradients together
 
-    Hooks of the optimizer do both, so they work in workers and in servers.  The learning rate of a
-    scheduler depends only on the number of updates.
+    Hooks of the optimizer clip the gradients and advance the scheduler, in workers and in servers.
+    The learning rate of a scheduler depends only on the number of updates.
 
     Reference: Pascanu et al., ICML 2013 (clipping).
 
     On a server, the parameters are copies of the model's parameters.  ``function`` is the cell's
-    ``optimizer``; None uses SGD.  ``num_updates`` is the number of updates in the whole run.
+    ``optimizer``.  If ``function`` is None, the optimizer is SGD.  ``num_updates`` is the number of
+    updates in the whole run.
 
     Raises:
-        UserError: the cell's function returns a wrong type.
+        UserError: if the cell's function returns a wrong type.
     """
     if function is None:
         made: Optimizer = SGD(parameters, lr=spec.learning_rate, momentum=spec.used_momentum)
@@ -71,14 +72,14 @@ def _checked(result: Any) -> tuple[Optimizer, LRScheduler | None]:
     raise UserError(
         f"optimizer() returned {kinds}. Return one torch.optim.Optimizer, or (optimizer, "
         "scheduler) with a scheduler that counts steps and needs no metric. For several "
-        "optimizers, write a strategy class, see docs/your-code.md."
+        "optimizers, write a strategy class (see docs/your-code.md)."
     )
 
 
 def _advance(made: Optimizer, scheduler: LRScheduler, num_updates: int) -> None:
-    """Advance the scheduler before the next step instead of after a step.
+    """Make the optimizer advance the scheduler before the next step instead of after a step.
 
-    By then, strategies that scale the learning rate for each update have restored it.
+    Strategies may scale the learning rate for one update, and restore it before the next step.
     """
     num_made = 0
     is_stepping = False  # torch calls hooks again if a step calls its parent class's step
@@ -89,7 +90,7 @@ def _advance(made: Optimizer, scheduler: LRScheduler, num_updates: int) -> None:
             return
         is_stepping = True
         if 0 < num_made <= num_updates:
-            # If the strategy steps through another optimizer, torch warns about a missing step.
+            # If the strategy uses another optimizer, torch warns that this one made no step.
             is_first = num_made == 1
             with warnings.catch_warnings(action="ignore") if is_first else contextlib.nullcontext():
                 scheduler.step()
@@ -109,7 +110,7 @@ def _advance(made: Optimizer, scheduler: LRScheduler, num_updates: int) -> None:
 def _model_of(
     parameters: list[nn.Parameter], model: nn.Module, make_model: ModelFactory
 ) -> nn.Module:
-    """Return the model if it has these parameters, or else a new model that gets them."""
+    """Return the model if it has the given parameters; otherwise a new model that has them."""
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if all(mine is theirs for mine, theirs in zip(own, parameters, strict=True)):
         return model

@@ -1,4 +1,4 @@
-"""Counts the steps of a rank in a run, and reports them (ranks)."""
+"""Counts the steps that a rank makes in a run, and reports the steps (ranks)."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Worker
 
-_CEILING_NOTE = "The ceiling (upper bound): trained only briefly to find its speed, not evaluated."
+_CEILING_NOTE = "This ceiling (upper bound) was trained briefly to find its speed, not evaluated."
 
 Publish = Callable[[RunHeader | StepEvent | Mark | Evaluating], None]
 
@@ -35,15 +35,15 @@ class RunMetrics:
     context: RunContext
     publish: Publish
     clock: Clock | VirtualClock = field(init=False)
-    """The clock that measures the steps or computes their time."""
+    """The clock that measures steps, or that computes the time of steps on emulated devices."""
     late_seconds: float = 0.0
-    """The seconds that the other ranks had trained when this rank joined."""
+    """Seconds that the other ranks had already trained when this rank joined the run."""
     num_steps: int = 0
     num_bytes_received: int = 0
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
     num_lost_samples: int = 0
-    """The number of samples in shards that workers held when they died."""
+    """Number of samples in the shards that workers had taken but not finished when they died."""
 
     def __post_init__(self) -> None:
         context = self.context
@@ -60,7 +60,7 @@ class RunMetrics:
         self.clock.start()
 
     def add(self, steps: list[StepEvent]) -> None:
-        """Count finished steps, number them, and publish them."""
+        """Count and number finished steps, and publish them as events."""
         rejoin_info = self.context.here.rejoin_info
         first_step = rejoin_info.first_step if rejoin_info else 0
         for step in steps:
@@ -70,7 +70,7 @@ class RunMetrics:
             self.num_bytes_received += step.num_bytes_received
 
     def note_memory(self, memory: Memory) -> None:
-        """Note this rank's memory, scaled for an emulated model, or with its GPU's peak."""
+        """Record this rank's memory, scaled for an emulated model, or with the peak of its GPU."""
         context, laboratory = self.context, self.context.laboratory
         if laboratory is not None and laboratory.devices.model:
             memory = memory.scaled(laboratory.scale)
@@ -120,7 +120,7 @@ def header_of(context: RunContext, worker: Worker) -> RunHeader:
 
 
 def _momentum(optimizer: Optimizer) -> float:
-    """Return the momentum of SGD; 0 for Nesterov momentum and for any other optimizer."""
+    """Return SGD's momentum; return 0 for Nesterov momentum and for all other optimizers."""
     groups = optimizer.param_groups if isinstance(optimizer, SGD) else []
     return max((0.0 if group["nesterov"] else group["momentum"] for group in groups), default=0.0)
 
@@ -139,7 +139,8 @@ def _notes(context: RunContext) -> list[str]:
     if spec.batch_per_worker is not None and plan.num_workers > 1:
         found.append(
             f"Weak scaling: each worker gets {spec.batch_per_worker} samples per step. The global "
-            f"batch is {spec.global_batch(plan.num_workers)}; single's is {spec.batch_per_worker}."
+            f"batch has {spec.global_batch(plan.num_workers)} samples. The batch of single has "
+            f"{spec.batch_per_worker} samples."
         )
     if context.state.shares_device and plan.num_ranks > 1:
         found.append("Several ranks share one GPU.")
@@ -160,5 +161,5 @@ def _fault_notes(spec: RunSpec, plan: Plan) -> list[str]:
         for rank, what in faults
     ]
     if spec.jitter:
-        found.append(f"Random delays make steps up to {100 * spec.jitter:g} % longer, on purpose.")
+        found.append(f"On purpose, random delays make steps up to {100 * spec.jitter:g} % longer.")
     return found

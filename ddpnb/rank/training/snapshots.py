@@ -1,12 +1,13 @@
-"""Copies a run's model during training, for its held-out curve (ranks).
+"""Copies a run's model during training, for the run's held-out curve (ranks).
 
-A copy is one pass over the parameters.  If every step waits for all ranks, all ranks' clocks are
-paused during the copy.  Asynchronous workers continue to train.  Rank 0 then makes the copy between
-two of its steps, and the copy counts as training time.  The copies are evaluated after the
-training, so no worker waits for an evaluation.
+Making a copy takes one pass over the parameters.  If every step waits for all ranks, the clocks of
+all ranks are paused while the copy is made.  Asynchronous workers continue to train.  In an
+asynchronous run, rank 0 makes the copy between two of its steps, and the copy counts as training
+time.  The copies are evaluated after the training, so no worker waits for an evaluation.
 
-A copy is the model that the run would return if it ended there.  It holds the server's parameters,
-the mean of all ranks' weights if ranks average them, or else rank 0's model.
+A copy is the model that the run would return if the run ended at that moment.  If ranks average
+weights, a copy has the mean of all ranks' weights.  Otherwise a copy has the parameters of the
+server or, without a server, of rank 0.
 """
 
 import math
@@ -23,14 +24,14 @@ from ddpnb.rank.training.run_metrics import RunMetrics
 from ddpnb.rank.worker import Worker, state_of
 
 MAX_BYTES = 1_000_000_000
-"""The limit for the size of all copies of a rank, in the host's memory."""
+"""Maximum size in bytes of all copies that a rank keeps in the host's memory."""
 
 
 class Snapshot(NamedTuple):
     """A copy of the model at one moment."""
 
     num_samples: int
-    """The number of samples that all workers had trained on by then."""
+    """Number of samples that all workers had trained on when the copy was made."""
     seconds: float
     state: dict[str, Any]
 
@@ -39,7 +40,7 @@ class Snapshot(NamedTuple):
 class Snapshots:
     """Copies the model every few steps.  Every rank calls ``after`` once per step.
 
-    The strategy must be set up with the worker first.
+    Call ``strategy.setup(worker)`` before you create this object.
     """
 
     def __init__(self, metrics: RunMetrics, strategy: Strategy, worker: Worker) -> None:
@@ -51,7 +52,7 @@ class Snapshots:
         self._is_mean = plan.averages_weights and plan.synchronous
         self._is_kept = rank == 0 or self._is_mean
         self.kept: list[Snapshot] = []
-        """The copies that are not evaluated yet."""
+        """The copies that have not been evaluated yet."""
         self.is_estimated = (
             plan.averages_weights and plan.num_workers > 1 and has_batchnorm(worker.model)
         )
@@ -60,7 +61,7 @@ class Snapshots:
         self._next = self._due_after(0) if plan.synchronous or rank == 0 else math.inf
 
     def after(self, shard: Shard) -> None:
-        """Copy the model after the step on a shard, if that is due."""
+        """Copy the model after the step on a shard, if a copy is due."""
         num_steps = shard.step + 1
         if num_steps < self._next:
             return
@@ -75,10 +76,10 @@ class Snapshots:
         with clock.paused():
             self._copy(shard)
             if context.plan.num_steps_ahead == 0:
-                context.barrier()  # until the slowest rank has made its copy
+                context.barrier()  # wait until the slowest rank has made its copy
 
     def average(self) -> None:
-        """Replace the copies by their means over all ranks.  Takes part: every rank."""
+        """Replace each copy by the mean of all ranks' copies.  Takes part: every rank."""
         model = self._worker.model
         places = dict(model.named_parameters(remove_duplicate=False))  # all names of tied weights
         for snapshot in self.kept if self._is_mean else ():
@@ -94,10 +95,10 @@ class Snapshots:
             self.kept.append(Snapshot(self._num_samples(shard), seconds, _copied(state)))
 
     def _num_samples(self, shard: Shard) -> int:
-        """Return how many samples all workers have trained on after this worker's step on a shard.
+        """Return the number of samples that all workers have trained on after a step on ``shard``.
 
-        All synchronous workers have made the step or are about to make it.  Otherwise, without a
-        work queue, all shards before this shard count as done.
+        Synchronous workers all make this step.  If asynchronous workers have no work queue, all
+        shards before this shard count as done.
         """
         context, world_size = self._metrics.context, self._worker.world_size
         step, part = shard.step + 1, 0
@@ -112,9 +113,9 @@ class Snapshots:
         return (num_steps // self._every + 1) * self._every if self._every else math.inf
 
     def _steps_between(self) -> int:
-        """Return the number of steps from one copy to the next; 0 for no copies.
+        """Return the number of steps from one copy to the next; 0 if there are no copies.
 
-        The copies take at most ``MAX_BYTES``.
+        All copies together have at most ``MAX_BYTES`` bytes.
         """
         spec, schedule = self._metrics.context.spec, self._metrics.context.schedule
         if spec.is_ceiling or spec.eval_every == 0:
@@ -125,7 +126,7 @@ class Snapshots:
             every = max(1, round(self._num_steps / spec.num_points))
         else:
             return 0
-        tensors = state_of(self._worker.model)  # numel is the full size, also if sharded
+        tensors = state_of(self._worker.model)  # numel counts all shards
         num_copies = MAX_BYTES // sum(each.numel() * each.element_size() for each in tensors)
         return max(every, math.ceil(self._num_steps / (num_copies + 1)))
 

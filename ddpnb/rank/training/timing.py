@@ -1,8 +1,9 @@
 """Measures each step: its end, its loss and its seconds per phase (ranks).
 
-Measuring never makes the device wait.  On a CPU, a moment is the host's time.  A GPU runs behind
-the Python thread, so a moment is a CUDA event, and each step leaves a copy of its loss.  ddpnb
-reads the event and the copy a few steps later, after the GPU has reached them.
+The measurements never make the device wait.  On a CPU, a moment is the host's time.  A GPU executes
+a step later than the Python thread submits the step.  So on a GPU, a moment is a CUDA event, and
+each step queues a copy of its loss.  ddpnb reads the event and the copy a few steps later, after
+the GPU has finished the step.
 """
 
 import contextlib
@@ -18,16 +19,16 @@ from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.meter import Meter, Moment, Phase, completed, synchronize
 
 MAX_PENDING = 8
-"""The most steps that the Python thread may be ahead of a GPU."""
+"""Maximum number of steps that the Python thread may be ahead of a GPU."""
 
 
 class _Pending(NamedTuple):
     step: StepEvent
     marks: list[tuple[Phase, Moment]]
-    """The phases of the step, each with its beginning; the last mark is the end of the step."""
+    """The phases of the step, each with its first moment.  The last mark is the end of the step."""
     hidden: list[tuple[Moment, Moment]]
     values: Mapping[str, Tensor]
-    """The loss and the metrics, on the host once the step has ended."""
+    """The loss and the metrics, in the host's memory.  The values are valid after the step."""
 
     def parts(self) -> Parts:
         spent: dict[str, float] = {}
@@ -40,9 +41,9 @@ class _Pending(NamedTuple):
 class Clock(Meter):
     """The meter of all steps of a run, on the device's own clock.
 
-    The clock adds the seconds from moment to moment, because ``elapsed_time`` returns milliseconds
-    as a float32.  After a quarter of an hour, these are no finer than 0.1 ms (torch.cuda.Event,
-    CUDA's cudaEventElapsedTime).
+    The clock adds up the seconds from moment to moment, because ``elapsed_time`` returns
+    milliseconds as a float32.  After a quarter of an hour, such a float32 has a resolution of only
+    0.1 ms (torch.cuda.Event, CUDA's cudaEventElapsedTime).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,15 +51,15 @@ class Clock(Meter):
         self._device = device
         self._on_gpu = device.type == "cuda"
         self.num_steps_ahead = MAX_PENDING + 1 if self._on_gpu else 0
-        """The number of steps that a rank may begin before an earlier step has ended."""
+        """Maximum number of steps that a rank may begin before an earlier step has ended."""
         self.seconds = 0.0
-        """The seconds from the start to the end of the last finished step, or to ``end``."""
+        """Seconds from ``start`` to the end of the last finished step, or to a call of ``end``."""
         self._marks: list[tuple[Phase, Moment]] = []
         self._hidden: list[tuple[Moment, Moment]] = []
         self._pending: deque[_Pending] = deque()
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
-        """Begin a phase after the work that the device has queued so far."""
+        """Begin a phase that starts after all work that is queued on the device so far."""
         before = self._marks[-1][0] if self._marks else "data"
         self._marks.append((phase, self.moment() if at is None else at))
         return before
@@ -76,13 +77,13 @@ class Clock(Meter):
         self._hidden.append((begun, ended))
 
     def start(self) -> None:
-        """Wait until the device has done its work, then start counting."""
+        """Wait until the device has done its work, then start counting time."""
         synchronize(self._device)
         self._marks, self._hidden = [], []
         self.begin("data")
 
     def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
-        """End a step with ``values`` (see ``completed``); return steps that the device finished."""
+        """End a step with its loss and metrics; return the steps that the device has finished."""
         held = {name: value.to("cpu", non_blocking=True) for name, value in values.items()}
         self.begin("data")
         self._pending.append(_Pending(step, self._marks, self._hidden, held))
@@ -104,7 +105,7 @@ class Clock(Meter):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count no time in this context; call ``stop`` before entering it."""
+        """Do not count the time in this context.  Call ``stop`` before you enter the context."""
         try:
             yield
         finally:

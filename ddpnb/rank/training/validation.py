@@ -26,23 +26,23 @@ from ddpnb.rank.training.model_checks import attempt, check_model, check_step, r
 from ddpnb.rank.worker import Batch, Worker
 
 CHECKS = "checks"
-"""The folder, inside the run folder, for files that a user's strategy makes during its check."""
+"""Name of the folder in the run folder for files that a user's strategy makes during a check."""
 
 MIN_SECONDS_MARGIN = 1.1
-"""The factor by which a run is planned longer than ``--min-seconds``."""
+"""The planned duration of a run, divided by ``--min-seconds``."""
 
 
 def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] = int) -> Checked:
     """Check a training before any strategy trains.
 
-    This function sends no messages, so a rank may call it without the other ranks.  The user's
-    code, such as a strategy class or a step, may call collectives.  Then every rank of the group
-    must take part.  A class makes its files in ``CHECKS``, which ddpnb removes after all checks.
-    ``num_calls`` returns how many collectives this rank has called.
+    This function sends no messages, so a rank may call it without the other ranks.  But if the
+    user's strategy or step calls collectives, every rank of the group must take part.  A user's
+    strategy makes its files in ``CHECKS``, and ddpnb removes this folder after all checks.
+    ``num_calls`` returns the number of collectives that this rank has called.
 
     Raises:
-        UserError: says what is wrong and what to do.
-        Exception: any exception of the cell's code, with its traceback.
+        UserError: if the run cannot be trained.  The message says what to do.
+        Exception: any exception that the cell's code raises, with its traceback.
     """
     with preserve_globals(torch.device(here.state.device)):
         try:
@@ -71,15 +71,15 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
     found, seconds = _evaluated(context, worker, batch)
     if num_calls() > num_before:
         raise UserError(
-            "The cell's functions call collectives, but only rank 0 evaluates. In training_step, "
-            "call them only if isinstance(model, DistributedDataParallel). Remove all others."
+            "The cell's functions call collectives, but only rank 0 evaluates the model. Call "
+            "them only in training_step, if isinstance(model, DistributedDataParallel)."
         )
     has_accuracy = not math.isnan(found.accuracy)
     return replace(result, has_accuracy=has_accuracy, seconds_per_judged=seconds)
 
 
 def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked:
-    """Add the seconds per sample, and the number of epochs for ``--min-seconds``."""
+    """Return the result with the seconds per sample and the epochs for ``--min-seconds``."""
     usual = context.usual_batch()  # measured on all ranks at once, as in the training
     seconds = measure_compute_seconds(worker, usual)
     # updates and communication only make a run longer
@@ -105,17 +105,17 @@ def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
 
 
 def _smallest_batch(context: RunContext) -> Batch:
-    """Fetch a batch of the smallest micro-batch's size, which may be too small for the model."""
+    """Fetch a batch that is as small as the smallest micro-batch of the run."""
     schedule, num_workers = context.schedule, context.plan.num_workers
     share = schedule.size(schedule.smallest_shard(num_workers).step) // num_workers
     return context.first_batch(share // min(context.spec.accumulate, share))
 
 
 def _check_own(context: RunContext, worker: Worker) -> Batch:
-    """Let a user's strategy set up and make one step.  Takes part: every rank.
+    """Set up a user's strategy and let it make one step.  Takes part: every rank.
 
-    Parts of the cell that the strategy does not use, such as the loss, are not checked.  The batch
-    is this rank's shard of the smallest global batch, with the same weight as in a real run.
+    Parts of the cell that the strategy does not use, such as the loss, are not checked.  The
+    returned batch is this rank's shard of the smallest global batch, with the weight of that shard.
     """
     smallest = context.schedule.smallest_shard(context.state.world_size)
     shard = replace(smallest, part=context.state.rank)
@@ -131,8 +131,8 @@ def _check_own(context: RunContext, worker: Worker) -> Batch:
 def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score, float]:
     """Evaluate the model on a few samples of each split, to find errors before the training.
 
-    Return the score on held-out samples, and the seconds per sample in a usual batch.  The worker's
-    model is in evaluation mode afterwards.
+    Return the score on held-out samples, and the seconds per sample in a batch of the usual size.
+    Afterwards the worker's model is in evaluation mode.
     """
     has_loss = context.has_loss
     judge = partial(score, worker.model.eval(), context.task, worker.device, has_loss=has_loss)
@@ -149,7 +149,7 @@ def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score
 def _with_place(error: UserError, cell: int, filename: str) -> UserError:
     """Return an error that names its line in the comparison's cell, if the line is known.
 
-    ``cell`` is the ``n`` of ``In [n]``, 0 if unknown.  The error's cause is the cell's exception.
+    ``cell`` is the ``n`` of ``In [n]``; 0 if unknown.  The cause of ``error`` is the cell's error.
     """
     frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
     lines = [frame.lineno for frame in frames if frame.filename == filename]
